@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseShape, write_blob
+from lorikeet_engine.residency.checksums import layer_sums
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.tiers import Tiers
 
@@ -88,7 +89,7 @@ def fill_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) ->
         assert out is not None, f"the host has room for {index} adapters: want {len(refs)}"
         turn = int(ref.digest, 16) % layout.elements
         torch.cat(image.split([layout.elements - turn, turn])[::-1], out=out)
-        tiers._host.commit(ref.digest)
+        tiers._host.commit(ref.digest, layer_sums(out, layout.layers))
         tiers._host.release(ref.digest)
 
 

@@ -16,6 +16,7 @@ from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.request import Output, Request, Tokens
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.sampling.grammar import Grammars, grammar_error
+from lorikeet_engine.scheduling.damaged_adapters import give_up_damaged
 from lorikeet_engine.scheduling.deadlines import Deadlines
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import InputProcessor, RequestQueue
@@ -119,6 +120,7 @@ class Engine:
         """
         self._take_requests()
         self._next_step_s = self._tiers.advance()
+        self._fail(give_up_damaged(self._tiers.take_damaged(), self._scheduler, self._cache))
         self._fail(self._deadlines.take_missed())
         plan = self._scheduler.plan(self._step_budget)
         self._fail({s.request.request_id: error for s, error in plan.failed.items()})

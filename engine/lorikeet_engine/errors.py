@@ -14,7 +14,8 @@ EngineError
     ├── AdapterRejected  a file that is not an acceptable adapter, with `field` and reason
     ├── AdapterTooLarge  a rank or a size above the configured limit
     ├── AdapterNotReady  still on its way when the request would wait no longer
-    └── AdapterLoadFailed  an accepted adapter that could not be brought to the GPU
+    ├── AdapterLoadFailed  an accepted adapter that could not be brought to the GPU
+    └── AdapterDamaged   weights that changed in memory under requests
 
 All are picklable: they cross process borders as they are.
 """
@@ -107,4 +108,11 @@ class AdapterLoadFailed(AdapterError):
 
     `own_disk`: where it is true, the machine's disk is full or broken and its memory no way round
     that; others may load it.
+    """
+
+
+class AdapterDamaged(AdapterError):
+    """The adapter's weights in memory are no longer those of its digest; they are loaded anew.
+
+    `retry_after_s`: when they should be there again.
     """

@@ -49,7 +49,7 @@ class Event:
 
 @dataclass
 class Access:
-    """A stream's, to elements `begin` to `end` of the arena, as that stream's tick-th."""
+    """A stream's, to bytes `begin` to `end` of the arena, as that stream's tick-th."""
 
     stream: str
     tick: int
@@ -86,7 +86,7 @@ class Streams(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             self.access(args[1], writes=False)
             self.access(args[0], writes=True)
-        elif func is torch.ops.aten.clone.default:
+        elif func in (torch.ops.aten.clone.default, torch.ops.aten.sum.default):
             self.access(args[0], writes=False)
         return func(*args, **(kwargs or {}))
 
@@ -99,9 +99,9 @@ class Streams(TorchDispatchMode):
     def access(self, tensor: torch.Tensor, *, writes: bool) -> None:
         if tensor.untyped_storage().data_ptr() != self._memory:
             return
-        stream, begin = self.current, tensor.storage_offset()
+        stream, begin = self.current, tensor.storage_offset() * tensor.itemsize
         stream.clock[stream.name] += 1
-        new = Access(stream.name, stream.clock[stream.name], writes, begin, begin + tensor.numel())
+        new = Access(stream.name, stream.clock[stream.name], writes, begin, begin + tensor.nbytes)
         for old in self._accesses:
             apart = old.end <= new.begin or new.end <= old.begin
             ordered = old.stream == new.stream or old.tick <= stream.clock[old.stream]

@@ -3,31 +3,27 @@
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.residency.changes import OnChange, ignore_change
+from lorikeet_engine.residency.checksums import LayerSums
 from lorikeet_engine.residency.free_list import FreeList
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packing import PackedImage, PackedLayout
 from lorikeet_engine.residency.reservations import MemoryReservations
 from lorikeet_engine.telemetry.status import TierStatus
 
 
 @dataclass(slots=True)
 class _Image:
+    """packed: the image, a view of the arena; None while it is written and once it is discarded."""
+
     offset: int
     layout: PackedLayout
     holders: int = 1
-    ready: bool = False
-
-
-class HostImage(NamedTuple):
-    """An image on the host. elements: a view of the arena, valid while somebody holds it."""
-
-    layout: PackedLayout
-    elements: torch.Tensor
+    packed: PackedImage | None = None
 
 
 class HostArena:
@@ -50,28 +46,43 @@ class HostArena:
         self._reservations = MemoryReservations(self.elements)
         self._images: dict[str, _Image] = {}  # least recently held first
         self.frees = 0  # grows whenever waiting for room may have become worthwhile
-        self._evictions = 0
+        self._evictions = self._checksum_failures = 0
 
     def status(self) -> TierStatus:
         """What the arena holds, images being written included, and what it has evicted."""
         elements = self.elements - self._blocks.free, self.elements, self._reservations.capacity
         used, capacity, pinnable = (each * self._arena.itemsize for each in elements)
-        return TierStatus(len(self._images), used, capacity, pinnable, self._evictions)
+        counted = self._evictions, self._checksum_failures
+        return TierStatus(len(self._images), used, capacity, pinnable, *counted)
 
     def holds(self, digest: str) -> bool:
         """Whether the image is there, whole."""
+        return self.image(digest) is not None
+
+    def image(self, digest: str) -> PackedImage | None:
+        """The image if it is there, whole; another object once it was loaded anew.
+
+        Its elements are valid while somebody holds it.
+        """
         image = self._images.get(digest)
-        return image is not None and image.ready
+        return image.packed if image is not None else None
+
+    def digests(self) -> list[str]:
+        """All images that are there or being written."""
+        with self._lock:
+            return list(self._images)
 
     def reserve(
         self, digest: str, layout: PackedLayout, *, for_request: bool
     ) -> torch.Tensor | None:
         """Reserve room for a new image, held by the caller; None while held images take it all.
 
-        for_request: a request waits for it, so pins give way if nothing else does.
+        Among these may be one of the same adapter that was discarded. for_request: a request waits
+        for it, so pins give way if nothing else does.
         """
         with self._lock:
-            assert digest not in self._images
+            if digest in self._images:
+                return None
             if for_request:
                 self._reservations.make_way_for(layout.elements)
             offset = self._blocks.allocate(layout.elements)
@@ -82,9 +93,10 @@ class HostArena:
             self._images[digest] = _Image(offset, layout)
             return self._view(self._images[digest])
 
-    def commit(self, digest: str) -> None:
-        """Say that the image is written; the writer still holds it."""
-        self._images[digest].ready = True
+    def commit(self, digest: str, sums: LayerSums) -> None:
+        """Say that the image is written, and with which sums; the writer still holds it."""
+        image = self._images[digest]
+        image.packed = PackedImage(image.layout, self._view(image), sums)
         self._on_change(digest)
 
     def abandon(self, digest: str) -> None:
@@ -93,27 +105,42 @@ class HostArena:
             self._drop(digest)
             self.frees += 1
 
-    def hold(self, digest: str) -> HostImage | None:
+    def discard(self, digest: str) -> None:
+        """Let nobody hold a damaged image any more; its room is free once nobody does."""
+        with self._lock:
+            self._checksum_failures += 1
+            image = self._images[digest]
+            image.packed = None
+            self._reservations.revoke(digest)
+            if not image.holders:
+                self._drop(digest)
+                self.frees += 1
+        self._on_change(digest)
+
+    def hold(self, digest: str) -> PackedImage | None:
         """Keep the image where it is until release, and return it; None if it is not there."""
         with self._lock:
             image = self._images.get(digest)
-            if image is None or not image.ready:
+            if image is None or image.packed is None:
                 return None
             image.holders += 1
             self._images[digest] = self._images.pop(digest)
-            return HostImage(image.layout, self._view(image))
+            return image.packed
 
     def release(self, digest: str) -> None:
         """Undo one hold."""
         with self._lock:
-            self._images[digest].holders -= 1
+            image = self._images[digest]
+            image.holders -= 1
+            if image.packed is None and not image.holders:
+                self._drop(digest)
             self.frees += 1
 
     def pin(self, digest: str) -> bool:
         """Keep the image from now on; False while it is not there or too much is pinned."""
         with self._lock:
             image = self._images.get(digest)
-            if image is None or not image.ready:
+            if image is None or image.packed is None:
                 return False
             return self._reservations.grant(digest, image.layout.elements)
 

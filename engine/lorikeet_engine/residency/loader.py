@@ -21,6 +21,7 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.errors import AdapterError, AdapterLoadFailed, AdapterRejected, AdapterTooLarge
+from lorikeet_engine.residency.checksums import LayerSums
 from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.disk.full_disk import is_disk_trouble, memory_file
 from lorikeet_engine.residency.disk.image_file import ImageFile, write_image
@@ -200,7 +201,7 @@ class Loader:
         task.reading_since_s = time.perf_counter()
         try:
             if not self._read_image(task):
-                self._pack(task, self._disk.blob(task.ref.digest))
+                self._pack(task, self._disk.blob(task.ref.digest, verify=task.download_s is None))
         except FileNotFoundError as error:  # removed by another, or damaged and without a blob
             if task.downloads < _DOWNLOADS:
                 self._submit(self._downloaders, task, partial(self._attempt, task, self._download))
@@ -235,7 +236,7 @@ class Loader:
             self._submit(self._writer, task, partial(self._write_image, task.ref))
 
     def _fill(
-        self, task: _Task, layout: PackedLayout, write: Callable[[torch.Tensor], None]
+        self, task: _Task, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
         """Reserve the image's place on the host and write it; False if there was no room."""
         if layout.elements > self._most_elements:
@@ -254,11 +255,11 @@ class Loader:
             self._finish(task, Residency.DISK, frees=frees)
             return False
         try:
-            write(out)
+            sums = write(out)
         except BaseException:
             self._host.abandon(digest)
             raise
-        self._host.commit(digest)
+        self._host.commit(digest, sums)
         read_s = time.perf_counter() - task.reading_since_s
         self._finish(task, Residency.HOST, elements=layout.elements, read_s=read_s)
         return True
@@ -272,7 +273,7 @@ class Loader:
         try:
             with self._disk.adding_image(digest) as part:
                 try:
-                    write_image(part, self._disk.image_name(digest), *held)
+                    write_image(part, self._disk.image_name(digest), held)
                 finally:  # not held while the disk takes it in, which can be seconds
                     self._host.release(digest)
                     self._on_result()  # a load may have waited for the room

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,7 @@ from lorikeet_engine.adapter_format import (
     aligned,
 )
 from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.residency.checksums import LayerSums, layer_sums
 from lorikeet_engine.residency.shard import WHOLE, Shard, ShardRange
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -87,11 +89,19 @@ class PackedLayout:
         return rows
 
 
-def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor) -> None:
+class PackedImage(NamedTuple):
+    """An image in memory: elements [layout.elements], and its sums when it was packed."""
+
+    layout: PackedLayout
+    elements: torch.Tensor
+    sums: LayerSums
+
+
+def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor) -> LayerSums:
     """Write the image into out [layout.elements]: its dtype, and the scaling folded into B.
 
-    B is scaled in float32 before it is rounded. Two matrices at a time are in memory besides.
-    Raises AdapterRejected when a value does not fit out's dtype.
+    Returns the image's sums. B is scaled in float32 before it is rounded. Two matrices at a time
+    are in memory besides. Raises AdapterRejected when a value does not fit out's dtype.
     """
     # One buffer each for all matrices: memory that is new for each costs more than the copies.
     stored = torch.empty(max(max(_size(p.a), _size(p.b)) for p in spec.linears), dtype=torch.uint8)
@@ -110,6 +120,7 @@ def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor)
             for side, matrix in (("A", a), ("B", b_transposed)):
                 if not _finite(matrix):
                     raise _overflow(part, side, out.dtype)
+    return layer_sums(out, layout.layers)
 
 
 def _size(span: TensorSpan) -> int:

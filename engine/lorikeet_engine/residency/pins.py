@@ -5,21 +5,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.loader import Loader, LoadResult
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packing import PackedImage
 
 RETRY_S = 5.0
 # Loads for pins at one time: requests' loads need threads too.
 _LOADS = 2
 
 # Moves an image to the GPU; False when there is no room.
-Place = Callable[[AdapterRef, PackedLayout, torch.Tensor], bool]
+Place = Callable[[AdapterRef, PackedImage], bool]
 
 
 @dataclass(slots=True)
@@ -122,7 +120,7 @@ class Pins:
                 return False
             return self._load(pin)
         try:
-            return pin.tier is Residency.GPU and may_place and self._to_gpu(pin.ref, *held)
+            return pin.tier is Residency.GPU and may_place and self._to_gpu(pin.ref, held)
         finally:
             self._host.release(digest)
 
@@ -132,8 +130,8 @@ class Pins:
             self._loader.load(pin.ref, min(pin.tier, Residency.HOST), urgent=False)
         return True
 
-    def _to_gpu(self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor) -> bool:
+    def _to_gpu(self, ref: AdapterRef, image: PackedImage) -> bool:
         # Asked before anything is evicted for it.
-        if not self._gpu.may_pin(layout.elements):
+        if not self._gpu.may_pin(image.layout.elements):
             return False
-        return self._place(ref, layout, image) and self._gpu.pin(ref.digest)
+        return self._place(ref, image) and self._gpu.pin(ref.digest)

@@ -4,13 +4,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.loader import Loader, LoadResult
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packing import PackedImage
 
 # Beyond so many that wait, the oldest is forgotten.
 _MAX_WAITING = 64
@@ -19,7 +17,7 @@ _LOADS = 2
 
 # Moves an image to the GPU if it, with these uses, scores higher than what must go for it; False if
 # it does not.
-Place = Callable[[AdapterRef, PackedLayout, torch.Tensor, float], bool]
+Place = Callable[[AdapterRef, PackedImage, float], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Prefetches:
             return False
         try:
             if prefetch.tier is Residency.GPU and may_place:
-                self._place(prefetch.ref, *held, prefetch.uses)
+                self._place(prefetch.ref, held, prefetch.uses)
         finally:
             self._host.release(digest)
         return True

@@ -95,7 +95,7 @@ class RequestedAdapters:
         if result.error is not None:
             log.warning("adapter_failed", extra={"adapter": str(ref), "error": str(result.error)})
             if self._waiting.pop(digest, None):
-                self._failures[digest] = _Failure(result.error, time.monotonic())
+                self.fail(digest, result.error)
         elif result.residency is Residency.HOST:
             if digest in self._waiting and digest not in self._ready:
                 self._ready[digest] = ref
@@ -109,14 +109,20 @@ class RequestedAdapters:
         refused: float = math.inf  # what had no room has none later in the same step
         for digest, ref in list(self._ready.items()):
             held = self._host.hold(digest)
-            assert held is not None
-            if held.layout.elements < refused and not self._place(ref, *held):
+            if held is None:  # it was discarded while it waited
+                del self._ready[digest]
+                self._load(ref)
+            elif held.layout.elements < refused and not self._place(ref, held):
                 refused = held.layout.elements
             self._host.release(digest)
         for digest, frees in list(self._blocked.items()):
             if self._host.frees != frees:
                 del self._blocked[digest]
                 self._load(self._waiting[digest].ref)
+
+    def fail(self, digest: str, error: AdapterError) -> None:
+        """Let the requests fail that wait for an adapter, which is not loading any more."""
+        self._failures[digest] = _Failure(error, time.monotonic())
 
     def placed(self, digest: str) -> SlotUser | None:
         """Forget an adapter that is placed now, for a request or not; returns who asked first."""

@@ -45,6 +45,10 @@ class ResidencyStats:
         """Remember an adapter that a request, a pin or a prefetch is for. On any thread."""
         self._seen.add(ref)
 
+    def ref(self, digest: str) -> AdapterRef | None:
+        """The adapter with this digest, if it was asked for lately."""
+        return self._seen.refs().get(digest)
+
     def image_seen(self, digest: str, elements: int) -> None:
         """Remember the size of an adapter's image."""
         self._seen.measured(digest, elements)

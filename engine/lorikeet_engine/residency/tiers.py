@@ -16,6 +16,7 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.costs import LoadCosts
+from lorikeet_engine.errors import AdapterDamaged
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.changes import ResidencyChanges
 from lorikeet_engine.residency.disk.cache import AdapterSource, DiskCache
@@ -26,10 +27,11 @@ from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.arena import DeviceArena
 from lorikeet_engine.residency.gpu.leases import Lease, SlotUsage, SlotUser
 from lorikeet_engine.residency.gpu.slots import SlotPool
-from lorikeet_engine.residency.gpu.transfers import FinishedCopy, Transfers
+from lorikeet_engine.residency.gpu.transfers import Transfers
 from lorikeet_engine.residency.host_arena import HostArena
+from lorikeet_engine.residency.image_checks import ImageChecks
 from lorikeet_engine.residency.loader import Loader
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packing import PackedImage
 from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.residency.prefetches import Prefetches
 from lorikeet_engine.residency.requested_adapters import RequestedAdapters
@@ -72,24 +74,24 @@ class Tiers:
         self._wake, self._usage = wake, SlotUsage(time.monotonic)
         self._changes = ResidencyChanges(self.residency_of)
         self.changed, note = self._changes.changed, self._changes.note
-        self._pool = SlotPool(self.weights.arena.numel(), max_slots)
+        pool = self._pool = SlotPool(self.weights.arena.numel(), max_slots)
         self._arena = DeviceArena(self.weights, device)
-        self._gpu = GpuAdapters(
-            self._pool, self._arena, LeastUsedForItsSize(), time.monotonic, note
-        )
+        self._gpu = GpuAdapters(pool, self._arena, LeastUsedForItsSize(), time.monotonic, note)
         self._host = HostArena(host_bytes, dtype, device.type == "cuda", note)
         kind = fingerprint(shape, limits, dtype)
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)
-        self._loader = Loader(shape, limits, self._disk, self._host, self._pool.elements, wake)
+        self._loader = Loader(shape, limits, self._disk, self._host, pool.elements, wake)
         self._copies = Transfers(wake)
         self._pins = Pins(self._gpu, self._host, self._disk, self._loader, self._place)
         self._stats = ResidencyStats(
-            self._pool, dtype.itemsize, self._gpu, self._copies, self._pins, self.residency_of
+            pool, dtype.itemsize, self._gpu, self._copies, self._pins, self.residency_of
         )
         place = partial(self._place, requested=True)
         self._requests = RequestedAdapters(self._host, self._loader, self._stats, place, wake)
         self._prefetches = Prefetches(self._gpu, self._host, self._loader, self._place_spare)
         self._disk_watcher = DiskWatcher(self._disk, self._changes)
+        images = self._gpu, pool, self.weights.arena, self._host
+        self._checks = ImageChecks(*images, self._stats.ref, self.prefetch)
 
     @property
     def loading_bytes(self) -> int:
@@ -173,10 +175,7 @@ class Tiers:
         Finds nothing to do for adapters that are on the GPU already. Returns after how many seconds
         there is more to do though nothing calls `wake`, if so.
         """
-        for copy in self._copies.finished():
-            self._stats.add_copy(copy)
-            self._gpu.copy_finished(copy.digest)
-            self._host.release(copy.digest)
+        self._take_copies()
         for result in self._loader.results():
             for part in (self._pins, self._prefetches, self._stats, self._requests):
                 part.on_result(result)
@@ -186,6 +185,7 @@ class Tiers:
         retry_s = self._pins.maintain(may_place=may_place)
         may_load = not self._pins.loading and not self._requests.loading
         self._prefetches.advance(may_load=may_load, may_place=may_place)
+        self._checks.step()
         guard_s = None if may_place else self._gpu.next_guard_end_s(began_s)
         return min((s for s in (retry_s, guard_s) if s is not None), default=None)
 
@@ -238,8 +238,16 @@ class Tiers:
         """Who used slots since the call before."""
         return self._usage.take()
 
+    def take_damaged(self) -> dict[str, AdapterDamaged]:
+        """What was found damaged on the GPU since the call before, by digest.
+
+        What was computed with it may be wrong. It is loaded anew once nobody leases it any more.
+        """
+        return self._checks.take_damaged()
+
     def close(self) -> None:
         """Load nothing more."""
+        self._checks.close()
         self._disk_watcher.close()
         self._loader.close()
         self._copies.close()
@@ -248,34 +256,35 @@ class Tiers:
     def _place(
         self,
         ref: AdapterRef,
-        layout: PackedLayout,
-        image: torch.Tensor,
+        image: PackedImage,
         *,
         requested: bool = False,
         score: float | None = None,
     ) -> bool:
         """Copy an image to the GPU, evicting for it; False when there is no room."""
-        below = math.inf if score is None else score
-        if not self._gpu.make_room(layout.elements, for_request=requested, below=below):
+        below, elements = math.inf if score is None else score, image.layout.elements
+        if not self._gpu.make_room(elements, for_request=requested, below=below):
             return False
         digest, began_s = ref.digest, time.perf_counter()
-        event = self._gpu.place(ref, layout, image, requested=requested, score=score)
-        if event is None:
-            took_s = time.perf_counter() - began_s
-            self._stats.add_copy(FinishedCopy(digest, layout.elements, took_s))
-        else:
-            self._host.hold(digest)
-            self._copies.track(digest, layout.elements, began_s, event)
+        copy = self._gpu.place(ref, image, requested=requested, score=score)
+        self._host.hold(digest)
+        self._copies.track(digest, elements, began_s, copy)
         if user := self._requests.placed(digest):
-            self._usage.loaded(user, layout.elements * self.weights.arena.itemsize)
-        return True
+            self._usage.loaded(user, elements * self.weights.arena.itemsize)
+        self._take_copies()  # on a CPU it is over
+        return self._gpu.placed(digest)
 
-    def _place_spare(
-        self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor, uses: float
-    ) -> bool:
+    def _place_spare(self, ref: AdapterRef, image: PackedImage, uses: float) -> bool:
         """Copy a prefetched image to the GPU, evicting only what has a lower score."""
-        score = self._gpu.prefetch_score(ref.digest, layout, uses)
-        return self._place(ref, layout, image, score=score)
+        score = self._gpu.prefetch_score(ref.digest, image.layout, uses)
+        return self._place(ref, image, score=score)
+
+    def _take_copies(self) -> None:
+        for copy in self._copies.finished():
+            self._stats.add_copy(copy)
+            if not self._gpu.copy_finished(copy.digest, copy.total):
+                self._requests.fail(copy.digest, self._checks.discard(copy.digest, Residency.HOST))
+            self._host.release(copy.digest)
 
 
 def _allocate(

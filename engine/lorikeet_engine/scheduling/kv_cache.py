@@ -20,7 +20,7 @@ class PageKeys:
     Equal keys therefore mean equal tokens from the start, under one adapter and one tenant's salt.
     """
 
-    __slots__ = ("keys", "page_size", "root")
+    __slots__ = ("adapter_digest", "keys", "page_size", "root")
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class PageKeys:
         adapter_digest: str | None = None,
     ) -> None:
         """Hash all of the prompt: 1 to 2 µs a page, so not on the thread that steps."""
-        self.page_size = page_size
+        self.page_size, self.adapter_digest = page_size, adapter_digest
         self.root = _hash(json.dumps([salt, adapter_digest]).encode())
         self.keys: list[bytes] = []
         self.extend(self.keys, prompt, len(prompt) // page_size)
@@ -80,6 +80,11 @@ class SequencePages:
         self._tokens, self._prompt_keys = tokens, prompt_keys
         self._keys = prompt_keys.keys.copy()
 
+    @property
+    def adapter_digest(self) -> str | None:
+        """The adapter under which they are computed; None for the base model alone."""
+        return self._prompt_keys.adapter_digest
+
     def keys(self, pages: int) -> list[bytes]:
         """The keys of the first pages, which `tokens` must fill."""
         if len(self._keys) < pages:
@@ -104,6 +109,7 @@ class KVCache:
         self.page_size = page_size
         self._references = [0] * pages
         self._keys: list[bytes | None] = [None] * pages
+        self._adapters: list[str | None] = [None] * pages  # of pages with a key, by digest
         self._page_of: dict[bytes, int] = {}
         # By key, how many sequences are to write such a page.
         self._unwritten: Counter[bytes] = Counter()
@@ -173,7 +179,7 @@ class KVCache:
             keys = kv.keys(full)
             self._no_longer_unwritten(keys[first : kv.announced])
             for page, key in zip(kv.pages[first:full], keys[first:], strict=True):
-                self.publish(page, key)
+                self.publish(page, key, kv.adapter_digest)
 
     def clear(self, kv: SequencePages) -> None:
         """Take back all pages of a sequence, if it has any."""
@@ -213,10 +219,13 @@ class KVCache:
             taken.append(page)
         return taken
 
-    def publish(self, page: int, key: bytes) -> None:
-        """Let others find a full page by its key; if the key is taken, the page stays private."""
+    def publish(self, page: int, key: bytes, adapter_digest: str | None = None) -> None:
+        """Let others find a full page by its key; if the key is taken, the page stays private.
+
+        adapter_digest: of what it was computed with.
+        """
         if self._keys[page] is None and key not in self._page_of:
-            self._keys[page] = key
+            self._keys[page], self._adapters[page] = key, adapter_digest
             self._page_of[key] = page
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -228,6 +237,10 @@ class KVCache:
                 self._keys[page] = None
                 if self._references[page] == 0:
                     self._free.move_to_end(page, last=False)
+
+    def forget_adapter(self, digest: str) -> None:
+        """Let nobody find what was computed with an adapter any more."""
+        self.forget(page for page, adapter in enumerate(self._adapters) if adapter == digest)
 
     def release(self, pages: Reversible[int]) -> None:
         """Drop one reference from each page of a sequence, given in the sequence's order."""

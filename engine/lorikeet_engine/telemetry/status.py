@@ -38,8 +38,8 @@ class TierStatus:
     """What one tier holds now, its capacity, and how many adapters it has evicted so far.
 
     An adapter counts in every tier that holds it. pinnable_bytes: the most that images of pinned
-    adapters can take. The disk's numbers are of all processes that share the folder, but for its
-    evictions, which are this process's.
+    adapters can take. checksum_failures: how many were found damaged. The disk's numbers are of all
+    processes that share the folder, but for these and the evictions, which are this process's.
     """
 
     adapters: int
@@ -47,6 +47,7 @@ class TierStatus:
     capacity_bytes: int
     pinnable_bytes: int
     evictions: int
+    checksum_failures: int = 0
 
 
 class EvictionCandidate(NamedTuple):

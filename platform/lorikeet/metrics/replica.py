@@ -42,6 +42,12 @@ def _tiers(status: EngineStatus) -> Iterator[Metric]:
         "tier",
         {tier: held.evictions for tier, held in tiers.items()},
     )
+    yield counter(
+        "lorikeet_adapter_checksum_failures_total",
+        "Adapters that were found damaged in a tier; each is loaded anew.",
+        "tier",
+        {tier: held.checksum_failures for tier, held in tiers.items()},
+    )
 
 
 def _loads(status: EngineStatus) -> Iterator[Metric]:

@@ -232,6 +232,7 @@ def churn(reference, engine, tolerance):
     make_teeth_move(run)
     let_adapters_come_and_go(run)
     assert not run.errors
+    assert not any(tier.checksum_failures for tier in engine.status().tiers.values())
     assert min(run.loaded[Residency.HOST], run.loaded[Residency.DISK]) >= 2
     assert run.evicted > len(ADAPTERS)
     clear = [compare(reference, call, name, sampler, run, tolerance) for call, name in run.asked]

@@ -5,17 +5,16 @@ import threading
 import time
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency import tiers
 from lorikeet_engine.residency.disk import watcher
-from lorikeet_engine.residency.gpu.arena import DeviceArena
+from lorikeet_engine.residency.gpu.arena import DeviceArena, ImageCopy
 from lorikeet_engine.residency.packing import PackedLayout
 from tests.engine.blobs import SHAPE, Shelf, everywhere
-from tests.engine.residency.tiers_driver import SIZE, TiersDriver, make
+from tests.engine.residency.tiers_driver import SIZE, TiersDriver, make, put
 
 ACTIONS = ["want", "want", "lease", "release", "pin", "unpin", "prefetch", "remove", "read"]
 STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 7)), min_size=10, max_size=60)
@@ -146,9 +145,8 @@ class SlowCopies(DeviceArena):
     gate = threading.Event()
 
     def copy(self, image, pieces):
-        super().copy(image, pieces)
         self.gate.clear()
-        return self
+        return ImageCopy(super().copy(image, pieces).total, self)
 
     def synchronize(self) -> None:
         self.gate.wait(10)
@@ -209,11 +207,11 @@ def test_moves_among_thousands_of_adapters_are_told_in_microseconds(bench):
     refs = [AdapterRef("acme", f"x{n}", 1, f"{n:064x}") for n in range(2303)]
     gpu = 2300.5 * layout.elements / SIZE
     b = bench(gpu=gpu, host=0, slots=2400)
-    here, image = b.tiers._gpu, torch.zeros(layout.elements)
+    here = b.tiers._gpu
 
     def place(ref: AdapterRef) -> None:
         assert here.make_room(layout.elements, for_request=True)
-        here.place(ref, layout, image, requested=False)
+        put(here, ref, layout)
 
     for ref in refs[:2300]:
         place(ref)

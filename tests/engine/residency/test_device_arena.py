@@ -7,11 +7,13 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.residency.checksums import layer_sums
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
-from lorikeet_engine.residency.gpu.arena import DeviceArena, Piece
+from lorikeet_engine.residency.gpu.arena import DeviceArena, ImageCopy, Piece
 from lorikeet_engine.residency.gpu.slots import SlotPool
-from tests.engine.fake_streams import Event, Streams
+from lorikeet_engine.residency.packing import PackedImage
+from tests.engine.fake_streams import Streams
 from tests.engine.residency.test_slots import layout_of
 
 ARENA, LAYERS, SIZES = 640, 4, (16, 32, 48, 64)
@@ -35,7 +37,7 @@ class Engine:
             self.pool, self.arena, LeastRecentlyUsed(), lambda: float(self.now)
         )
         self.now = self.loads = 0
-        self.copies: dict[str, Event] = {}
+        self.copies: dict[str, ImageCopy] = {}
         self.leases = {}
 
     def load(self, chance: random.Random) -> None:
@@ -43,14 +45,15 @@ class Engine:
         if self.adapters.make_room(layout.elements, for_request=True):
             self.loads += 1
             ref = AdapterRef("acme", "a", 1, str(self.loads))
-            image = torch.full((layout.elements,), float(self.loads))
-            event = self.adapters.place(ref, layout, image, requested=False)
-            assert event is not None
-            self.copies[ref.digest] = event
+            elements = torch.full((layout.elements,), float(self.loads))
+            image = PackedImage(layout, elements, layer_sums(elements, layout.layers))
+            self.copies[ref.digest] = self.adapters.place(ref, image, requested=False)
 
     def arrive(self, digest: str) -> None:
-        self.copies.pop(digest).synchronize()
-        self.adapters.copy_finished(digest)
+        copy = self.copies.pop(digest)
+        assert copy.event is not None
+        copy.event.synchronize()
+        assert self.adapters.copy_finished(digest, int(copy.total.wait()))
 
     def step(self) -> None:
         for digest, lease in self.leases.items():
@@ -127,9 +130,9 @@ def test_on_a_device_a_copy_passes_steps_and_waits_for_reads():
     step = torch.cuda.current_stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # cycles, so about half a second
-    arena.copy(image, [Piece(0, 0, size)]).synchronize()
+    arena.copy(image, [Piece(0, 0, size)]).event.synchronize()
     assert not step.query(), "the copy is over and the step is not"
     arena.wait_for(arena.reads())
-    arena.copy(image, [Piece(size, 0, size)]).synchronize()
+    arena.copy(image, [Piece(size, 0, size)]).event.synchronize()
     assert step.query(), "the copy began when the step was over"
     assert torch.equal(memory.cpu(), torch.cat([image, image]))

@@ -29,7 +29,7 @@ def test_the_second_load_reads_the_image_and_needs_no_blob_and_no_source(shelf, 
     assert "image_damaged" not in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["cut off", "random", "of another", "empty"])
+@pytest.mark.parametrize("damage", ["cut off", "random", "of another", "empty", "one bit"])
 @pytest.mark.parametrize("blob", [True, False])
 def test_a_damaged_image_is_made_anew(damage, blob, shelf, bench, caplog):
     a, c = make(shelf, "ac")
@@ -37,14 +37,29 @@ def test_a_damaged_image_is_made_anew(damage, blob, shelf, bench, caplog):
     b.load(a, c)
     image, others, good = b.image(a), b.image(c).read_bytes(), b.image(a).read_bytes()
     bad = {"cut off": good[:-4], "random": b"\xa5" * len(good), "of another": others, "empty": b""}
+    bad["one bit"] = good[:-1] + bytes([good[-1] ^ 1])
     image.write_bytes(bad[damage])
     if not blob:
         (b.folder / a.digest).unlink()
     other = bench()
     other.lease(a).release()
     assert "image_damaged" in caplog.text
+    assert other.tiers.status()[Residency.DISK].checksum_failures == 1
     assert other.image(a).read_bytes() == good
     assert sorted(shelf.fetched) == (["a", "c"] if blob else ["a", "a", "c"])
+
+
+def test_a_blob_that_was_damaged_since_its_download_is_downloaded_anew(shelf, bench, caplog):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.load(a, to=Residency.HOST)
+    b.image(a).unlink()
+    blob = bytearray((b.folder / a.digest).read_bytes())
+    blob[-1] ^= 1
+    (b.folder / a.digest).write_bytes(blob)
+    bench().lease(a).release()
+    assert "blob_damaged" in caplog.text
+    assert shelf.fetched == ["a", "a"]
 
 
 def test_an_image_that_the_disk_cannot_read_is_made_anew(shelf, bench, monkeypatch, caplog):

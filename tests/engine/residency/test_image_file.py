@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
-from lorikeet_engine.residency.packing import PackedLayout, pack
+from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
 from lorikeet_engine.residency.shard import WHOLE, Shard
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
@@ -38,9 +38,9 @@ def written(tmp_path):
         spec = read_spec(shelf.blob("x"), shape, LIMITS)
         layout = PackedLayout.of(spec, shape, shard)
         image = torch.zeros(layout.elements, dtype=dtype)
-        pack(shelf.blob("x"), spec, layout, image)
+        sums = pack(shelf.blob("x"), spec, layout, image)
         path = tmp_path / NAME
-        write_image(path, NAME, layout, image)
+        write_image(path, NAME, PackedImage(layout, image, sums))
         return path, layout, image
 
     return write
@@ -108,6 +108,16 @@ def test_a_file_that_is_cut_off_after_it_was_opened_is_refused(written):
         file.read(torch.empty_like(image))
 
 
+@pytest.mark.parametrize("at", [-1, -700, -1000])
+def test_an_image_with_a_flipped_bit_is_refused(written, at):
+    path, _, image = written()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(AdapterRejected, match="damaged"):
+        ImageFile.of(path, SHAPE).read(torch.empty_like(image))
+
+
 def test_random_bytes_are_refused(written):
     path, _, _ = written()
     for length in (0, 8, 1000):
@@ -127,7 +137,8 @@ def test_a_file_under_another_name_is_refused(written):
 def test_ranks_that_cannot_be_those_of_the_image_are_refused(written, ranks):
     path, _, image = written()
     header = {"image": {"dtype": "BF16", "shape": [len(image)], "data_offsets": [0, image.nbytes]}}
-    header["__metadata__"] = {"name": NAME} | ({} if ranks is None else {"ranks": ranks})
+    known = {} if ranks is None else {"ranks": ranks}
+    header["__metadata__"] = {"name": NAME, "sums": "0 0"} | known
     text = json.dumps(header).encode()
     data = image.view(torch.uint8).numpy().tobytes()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)

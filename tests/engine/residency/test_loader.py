@@ -270,7 +270,7 @@ def test_what_others_take_from_the_disk_again_and_again_is_loaded_past_it(
 ):
     (a,) = make(shelf, "a")
 
-    def gone(cache, digest):
+    def gone(cache, digest, verify=False):
         raise FileNotFoundError(digest)
 
     monkeypatch.setattr(DiskCache, "blob", gone)

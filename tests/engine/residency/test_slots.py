@@ -19,6 +19,7 @@ from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.arena import ClearRow, Compact, DeviceArena, Move, WriteRow
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packing import PackedLayout
+from tests.engine.residency.tiers_driver import put
 
 TOTAL = 320
 LAYERS = 4
@@ -276,7 +277,7 @@ def test_what_may_go_goes_rather_than_that_others_move(leased, left, moved):
     def place(name: str, elements: int) -> None:
         assert adapters.make_room(elements, for_request=True)
         ref = AdapterRef("acme", name, 1, name)
-        adapters.place(ref, whole(elements), torch.zeros(elements), requested=False)
+        put(adapters, ref, whole(elements))
 
     for name in "abcde":
         place(name, 64)
@@ -302,7 +303,7 @@ def test_nothing_moves_in_an_arena_of_many_sizes_and_little_of_it_is_empty():
         layout = layout_of(*[size] * layers)
         assert adapters.make_room(layout.elements, for_request=True)
         ref = AdapterRef("acme", str(load), 1, str(load))
-        adapters.place(ref, layout, torch.zeros(layout.elements), requested=False)
+        put(adapters, ref, layout)
         used.append(pool.used_elements / pool.elements)
     assert pool.moved_elements == 0
     assert sum(used[300:]) / 300 > 0.93

@@ -10,7 +10,10 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
+from lorikeet_engine.residency.checksums import layer_sums
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.leases import Lease
+from lorikeet_engine.residency.packing import PackedImage, PackedLayout
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.telemetry.status import TierStatus
 from tests.engine.blobs import SHAPE, Ranks, Shelf, elements, everywhere
@@ -33,6 +36,7 @@ class TiersDriver:
         limits: AdapterLimits = LIMITS,
         dtype: torch.dtype = torch.float32,
         disk_bytes: int = 1 << 30,
+        device: str = "cpu",
     ) -> None:
         self.shelf, self.folder = shelf, folder
         self.woken = threading.Event()
@@ -40,7 +44,7 @@ class TiersDriver:
             SHAPE,
             limits,
             shelf,
-            device=torch.device("cpu"),
+            device=torch.device(device),
             dtype=dtype,
             gpu_bytes=int(gpu * SIZE) * dtype.itemsize,
             host_bytes=int(host * SIZE) * dtype.itemsize,
@@ -104,6 +108,15 @@ class TiersDriver:
 
     def report(self) -> dict[str, tuple[Residency, int, bool]]:
         return {r.ref.name: (r.residency, r.leases, r.pinned) for r in self.tiers.adapters()}
+
+
+def put(gpu: GpuAdapters, ref: AdapterRef, layout: PackedLayout) -> None:
+    """Bring an adapter of zeros to the GPU, where there must be room for it."""
+    zeros = torch.zeros(layout.elements)
+    copy = gpu.place(
+        ref, PackedImage(layout, zeros, layer_sums(zeros, layout.layers)), requested=False
+    )
+    assert gpu.copy_finished(ref.digest, int(copy.total.wait()))
 
 
 def make(shelf: Shelf, names: str, ranks: Ranks = ONE) -> list[AdapterRef]:

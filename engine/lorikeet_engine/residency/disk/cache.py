@@ -67,7 +67,7 @@ class DiskCache:
         self._source = source
         self._fingerprint = fingerprint
         self._on_change = on_change
-        self._evictions = 0
+        self._evictions = self._checksum_failures = 0
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._remove_abandoned()
         self._usage = DiskUsage(folder, self._usable)
@@ -90,7 +90,8 @@ class DiskCache:
     def status(self) -> TierStatus:
         """What `changed` saw last, and what this process has evicted."""
         usage, budget = self._usage, self.budget_bytes
-        return TierStatus(usage.adapters, usage.bytes, budget, budget, self._evictions)
+        counted = self._evictions, self._checksum_failures
+        return TierStatus(usage.adapters, usage.bytes, budget, budget, *counted)
 
     def fetch(self, ref: AdapterRef) -> None:
         """See that the blob is there, fetched and verified.
@@ -121,12 +122,18 @@ class DiskCache:
                 adapter=str(ref),
             )
 
-    def blob(self, digest: str) -> Path:
+    def blob(self, digest: str, *, verify: bool = False) -> Path:
         """The blob's file, which counts as used now. It can vanish any time after.
 
-        Raises FileNotFoundError.
+        verify: read all of it and compare its digest, as after a download `fetch` has done; a
+        damaged one is removed. Raises FileNotFoundError.
         """
-        return self._usage.use(digest)
+        path = self._usage.use(digest)
+        if verify and blob_digest(path) != digest:
+            log.warning("blob_damaged", extra={"file": digest})
+            self._remove_damaged(digest)
+            raise FileNotFoundError(f"{digest} was damaged")
+        return path
 
     def image(self, digest: str) -> Path:
         """The image's file, which counts as used now. It can vanish any time after.
@@ -157,10 +164,7 @@ class DiskCache:
 
     def remove_image(self, digest: str) -> None:
         """Remove an image that was found damaged: no pin keeps it."""
-        name = self.image_name(digest)
-        (self._folder / name).unlink(missing_ok=True)
-        self._usage.remove(name)
-        self._on_change(digest)
+        self._remove_damaged(self.image_name(digest))
 
     def pin(self, digest: str) -> bool:
         """Keep the blob or its image, from the next apply_pins on; whether one is kept now.
@@ -185,6 +189,12 @@ class DiskCache:
         # Only one fetches a digest, so what a crash left behind is overwritten.
         with self._adding(ref.digest, self._folder / f"{ref.digest}{_PART}") as part:
             self.fetch_to(ref, part)
+
+    def _remove_damaged(self, name: str) -> None:
+        self._checksum_failures += 1
+        (self._folder / name).unlink(missing_ok=True)
+        self._usage.remove(name)
+        self._on_change(name[:64])
 
     def _names(self, digest: str) -> tuple[str, ...]:
         """The names of usable files, the best first; none for what is no digest."""

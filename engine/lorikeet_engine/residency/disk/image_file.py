@@ -1,17 +1,17 @@
 """An adapter's image as a file of the disk cache: what was packed once is only read from then on.
 
-A safetensors file with one tensor, `image`, and in the header's metadata the file's own name and
-the rank of every linear; all that the layout says follows from these. The name says what the image
-depends on, so nobody reads one that was made for another model, dtype or shard.
+A safetensors file with one tensor, `image`, and in the header's metadata the file's own name, the
+rank of every linear, from which all else follows that the layout says, and each layer's sum. The
+name says what the image depends on, so nobody reads one that was made for another model, dtype or
+shard.
 
-The values carry no checksum. A file has its name only once all of it is on the disk, and its size
-is in its header, so a crash leaves no image that is short. What the disk itself damages later goes
-unseen as it does in the blob beside it, which is verified once, when it is downloaded: looking
-again would take longer than the reading (84 MB: read in 13 ms, crc32 39, SHA-256 67).
+A file has its name only once all of it is on the disk. What the disk damages later, the sums tell
+when it is read (checksums.py).
 """
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,12 @@ import torch
 from lorikeet_engine.adapter_format import ALIGNMENT, AdapterLimits, BaseShape
 from lorikeet_engine.adapter_format.header import read_header
 from lorikeet_engine.errors import AdapterRejected
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.checksums import LayerSums, layer_sums
+from lorikeet_engine.residency.packing import PackedImage, PackedLayout
 from lorikeet_engine.residency.shard import WHOLE, Shard
 
-# Raise this with every change to what pack or PackedLayout makes of the same blob.
-_VERSION = 1
+# Raise this with every change to the file, or to what pack or PackedLayout makes of a blob.
+_VERSION = 2
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -39,49 +40,63 @@ def fingerprint(
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def write_image(path: Path, name: str, layout: PackedLayout, image: torch.Tensor) -> None:
-    """Write the file that is to have this name. image [layout.elements], on the CPU."""
+def write_image(path: Path, name: str, image: PackedImage) -> None:
+    """Write the file that is to have this name. image: on the CPU."""
+    layout, elements, sums = image
     ranks = layout.rows[..., 2].flatten().tolist()
     header = {
-        "__metadata__": {"name": name, "ranks": " ".join(map(str, ranks))},
+        "__metadata__": {"name": name, "ranks": _text(ranks), "sums": _text(sums)},
         "image": {
-            "dtype": _DTYPES[image.dtype],
+            "dtype": _DTYPES[elements.dtype],
             "shape": [layout.elements],
-            "data_offsets": [0, image.nbytes],
+            "data_offsets": [0, elements.nbytes],
         },
     }
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.write(image.view(torch.uint8).numpy().data)
+        file.write(elements.view(torch.uint8).numpy().data)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """An image's file that was found good: the image is its bytes from `begin` to the end."""
+    """An image's file with a good header: the image is its bytes from `begin` to the end.
+
+    sums: those that the image had when it was packed, as text.
+    """
 
     path: Path
     layout: PackedLayout
     begin: int
+    sums: str
 
     @classmethod
     def of(cls, path: Path, shape: BaseShape, shard: Shard = WHOLE) -> "ImageFile":
         """Read the header only. Raises AdapterRejected when the file is damaged."""
         header = read_header(path)
-        image, ranks = header.tensors.get("image"), header.metadata.get("ranks")
-        if header.metadata.get("name") != path.name or image is None or ranks is None:
+        image, facts = header.tensors.get("image"), header.metadata
+        ranks, sums = facts.get("ranks"), facts.get("sums")
+        if facts.get("name") != path.name or image is None or ranks is None or sums is None:
             raise _damaged(path)
         layout = PackedLayout.of_ranks(_table(ranks, shape, path), shape, shard)
         if image.shape != (layout.elements,):
             raise _damaged(path)
-        return cls(path, layout, image.begin)
+        return cls(path, layout, image.begin, sums)
 
-    def read(self, out: torch.Tensor) -> None:
-        """Read into out [layout.elements]. Raises AdapterRejected if the file was changed."""
+    def read(self, out: torch.Tensor) -> LayerSums:
+        """Read into out [layout.elements]; return the sums. Raises AdapterRejected for others."""
         with self.path.open("rb") as file:
             file.seek(self.begin)
             if file.readinto(out.view(torch.uint8).numpy().data) != out.nbytes:
                 raise _damaged(self.path)
+        sums = layer_sums(out, self.layout.layers)
+        if _text(sums) != self.sums:
+            raise _damaged(self.path)
+        return sums
+
+
+def _text(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 def _table(text: str, shape: BaseShape, path: Path) -> list[list[int]]:

@@ -5,15 +5,14 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
-import torch
-
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.changes import OnChange, ignore_change
+from lorikeet_engine.residency.checksums import added
 from lorikeet_engine.residency.eviction_score import EvictionPolicy, RecentUses, UsageRecord
-from lorikeet_engine.residency.gpu.arena import DeviceArena
+from lorikeet_engine.residency.gpu.arena import DeviceArena, ImageCopy
 from lorikeet_engine.residency.gpu.leases import GpuAdapter, Lease
 from lorikeet_engine.residency.gpu.slots import SlotPool
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packing import PackedImage, PackedLayout
 from lorikeet_engine.residency.reservations import MemoryReservations
 from lorikeet_engine.telemetry.status import EvictionCandidate, TierStatus
 
@@ -48,7 +47,7 @@ class GpuAdapters:
         self._uses = RecentUses()
         self._reservations = MemoryReservations(pool.elements)
         self._on_change = on_change
-        self._evictions = 0
+        self._evictions = self._checksum_failures = 0
 
     @property
     def room_elements(self) -> int:
@@ -68,7 +67,8 @@ class GpuAdapters:
         """
         elements = self._pool.used_elements, self._pool.elements, self._reservations.capacity
         used, capacity, pinnable = (each * itemsize for each in elements)
-        return TierStatus(len(self._adapters), used, capacity, pinnable, self._evictions)
+        counted = self._evictions, self._checksum_failures
+        return TierStatus(len(self._adapters), used, capacity, pinnable, *counted)
 
     def victim(self, itemsize: int) -> EvictionCandidate | None:
         """The adapter to be evicted first, its uses to a tenth: they fade all the time."""
@@ -85,7 +85,7 @@ class GpuAdapters:
     def holds(self, digest: str) -> bool:
         """Whether all of an adapter's weights are on the GPU."""
         adapter = self._adapters.get(digest)
-        return adapter is not None and not adapter.copying
+        return adapter is not None and not adapter.copying and not adapter.damaged
 
     def placed(self, digest: str) -> bool:
         """Whether an adapter is on the GPU or being copied there."""
@@ -166,45 +166,53 @@ class GpuAdapters:
     def place(
         self,
         ref: AdapterRef,
-        layout: PackedLayout,
-        image: torch.Tensor,
+        image: PackedImage,
         *,
         requested: bool,
         score: float | None = None,
-    ) -> torch.cuda.Event | None:
-        """Copy an image into the room made for it; the event, if any, is over when it is copied.
+    ) -> ImageCopy:
+        """Copy an image into the room made for it.
 
-        With an event, nobody can lease it before `copy_finished`. score: if not that of a use now.
+        Nobody can lease it before `copy_finished`. score: if not that of a use now.
         """
+        layout = image.layout
         digest, now_s = ref.digest, self._clock()
         assert digest not in self._adapters
         self._evict_rather_than_move(layout, math.inf if score is None else score)
         placement = self._pool.place(layout)
         self._arena.run(*placement.commands)
-        event = self._arena.copy(image, placement.pieces)
+        copy = self._arena.copy(image.elements, placement.pieces)
         if score is None:
             score = self._score(digest, layout, now_s)
-        slot, copying = placement.slot, event is not None
-        adapter = GpuAdapter(ref, slot, layout, now_s, score, copying=copying, loaded_at_s=now_s)
-        self._adapters[digest] = adapter
+        adapter = GpuAdapter(ref, placement.slot, layout, image.sums, now_s, score)
+        self._adapters[digest] = self._held[digest] = adapter
         self._sort_in(adapter)
-        if adapter.copying:
-            self._held[digest] = adapter
-        else:
-            self._on_change(digest)
         if requested:
             self.guard(digest)
-        log.info(
-            "adapter_admitted", extra={"adapter": str(ref), "slot": slot, "requested": requested}
-        )
-        return event
+        facts = {"adapter": str(ref), "slot": adapter.slot, "requested": requested}
+        log.info("adapter_admitted", extra=facts)
+        return copy
 
-    def copy_finished(self, digest: str) -> None:
-        """Let an adapter be leased: its copy is over."""
+    def copy_finished(self, digest: str, total: int) -> bool:
+        """Let an adapter be leased: its copy is over. False, and evicted, if the sum is another."""
         adapter = self._adapters[digest]
         adapter.copying, adapter.loaded_at_s = False, self._clock()
         self._unhold(adapter)
+        if total != added(adapter.sums):
+            self._evict(adapter)
+            return False
         self._on_change(digest)
+        return True
+
+    def discard(self, digest: str) -> None:
+        """Let nobody lease a damaged adapter any more; it is evicted when its last lease ends."""
+        adapter = self._adapters[digest]
+        adapter.damaged = True
+        self._checksum_failures += 1
+        if adapter.leases:
+            self._on_change(digest)
+        else:
+            self._evict(adapter)
 
     def is_pinned(self, digest: str) -> bool:
         """Whether an adapter is here and pinned."""
@@ -239,6 +247,8 @@ class GpuAdapters:
         if not adapter.leases:
             adapter.reads = self._arena.reads()
             self._unhold(adapter)
+            if adapter.damaged:
+                self._evict(adapter)
 
     def _unhold(self, adapter: GpuAdapter) -> None:
         if not adapter.leases and adapter.guarded_until_s is None:

@@ -25,20 +25,28 @@ Images move. All copies so far end before, and no later one begins until all is 
 A step reads what was copied. It is launched after the adapter was leased, and that is after
 somebody has seen the copy's event over: no step ever waits for a copy.
 
+Sums are no concern. Those of a copy follow it on its stream. Those that are taken now and then
+(image_checks.py) are on the computing stream; one that meets a copy, since its adapter was evicted
+meanwhile, is not looked at.
+
 The arena is allocated once and outlives every copy, so the allocator, which knows nothing of the
 copying stream, never hands its memory to others. The image is held on the host until the event.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet_engine.device.async_copies import upload
+from lorikeet_engine.device.async_copies import Download, upload
 from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.residency.checksums import word_sum
 
 # A step's own uploads take turns with the parts: 76 µs each at 55 GB/s, instead of 1.5 ms for the
 # whole image of a large adapter.
@@ -88,6 +96,17 @@ class Compact:
     rows: tuple[WriteRow, ...]
 
 
+class ImageCopy(NamedTuple):
+    """A copy under way. total: word_sum of what lies in the arena then.
+
+    event: over when all is done, the total included; None on a CPU, where it is done. A thread
+    that waits for it sleeps.
+    """
+
+    total: Download
+    event: torch.cuda.Event | None
+
+
 Command = WriteRow | ClearRow | Compact
 """Plain data: another process with an arena of the same layout can run the same commands."""
 
@@ -104,6 +123,7 @@ class DeviceArena:
         self._copying: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            word_sum(weights.table)  # its kernel is loaded now, not under requests
 
     def run(self, *commands: Command) -> None:
         """Run commands; steps launched from now on find the arena so."""
@@ -120,25 +140,23 @@ class DeviceArena:
                             self._move(move)
                         self.run(*rows)
 
-    def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> torch.cuda.Event | None:
-        """Copy the image from the host to where its pieces lie, in turn.
-
-        The event, if any, is over when that is done. A thread that waits for it sleeps.
-        """
+    def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> ImageCopy:
+        """Copy the image from the host to where its pieces lie, in turn, and add it up there."""
         blocks, most = self.blocks(pieces), _PART_BYTES // image.itemsize
         sources = torch.split(image, [block.numel() for block in blocks])
         if self._copying is None:
             for block, source in zip(blocks, sources, strict=True):
                 block.copy_(source)
-            return None
+            return ImageCopy(_sum(blocks), None)
         with torch.cuda.stream(self._copying):
             for block, source in zip(blocks, sources, strict=True):
                 parts = zip(torch.split(block, most), torch.split(source, most), strict=True)
                 for into, part in parts:
                     into.copy_(part, non_blocking=True)
+            total = _sum(blocks)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._copying)
-        return event
+        return ImageCopy(total, event)
 
     def reads(self) -> torch.cuda.Event | None:
         """An event that is over once the steps launched so far are; None on a CPU."""
@@ -175,3 +193,7 @@ class DeviceArena:
             part = arena[move.source + done : move.source + min(done + step, move.elements)]
             into = arena[move.target + done :][: part.numel()]
             into.copy_(part if part.numel() <= gap else part.clone())
+
+
+def _sum(blocks: Iterable[torch.Tensor]) -> Download:
+    return Download(reduce(add, map(word_sum, blocks)))

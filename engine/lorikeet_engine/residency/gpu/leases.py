@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.residency.checksums import LayerSums
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.telemetry.status import SlotUse
 
@@ -21,18 +22,21 @@ from lorikeet_engine.telemetry.status import SlotUse
 class GpuAdapter:
     """One adapter on the GPU.
 
-    guarded_until_s: while a request waits to lease it. copying: nobody can lease it yet.
-    reads: DeviceArena's, of the steps that may have read it; None until its first lease has ended.
+    sums: of its image. guarded_until_s: while a request waits to lease it. copying: nobody can
+    lease it yet. damaged: nobody can any more. reads: DeviceArena's, of the steps that may have
+    read it; None until its first lease has ended.
     """
 
     ref: AdapterRef
     slot: int
     layout: PackedLayout
+    sums: LayerSums
     last_used_s: float
     score: float
     leases: int = 0
     guarded_until_s: float | None = None
-    copying: bool = False
+    copying: bool = True
+    damaged: bool = False
     loaded_at_s: float = 0.0
     reads: torch.cuda.Event | None = None
 

@@ -87,6 +87,10 @@ class SlotPool:
         """All images by slot, as they lie at one moment. For any thread; holds up none."""
         return self._placed.copy()
 
+    def image(self, slot: int) -> PlacedImage | None:
+        """What lies in a slot; another object once it has moved or is another's."""
+        return self._placed.get(slot)
+
     def evict(self, slot: int) -> ClearRow:
         """Free the slot and its blocks."""
         for piece in self._placed.pop(slot).pieces:

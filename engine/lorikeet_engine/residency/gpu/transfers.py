@@ -8,15 +8,18 @@ from typing import NamedTuple
 
 import torch
 
+from lorikeet_engine.device.async_copies import Download
+from lorikeet_engine.residency.gpu.arena import ImageCopy
 from lorikeet_engine.residency.workers import Workers
 
 
 class FinishedCopy(NamedTuple):
-    """A copy that is over. took_s: without the copies before it."""
+    """A copy that is over. took_s: without the copies before it. total: ImageCopy's."""
 
     digest: str
     elements: int
     took_s: float
+    total: int
 
 
 class Transfers:
@@ -30,33 +33,40 @@ class Transfers:
         self._worker = Workers(1, "copies")  # in their order
         self._under_way: dict[str, int] = {}
         self._last_end_s = 0.0
-        self._finished: deque[tuple[str, float]] = deque()
+        self._finished: deque[FinishedCopy] = deque()
 
     @property
     def elements(self) -> int:
         """Elements that are being copied."""
         return sum(self._under_way.values())
 
-    def track(self, digest: str, elements: int, began_s: float, event: torch.cuda.Event) -> None:
-        """Wait, on a thread, for a copy that has begun; `event` is over when it is."""
+    def track(self, digest: str, elements: int, began_s: float, copy: ImageCopy) -> None:
+        """Wait, on a thread, for a copy that has begun; on a CPU it is over already."""
         self._under_way[digest] = elements
-        self._worker.submit(partial(self._wait, digest, began_s, event), urgent=True)
+        ended = partial(self._ended, digest, elements, began_s, copy.total)
+        if copy.event is None:
+            ended()
+        else:
+            self._worker.submit(partial(self._wait, copy.event, ended), urgent=True)
 
     def finished(self) -> list[FinishedCopy]:
         """Copies that ended since the last call."""
-        ended = [self._finished.popleft() for _ in range(len(self._finished))]
-        return [
-            FinishedCopy(digest, self._under_way.pop(digest), took_s) for digest, took_s in ended
-        ]
+        copies = [self._finished.popleft() for _ in range(len(self._finished))]
+        for copy in copies:
+            del self._under_way[copy.digest]
+        return copies
 
     def close(self) -> None:
         """Wait for no more copies."""
         self._worker.close()
 
-    def _wait(self, digest: str, began_s: float, event: torch.cuda.Event) -> None:
+    def _wait(self, event: torch.cuda.Event, ended: Callable[[], None]) -> None:
         event.synchronize()
+        ended()
+        self._wake()
+
+    def _ended(self, digest: str, elements: int, began_s: float, total: Download) -> None:
         end_s = time.perf_counter()
         took_s = end_s - max(began_s, self._last_end_s)
         self._last_end_s = end_s
-        self._finished.append((digest, took_s))
-        self._wake()
+        self._finished.append(FinishedCopy(digest, elements, took_s, int(total.wait())))

@@ -1,0 +1,315 @@
+"""Damage in memory is found in time and loaded anew; what only comes and goes is no damage."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.errors import AdapterDamaged
+from lorikeet_engine.residency import image_checks
+from tests.engine.blobs import everywhere
+from tests.engine.residency.tiers_driver import TiersDriver, make
+
+GPU, HOST = Residency.GPU, Residency.HOST
+
+
+def on_gpu(b: TiersDriver, ref: AdapterRef) -> torch.Tensor:
+    """The last piece of an adapter's image, as it lies in the GPU's arena."""
+    (adapter,) = (one for one in b.tiers._gpu.snapshot() if one.ref == ref)
+    image = b.tiers._pool.image(adapter.slot)
+    assert image is not None
+    return b.tiers._arena.blocks(image.pieces)[-1]
+
+
+def on_host(b: TiersDriver, ref: AdapterRef) -> torch.Tensor:
+    image = b.tiers._host.image(ref.digest)
+    assert image is not None
+    return image.elements
+
+
+def flip(elements: torch.Tensor, at: int = 0) -> None:
+    elements.view(torch.uint8)[at] ^= 1
+
+
+def failures(b: TiersDriver, tier: Residency) -> int:
+    return b.tiers.status()[tier].checksum_failures
+
+
+def stage(b: TiersDriver, *refs: AdapterRef) -> None:
+    """Load adapters to the host and no further."""
+    for ref in refs:
+        b.tiers.prefetch(ref, HOST)
+        b.until(lambda: b.tiers.residency(ref) is HOST)  # noqa: B023
+
+
+def steps_until(b: TiersDriver, holds: Callable[[], bool]) -> int:
+    """Step as an engine that has work, and say how often."""
+    steps = 0
+    while not holds():
+        steps += 1
+        assert steps < 10_000
+        b.tiers.advance()
+        time.sleep(0.0005)  # a step computes something, and other threads run
+    return steps
+
+
+@pytest.fixture
+def never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No check begins."""
+    monkeypatch.setattr(image_checks, "EVERY_STEPS", 1 << 60)
+
+
+@pytest.mark.parametrize("at", [0, 1001, -1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_byte_that_changes_on_the_gpu_is_found_in_time_and_loaded_anew(
+    at, dtype, shelf, bench, caplog
+):
+    a, *others = make(shelf, "abc")
+    b = bench(gpu=4, dtype=dtype)
+    b.load(a, *others)
+    flip(on_gpu(b, a), at)
+    rounds = 2 * 3 * image_checks.EVERY_STEPS
+    assert steps_until(b, lambda: failures(b, GPU) == 1) <= rounds
+    assert list(b.tiers.take_damaged()) == [a.digest]
+    (event,) = (r for r in caplog.records if r.message == "adapter_damaged")
+    assert (event.adapter, event.tier) == (str(a), "gpu")
+    b.until(lambda: b.tiers.residency(a) is GPU)
+    b.lease(a).release()
+    steps_until(b, lambda: b.tiers._checks._steps % rounds == 0)
+    assert failures(b, GPU) == 1
+
+
+def test_a_byte_that_changes_on_the_host_is_found_in_time_and_loaded_anew(shelf, bench, caplog):
+    a, *others = make(shelf, "abc")
+    b = bench()
+    stage(b, a, *others)
+    b.image(a)
+    good = on_host(b, a).clone()
+    flip(on_host(b, a), 77)
+    rounds = 2 * 3 * image_checks.EVERY_STEPS
+    assert steps_until(b, lambda: failures(b, HOST) == 1) <= rounds
+    b.until(lambda: b.tiers.residency(a) is HOST)
+    assert torch.equal(on_host(b, a), good)
+    assert not b.tiers.take_damaged(), "nobody computed with it"
+    assert shelf.fetched.count("a") == 1
+
+
+def test_large_images_are_checked_in_slices_of_whole_layers(shelf, bench, monkeypatch):
+    (a,) = make(shelf, "a")
+    monkeypatch.setattr(image_checks, "_HOST_SLICE_BYTES", 1)
+    b = bench()
+    b.load(a)
+    for at, count in ((0, 1), (-1, 2)):  # of the first layer, of the last one
+        b.until(lambda: b.tiers.residency(a) is GPU)
+        flip(on_gpu(b, a), at)
+        rounds = 2 * 2 * image_checks.EVERY_STEPS
+        assert steps_until(b, lambda: failures(b, GPU) == count) <= rounds  # noqa: B023
+
+
+def test_a_damaged_adapter_is_leased_to_nobody_and_goes_with_its_last_lease(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    one, two = b.lease(a), b.lease(a)
+    flip(on_gpu(b, a))
+    steps_until(b, lambda: failures(b, GPU) == 1)
+    assert b.tiers.lease(a) is None
+    assert b.tiers.residency(a) is HOST
+    one.release()
+    assert b.gpu.adapters == 1
+    two.release()
+    assert b.gpu.adapters == 0
+    b.lease(a).release()
+
+
+@pytest.mark.usefixtures("never")
+def test_what_was_damaged_on_the_host_never_reaches_a_request(shelf, bench, caplog):
+    (a,) = make(shelf, "a")
+    b = bench()
+    stage(b, a)
+    b.image(a)
+    flip(on_host(b, a), -1)
+    b.tiers.request(a)
+    b.tiers.advance()
+    with pytest.raises(AdapterDamaged, match=r"acme/a@1.*send the request again"):
+        b.tiers.lease(a)
+    assert "adapter_damaged" in caplog.text
+    assert (b.gpu.adapters, failures(b, HOST), failures(b, GPU)) == (0, 1, 0)
+    b.lease(a).release()
+
+
+@pytest.mark.usefixtures("never")
+def test_a_waiting_adapter_whose_image_is_discarded_is_read_from_the_disk(shelf, bench):
+    a, c = make(shelf, "ac")
+    b = bench(gpu=1)
+    lease = b.lease(c)
+    b.load(a, to=HOST)
+    b.tiers._checks.discard(a.digest, HOST)
+    assert b.tiers.residency(a) is Residency.DISK
+    b.until(lambda: b.tiers.residency(a) is HOST)
+    lease.release()
+    b.lease(a).release()
+
+
+@pytest.mark.usefixtures("never")
+def test_a_pinned_adapter_that_was_damaged_is_pinned_again(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.tiers.pin(a)
+    b.until(lambda: b.tiers._gpu.is_pinned(a.digest))
+    b.tiers._checks.discard(a.digest, GPU)
+    b.until(lambda: b.tiers._gpu.is_pinned(a.digest))
+    b.lease(a).release()
+
+
+# What happens between a sum's begin and its end.
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Lets the sums that are begun from now on be computed once it is set."""
+    monkeypatch.setattr(image_checks, "EVERY_STEPS", 1)
+    may_run, word_sum = threading.Event(), image_checks.word_sum
+
+    def late(elements: torch.Tensor) -> torch.Tensor:
+        may_run.wait(10)
+        return word_sum(elements)
+
+    monkeypatch.setattr(image_checks, "word_sum", late)
+    yield may_run
+    may_run.set()
+
+
+def under_way(b: TiersDriver, tier: Residency) -> str | None:
+    """The image of which a sum is being computed."""
+    check = b.tiers._checks._rounds[tier]._under_way
+    return check.part.image.digest if check and not check.total.done() else None
+
+
+def evict(b: TiersDriver, ref: AdapterRef) -> None:
+    b.tiers._gpu._evict(b.tiers._gpu._adapters[ref.digest])
+
+
+def read_sums(b: TiersDriver, sums: threading.Event) -> None:
+    """Let all sums that were begun be compared."""
+    sums.set()
+    checks = b.tiers._checks._rounds.values()
+    steps_until(b, lambda: all(c._under_way is None or c._under_way.total.done() for c in checks))
+    b.tiers.advance()
+
+
+def test_the_eviction_of_an_image_that_is_added_up_is_no_alarm(shelf, bench, sums):
+    a, c = make(shelf, "ac")
+    b = bench(gpu=1, host=2)
+    b.load(a)
+    steps_until(b, lambda: under_way(b, GPU) == a.digest)
+    at = on_gpu(b, a).data_ptr()
+    b.lease(c).release()
+    assert on_gpu(b, c).data_ptr() == at, "another image lies there now"
+    read_sums(b, sums)
+    assert (failures(b, GPU), failures(b, HOST)) == (0, 0)
+
+
+def test_that_it_was_loaded_elsewhere_meanwhile_is_no_alarm(shelf, bench, sums):
+    a, c = make(shelf, "ac")
+    b = bench(gpu=2, host=3)
+    b.load(a)
+    steps_until(b, lambda: under_way(b, GPU) == a.digest)
+    at = on_gpu(b, a).data_ptr()
+    evict(b, a)
+    for ref in (c, a):
+        b.lease(ref).release()
+    assert on_gpu(b, a).data_ptr() != at
+    read_sums(b, sums)
+    assert failures(b, GPU) == 0
+
+
+def test_that_it_moved_meanwhile_is_no_alarm(shelf, bench, sums, monkeypatch):
+    small, a = shelf.make("small", everywhere(2)), shelf.make("a", everywhere(4))
+    b = bench(gpu=2, host=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(image_checks, "EVERY_STEPS", 1 << 60)
+        b.load(small)
+        b.load(a)
+        evict(b, small)
+    steps_until(b, lambda: under_way(b, GPU) == a.digest)
+    at = on_gpu(b, a).data_ptr()
+    b.tiers._arena.run(b.tiers._pool._compact(b.tiers._pool.elements // 2))
+    assert on_gpu(b, a).data_ptr() != at
+    b.tiers.weights.arena[-16:] = 1.0  # behind what moved
+    read_sums(b, sums)
+    assert failures(b, GPU) == 0
+
+
+def test_the_eviction_of_an_image_on_the_host_is_no_alarm(shelf, bench, sums):
+    a, c = make(shelf, "ac")
+    b = bench(gpu=1, host=1)
+    stage(b, a)
+    b.image(a)
+    steps_until(b, lambda: under_way(b, HOST) == a.digest)
+    stage(b, c)
+    assert b.tiers._host.image(a.digest) is None
+    read_sums(b, sums)
+    assert failures(b, HOST) == 0
+
+
+# Churn.
+
+
+def churn(b: TiersDriver, refs: list[AdapterRef], seconds: float) -> int:
+    """Load, lease, move and evict at random under checks; returns how many were compared."""
+    chance, end_s, compared = random.Random(2), time.monotonic() + seconds, 0
+    leases, checks = [], b.tiers._checks._rounds.values()
+    while time.monotonic() < end_s:
+        for ref in chance.sample(refs, 3):
+            b.tiers.request(ref)
+        if (lease := b.tiers.lease(chance.choice(refs))) is not None:
+            leases.append(lease)
+        if len(leases) > 3:
+            leases.pop(chance.randrange(4)).release()
+        if b.tiers.weights.arena.is_cuda and chance.random() < 0.1:
+            torch.cuda._sleep(chance.choice((100_000, 4_000_000)))  # steps are late
+        compared += sum(c._under_way is not None and c._under_way.total.done() for c in checks)
+        b.tiers.advance()
+        time.sleep(chance.choice((0.0, 0.0, 0.0002, 0.002)))
+    for lease in leases:
+        lease.release()
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("device", "seconds"),
+    [
+        ("cpu", 2.0),
+        pytest.param(
+            "cpu",
+            float(os.environ.get("CHURN_S", "3600")),
+            marks=[pytest.mark.soak, pytest.mark.timeout(0)],
+            id="soak",
+        ),
+        pytest.param(
+            "cuda",
+            float(os.environ.get("CHURN_S", "480")),
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.timeout(0),
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_churn_gives_no_false_alarm(device, seconds, shelf, bench, monkeypatch):
+    monkeypatch.setattr(image_checks, "EVERY_STEPS", 1)
+    monkeypatch.setattr("lorikeet_engine.residency.gpu.adapters.GUARD_S", 0.002)
+    refs = [shelf.make(f"x{n}", everywhere(n % 5 + 1)) for n in range(16)]
+    b = bench(gpu=3.3, host=5.3, slots=6, device=device)
+    compared = churn(b, refs, seconds)
+    assert compared > 100 * seconds
+    assert all(tier.checksum_failures == 0 for tier in b.tiers.status().values())
+    assert b.tiers._pool.moved_elements, "nothing moved"
+    for ref in refs:
+        b.lease(ref).release()
