@@ -1,21 +1,21 @@
 """Looks now and then whether the images in memory are still what was packed.
 
-    step 0 ──── 32 ──── 64 ──── 96 ──▶
-         a slice of an image on the GPU and one of an image on the host are added up
-              a step or more later the sums are compared (checksums.py)
+    step 0 ────── 32 ────── 64 ────── 96 ──▶
+         begin    compare   compare
+                  begin     begin      the sums (checksums.py) of one slice of an image on the GPU
+                                       and of one on the host
 
 A round through a tier takes EVERY_STEPS steps for each image there, or for each slice of a larger
-one, and damage is found within two rounds: within one where no images come and go. On CUDA the sum
-runs between two steps, and a thread of its own waits for it; on a CPU that thread computes it.
-Where an image was evicted, moved or loaded anew meanwhile, its sum says nothing and is not looked
-at.
+one, and damage is found within two rounds. On CUDA the sum runs between two steps, and a thread of
+its own waits for it; on a CPU that thread computes it. Where an image was evicted, moved or loaded
+anew meanwhile, its sum says nothing and is not looked at.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -100,26 +100,26 @@ class ImageChecks:
         """arena: the GPU's memory. ref_of: by digest. prefetch: as Tiers has it."""
         self._worker = ThreadPoolExecutor(1, "lorikeet-checks")
         most = _DEVICE_SLICE_BYTES if arena.is_cuda else _HOST_SLICE_BYTES
-        on_gpu, on_host = partial(gpu_images, gpu, pool, arena), partial(host_images, host)
         self._rounds = {
-            Residency.GPU: _Round(on_gpu, most, self._worker),
-            Residency.HOST: _Round(on_host, _HOST_SLICE_BYTES, self._worker),
+            Residency.GPU: _round(partial(gpu_images, gpu, pool, arena), most),
+            Residency.HOST: _round(partial(host_images, host), _HOST_SLICE_BYTES),
         }
         self._gpu, self._host = gpu, host
         self._ref_of, self._prefetch = ref_of, prefetch
+        self._under_way: _UnderWay | None = None
         self._damaged: dict[str, AdapterDamaged] = {}
         self._steps = 0
 
     def step(self) -> None:
-        """Count a step; compare the sums that are there, and begin others if it is time."""
+        """Count a step; if it is time, compare the sums that were begun last and begin others."""
         self._steps += 1
-        for tier, checks in self._rounds.items():
-            if (digest := checks.damaged()) is not None:
-                damaged = self.discard(digest, tier)
-                if tier is Residency.GPU:
-                    self._damaged[digest] = damaged
-            if self._steps % EVERY_STEPS == 0:
-                checks.begin()
+        if self._steps % EVERY_STEPS:
+            return
+        if self._under_way is not None:
+            if not self._under_way.totals.done():
+                return
+            self._compare(self._under_way)
+        self._under_way = self._begin()
 
     def discard(self, digest: str, tier: Residency) -> AdapterDamaged:
         """Let nobody use an image of this tier any more, which is damaged, and load it anew.
@@ -148,51 +148,53 @@ class ImageChecks:
         self._rounds.clear()
         self._worker.shutdown()
 
+    def _begin(self) -> "_UnderWay | None":
+        found = ((tier, next(slices)) for tier, slices in self._rounds.items())
+        slices = {tier: each for tier, each in found if each is not None}
+        if not slices:
+            return None
+        sums = [_begin_sum(each.elements) for each in slices.values()]
+        totals = self._worker.submit(lambda: [int(total()) for total in sums])
+        return _UnderWay(slices, totals)
+
+    def _compare(self, under_way: "_UnderWay") -> None:
+        totals = under_way.totals.result()
+        for (tier, each), total in zip(under_way.slices.items(), totals, strict=True):
+            if total == each.total or not each.image.unchanged():
+                continue
+            digest = each.image.digest
+            damaged = self.discard(digest, tier)
+            if tier is Residency.GPU:
+                self._damaged[digest] = damaged
+
 
 class _UnderWay(NamedTuple):
-    part: ImageSlice
-    total: Future[torch.Tensor]
+    """What is being added up: at most one slice of each tier; totals: in their order."""
+
+    slices: dict[Residency, ImageSlice]
+    totals: Future[list[int]]
 
 
-class _Round:
-    """Checks a tier's images slice by slice, and when all are checked from the first one again."""
+def _begin_sum(elements: torch.Tensor) -> Callable[[], torch.Tensor]:
+    if elements.is_cuda:  # in order with the steps, and with images that move
+        return Download(word_sum(elements)).wait
+    return partial(word_sum, elements)
 
-    def __init__(
-        self,
-        images: Callable[[], Iterable[CheckedImage]],
-        slice_bytes: int,
-        worker: ThreadPoolExecutor,
-    ) -> None:
-        """images: all that the tier holds at the call, each as it is when its turn comes."""
-        self._images, self._slice_bytes, self._worker = images, slice_bytes, worker
-        self._left: Iterator[ImageSlice] = iter(())
-        self._under_way: _UnderWay | None = None
 
-    def begin(self) -> None:
-        """Begin the next check, unless one is under way or there is nothing to check."""
-        if self._under_way is None and (part := self._next()) is not None:
-            self._under_way = _UnderWay(part, self._sum(part.elements))
+def _round(
+    images: Callable[[], Iterable[CheckedImage]], slice_bytes: int
+) -> Iterator[ImageSlice | None]:
+    """All slices of a tier's images, and from the first again; None while there are none.
 
-    def damaged(self) -> str | None:
-        """The digest of the image of a check that has ended, if it is damaged."""
-        if self._under_way is None or not self._under_way.total.done():
-            return None
-        (part, total), self._under_way = self._under_way, None
-        intact = int(total.result()) == part.total or not part.image.unchanged()
-        return None if intact else part.image.digest
-
-    def _next(self) -> ImageSlice | None:
-        part = next(self._left, None)
-        if part is None:
-            slices = (image.slices(self._slice_bytes) for image in self._images())
-            self._left = chain.from_iterable(slices)
-            part = next(self._left, None)
-        return part
-
-    def _sum(self, elements: torch.Tensor) -> Future[torch.Tensor]:
-        if elements.is_cuda:  # in order with the steps, and with images that move
-            return self._worker.submit(Download(word_sum(elements)).wait)
-        return self._worker.submit(word_sum, elements)
+    images: all that the tier holds at the call, each as it is when its turn comes.
+    """
+    while True:
+        any_there = False
+        for image in images():
+            yield from image.slices(slice_bytes)
+            any_there = True
+        if not any_there:
+            yield None
 
 
 def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterator[CheckedImage]:

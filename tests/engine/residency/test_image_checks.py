@@ -186,8 +186,10 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def under_way(b: TiersDriver, tier: Residency) -> str | None:
     """The image of which a sum is being computed."""
-    check = b.tiers._checks._rounds[tier]._under_way
-    return check.part.image.digest if check and not check.total.done() else None
+    checks = b.tiers._checks._under_way
+    if checks is None or checks.totals.done() or tier not in checks.slices:
+        return None
+    return checks.slices[tier].image.digest
 
 
 def evict(b: TiersDriver, ref: AdapterRef) -> None:
@@ -197,8 +199,8 @@ def evict(b: TiersDriver, ref: AdapterRef) -> None:
 def read_sums(b: TiersDriver, sums: threading.Event) -> None:
     """Let all sums that were begun be compared."""
     sums.set()
-    checks = b.tiers._checks._rounds.values()
-    steps_until(b, lambda: all(c._under_way is None or c._under_way.total.done() for c in checks))
+    assert b.tiers._checks._under_way is not None
+    b.tiers._checks._under_way.totals.result(10)
     b.tiers.advance()
 
 
@@ -263,7 +265,7 @@ def test_the_eviction_of_an_image_on_the_host_is_no_alarm(shelf, bench, sums):
 def churn(b: TiersDriver, refs: list[AdapterRef], seconds: float) -> int:
     """Load, lease, move and evict at random under checks; returns how many were compared."""
     chance, end_s, compared = random.Random(2), time.monotonic() + seconds, 0
-    leases, checks = [], b.tiers._checks._rounds.values()
+    leases, checks = [], b.tiers._checks
     while time.monotonic() < end_s:
         for ref in chance.sample(refs, 3):
             b.tiers.request(ref)
@@ -273,7 +275,7 @@ def churn(b: TiersDriver, refs: list[AdapterRef], seconds: float) -> int:
             leases.pop(chance.randrange(4)).release()
         if b.tiers.weights.arena.is_cuda and chance.random() < 0.1:
             torch.cuda._sleep(chance.choice((100_000, 4_000_000)))  # steps are late
-        compared += sum(c._under_way is not None and c._under_way.total.done() for c in checks)
+        compared += checks._under_way is not None and checks._under_way.totals.done()
         b.tiers.advance()
         time.sleep(chance.choice((0.0, 0.0, 0.0002, 0.002)))
     for lease in leases:
