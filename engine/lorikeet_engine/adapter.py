@@ -21,6 +21,20 @@ class AdapterRef:
         return f"{self.tenant}/{self.name}@{self.version}"
 
 
+@dataclass(frozen=True, slots=True)
+class TouchedModules:
+    """What of its base model an adapter changes.
+
+    linears: by name, in the model's order. layers: how many have any of them. min_rank: the
+    smallest rank. parameters: the numbers in all its A and B.
+    """
+
+    linears: tuple[str, ...]
+    layers: int
+    min_rank: int
+    parameters: int
+
+
 class Residency(IntEnum):
     """The fastest place that holds an adapter's weights; larger is nearer to the GPU."""
 

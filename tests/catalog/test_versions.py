@@ -2,15 +2,20 @@
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from lorikeet.catalog import (
     AdapterCatalog,
+    BlobFacts,
     ObjectStore,
     VersionRecord,
     blob_key,
 )
+from lorikeet.catalog.log.changes import VersionRegistered
+from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.snapshots.partition_format import decode_tenant, encode_tenant
 from lorikeet.errors import (
     Conflict,
     InvalidInput,
@@ -18,7 +23,7 @@ from lorikeet.errors import (
     UnknownModel,
     UnknownTenant,
 )
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import AdapterRef, TouchedModules
 
 Register = Callable[..., VersionRecord]
 
@@ -255,3 +260,24 @@ def test_a_shared_adapter_that_was_retired_comes_back_private(
     register("acme/support", b"2")
     assert not catalog.state.adapter("acme", "support").shared
     assert catalog.state.visible_to("other") == ()
+
+
+def test_what_a_version_touches_is_kept_in_log_and_snapshot_and_need_not_be_known(
+    catalog: AdapterCatalog, store: ObjectStore, tmp_path: Path
+) -> None:
+    touches = TouchedModules(("q_proj", "v_proj"), 2, 4, 1024)
+    blob = tmp_path / "blob"
+    for number, known in enumerate((None, touches)):
+        blob.write_bytes(data := bytes([number]))
+        digest = hashlib.sha256(data).hexdigest()
+        facts = BlobFacts(digest, 1, 8, "demo", 1, touches=known)
+        catalog.register("acme", "support", blob, facts, actor="ann")
+    seq = catalog.snapshot()
+
+    read = [entry for entry in Log(store).read(0) if entry.seq <= seq]
+    (older, newer) = (c for e in read for c in e.changes if isinstance(c, VersionRegistered))
+    assert (older.touches, newer.touches) == (None, touches)
+    tenant = catalog.state.tenant_state("acme")
+    again = decode_tenant("acme", encode_tenant(tenant))
+    assert [v.touches for v in again.adapters["support"].versions] == [None, touches]
+    assert again == tenant

@@ -35,6 +35,7 @@ def test_register_tells_a_person_version_digest_and_size(
     said = lorikeet.do("register", str(folder), "acme/support")
     assert "acme/support version 1, now prod: " in said
     assert "rank 4" in said
+    assert "changes q_proj of 2 layers, 128 parameters\n" in said
     assert lorikeet.catalog.state.adapter("acme", "support").versions[0].digest in said
 
 
@@ -136,6 +137,7 @@ def test_show_has_the_newest_version_first(lorikeet: Lorikeet, tmp_path: Path) -
     rows = [line.split() for line in lines if "tiny" in line]
     assert [row[0] for row in rows] == ["2", "1"]
     assert str(newest["digest"]).startswith(rows[0][-1])
+    assert lines[-1] == "Version 2, 1 changes q_proj of 2 layers, 128 parameters"
 
 
 def test_promote_then_rollback(lorikeet: Lorikeet, tmp_path: Path) -> None:

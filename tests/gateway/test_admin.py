@@ -25,8 +25,9 @@ def test_an_adapter_is_shown_with_its_versions(three_versions: Gateway) -> None:
     first = shown["versions"][0]
     assert set(first) == {
         *("adapter", "version", "digest", "size_bytes", "max_rank", "base_model"),
-        *("created", "retired", "aliases", "gpu_bytes"),
+        *("created", "retired", "aliases", "gpu_bytes", "touches"),
     }
+    assert first["touches"].keys() == {"linears", "layers", "min_rank", "parameters"}
     assert (first["adapter"], first["aliases"]) == ("acme/support", ["prod"])
     assert (first["max_rank"], first["base_model"]) == (2, "tiny")
     assert abs(first["created"] - time.time()) < 60

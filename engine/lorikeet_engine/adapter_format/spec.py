@@ -1,10 +1,12 @@
 """Validates a blob against a base model and says where its matrices lie."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from lorikeet_engine.adapter import TouchedModules
 from lorikeet_engine.adapter_format.header import TensorSpan, read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.shape import BaseShape
@@ -64,6 +66,16 @@ class AdapterSpec:
     linears: tuple[LinearLora, ...]
     max_rank: int
     size_bytes: int
+
+    @property
+    def touches(self) -> TouchedModules:
+        """What it changes of the base model."""
+        return TouchedModules(
+            linears=tuple(dict(sorted((part.linear, part.name) for part in self.linears)).values()),
+            layers=len({part.layer for part in self.linears}),
+            min_rank=min(part.rank for part in self.linears),
+            parameters=sum(math.prod(p.a.shape) + math.prod(p.b.shape) for p in self.linears),
+        )
 
     def packed_elements(self) -> int:
         """Elements of the packed image: true ranks, each matrix aligned."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import AdapterRef, Residency, TouchedModules
 
 
 class Scope(Enum):
@@ -96,7 +96,8 @@ class BlobFacts:
     """What was found out about an adapter's blob when it was validated.
 
     digest: SHA-256 of its bytes, 64 lower-case hex digits. gpu_bytes: what it takes on a GPU, in
-    the adapter dtype that the service had then.
+    the adapter dtype that the service had then. touches: None of what was registered by a release
+    that did not record it.
     """
 
     digest: str
@@ -104,6 +105,7 @@ class BlobFacts:
     max_rank: int
     base_model: str
     gpu_bytes: int
+    touches: TouchedModules | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

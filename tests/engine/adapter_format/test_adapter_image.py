@@ -78,3 +78,12 @@ def test_the_bytes_are_those_of_the_packed_layout(dtype, ranks, tmp_path):
     assert AdapterMemory(NAMES[dtype], want).image_bytes(spec) == want
     with pytest.raises(AdapterTooLarge, match=rf"takes {want} bytes.* holds {want - 1}"):
         AdapterMemory(NAMES[dtype], want - 1).image_bytes(spec)
+
+
+def test_a_spec_says_what_the_adapter_touches(tmp_path):
+    shelf = Shelf(tmp_path)
+    shelf.make("x", {(1, 4): 8, (0, 0): 3, (1, 0): 3})
+    touches = read_spec(shelf.blob("x"), SHAPE, LIMITS).touches
+    assert touches.linears == ("q_proj", "gate_proj")
+    assert (touches.layers, touches.min_rank) == (2, 3)
+    assert touches.parameters == 2 * 3 * (16 + 16) + 8 * (16 + 32)

@@ -67,6 +67,7 @@ def _version(change: VersionRegistered, time: float) -> VersionRecord:
         base_model=change.base_model,
         created=time,
         gpu_bytes=change.gpu_bytes,
+        touches=change.touches,
     )
 
 

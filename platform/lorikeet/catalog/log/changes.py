@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import Residency, TouchedModules
 
 SCHEMA = 1
 """Raised whenever an older reader could misread what is written."""
@@ -104,6 +104,7 @@ class VersionRegistered(AdapterChange):
     max_rank: int
     base_model: str
     gpu_bytes: int
+    touches: TouchedModules | None = None
     type: Literal["version_registered"] = "version_registered"
 
 

@@ -5,7 +5,7 @@ All return the changes to commit together; none at all when the state already is
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import fields
 
 from lorikeet.catalog.log.changes import (
     AdapterRetired,
@@ -50,7 +50,8 @@ def register(
     held = record.with_digest(facts.digest)
     number = held.version if held else len(record.versions) + 1
     if held is None:
-        changes.append(VersionRegistered(tenant=tenant, name=name, version=number, **asdict(facts)))
+        known = {field.name: getattr(facts, field.name) for field in fields(facts)}
+        changes.append(VersionRegistered(tenant=tenant, name=name, version=number, **known))
     if shared is not None and shared != record.shared:
         changes.append(AdapterShared(tenant=tenant, name=name, shared=shared))
     if (promote or record.retired) and record.aliases.get(DEFAULT_ALIAS) != number:

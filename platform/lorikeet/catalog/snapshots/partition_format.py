@@ -8,7 +8,8 @@ costs one tenant's JSON. Equal partitions have equal bytes.
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
+from functools import cache
 from typing import Any
 
 from lorikeet.catalog.records import (
@@ -22,7 +23,7 @@ from lorikeet.catalog.records import (
     VersionRecord,
 )
 from lorikeet.catalog.rules.limits import options_of, with_options
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import Residency, TouchedModules
 
 PARTITION_SCHEMA = 2
 """Raised whenever an older reader could misread what is written."""
@@ -121,12 +122,17 @@ def compact(value: Json) -> bytes:
 
 
 def _adapter_row(record: AdapterRecord) -> Json:
-    versions = [
-        [v.digest, v.size_bytes, v.max_rank, v.base_model, v.created, int(v.retired), v.gpu_bytes]
-        for v in record.versions
-    ]
+    versions = list(map(_version_row, record.versions))
     aliases = {alias: _alias_row(record, alias) for alias in sorted(record.aliases)}
     return [int(record.shared), record.retired_at, versions, aliases]
+
+
+def _version_row(v: VersionRecord) -> Json:
+    row = [v.digest, v.size_bytes, v.max_rank, v.base_model, v.created, int(v.retired), v.gpu_bytes]
+    if v.touches is None:
+        return row
+    linears, *numbers = astuple(v.touches)
+    return [*row, " ".join(linears), *numbers]
 
 
 def _alias_row(record: AdapterRecord, alias: str) -> Json:
@@ -150,8 +156,15 @@ def _adapter(tenant: str, name: str, row: Json) -> AdapterRecord:
 
 
 def _version(number: int, row: Json) -> VersionRecord:
-    digest, size, rank, base_model, created, retired, gpu = row
-    return VersionRecord(digest, size, rank, base_model, gpu, number, created, bool(retired))
+    digest, size, rank, base_model, created, retired, gpu, *touched = row
+    touches = TouchedModules(_words(touched[0]), *touched[1:]) if touched else None
+    once = (digest, size, rank, base_model, gpu)
+    return VersionRecord(*once, number, created, bool(retired), touches=touches)
+
+
+@cache  # of the few sets of linears that there are, all versions share theirs
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 def _shares(aliases: Mapping[str, Json]) -> Mapping[str, AliasShare]:

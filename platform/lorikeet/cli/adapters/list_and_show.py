@@ -60,6 +60,28 @@ def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJs
         [_version_row(version) for version in reversed(answer["versions"])],
         empty="No versions.",
     )
+    touched: dict[str, list[str]] = {}
+    for version in reversed(answer["versions"]):
+        touched.setdefault(show_touched(version), []).append(str(version["version"]))
+    for what, versions in touched.items():
+        print_line(f"Version {', '.join(versions)} changes {what}")
+
+
+def show_ranks(version: dict[str, Any]) -> str:
+    """A version's ranks: 16, or 4–16 where linears differ."""
+    most, touches = version["max_rank"], version["touches"]
+    least = most if touches is None else touches["min_rank"]
+    return str(most) if least == most else f"{least}–{most}"
+
+
+def show_touched(version: dict[str, Any]) -> str:
+    """The linears, layers and parameters that a version changes."""
+    touches = version["touches"]
+    if touches is None:
+        return "what an earlier release did not record"
+    names = ", ".join(touches["linears"])
+    layers = f"{touches['layers']} layer{'s' * (touches['layers'] != 1)}"
+    return f"{names} of {layers}, {touches['parameters']:,} parameters"
 
 
 def _summary(adapter: dict[str, Any]) -> list[Any]:
@@ -93,7 +115,7 @@ def _version_row(version: dict[str, Any]) -> list[Any]:
     return [
         version["version"],
         "retired" if version["retired"] else aliases,
-        version["max_rank"],
+        show_ranks(version),
         show_size(version["size_bytes"]),
         show_size(version["gpu_bytes"]),
         version["base_model"],

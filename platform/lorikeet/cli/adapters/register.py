@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lorikeet.cli.adapters.list_and_show import show_ranks, show_touched
 from lorikeet.cli.adapters.smoke import print_smoke
 from lorikeet.cli.adapters.sources import check_source, open_source
 from lorikeet.cli.adapters.upload import send_blob, with_retries
@@ -143,8 +144,9 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
     already = "" if is_new else "already is "
     print_line(
         f"[cyan]{answer['adapter']}[/cyan] {already}version {answer['version']}{aliases}:"
-        f" {show_size(answer['size_bytes'])}, rank {answer['max_rank']},"
+        f" {show_size(answer['size_bytes'])}, rank {show_ranks(answer)},"
         f" {show_size(answer['gpu_bytes'])} on a GPU\n"
+        f"changes {show_touched(answer)}\n"
         f"digest {answer['digest']}"
     )
     if "smoke" in answer:

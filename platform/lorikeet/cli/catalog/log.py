@@ -79,7 +79,7 @@ def _told(change: Mapping[str, Any]) -> str:
     rest = {
         key: value
         for key, value in change.items()
-        if key not in ("type", "tenant", "name", "options") and value is not None
+        if key not in ("type", "tenant", "name", "options", "touches") and value is not None
     }
     rest |= change.get("options", {})
     if rest.get("expires") is not None:

@@ -53,6 +53,7 @@ def validate_blob(
         max_rank=spec.max_rank,
         base_model=name,
         gpu_bytes=gpu_bytes,
+        touches=spec.touches,
     )
 
 

@@ -44,6 +44,7 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
         "size_bytes": version.size_bytes,
         "max_rank": version.max_rank,
         "gpu_bytes": version.gpu_bytes,
+        "touches": None if version.touches is None else asdict(version.touches),
         "base_model": version.base_model,
         "created": version.created,
         "retired": version.retired,
