@@ -23,17 +23,12 @@ from demo.fill_catalog import ADMIN_KEY, DemoKeys, fill_catalog
 from demo.running import KEYS, hold_pid_file
 from demo.service_process import ServiceProcess, Terminated, raise_when_terminated
 from demo.tasks import TASKS
+from lorikeet.addresses import SERVES_PORT, public_port
 from lorikeet.cli.admin_client import DEFAULT_SERVER
 from lorikeet.errors import InvalidSetting, LorikeetError
 from lorikeet.settings import Settings
 
 _HOST_VARIABLE = "RAY_SERVE_DEFAULT_HTTP_HOST"
-_SERVES_PORT = 8000
-_SERVE_FILE = """\
-http_options: {{host: {host}, port: {port}}}
-applications:
-  - {{name: default, route_prefix: /, import_path: "serve_app:app"}}
-"""
 _READY_TIMEOUT_S = 300
 _STOP_S = 60  # requests in flight may take half of it
 _TERMINATE_S = 10  # what sends SIGTERM or closes a terminal may kill soon after
@@ -44,7 +39,7 @@ def main() -> int:
     os.umask(0o077)  # keys, the catalog, Ray's token and its logs are nobody else's
     try:
         settings = Settings.from_env()
-        port = _port()
+        port = public_port(os.environ)
         public, admin = f"http://127.0.0.1:{port}", f"http://{settings.admin_address}"
         if taken := next(filter(_answers, (public, admin)), None):
             print(
@@ -57,19 +52,17 @@ def main() -> int:
         keys = fill_catalog(settings, KEYS)
         environ = _environment()
         with hold_pid_file():
-            application = _application(port, environ[_HOST_VARIABLE])
-            return _run(application, environ, keys, public, admin)
+            return _run(_command(port, environ[_HOST_VARIABLE]), environ, keys, public, admin)
     except LorikeetError as error:
         print(error, file=sys.stderr)
         return 1
 
 
 def _run(
-    application: str, environ: Mapping[str, str], keys: DemoKeys, public: str, admin: str
+    command: list[str], environ: Mapping[str, str], keys: DemoKeys, public: str, admin: str
 ) -> int:
-    serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
     raise_when_terminated()
-    service = ServiceProcess([serve, "run", application], environ)
+    service = ServiceProcess(command, environ)
     try:
         if _wait_until_ready(service, public):
             _greet(keys, public, admin)
@@ -86,21 +79,11 @@ def _run(
         return service.stop(_TERMINATE_S)
 
 
-def _port() -> int:
-    """Return the port for tenants. Raises InvalidSetting."""
-    text = os.environ.get("PORT") or str(_SERVES_PORT)
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**16):
-        raise InvalidSetting(f"PORT={text!r}: want a port, an integer from 1 to 65535")
-    return int(text)
-
-
-def _application(port: int, host: str) -> str:
-    """Return what to give `serve run`: another port than Serve's own is said in a file alone."""
-    if port == _SERVES_PORT:
-        return "serve_app:app"
-    file = KEYS / "serve.yaml"
-    file.write_text(_SERVE_FILE.format(host=host, port=port))
-    return str(file)
+def _command(port: int, host: str) -> list[str]:
+    if port == SERVES_PORT:
+        serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
+        return [serve, "run", "serve_app:app"]
+    return [sys.executable, "-m", "demo.serve_on_port", host, str(port)]
 
 
 def _environment() -> dict[str, str]:

@@ -2,8 +2,13 @@
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from lorikeet.errors import InvalidSetting
+
+SERVES_PORT = 8000
+"""Where Ray Serve listens for tenants unless it is told otherwise."""
 _LABEL = "[A-Za-z0-9-]{1,63}"  # of a host's name
 
 
@@ -45,3 +50,11 @@ def parse_collector(value: object) -> object:
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", str(value)):
         raise ValueError("want an address such as http://collector:4318")
     return value
+
+
+def public_port(environ: Mapping[str, str]) -> int:
+    """The port for tenants, which PORT names to `make serve`. Raises InvalidSetting."""
+    text = environ.get("PORT") or str(SERVES_PORT)
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**16):
+        raise InvalidSetting(f"PORT={text!r}: want a port, an integer from 1 to 65535")
+    return int(text)

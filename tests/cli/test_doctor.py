@@ -1,6 +1,7 @@
 """doctor says what it found, for people and for programs, and its exit status is the severity."""
 
 import json
+import socket
 from pathlib import Path
 
 from typer.testing import CliRunner, Result
@@ -42,3 +43,10 @@ def test_it_plans_for_gpus_that_are_not_here() -> None:
     wrong = doctor({}, "--gpu-memory", "much")
     assert wrong.exit_code == 2
     assert "want a size such as" in wrong.stderr
+
+
+def test_it_looks_at_the_port_that_make_serve_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = doctor({"PORT": str(port)})
+    assert f"{port}, for the public listener, is taken" in said.stdout

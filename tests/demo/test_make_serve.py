@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -288,6 +289,18 @@ def refused(folder, settings):
     assert ended.returncode == 1
     assert not (folder / ".lorikeet").exists()
     return ended.stderr
+
+
+@pytest.mark.soak  # 25 s of a core
+def test_a_start_on_another_port_that_fails_is_noticed(tmp_path):
+    model = shutil.copytree(ROOT / "demo" / "model", tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    settings = {"PORT": str(OTHER_PORT), "LORIKEET_ADMIN_ADDRESS": "127.0.0.1:9102"}
+    settings["LORIKEET_BASE_MODELS"] = f"lorikeet-demo={model}"
+    process = start(tmp_path, settings, stdout=subprocess.PIPE)
+    told, _ = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert "The service did not start" in told
 
 
 @pytest.mark.soak  # 25 s of a core

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from lorikeet.addresses import SERVES_PORT
 from lorikeet.doctor.cuda import Cuda, find_cuda
 from lorikeet.doctor.host import Host, this_host
 from lorikeet.errors import InvalidSetting
@@ -23,13 +24,13 @@ _CONTEXT_BYTES = 1 << 29  # CUDA's own, of each process that uses a GPU
 class PlannedStart:
     """The environment of a start, and the machine. Finds out what is asked for, once.
 
-    gpu_memory: bytes of GPUs that are elsewhere; None: those that are here count. http_port:
-    Serve's. look, find_host: for machines that are not this one.
+    gpu_memory: bytes of GPUs that are elsewhere; None: those that are here count. http_port: for
+    tenants. look, find_host: for machines that are not this one.
     """
 
     environ: Mapping[str, str]
     gpu_memory: int | None = None
-    http_port: int = 8000
+    http_port: int = SERVES_PORT
     look: Callable[[], Cuda] = find_cuda
     find_host: Callable[[], Host] = this_host
 

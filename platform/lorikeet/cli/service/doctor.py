@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from lorikeet.addresses import public_port
 from lorikeet.cli.arguments import parse_bytes
 from lorikeet.cli.output import AsJson, print_json, print_line
 from lorikeet.doctor.checks import can_start, run_checks
@@ -29,12 +30,13 @@ def doctor(
 ) -> None:
     """Check all that `serve run serve_app:app` needs, and say what to change.
 
-    Run it where the service will be started, in the same environment. It takes seconds and leaves
-    nothing behind. The exit status is 0 if the service can start, and 1 if not.
+    Run it where the service will be started, in the same environment, with the same PORT if
+    `make serve` has one. It takes seconds and leaves nothing behind. The exit status is 0 if the
+    service can start, and 1 if not.
 
     Example: `lorikeet doctor --gpu-memory 80GiB`
     """
-    findings = run_checks(PlannedStart(os.environ, gpu_memory))
+    findings = run_checks(PlannedStart(os.environ, gpu_memory, public_port(os.environ)))
     if as_json:
         print_json({"can_start": can_start(findings), "findings": list(map(_json, findings))})
     else:

@@ -1,0 +1,28 @@
+"""`serve run serve_app:app`, on another HTTP port than Serve's own.
+
+`serve run` takes a port from a configuration file alone, and then does not end where what the file
+names has failed to start.
+"""
+
+import sys
+from contextlib import suppress
+
+import ray
+from ray import serve
+
+
+def main(host: str, port: int) -> None:
+    """Serve until Ctrl-C. Raises what keeps the service from starting."""
+    from serve_app import app  # the settings are read here
+
+    ray.init(namespace="serve")
+    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
+    try:
+        with suppress(KeyboardInterrupt):
+            serve.run(app, blocking=True)
+    finally:
+        serve.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
