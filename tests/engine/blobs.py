@@ -96,7 +96,7 @@ class Shelf:
                     continue
                 a, b = deltas[layer, linear]
                 for at, want in ((a_at, a), (b_at, b.T)):
-                    got = weights.arena[at : at + want.numel()].view(want.shape)
+                    got = weights.arena[at : at + want.numel()].view(want.shape).cpu()
                     assert torch.equal(got, want.to(got.dtype)), f"{ref} in slot {slot}"
                 assert rank == a.shape[0]
 
