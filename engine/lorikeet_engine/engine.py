@@ -64,9 +64,8 @@ class Engine:
         self.info = parts.info
         self._grammars = grammars
         self._input_processor = InputProcessor(self.info, settings.page_size, grammars)
-        self._sampler = parts.sampler
+        self._sampler, self._step_budget = parts.sampler, parts.step_budget
         self._in_flight: steps.InFlightStep | None = None
-        self._step_budget = parts.step_budget
         self._counters = StepCounters()
         self._reset()
         self._next_step_s: float | None = None  # until then adapters need no step
