@@ -183,6 +183,7 @@ def fit_body(call: Call, choices: int, room: int, of_prompts: int = 0) -> int:
         )
     return min(room, most)
 
+
 def _is_short(call: Call) -> bool:
     """Whether a call is encoded in a fraction of a millisecond; schemas may take long."""
     short = call.work.prompt_tokens <= _SHORT_PROMPT_TOKENS
