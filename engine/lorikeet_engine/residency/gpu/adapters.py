@@ -18,9 +18,8 @@ from lorikeet_engine.telemetry.status import EvictionCandidate, TierStatus
 
 log = logging.getLogger(__name__)
 
-# How long a requested adapter is spared while nobody has leased it. Without this, two
-# waiting requests could evict each other's adapters forever; with no end, one that was aborted
-# would keep its adapter's place.
+# How long a requested adapter is spared while nobody has leased it. Without this, two waiting
+# requests could evict each other's forever; with no end, an aborted one would keep its place.
 GUARD_S = 0.5
 # So much is evicted, in images of the size to be placed, before another has to move for it. Loading
 # ranks 4 to 256 at random, nothing moved any more, and 0.9% less of the arena was in use.
