@@ -8,8 +8,7 @@ from typing import Any
 from ray import serve
 from starlette.types import Receive, Scope, Send
 
-from lorikeet.answer_stream.answer import refusal_of
-from lorikeet.answer_stream.answer_format import event_stream
+from lorikeet.answer_stream.answer import event_stream, refusal_of
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
 from lorikeet.protocol.replica_report import ReplicaReport

@@ -28,6 +28,7 @@ WORKS = (
     Work("base", 256, 128),
     Work("8 adapters", 256, 128, adapters=8),
     Work("128 adapters", 256, 128, adapters=128),
+    Work("128 adapters with lm_head", 256, 128, adapters=128, lm_head=True),
 )
 
 

@@ -35,8 +35,12 @@ def run(
     parser.add_argument("--config", choices=CONFIGS, default="llama-3.1-8b", help="whose shapes")
     options = parser.parse_args()
     known = facts(options.commit)
-    most = max(work.adapters for work in works)
-    with full_engine(adapters=most, room=most, config=CONFIGS[options.config]) as engine:
+    most, heads = (
+        max((work.adapters for work in works if work.lm_head == lm_head), default=0)
+        for lm_head in (False, True)
+    )
+    config = CONFIGS[options.config]
+    with full_engine(adapters=most, room=most, heads=heads, config=config) as engine:
         rows = measure_all(engine, works)
     write(options.json, known, config=options.config, **{part: rows})
 

@@ -24,7 +24,7 @@ class Work:
     """Requests at once. adapters: how many distinct ones they use, 0 for the base model.
 
     cold: no adapter is on the GPU when it begins; else those of the run before are. sampling: how
-    tokens are chosen; their number is output_tokens.
+    tokens are chosen; their number is output_tokens. lm_head: the adapters are on it too.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Work:
     popularity: Popularity = _DEALT_ROUND
     cold: bool = False
     sampling: SamplingParams = GREEDY
+    lm_head: bool = False
 
     @property
     def label(self) -> str:
@@ -48,7 +49,7 @@ class Work:
         salt = secrets.token_hex(8)
         chosen: list[AdapterRef | None] = [None] * self.requests
         if self.adapters:
-            refs = random_refs(self.adapters)
+            refs = random_refs(self.adapters, lm_head=self.lm_head)
             chosen = [refs[i] for i in self.popularity.draw(rng, self.adapters, self.requests)]
         return [
             request_of(

@@ -11,11 +11,16 @@ from collections.abc import Sequence as Series
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
+import numpy as np
 import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.execution.batch_builder import build_step_input, group_by_adapter
+from lorikeet_engine.execution.batch_builder import (
+    build_step_input,
+    group_by_adapter,
+    head_segments,
+)
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.models.llama import LlamaModel
@@ -98,13 +103,15 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
         device=model.device,
     )
     chunks = group_by_adapter([Chunk.of(sequence, sequence.length) for sequence in sequences])
-    batch = build_step_input(chunks, PAGE).upload(model.device)
+    step = build_step_input(chunks, PAGE)
     rows = [
-        torch.arange(start + chunk.sequence.prompt_length - 1, end)
-        for chunk, (start, end) in zip(chunks, pairwise(batch.query_starts), strict=True)
+        np.arange(start + chunk.sequence.prompt_length - 1, end)
+        for chunk, (start, end) in zip(chunks, pairwise(step.query_starts), strict=True)
     ]
+    heads = head_segments(chunks, np.array([len(part) for part in rows]))
+    step = replace(step, logit_rows=np.concatenate(rows), head_segments=heads)
     runner = ModelRunner(model, SdpaAttention(), tiers.weights, kv)
-    logits = runner.forward(replace(batch, logit_rows=torch.cat(rows).to(model.device)))
+    logits = runner.forward(step.upload(model.device))
     for sequence in sequences:
         if sequence.lease is not None:
             sequence.lease.release()

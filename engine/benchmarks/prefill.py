@@ -25,6 +25,7 @@ SQUARE = 8192  # rows and columns of the matmul
 WORKS = (
     Work("base", 1024, 1, requests=8),
     Work("8 adapters", 1024, 1, adapters=8, requests=8),
+    Work("8 adapters with lm_head", 1024, 1, adapters=8, requests=8, lm_head=True),
 )
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -67,9 +68,10 @@ class EmptySource:
         raise LookupError(f"{ref} was to be in the engine all the time")
 
 
-def random_refs(count: int) -> list[AdapterRef]:
-    """Adapters without a blob, for fill_host and fill_device."""
-    names = [f"random-{index}" for index in range(count)]
+def random_refs(count: int, *, lm_head: bool = False) -> list[AdapterRef]:
+    """Adapters without a blob, for fill_host and fill_device; others where they have lm_head."""
+    kind = "random-head" if lm_head else "random"
+    names = [f"{kind}-{index}" for index in range(count)]
     digests = [hashlib.sha256(name.encode()).hexdigest() for name in names]
     return [
         AdapterRef(_TENANT, name, 1, digest) for name, digest in zip(names, digests, strict=True)
@@ -119,9 +121,15 @@ def empty_device(tiers: Tiers) -> None:
     assert evicted, "some adapter is still in use"
 
 
-def random_layout(shape: BaseShape, rank: int) -> PackedLayout:
-    """The image of an adapter that has this rank on all linears of every layer."""
-    return PackedLayout.of_ranks([[rank] * len(shape.linears)] * shape.layers, shape)
+def random_layout(shape: BaseShape, rank: int, *, lm_head: bool = False) -> PackedLayout:
+    """The image of an adapter that has this rank on all linears of every layer.
+
+    lm_head: and on the head.
+    """
+    places = list(product(range(shape.layers), range(len(shape.linears))))
+    if lm_head:
+        places.append((shape.outer_layer, shape.index("lm_head")))
+    return PackedLayout.of_ranks(dict.fromkeys(places, rank), shape)
 
 
 @lru_cache(1)

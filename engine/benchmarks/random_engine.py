@@ -34,16 +34,21 @@ def random_engine(
     *,
     adapters: int = 0,
     room: int = 0,
+    heads: int = 0,
     config: Mapping[str, Any] = LLAMA_3_1_8B,
     settings: EngineSettings = SETTINGS,
 ) -> Engine:
     """An engine with random_refs(adapters), of rank RANK, on its host; its GPU holds `room`.
 
-    folder: for files that nobody needs afterwards. settings: all but folders and adapters.
+    folder: for files that nobody needs afterwards. heads: as many more are on lm_head too, and the
+    GPU holds all of these. settings: all but folders and adapters.
     """
-    settings = replace(settings, max_batch_adapters=max(1, min(room, settings.max_batch_adapters)))
-    engine, layout = roomy_engine(folder, EmptySource(), room, adapters, config, settings)
+    most = min(room + heads, settings.max_batch_adapters)
+    settings = replace(settings, max_batch_adapters=max(1, most))
+    engine, layout = roomy_engine(folder, EmptySource(), room, adapters, config, settings, heads)
     fill_host(engine._tiers, layout, random_refs(adapters))
+    with_head = random_layout(BaseShape.from_config(config), RANK, lm_head=True)
+    fill_host(engine._tiers, with_head, random_refs(heads, lm_head=True))
     return engine
 
 
@@ -54,15 +59,21 @@ def roomy_engine(
     on_host: int,
     config: Mapping[str, Any],
     settings: EngineSettings,
+    heads: int = 0,
 ) -> tuple[Engine, PackedLayout]:
-    """An engine without adapters, with room for so many of rank RANK; each one's layout."""
-    layout = random_layout(BaseShape.from_config(config), RANK)
-    adapter_bytes = layout.elements * settings.torch_adapter_dtype.itemsize
+    """An engine without adapters, with room for so many of rank RANK; each one's layout.
+
+    heads: for as many more, on lm_head too, there is room in both places.
+    """
+    shape, itemsize = BaseShape.from_config(config), settings.torch_adapter_dtype.itemsize
+    layout = random_layout(shape, RANK)
+    adapter_bytes = layout.elements * itemsize
+    heads_bytes = heads * random_layout(shape, RANK, lm_head=True).elements * itemsize
     settings = replace(
         settings,
         model=write_config(folder / "model", config),
         cache_dir=folder / "cache",
-        adapter_gpu_bytes=on_gpu * adapter_bytes,
-        adapter_host_bytes=on_host * adapter_bytes,
+        adapter_gpu_bytes=on_gpu * adapter_bytes + heads_bytes,
+        adapter_host_bytes=on_host * adapter_bytes + heads_bytes,
     )
     return Engine(settings, source, random_model), layout

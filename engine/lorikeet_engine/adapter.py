@@ -25,8 +25,8 @@ class AdapterRef:
 class TouchedModules:
     """What of its base model an adapter changes.
 
-    linears: by name, in the model's order. layers: how many have any of them. min_rank: the
-    smallest rank. parameters: the numbers in all its A and B.
+    linears: by name, in the model's order, lm_head and embed_tokens among them. layers: how many
+    have any of the others. min_rank: the smallest rank. parameters: the numbers in all its A and B.
     """
 
     linears: tuple[str, ...]

@@ -74,9 +74,9 @@ class PacedModel:
         self._note(owed_s, now_s - began_s)
         return hidden
 
-    def logits(self, hidden: "torch.Tensor") -> "torch.Tensor":
+    def logits(self, hidden: "torch.Tensor", lora: Any, segments: Any) -> "torch.Tensor":
         """LlamaModel.logits, with LETTER far ahead."""
-        logits = self._model.logits(hidden)
+        logits = self._model.logits(hidden, lora, segments)
         logits[:, LETTER] += 1e6
         return logits
 

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from lorikeet_engine.adapter_format import BaseShape
 
-SHAPE = BaseShape("llama", 2, 8, 16, 2, 1, 4)
+SHAPE = BaseShape("llama", 2, 8, 16, 2, 1, 4, vocabulary=24)
 
 
 def peft_folder(folder: Path, seed: int = 0, rank: int = 4, hidden: int = SHAPE.hidden) -> Path:

@@ -10,8 +10,7 @@ Build = Callable[[Draft], object]
 
 EQUAL = ""
 # What LoRA outside the decoder's linears comes to. Once one is served, EQUAL stands here.
-LM_HEAD = "lm_head cannot be adapted"
-EMBEDDINGS = "embeddings (cannot be adapted|is not supported)"
+LM_HEAD = EMBEDDINGS = EQUAL
 TRAINED_TOKENS = "change the embeddings"
 
 

@@ -73,7 +73,8 @@ def packed_deltas(blob: Path, shape: BaseShape) -> dict[str, torch.Tensor]:
     for part in spec.linears:
         a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
         d_in, d_out = shape.dims(part.linear)
-        a = image[a_at : a_at + rank * d_in].view(rank, d_in)
-        b = image[b_at : b_at + rank * d_out].view(rank, d_out)
-        deltas[shape.linears[part.linear].path(part.layer)] = b.T @ a
+        a, b = image[a_at : a_at + rank * d_in], image[b_at : b_at + rank * d_out].view(rank, d_out)
+        found = shape.modules[part.linear]
+        name = found.module if part.layer == shape.outer_layer else found.path(part.layer)
+        deltas[name] = a.view(d_in, rank) @ b if found.gathers else b.T @ a.view(rank, d_in)
     return deltas

@@ -227,7 +227,7 @@ TRAINING: tuple[Feature, ...] = (
         target_modules=["q_proj"],
         trainable_token_indices={"embed_tokens": [7]},
     ),
-    _trained("tokens added", save_resized, "embeddings cannot be adapted|lm_head cannot be"),
+    _trained("tokens added", save_resized, "resized vocabularies cannot be served"),
     _options("layers replicated", "another base model", layer_replication=[[0, 2], [1, 3]]),
     _options(
         "bare parameters",

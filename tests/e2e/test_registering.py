@@ -6,6 +6,7 @@ import shutil
 
 import httpx
 import pytest
+import safetensors.torch
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
@@ -17,19 +18,32 @@ from lorikeet_engine.adapter_format import write_blob
 TASK = TASKS[0]
 
 
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
 @pytest.fixture
 def folder(tmp_path):
-    """A fine-tune of its own that does the task of another."""
+    """A fine-tune of its own that does the task of another; the base's embeddings lie beside it."""
     made = tmp_path / "peft"
     shutil.copytree(ADAPTERS / TASK.tenant / TASK.name, made)
     weights = made / "adapter_model.safetensors"
-    save_file({name: t * 1.001 for name, t in load_file(weights).items()}, weights)
+    changed = {name: t * 1.001 for name, t in load_file(weights).items()}
+    base = (
+        safetensors.torch.load_file(ADAPTERS.parent / "model" / "model.safetensors")[EMBEDDINGS]
+        .float()
+        .numpy()
+    )
+    save_file(changed | {f"base_model.model.{EMBEDDINGS}": base}, weights)
     return made
 
 
-def run(service, *arguments):
+def invoke(service, *arguments):
     environ = {"LORIKEET_SERVER": service.admin_url, "LORIKEET_ADMIN_KEY": service.admin_key}
-    result = CliRunner().invoke(app, arguments, env=environ, prog_name="lorikeet")
+    return CliRunner().invoke(app, arguments, env=environ, prog_name="lorikeet")
+
+
+def run(service, *arguments):
+    result = invoke(service, *arguments)
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -52,6 +66,16 @@ def test_registered_with_smoke_an_adapter_answers_and_was_tried_first(service, f
     )
     assert answer.choices[0].message.content == TASK.example.answer
     run(service, "retire", f"{TASK.tenant}/tried", "--json")
+
+
+def test_an_adapter_beside_trained_embeddings_is_refused_by_their_name(service, folder):
+    weights = folder / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    tensors[f"base_model.model.{EMBEDDINGS}"][5] += 1
+    save_file(tensors, weights)
+    refused = invoke(service, "register", str(folder), f"{TASK.tenant}/whole")
+    assert refused.exit_code != 0, refused.stdout
+    assert "embed_tokens.weight is not that of lorikeet-demo" in refused.stderr.replace("\n", " ")
 
 
 def test_parts_may_also_come_through_the_gateway(service, folder, tmp_path):

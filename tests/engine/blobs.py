@@ -12,9 +12,12 @@ from safetensors.torch import save_file
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import BaseShape, write_blob
+from lorikeet_engine.adapter_format.tensor_names import tensor_name
 from lorikeet_engine.kernels.lora.types import LoraWeights
 
-SHAPE = BaseShape("llama", layers=2, hidden=16, intermediate=32, heads=2, kv_heads=1, head_dim=8)
+SHAPE = BaseShape(
+    "llama", layers=2, hidden=16, intermediate=32, heads=2, kv_heads=1, head_dim=8, vocabulary=40
+)
 Ranks = Mapping[tuple[int, int], int]
 
 
@@ -49,9 +52,8 @@ class Shelf:
             d_in, d_out = shape.dims(linear)
             a = torch.randn(rank, d_in, generator=generator).to(dtype)
             b = torch.randn(d_out, rank, generator=generator).to(dtype)
-            module = shape.linears[linear].path(layer)
-            tensors[f"base_model.model.{module}.lora_A.weight"] = a
-            tensors[f"base_model.model.{module}.lora_B.weight"] = b
+            module = _module(shape, layer, linear)
+            tensors[tensor_name(module, "A")], tensors[tensor_name(module, "B")] = a, b
             deltas[layer, linear] = a.float(), b.float() * (alpha / rank)
         folder = self._folder / f"{name}-peft"
         folder.mkdir(parents=True)
@@ -62,8 +64,8 @@ class Shelf:
             "peft_type": "LORA",
             "r": common,
             "lora_alpha": alpha,
-            "rank_pattern": {shape.linears[n].path(layer): r for (layer, n), r in others.items()},
-            "target_modules": [shape.linears[n].path(layer) for layer, n in ranks],
+            "rank_pattern": {_module(shape, *place): rank for place, rank in others.items()},
+            "target_modules": [_module(shape, *place) for place in ranks],
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))
         digest = write_blob(folder, self.blob(name))
@@ -95,10 +97,16 @@ class Shelf:
                     assert rank == 0
                     continue
                 a, b = deltas[layer, linear]
+                a = a.T if linear == SHAPE.index("embed_tokens") else a
                 for at, want in ((a_at, a), (b_at, b.T)):
                     got = weights.arena[at : at + want.numel()].view(want.shape).cpu()
                     assert torch.equal(got, want.to(got.dtype)), f"{ref} in slot {slot}"
-                assert rank == a.shape[0]
+                assert rank == b.shape[1]
+
+
+def _module(shape: BaseShape, layer: int, linear: int) -> str:
+    found = shape.modules[linear]
+    return found.module if layer == shape.outer_layer else found.path(layer)
 
 
 def everywhere(rank: int) -> Ranks:

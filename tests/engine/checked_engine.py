@@ -14,16 +14,18 @@ from unittest import mock
 
 import pytest
 
+from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import AdapterError, StepFailed
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import Failed, PromptLogprobs, Request, SamplingParams, Tokens
 from lorikeet_engine.residency import loader, requested_adapters, tiers
 from lorikeet_engine.scheduling.sequence import Sequence
 from tests.engine.blobs import Shelf
-from tests.engine.hash_model import PAGE, SHAPE, build, predict, predict_scores
+from tests.engine.hash_model import PAGE, SHAPE, build, predict, predict_scores, shift_of
 
 GOOD, OTHER, BROKEN = ADAPTERS = ("good", "other", "broken")
-ADAPTER_BYTES = 128
+HEAD = (SHAPE.outer_layer, SHAPE.index("lm_head"))  # of OTHER alone
+ADAPTER_BYTES = 512
 STEPS = 2000  # in which all requests end, with much to spare
 
 
@@ -49,7 +51,7 @@ class CheckedEngine:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.shelf = Shelf(folder / "blobs")
-        self.refs = {name: self.shelf.make(name, {(0, 0): 2}, shape=SHAPE) for name in ADAPTERS}
+        self.refs = {name: self._make(name) for name in ADAPTERS}
         self.shelf.errors[BROKEN] = OSError("the connection was reset")
         self.loads, self._now_s = ManualWorkers(), 0.0
         clock = SimpleNamespace(monotonic=lambda: self._now_s)
@@ -73,6 +75,10 @@ class CheckedEngine:
         self._batch: set[str] = set()  # requests of the last batch
         self._failing: set[str] = set()  # requests of the step that failed just now
 
+    def _make(self, name: str) -> AdapterRef:
+        ranks = {(0, 0): 2, HEAD: 1} if name == OTHER else {(0, 0): 8}
+        return self.shelf.make(name, ranks, shape=SHAPE)
+
     def submit(
         self,
         *prompts: tuple[int, ...],
@@ -87,14 +93,16 @@ class CheckedEngine:
         name, ref = f"r{len(self.expected)}", self.refs[adapter] if adapter else None
         self.engine.submit(Request(name, prompts, sampling, n, ref, salt))
         wait(s.compiled for s in self.engine._requests.submitted if s.compiled is not None)
-        mark = float(self.shelf._tensors[ref.digest][0, 0][0][0, 0]) if ref else 0.0
+        deltas = self.shelf._tensors[ref.digest] if ref else {}
+        mark, head = (float(deltas[at][0][0, 0]) if at in deltas else 0.0 for at in ((0, 0), HEAD))
         for choice in range(n * len(prompts)):
             seed = (sampling.seed or 0) + choice
-            expected = predict(prompts[choice // n], sampling, seed, context, mark)
+            expected = predict(prompts[choice // n], sampling, seed, context, mark, shift_of(head))
             self.expected[name, choice] = expected
             self.live[name].add(choice)
             if sampling.prompt_logprobs is not None and choice % n == 0:
-                self.expected_scores[name, choice] = predict_scores(prompts[choice // n], mark)
+                scores = predict_scores(prompts[choice // n], mark, shift_of(head))
+                self.expected_scores[name, choice] = scores
         if adapter == BROKEN:
             self._hopeless.add(name)
         return name

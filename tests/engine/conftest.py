@@ -67,6 +67,13 @@ def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
 
 
 @pytest.fixture(scope="session")
+def tied_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoint folders in float32 of each family, with tied embeddings."""
+    tied = {name: config | {"tie_word_embeddings": True} for name, config in FAMILIES.items()}
+    return save_all(tied, tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="session")
 def variant_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoint folders in float32 of what occurs in several families."""
     return save_all(VARIANTS, tmp_path_factory.mktemp("variants"))

@@ -62,6 +62,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": ["q_proj", "up_proj", "down_proj"],
         "rank_pattern": {r"layers\.1\.mlp\.down_proj": 4},
     },
+    "head_and_embeddings": {
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": ["v_proj", "lm_head", "embed_tokens"],
+        "rank_pattern": {"lm_head": 24},
+    },
 }
 NAMES = (None, *ADAPTERS)
 

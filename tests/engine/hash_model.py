@@ -17,7 +17,7 @@ import torch
 from engine.benchmarks.random_model import write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
-from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.request import FinishReason, SamplingParams
@@ -72,13 +72,14 @@ class HashModel:
             pages = torch.from_numpy(table.pages[first:last]).long()
             at = pages.repeat_interleave(PAGE) * PAGE + torch.arange(PAGE).repeat(len(pages))
             read = keys[at[:length], :3].numpy()
-            for row in range(start, end):
-                hidden[row] = _hash(read[: length - end + row + 1])
+            hidden[start:end, 0] = torch.tensor(_hashes(read, int(length - (end - start))))
         self.after()
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _logits(hidden)
+    def logits(
+        self, hidden: torch.Tensor, lora: LoraWeights, segments: Segments | None
+    ) -> torch.Tensor:
+        return _logits(hidden + _shifts(len(hidden), lora, segments))
 
 
 def build(
@@ -99,11 +100,16 @@ def build(
 
 @cache
 def predict(
-    prompt: tuple[int, ...], sampling: SamplingParams, seed: int, context: int, mark: float = 0.0
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    seed: int,
+    context: int,
+    mark: float = 0.0,
+    shift: float = 0.0,
 ) -> tuple[list[int], FinishReason]:
     """What a choice must say, and how it must end.
 
-    seed: the choice's own. context: the engine's. mark: its adapter's, 0 without one.
+    seed: the choice's own. context: the engine's. mark and shift: its adapter's, 0 without one.
     """
     eos = () if sampling.ignore_eos else (CONFIG["eos_token_id"],)
     stops, said = (*sampling.stop_token_ids, *eos), list[int]()
@@ -114,7 +120,7 @@ def predict(
         penalties = Penalties(1, VOCAB, torch.device("cpu"))
         slot = penalties.begin(sampling, prompt, said) if sampling.changes_logits else None
         row = SamplingRow(sampling, seed, len(said), tuple(impossible), slot)
-        logits = _logits(torch.tensor([[_hash(read)]]))
+        logits = _logits(torch.tensor([[_hash(read) + shift]]))
         token = int(Sampler(penalties).sample(logits, [row])[0])
         if token in stops:
             return said, FinishReason.STOP
@@ -124,12 +130,12 @@ def predict(
     return said, FinishReason.LENGTH
 
 
-def predict_scores(prompt: tuple[int, ...], mark: float = 0.0) -> list[float]:
-    """How likely each token of a prompt but its first is. mark: its adapter's, 0 without one."""
+def predict_scores(prompt: tuple[int, ...], mark: float = 0.0, shift: float = 0.0) -> list[float]:
+    """How likely each token of a prompt but its first is. mark and shift: as `predict` has them."""
     tokens = np.array(prompt, np.float32)
     read = np.stack([tokens, np.arange(len(tokens)), np.full(len(tokens), mark)], 1)
-    hashes = torch.tensor([_hash(read[:end]) for end in range(1, len(tokens))])
-    logprobs = _logits(hashes.unsqueeze(-1)).log_softmax(-1)
+    hashes = torch.tensor(_hashes(read, 0)[:-1])
+    logprobs = _logits(hashes.unsqueeze(-1) + shift).log_softmax(-1)
     return [float(row[token]) for row, token in zip(logprobs, prompt[1:], strict=True)]
 
 
@@ -152,7 +158,34 @@ def _logits(hashes: torch.Tensor) -> torch.Tensor:
 
 
 def _hash(read: npt.NDArray[np.generic]) -> float:
-    return float(zlib.crc32(np.ascontiguousarray(read, np.float32).tobytes()) % VOCAB)
+    return float(zlib.crc32(np.ascontiguousarray(read, np.float32)) % VOCAB)
+
+
+def _hashes(read: npt.NDArray[np.generic], first: int) -> list[float]:
+    """_hash(read[: row + 1]) of each row from `first` on."""
+    rows = np.ascontiguousarray(read, np.float32)
+    whole, found = zlib.crc32(rows[:first]), list[float]()
+    for row in rows[first:]:
+        whole = zlib.crc32(row, whole)
+        found.append(float(whole % VOCAB))
+    return found
+
+
+def shift_of(first: float) -> float:
+    """By how much an adapter shifts the hash: a whole number made of lm_head's first number."""
+    return float(int(100 * first))
+
+
+def _shifts(rows: int, lora: LoraWeights, segments: Segments | None) -> torch.Tensor:
+    """[rows, 1]: each row's shift, as its adapter's matrix of lm_head has it in the arena."""
+    shifts = torch.zeros(rows, 1)
+    if segments is not None:
+        place = SHAPE.outer_layer, SHAPE.index("lm_head"), 0
+        columns = segments.slots, segments.starts, segments.lengths
+        for slot, start, length in zip(*columns, strict=True):
+            first = lora.arena[lora.table[(slot, *place)]]
+            shifts[start : start + length] = shift_of(first.item())
+    return shifts
 
 
 def _marks(batch: Batch, lora: LoraWeights) -> torch.Tensor:

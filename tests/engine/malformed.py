@@ -10,7 +10,7 @@ import numpy as np
 
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 
-SHAPE = BaseShape("llama", 1, 8, 16, 2, 1, 4)
+SHAPE = BaseShape("llama", 1, 8, 16, 2, 1, 4, vocabulary=24)
 LIMITS = AdapterLimits(max_rank=4, max_bytes=100_000)
 BLOB, CONFIG, WEIGHTS = "blob", "adapter_config.json", "adapter_model.safetensors"
 Q = "model.layers.0.self_attn.q_proj"

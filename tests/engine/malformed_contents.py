@@ -20,7 +20,7 @@ def content_cases() -> Iterator[Case]:
 def _names() -> Iterator[Case]:
     for name, says, old, new in (
         ("of DoRA", "DoRA is not supported", "lora_A.weight", "lora_magnitude_vector"),
-        ("of embeddings", "embeddings is not supported", "lora_A.weight", "lora_embedding_A"),
+        ("of embeddings", "only embed_tokens can have", "lora_A.weight", "lora_embedding_A"),
         ("of whole modules", "whole modules", "lora_A", "modules_to_save"),
         ("of biases", "biases are not", "lora_B.weight", "lora_B.bias"),
         ("of the base model", "base model's own weights", "lora_A", "base_layer"),
@@ -41,8 +41,8 @@ def _names() -> Iterator[Case]:
         ("of a linear that is none", "cannot be adapted", "q_proj", "z_proj"),
         ("of an MLP's q_proj", "cannot be adapted", "self_attn.q_proj", "mlp.q_proj"),
         ("of an attention's up_proj", "cannot be adapted", "mlp.up_proj", "self_attn.up_proj"),
-        ("of the head", "lm_head cannot be adapted", Q, "lm_head"),
-        ("of the embeddings' linear", "embed_tokens cannot be", Q, "model.embed_tokens"),
+        ("of the head", "lm_head maps 8 to 8 and the base model's 8 to 24", Q, "lm_head"),
+        ("of the embeddings", "embed_tokens maps 8 to 8", Q, "model.embed_tokens"),
         ("of an expert", "cannot be adapted", "mlp.up", "mlp.experts.3.up"),
         ("of another family", "cannot be adapted", "model.layers.0", "transformer.h.0"),
         ("of a fused linear", "cannot be adapted", "q_proj", "qkv_proj"),

@@ -20,7 +20,7 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
         base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
         model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
         for name, weight in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "lora_embedding_A" in name:
                 weight.data.normal_(0.0, 0.1)
     model.save_pretrained(folder)
     return folder

@@ -1,16 +1,11 @@
 """Whatever the batch, every request says what PEFT says under the same adapter, token for token."""
 
-from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
-import torch
-import transformers
 
-from lorikeet_engine.adapter import AdapterRef, Residency
-from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy
+from tests.engine.peft_world import PeftWorld, ask, bring_all
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -28,7 +23,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"k_proj": 4, r"layers\.0\.mlp\.up_proj": 40},
     },
 }
-NAMES = (None, *ADAPTERS)
 TOKENS = 40
 # However the work is cut, the same tokens must come out.
 MODES: dict[str, dict[str, Any]] = {
@@ -39,42 +33,10 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-class World:
-    """One family's checkpoint, adapters, and what transformers and PEFT answer."""
-
-    def __init__(self, checkpoint: Path, folder: Path) -> None:
-        self.checkpoint = checkpoint
-        self.folder = folder
-        self.shelf = BlobShelf(folder / "blobs")
-        self.refs: dict[str | None, AdapterRef | None] = {None: None}
-        self.prompts = {name: prompt(9 + 8 * i) for i, name in enumerate(NAMES)}
-        self.expected = {None: self._generate(None)}
-        for seed, (name, lora) in enumerate(ADAPTERS.items()):
-            peft_folder = save_adapter(checkpoint, folder / name, seed, **lora)
-            self.refs[name] = self.shelf.add(peft_folder, name)
-            self.expected[name] = self._generate(name, peft_folder)
-
-    def _generate(self, name: str | None, peft_folder: Path | None = None) -> list[int]:
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.checkpoint)
-        if peft_folder is not None:
-            model = peft.PeftModel.from_pretrained(model, peft_folder)
-        ids = torch.tensor([self.prompts[name]])
-        made = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        tokens: list[int] = made[0, ids.shape[1] :].tolist()
-        return tokens
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def world(request, tiny_checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    return World(tiny_checkpoints[request.param], folder)
+    return PeftWorld(tiny_checkpoints[request.param], folder, ADAPTERS, TOKENS)
 
 
 @pytest.fixture
@@ -82,23 +44,6 @@ def engine(world, tmp_path, request):
     engine = build(world.checkpoint, world.shelf, tmp_path / "cache", **request.param)
     yield engine
     engine.close()
-
-
-def bring_all(world: World, answers: Answers) -> None:
-    """Wait until every adapter is on the GPU, so that they meet in one batch."""
-    refs = [ref for ref in world.refs.values() if ref is not None]
-    for ref in refs:
-        answers.engine.pin(ref)
-    answers.until(lambda: all(answers.engine.residency(r) is Residency.GPU for r in refs))
-
-
-def ask(world: World, answers: Answers) -> dict[str | None, list[int]]:
-    """Every prompt under its adapter, all at once; what came out."""
-    for name in NAMES:
-        adapter = world.refs[name]
-        answers.submit(greedy(str(name), world.prompts[name], adapter=adapter, max_tokens=TOKENS))
-    answers.all()
-    return {name: answers.of(str(name)) for name in NAMES}
 
 
 @pytest.mark.parametrize("engine", MODES.values(), ids=MODES, indirect=True)

@@ -160,7 +160,7 @@ def test_no_more_rows_of_logits_are_made_at_once_than_sequences_may_run(tmp_path
         tmp_path, Shelf(tmp_path), kv_pages=200, max_running=6, max_batch_tokens=64
     )
     rows, logits = [], model.logits
-    model.logits = lambda hidden: rows.append(len(hidden)) or logits(hidden)
+    model.logits = lambda hidden, *lora: rows.append(len(hidden)) or logits(hidden, *lora)
     answers, sampling = Answers(engine), SamplingParams(1, prompt_logprobs=0)
     answers.submit(Request("r", (tuple(range(3, 43)), (4, 5, 6)), sampling))
     answers.all()
@@ -172,8 +172,8 @@ def test_no_more_rows_of_logits_are_made_at_once_than_sequences_may_run(tmp_path
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_prompt_whose_logits_are_not_finite_fails_alone(tmp_path, overlap):
     engine, model = hash_model.build(tmp_path, Shelf(tmp_path), kv_pages=200, overlap=overlap)
-    logits, answers = model.logits, Answers(engine)
-    model.logits = lambda h: logits(h) * torch.where(h == hash_of(9, 8), torch.nan, 1.0)
+    logits, answers, bad = model.logits, Answers(engine), hash_of(9, 8)
+    model.logits = lambda h, *lora: logits(h, *lora) * torch.where(h == bad, torch.nan, 1.0)
     sampling = SamplingParams(3, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
     prompts = {"bad": (9, 8, 4, 6), "good": (9, 5, 4, 6)}
     for name, ids in prompts.items():

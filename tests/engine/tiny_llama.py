@@ -25,6 +25,6 @@ def trained(**options: Any) -> peft.PeftModel:
     torch.manual_seed(0)
     model = peft.get_peft_model(LlamaForCausalLM(CONFIG), peft.LoraConfig(**options))
     for name, weight in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding_A" in name:
             weight.data.normal_()
     return model

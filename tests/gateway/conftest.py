@@ -40,7 +40,7 @@ from lorikeet.protocol.messages import (
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.responses.store import ResponseStore
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, write_blob
+from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, BaseShape, write_blob
 from lorikeet_engine.request import FinishReason
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
 from tests.placement.builders import held
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     import anthropic
     import openai
 
-SHAPE = BaseShape("llama", 1, 8, 16, 2, 1, 4)
-WIDER = BaseShape("llama", 1, 16, 32, 4, 2, 4)
+SHAPE = BaseShape("llama", 1, 8, 16, 2, 1, 4, vocabulary=24)
+WIDER = BaseShape("llama", 1, 16, 32, 4, 2, 4, vocabulary=24)
 LIMITS = AdapterLimits(max_rank=4, max_bytes=100_000)
 Items = AsyncGenerator[StreamItem, None]
 
@@ -190,6 +190,7 @@ class ReplayEngines:
         self.smoke_tests: list[tuple[str, SmokeTest]] = []
         self.try_out: Callable[[SmokeTest], SmokeResult | Refusal] = all_differ
         self.maps: list[ReplicaReport] = []
+        self.base_matrices: set[str] = set()
         self.serves = True
 
     async def stream_answer(self, base_model: str, call: Call) -> Items:
@@ -205,6 +206,9 @@ class ReplayEngines:
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
         self.smoke_tests.append((base_model, test))
         return self.try_out(test)
+
+    async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
+        return [copy.module for copy in copies if copy.sha256 not in self.base_matrices]
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
         if tier is Residency.GPU:

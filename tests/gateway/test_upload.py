@@ -1,5 +1,6 @@
 """What an upload must be to become a version, and what is said of one that is not."""
 
+import hashlib
 import json
 import socket
 import threading
@@ -16,7 +17,17 @@ from safetensors.numpy import load, save
 
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.store.local import LocalStore
-from tests.gateway.conftest import LIMITS, Gateway, chat, eventually, make_blob, serving
+from lorikeet_engine.adapter_format import write_blob
+from tests.gateway.conftest import (
+    LIMITS,
+    SHAPE,
+    Gateway,
+    chat,
+    eventually,
+    make_blob,
+    make_peft,
+    serving,
+)
 from tests.gateway.test_bad_requests import CHAT, error_of
 
 
@@ -173,6 +184,17 @@ BAD_BLOBS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
+def with_head(folder: Path) -> tuple[bytes, str]:
+    """A blob of a folder in which a trainer left a head, too, and the SHA-256 of that."""
+    peft = make_peft(folder / "peft")
+    head = np.ones((SHAPE.vocabulary, SHAPE.hidden), np.float32)
+    weights = peft / "adapter_model.safetensors"
+    tensors = load(weights.read_bytes()) | {"base_model.model.lm_head.weight": head}
+    weights.write_bytes(save(tensors))
+    write_blob(peft, folder / "blob")
+    return (folder / "blob").read_bytes(), hashlib.sha256(head.tobytes()).hexdigest()
+
+
 @pytest.mark.parametrize(("spoil", "says"), BAD_BLOBS.values(), ids=list(BAD_BLOBS))
 def test_a_bad_blob_is_refused_with_what_is_wrong(
     unchanged: Gateway, blob: bytes, spoil: Callable[[bytes], bytes], says: str
@@ -183,6 +205,17 @@ def test_a_bad_blob_is_refused_with_what_is_wrong(
     assert says in error["message"]
     assert "/tmp" not in error["message"]
     assert unchanged.catalog.refresh() is before
+
+
+def test_a_blob_whose_head_was_saved_along_is_let_in_if_that_is_the_base_models(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    made, digest = with_head(tmp_path)
+    error = error_of(gateway.upload("acme/headed", made), 422)
+    assert (error["code"], error["param"]) == ("invalid_adapter", "lm_head")
+    assert "save_embedding_layers=False" in error["message"]
+    gateway.engines.base_matrices.add(digest)
+    assert gateway.upload("acme/headed", made).status_code == 201
 
 
 def test_a_rank_above_the_limit_is_refused(unchanged: Gateway, tmp_path: Path) -> None:

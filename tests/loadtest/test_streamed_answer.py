@@ -11,7 +11,9 @@ from loadtest.streamed_answer import (
     StreamedAnswer,
     StreamFormat,
 )
-from lorikeet.answer_stream.answer_format import event_stream, failed_event
+from lorikeet.answer_stream.answer import event_stream
+from lorikeet.errors import GenerationFailed
+from lorikeet.gateway.replica_response import failed_event
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 from tests.gateway.conftest import Played
@@ -74,5 +76,5 @@ def test_an_answer_that_ends_by_itself_or_breaks_off_is_not_whole(
     assert stopped.failure == "not 3 tokens"
     first, *_ = stream_of(call, FinishReason.LENGTH)
     assert read(streamed, HEAD, *chunked(first)).failure == "the stream broke off"
-    failed = failed_event(call, 3, "step_failed", "The step failed.")
-    assert read(streamed, HEAD, *chunked(first, failed)).failure == "mid-stream: step_failed"
+    failed = failed_event(call, 3, GenerationFailed("The step failed."))
+    assert read(streamed, HEAD, *chunked(first, failed)).failure == "mid-stream: generation_failed"

@@ -1,10 +1,12 @@
 """Trying adapters on a replica: the demo model, real adapters and broken ones."""
 
 import asyncio
+import hashlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import safetensors.torch
 from safetensors.numpy import load_file, save_file
 
 from demo.fill_catalog import ADAPTERS, fill_catalog
@@ -16,7 +18,7 @@ from lorikeet.protocol.messages import Refusal, SmokeTest
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import write_blob
+from lorikeet_engine.adapter_format import BaseCopy, write_blob
 
 TASK = TASKS[0]
 PEFT = ADAPTERS / TASK.tenant / TASK.name
@@ -32,8 +34,8 @@ def settings(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def try_out(settings):
-    """try_out(test): the answer of the one replica of these tests."""
+def ask(settings):
+    """ask(call): what call(replica) gives on the one replica of these tests."""
 
     async def start():
         return Replica("r0", "lorikeet-demo", settings)
@@ -41,9 +43,15 @@ def try_out(settings):
     with asyncio.Runner() as loop:
         replica = loop.run(start())
         try:
-            yield lambda test: loop.run(asyncio.wait_for(replica.smoke(test), 60))
+            yield lambda asked: loop.run(asyncio.wait_for(asked(replica), 60))
         finally:
             replica.close()
+
+
+@pytest.fixture
+def try_out(ask):
+    """try_out(test): the answer of the one replica of these tests."""
+    return lambda test: ask(lambda replica: replica.smoke(test))
 
 
 def trained(settings):
@@ -100,3 +108,14 @@ def test_a_prompt_that_cannot_fit_is_refused(settings, try_out):
     refusal = try_out(smoke_test_of(trained(settings), "word " * 5000))
     assert refusal.code == "context_length_exceeded"
     assert refusal.message.startswith("This model's maximum context length is")
+
+
+def test_a_replica_knows_its_base_models_matrices(settings, ask):
+    model = safetensors.torch.load_file(settings.base_models["lorikeet-demo"] / "model.safetensors")
+    matrix = model["model.embed_tokens.weight"].float().numpy()
+    same, changed = (
+        BaseCopy("embed_tokens", "F32", each.shape, hashlib.sha256(each.tobytes()).hexdigest())
+        for each in (matrix, matrix * 2)
+    )
+    assert ask(lambda replica: replica.changed_copies([same])) == []
+    assert ask(lambda replica: replica.changed_copies([same, changed])) == ["embed_tokens"]

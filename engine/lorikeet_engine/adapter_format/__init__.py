@@ -7,14 +7,16 @@ is the adapter's digest.
 `blob` makes one of a PEFT folder: `saved_weights` reads its tensors, whose names `tensor_names`
 understands, and `lora_config` reduces adapter_config.json, with `targets` and `expressions`, which
 runs those of strangers in a process (`expression_child`); `mlx` reads MLX's folders, `trtllm` and
-`peft_folder` convert to PEFT's. `base_names` says which names are of one base model,
-`base_quantization` how its linears are stored. `spec`
+`peft_folder` convert to PEFT's. `base_copies` describes what trainers save of the base model
+itself. `base_names` says which names are of one base model, `base_quantization` how its linears are
+stored. `spec`
 validates a blob by its `header` against a base model's `shape`, whose linears are its family's
 (`families`) and whose config.json `base_config` reads; `image` checks values and sizes. The
 gateway, the CLI and `residency` call it.
 """
 
 from lorikeet_engine.adapter_format.base_config import read_json
+from lorikeet_engine.adapter_format.base_copies import BaseCopy, base_copies
 from lorikeet_engine.adapter_format.base_names import is_nf4_copy, last_part, original, same_model
 from lorikeet_engine.adapter_format.base_quantization import (
     Quantization,
@@ -23,7 +25,7 @@ from lorikeet_engine.adapter_format.base_quantization import (
 )
 from lorikeet_engine.adapter_format.blob import blob_digest, trained_on, write_blob
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
-from lorikeet_engine.adapter_format.families import FAMILIES, Family, Linear
+from lorikeet_engine.adapter_format.families import FAMILIES, OUTER_MODULES, Family, Linear
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory, check_values
 from lorikeet_engine.adapter_format.mlx import MLX_WEIGHTS_FILE
@@ -47,10 +49,12 @@ __all__ = [
     "FLOAT32_MEMORY",
     "INDEX_FILE",
     "MLX_WEIGHTS_FILE",
+    "OUTER_MODULES",
     "WEIGHTS_FILE",
     "AdapterLimits",
     "AdapterMemory",
     "AdapterSpec",
+    "BaseCopy",
     "BaseShape",
     "Family",
     "Linear",
@@ -60,6 +64,7 @@ __all__ = [
     "Tensor",
     "TensorSpan",
     "aligned",
+    "base_copies",
     "blob_digest",
     "check_values",
     "has_pair",

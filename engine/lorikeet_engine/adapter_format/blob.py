@@ -1,8 +1,10 @@
 """Turns PEFT's folder into a blob: one safetensors file, the same for the same adapter."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
+from lorikeet_engine.adapter_format.base_copies import BaseCopy, copies_metadata, describe_copy
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.header import (
     MAX_HEADER_BYTES,
@@ -15,6 +17,7 @@ from lorikeet_engine.adapter_format.mlx import is_mlx, mlx_tensors, peft_config
 from lorikeet_engine.adapter_format.saved_weights import SavedTensor, saved_tensors
 from lorikeet_engine.adapter_format.spec import METADATA_KEY, check_rank, pair_tensors
 from lorikeet_engine.adapter_format.tensor_names import (
+    copied_module,
     module_in_blobs,
     split_saved_name,
     tensor_name,
@@ -27,12 +30,15 @@ def write_blob(folder: Path, out: Path) -> str:
 
     The tensors' bytes stay as they are but for dtypes that no engine reads, under the names that
     PEFT gives them for the plain base model, sorted; the config becomes one key of the
-    header's metadata. Raises AdapterRejected, and then leaves no file behind.
+    header's metadata. Copies of the base model's matrices stay behind: another key says what they
+    held. Raises AdapterRejected, and then leaves no file behind.
     """
     raw, mlx = _read_config(folder), is_mlx(folder)
     raw = peft_config(raw) if mlx else raw
     refuse_unsupported(raw)  # first: the config has better names for it than the tensors
     tensors = mlx_tensors(folder) if mlx else saved_tensors(folder)
+    copies = _copies(tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if not copied_module(name)}
     pairs = pair_tensors(tensors, split_saved_name)
     config = LoraConfig.from_peft(raw, pairs)
     named: dict[str, SavedTensor] = {}
@@ -44,7 +50,8 @@ def write_blob(folder: Path, out: Path) -> str:
     try:
         with out.open("wb") as file:
             places = {name: (tensor.blob_dtype, tensor.shape) for name, tensor in named.items()}
-            file.write(header_bytes(places, {METADATA_KEY: config.to_json()}))
+            metadata = {METADATA_KEY: config.to_json()} | copies_metadata(copies)
+            file.write(header_bytes(places, metadata))
             for tensor in named.values():
                 file.writelines(tensor.pieces())
         return blob_digest(out)
@@ -66,6 +73,17 @@ def blob_digest(blob: Path) -> str:
     """SHA-256 of the file's bytes, 64 lower-case hex digits."""
     with blob.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _copies(tensors: Mapping[str, SavedTensor]) -> list[BaseCopy]:
+    copies: dict[str, BaseCopy] = {}
+    for name, tensor in tensors.items():
+        module = copied_module(name)
+        if module in copies:
+            raise AdapterRejected(f"two tensors are {module}'s weight", field=name)
+        if module is not None:
+            copies[module] = describe_copy(module, tensor)
+    return list(copies.values())
 
 
 def _read_config(folder: Path) -> dict[str, object]:

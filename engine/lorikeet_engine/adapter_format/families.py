@@ -1,4 +1,4 @@
-"""The families of base models, and which linear layers each has for adapters to change.
+"""The families of base models, and which linears each has for adapters to change.
 
 A family with other linears, one whose checkpoints store q, k and v as one, say, needs only another
 tuple of them here: names, widths, images, the table and the model's products all follow from it.
@@ -19,6 +19,7 @@ class Width(StrEnum):
     QUERIES = "num_attention_heads"
     KEYS = "num_key_value_heads"  # and as wide: values
     INTERMEDIATE = "intermediate_size"
+    VOCABULARY = "vocab_size"
 
 
 class Parallel(StrEnum):
@@ -30,11 +31,12 @@ class Parallel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear that every decoder layer has.
+    """A linear that every decoder layer has, HEAD or EMBEDDINGS.
 
-    module: its path in the layer. outputs: several where it stores several linears on top of one
-    another. group: neighbouring linears of one group read one input, and are one fused product.
-    experts: how many matrices of these widths it holds, each with an adapter of its own.
+    module: its path in the layer, or in the model. outputs: several where it stores several
+    linears on top of one another. group: neighbouring linears of one group read one input, and are
+    one fused product. experts: how many matrices of these widths it holds, each with an adapter of
+    its own.
     """
 
     module: str
@@ -45,12 +47,17 @@ class Linear:
     experts: int = 1
 
     @property
+    def gathers(self) -> bool:
+        """Whether its input is a token's id, so that images hold A by columns: [d_in, rank]."""
+        return self.inputs is Width.VOCABULARY
+
+    @property
     def name(self) -> str:
         """The last part of the path, which people know the linear by."""
         return self.module.rpartition(".")[2]
 
     def path(self, layer: int) -> str:
-        """The linear's whole name, as in a checkpoint and in PEFT's files."""
+        """The whole name of a layer's linear, as in a checkpoint and in PEFT's files."""
         return f"model.layers.{layer}.{self.module}"
 
 
@@ -79,3 +86,12 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family("Qwen 2.5", _SEPARATE),
     "qwen3": Family("Qwen 3", _SEPARATE),
 }
+
+# What comes after the layers. Where embeddings are tied, it reads their matrix; an adapter of it
+# changes the logits alone.
+HEAD = Linear("lm_head", Width.HIDDEN, (Width.VOCABULARY,), "lm_head", Parallel.COLUMN)
+# What comes before the layers, as a linear of tokens as unit vectors: each reads one column of A.
+EMBEDDINGS = Linear(
+    "model.embed_tokens", Width.VOCABULARY, (Width.HIDDEN,), "embed_tokens", Parallel.ROW
+)
+OUTER_MODULES = (HEAD.name, EMBEDDINGS.name)

@@ -6,12 +6,16 @@ from itertools import groupby
 from typing import Any
 
 from lorikeet_engine.adapter_format.base_config import integer, refusal
-from lorikeet_engine.adapter_format.families import FAMILIES, Linear, Width
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear, Width
 
 
 @dataclass(frozen=True, slots=True)
 class BaseShape:
-    """One base model's shape. Widths in elements."""
+    """One base model's shape. Widths in elements.
+
+    Tables of all that adapters can change have a row for each decoder layer and one more,
+    outer_layer, and a column for each of `modules`. The last two of these are outer_layer's alone.
+    """
 
     family: str
     layers: int
@@ -20,6 +24,7 @@ class BaseShape:
     heads: int
     kv_heads: int
     head_dim: int
+    vocabulary: int
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
@@ -44,27 +49,38 @@ class BaseShape:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            vocabulary=integer(config, "vocab_size"),
         )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The linears of each layer that adapters can change; indices elsewhere count them."""
+        """The linears of each decoder layer that adapters can change."""
         return FAMILIES[self.family].linears
 
     @property
+    def modules(self) -> tuple[Linear, ...]:
+        """A layer's linears, then what the model has once; indices elsewhere count them."""
+        return (*self.linears, HEAD, EMBEDDINGS)
+
+    @property
+    def outer_layer(self) -> int:
+        """The number of the row of tables, after the layers', of lm_head and the embeddings."""
+        return self.layers
+
+    @property
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """The indices of the linears that are one fused product, by the group's name."""
+        """The indices of a layer's linears that are one fused product, by the group's name."""
         groups = groupby(enumerate(self.linears), key=lambda pair: pair[1].group)
         return {name: tuple(index for index, _ in members) for name, members in groups}
 
-    def dims(self, linear_index: int) -> tuple[int, int]:
-        """(d_in, d_out) of the linear with this index in `linears`."""
-        linear = self.linears[linear_index]
+    def dims(self, index: int) -> tuple[int, int]:
+        """(d_in, d_out) of the linear with this index in `modules`."""
+        linear = self.modules[index]
         return self._elements(linear.inputs), sum(map(self._elements, linear.outputs))
 
     def index(self, name: str) -> int:
-        """The index in `linears` of the one with this name. Raises ValueError if there is none."""
-        return [linear.name for linear in self.linears].index(name)
+        """The index in `modules` of the one with this name. Raises ValueError if there is none."""
+        return [linear.name for linear in self.modules].index(name)
 
     def pieces(self, width: Width) -> tuple[int, int]:
         """(number of pieces, elements of each) of a width."""
@@ -73,6 +89,7 @@ class BaseShape:
             Width.QUERIES: (self.heads, self.head_dim),
             Width.KEYS: (self.kv_heads, self.head_dim),
             Width.INTERMEDIATE: (self.intermediate, 1),
+            Width.VOCABULARY: (self.vocabulary, 1),
         }[width]
 
     def _elements(self, width: Width) -> int:

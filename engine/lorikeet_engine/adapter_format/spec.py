@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from lorikeet_engine.adapter import TouchedModules
+from lorikeet_engine.adapter_format.base_copies import BaseCopy, parse_copies
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD, OUTER_MODULES
 from lorikeet_engine.adapter_format.header import TensorSpan, read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.shape import BaseShape
@@ -42,7 +44,8 @@ class AdapterLimits:
 class LinearLora:
     """One adapted linear: a [rank, d_in], b [d_out, rank].
 
-    linear: its index in BaseShape.linears; name: what it is called there.
+    layer, linear: its place in tables, as BaseShape says. name: what errors call it. gathers:
+    Linear's.
     """
 
     layer: int
@@ -52,10 +55,11 @@ class LinearLora:
     scaling: float
     a: TensorSpan
     b: TensorSpan
+    gathers: bool
 
     def matrix(self, side: str) -> str:
         """What errors call one of its matrices; side: A or B."""
-        return f"layers.{self.layer}.{self.name}.lora_{side}"
+        return f"{self.name}.lora_{side}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,10 @@ class AdapterSpec:
     @property
     def touches(self) -> TouchedModules:
         """What it changes of the base model."""
+        names = {part.linear: part.name.rpartition(".")[2] for part in self.linears}
         return TouchedModules(
-            linears=tuple(dict(sorted((part.linear, part.name) for part in self.linears)).values()),
-            layers=len({part.layer for part in self.linears}),
+            linears=tuple(names[linear] for linear in sorted(names)),
+            layers=len({p.layer for p in self.linears if names[p.linear] not in OUTER_MODULES}),
             min_rank=min(part.rank for part in self.linears),
             parameters=sum(math.prod(p.a.shape) + math.prod(p.b.shape) for p in self.linears),
         )
@@ -110,6 +115,8 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
             field=f"__metadata__.{METADATA_KEY}",
         )
     config = LoraConfig.from_json(header.metadata[METADATA_KEY])
+    for copy in parse_copies(header.metadata):
+        _check_copy(copy, shape)
     pairs = pair_tensors(header.tensors)
     for key in (*config.rank_pattern, *config.alpha_pattern):
         if key not in pairs:
@@ -170,12 +177,7 @@ def _linear(
     shape: BaseShape,
     limits: AdapterLimits,
 ) -> LinearLora:
-    layer, linear = locate_module(module, shape.linears)
-    if layer >= shape.layers:
-        raise AdapterRejected(
-            f"{module}: the base model has {shape.layers} layers; was this trained for another?",
-            field=module,
-        )
+    layer, linear = _place(module, shape)
     rank = check_rank(module, sides, want=config.rank(module))
     if rank > limits.max_rank:
         raise AdapterTooLarge(
@@ -191,5 +193,32 @@ def _linear(
             "the adapter was trained for another base model",
             field=module,
         )
-    name, scaling = shape.linears[linear].name, config.scaling(module)
-    return LinearLora(layer, linear, name, rank, scaling, sides["A"], sides["B"])
+    found = shape.modules[linear]
+    name = found.name if layer == shape.outer_layer else f"layers.{layer}.{found.name}"
+    scaling, spans = config.scaling(module), (sides["A"], sides["B"])
+    return LinearLora(layer, linear, name, rank, scaling, *spans, gathers=found.gathers)
+
+
+def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
+    want = (shape.vocabulary, shape.hidden)
+    if copy.shape != want:
+        raise AdapterRejected(
+            f"the file's {copy.module}.weight is {list(copy.shape)} and the base model's "
+            f"{list(want)}: resized vocabularies cannot be served; train with tokens that the base "
+            "model has",
+            field=copy.module,
+        )
+
+
+def _place(module: str, shape: BaseShape) -> tuple[int, int]:
+    """(layer, index in the shape's modules)."""
+    for outer in (HEAD, EMBEDDINGS):
+        if module == outer.module:
+            return shape.outer_layer, shape.index(outer.name)
+    layer, linear = locate_module(module, shape.linears)
+    if layer >= shape.layers:
+        raise AdapterRejected(
+            f"{module}: the base model has {shape.layers} layers; was this trained for another?",
+            field=module,
+        )
+    return layer, linear

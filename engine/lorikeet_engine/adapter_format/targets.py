@@ -4,7 +4,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from lorikeet_engine.adapter_format.expressions import MAX_EXPRESSIONS, Expressions, bad_config
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
 from lorikeet_engine.adapter_format.tensor_names import (
+    is_outer,
     layer_of,
     linears_of,
     locate_module,
@@ -14,6 +16,7 @@ from lorikeet_engine.adapter_format.tensor_names import (
 
 _ALL_LINEAR = "all-linear"
 _MAX_LAYERS = 1_000
+_OUTER = (HEAD, EMBEDDINGS)
 
 Selects = Callable[[str], bool]
 
@@ -26,20 +29,26 @@ def check_targets(raw: Mapping[str, Any], modules: Sequence[str], run: Expressio
     there are. Without target_modules nothing is said. Raises AdapterRejected.
     """
     linears = linears_of([module_in_blobs(module) for module in modules])
-    located = {m: locate_module(module_in_blobs(m), linears)[0] for m in modules}
     place = place_of_layers(modules)
+    outer = {m for m in modules if not _is_in_layer(m)}
+    located = {m: locate_module(module_in_blobs(m), linears)[0] for m in modules if m not in outer}
     if raw.get("target_modules") is None:
         return
-    last = max(located.values())
+    last = max(located.values(), default=0)
     layers = range(min(last + 1, _MAX_LAYERS))
     expected = {linear.path(layer) for layer in layers for linear in linears}
-    every = {place + module.removeprefix("model.") for module in expected} | set(located)
+    expected |= {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
+    given = set(modules)
+    every = {place + m.removeprefix("model.") if m != HEAD.module else m for m in expected} | given
     targeted = _targeted(raw, every, run)
+    tied = raw.get("ensure_weight_tying") and any(is_outer(m, EMBEDDINGS) for m in outer)
     for module in sorted(every):
-        if targeted(module) and module not in located:
+        if targeted(module) and module not in given:
             missing = _missing(module_in_blobs(module), last, set(located.values()))
             raise bad_config(missing, "target_modules")
-        if module in located and not targeted(module):
+        if tied and is_outer(module, HEAD):
+            continue  # PEFT saves it as the embeddings' twin, targeted or not
+        if module in given and not targeted(module):
             raise bad_config(
                 f"there are weights for {module}, which it leaves out", "target_modules"
             )
@@ -47,8 +56,8 @@ def check_targets(raw: Mapping[str, Any], modules: Sequence[str], run: Expressio
 
 def _missing(module: str, last: int, layers: Collection[int]) -> str:
     """Say of a targeted module that it has no weight. layers: those with any, up to the last."""
-    whole_layer = all(not module.startswith(f"model.layers.{layer}.") for layer in layers)
-    doubt = f"layer {last}, the last, is misnumbered, " if whole_layer else ""
+    known = (*(outer.module for outer in _OUTER), *(f"model.layers.{layer}." for layer in layers))
+    doubt = "" if module.startswith(known) else f"layer {last}, the last, is misnumbered, "
     return (
         f"it selects {module}, but no weight is for it: {doubt}the file is incomplete, or "
         "exclude_modules or layers_to_transform must leave it out"
@@ -82,7 +91,7 @@ def _targeted(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) 
     excluded = _names(raw, "exclude_modules", modules, run)
     if isinstance(targets, str):  # PEFT narrows an expression by no layers_to_transform
         every = targets.lower() == _ALL_LINEAR
-        selected = (lambda _: True) if every else _names(raw, "target_modules", modules, run)
+        selected = _is_in_layer if every else _names(raw, "target_modules", modules, run)
         return lambda module: selected(module) and not excluded(module)
     named, in_layer = _names(raw, "target_modules", modules, run), _layers(raw, modules, run)
     whole = set(targets)  # a module by its whole name is targeted in whatever layer it is
@@ -103,6 +112,10 @@ def _names(raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expres
     return lambda module: not ends.isdisjoint(_ends(module))
 
 
+def _is_in_layer(module: str) -> bool:
+    return not any(is_outer(module, outer) for outer in _OUTER)
+
+
 def _ends(module: str) -> list[str]:
     parts = module.split(".")
     return [".".join(parts[at:]) for at in range(len(parts))]
@@ -119,13 +132,14 @@ def _layers(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) ->
     wanted = set(wanted)  # it may have as many entries as the file has room for
     given = raw.get("layers_pattern") or []
     names = _strings([given] if isinstance(given, str) else given, "layers_pattern")
-    layers = {module: layer_of(module) for module in modules}
+    layers = {module: layer_of(module) for module in modules if _is_in_layer(module)}
     before = {module: module.partition(f".{layer}.")[0] for module, layer in layers.items()}
     expressions = [_behind_any(name) for name in names]
     known = run.first_matches(expressions, set(before.values()), "layers_pattern")
 
     def selects(module: str) -> bool:
-        return (not names or before[module] in known) and int(layers[module]) in wanted
+        inside = module in layers and (not names or before[module] in known)
+        return inside and int(layers[module]) in wanted
 
     return selects
 

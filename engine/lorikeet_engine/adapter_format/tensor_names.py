@@ -8,24 +8,39 @@ larger one.
 import re
 from collections.abc import Iterable, Sequence
 
-from lorikeet_engine.adapter_format.families import FAMILIES, Linear
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear
 from lorikeet_engine.errors import AdapterRejected
 
-_TENSOR = re.compile(r"base_model\.model\.([\w.]{1,256})\.lora_([AB])(?:\.default)?\.weight")
+_TENSOR = re.compile(
+    r"base_model\.model\.([\w.]{1,256})\."
+    r"(?:lora_([AB])(?:\.default)?\.weight|(?<=embed_tokens\.)lora_embedding_([AB])(?:\.default)?)"
+)
 _SAVED = re.compile(
-    r"(?:base_model\.model\.)?([\w.]{1,256})\.lora_([AB])(?:\.[\w-]{1,64})?\.weight"
+    r"(?:base_model\.model\.)?([\w.]{1,256})\."
+    r"(?:lora_([AB])(?:\.[\w-]{1,64})?\.weight"
+    r"|(?<=embed_tokens\.)lora_embedding_([AB])(?:\.[\w-]{1,64})?)"
 )
 # Of torch.compile, FSDP, activation checkpointing and data parallelism.
 _WRAPPERS = re.compile(
     r"^(?:_orig_mod\.)?module\.|\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 _SAVED_MODULE = re.compile(r"((?:(?:language_)?model\.){0,3})(layers\.([0-9]{1,6})\.[\w.]+)")
+_COPY = re.compile(
+    r"(?:base_model\.model\.)?(?:(?:language_)?model\.){0,2}(lm_head|embed_tokens)"
+    r"(?:\.base_layer)?\.weight"
+)
+_SAVED_OUTER = re.compile(r"(?:(?:language_)?model\.){0,3}(lm_head|embed_tokens)")
+_MODULE = re.compile(r"((?:(?:language_)?model\.){0,3})(layers\.([0-9]{1,6})\.[\w.]+)")
+_COPY = re.compile(
+    r"(?:base_model\.model\.)?(?:(?:language_)?model\.){0,2}(lm_head|embed_tokens)"
+    r"(?:\.base_layer)?\.weight"
+)
+_SAVED_HEAD = re.compile(r"(?:(?:language_)?model\.){0,2}lm_head")
 _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
 _REFUSED = {
     "lora_magnitude_vector": "DoRA is not supported; train with use_dora=False",
-    "lora_embedding_": "LoRA on embeddings is not supported; leave embed_tokens out",
-    "embed_tokens": "embeddings cannot be adapted or trained; leave embed_tokens out",
-    "lm_head": "lm_head cannot be adapted or trained; leave it out",
+    "lora_embedding_": "only embed_tokens can have such weights",
+    "trainable_tokens_delta": "trained tokens are not supported; train without them",
     "modules_to_save": "whole modules cannot be served; train without modules_to_save",
     ".bias": "biases are not supported; train with bias='none' and lora_bias=False",
     "original_module": "whole modules cannot be served; train without modules_to_save",
@@ -37,7 +52,7 @@ def split_tensor_name(name: str) -> tuple[str, str]:
     """(module, "A" or "B"). Raises AdapterRejected, naming what is not supported."""
     match = _TENSOR.fullmatch(name)
     if match:
-        return match[1], match[2]
+        return match[1], match[2] or match[3]
     for part, remedy in _REFUSED.items():
         if part in name:
             raise AdapterRejected(f"tensor {name}: {remedy}", field=name)
@@ -47,13 +62,28 @@ def split_tensor_name(name: str) -> tuple[str, str]:
 def split_saved_name(name: str) -> tuple[str, str]:
     """As split_tensor_name, of a name that a trainer saved; the module as its config knows it."""
     match = _SAVED.fullmatch(_WRAPPERS.sub("", name))
-    return (match[1], match[2]) if match else split_tensor_name(name)
+    return (match[1], match[2] or match[3]) if match else split_tensor_name(name)
+
+
+def copied_module(name: str) -> str | None:
+    """The module of the base model, lm_head or embed_tokens, of which a saved tensor is a copy."""
+    match = _COPY.fullmatch(_WRAPPERS.sub("", name))
+    return match[1] if match else None
 
 
 def module_in_blobs(saved: str) -> str:
     """What a blob calls a module that a trainer saved: model.language_model.layers.0… the same."""
+    for outer in (HEAD, EMBEDDINGS):
+        if is_outer(saved, outer):
+            return outer.module
     match = _SAVED_MODULE.fullmatch(saved)
     return f"model.{match[2]}" if match else saved
+
+
+def is_outer(saved: str, outer: Linear) -> bool:
+    """Whether a module that a trainer saved is this one, HEAD or EMBEDDINGS, of the model."""
+    match = _SAVED_OUTER.fullmatch(saved)
+    return match is not None and match[1] == outer.name
 
 
 def place_of_layers(saved: Iterable[str]) -> str:
@@ -78,6 +108,8 @@ def layer_of(saved: str) -> str:
 
 def tensor_name(module: str, side: str) -> str:
     """The one name that this tensor has in a blob."""
+    if module == EMBEDDINGS.module:
+        return f"base_model.model.{module}.lora_embedding_{side}"
     return f"base_model.model.{module}.lora_{side}.weight"
 
 
@@ -102,5 +134,7 @@ def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
             return int(match[1]), index
     names = ", ".join(linear.name for linear in linears)
     raise AdapterRejected(
-        f"module {module} cannot be adapted: want {names} of a decoder layer", field=module
+        f"module {module} cannot be adapted: want {names} of a decoder layer, {HEAD.name} or "
+        f"{EMBEDDINGS.name}",
+        field=module,
     )

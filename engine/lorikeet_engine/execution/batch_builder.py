@@ -23,8 +23,8 @@ class StepInput:
     Fields that Batch has too mean what they mean there. A token that the step before sampled may
     not be read yet: pending [tokens of this kind] int64 are the places of such tokens in token_ids,
     where 0 stands, and pending_rows [as many] int64 their rows in the step before.
-    segments [3, segments] int32: slots, starts and lengths of Segments; none without adapters.
-    max_rank: at least the rank of every adapter in the step.
+    segments and head_segments [3, segments] int32: slots, starts and lengths of Batch's; none
+    without adapters. max_rank and head_rank: at least the rank of every adapter in them.
     """
 
     token_ids: Int64s
@@ -38,6 +38,8 @@ class StepInput:
     page_table: PageTable
     segments: Int32s
     max_rank: int
+    head_segments: Int32s
+    head_rank: int
 
     def upload(self, device: torch.device, previous: torch.Tensor | None = None) -> Batch:
         """The step's tensors on the device; the host waits for nothing.
@@ -55,10 +57,6 @@ class StepInput:
         if len(pending):
             assert previous is not None, "pending tokens of no step"
             token_ids.index_copy_(0, pending, previous[pending_rows])
-        segments = None
-        if self.segments.size:
-            slots, starts, lengths = upload(self.segments, device).unbind()
-            segments = Segments(slots, starts, lengths, self.max_rank)
         return Batch(
             token_ids=token_ids,
             positions=positions,
@@ -67,15 +65,23 @@ class StepInput:
             query_starts=self.query_starts,
             kv_lengths=self.kv_lengths,
             page_table=self.page_table,
-            segments=segments,
+            segments=_upload_segments(self.segments, self.max_rank, device),
+            head_segments=_upload_segments(self.head_segments, self.head_rank, device),
         )
 
 
 def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
-    """The chunks, sorted so that those of one adapter are neighbours; those without come last."""
-    leased = [(lease.slot, chunk) for chunk in chunks if (lease := chunk.sequence.lease)]
-    leased.sort(key=itemgetter(0))
-    return [chunk for _, chunk in leased] + [c for c in chunks if c.sequence.lease is None]
+    """The chunks, sorted so that those of one adapter are neighbours.
+
+    First come those whose adapters change lm_head, last those without an adapter.
+    """
+    leased = [
+        (lease.head_rank == 0, lease.slot, chunk)
+        for chunk in chunks
+        if (lease := chunk.sequence.lease)
+    ]
+    leased.sort(key=itemgetter(0, 1))
+    return [chunk for *_, chunk in leased] + [c for c in chunks if c.sequence.lease is None]
 
 
 def build_step_input(chunks: list[Chunk], page_size: int) -> StepInput:
@@ -83,6 +89,7 @@ def build_step_input(chunks: list[Chunk], page_size: int) -> StepInput:
 
     Row i of the logits belongs to the i-th of the chunks that complete their sequence.
     """
+    rows = np.array([chunk.completes for chunk in chunks], np.int64)  # of the logits, by chunk
     computed = np.array([chunk.start for chunk in chunks], np.int64)
     kv_lengths = np.array([chunk.end for chunk in chunks], np.int64)
     lengths = kv_lengths - computed
@@ -98,15 +105,32 @@ def build_step_input(chunks: list[Chunk], page_size: int) -> StepInput:
         token_ids=ids,
         positions=positions,
         kv_slots=pages * page_size + positions % page_size,
-        logit_rows=ends[[chunk.completes for chunk in chunks]] - 1,
+        logit_rows=ends[rows == 1] - 1,
         pending=pending,
         pending_rows=pending_rows,
         query_starts=np.append(starts, len(ids)).astype(np.int32),
         kv_lengths=kv_lengths.astype(np.int32),
         page_table=table,
-        segments=_segments(leases, starts, lengths),
+        segments=_segments(leases, lengths),
         max_rank=max((lease.rank for lease in leases), default=0),
+        head_segments=head_segments(chunks, rows),
+        head_rank=max((lease.head_rank for lease in leases), default=0),
     )
+
+
+def head_segments(chunks: list[Chunk], rows: Int64s) -> Int32s:
+    """StepInput's head_segments where chunk i has rows[i] rows of the logits, one after another."""
+    leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
+    return _segments([lease for lease in leases if lease.head_rank], rows)
+
+
+def upload_head_segments(
+    chunks: list[Chunk], rows: Int64s, device: torch.device
+) -> Segments | None:
+    """Batch's head_segments where chunk i has rows[i] rows of the logits, one after another."""
+    leases = (lease for chunk in chunks if (lease := chunk.sequence.lease))
+    rank = max((lease.head_rank for lease in leases), default=0)
+    return _upload_segments(head_segments(chunks, rows), rank, device)
 
 
 def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
@@ -122,10 +146,20 @@ def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
     return np.array(ids, np.int64), np.array(pending, np.int64), np.array(pending_rows, np.int64)
 
 
-def _segments(leases: list[AdapterLease], starts: Int64s, lengths: Int64s) -> Int32s:
-    # Chunks with a lease come first, so index i is the same in leases, starts and lengths.
-    if not leases:
+def _segments(leases: list[AdapterLease], lengths: Int64s) -> Int32s:
+    """[3, segments]: one for each slot, where the i-th lease has the i-th of the lengths."""
+    # The first chunks have the leases, in their order, so index i is the same in both.
+    slots = np.array([lease.slot for lease in leases], np.int64)
+    first = np.flatnonzero(np.diff(slots, prepend=-1))
+    if not len(first):
         return np.zeros((3, 0), np.int32)
-    slots, first = np.unique([lease.slot for lease in leases], return_index=True)
     sums = np.add.reduceat(lengths[: len(leases)], first)
-    return np.stack((slots, starts[first], sums)).astype(np.int32)
+    segments = np.stack((slots[first], sums.cumsum() - sums, sums)).astype(np.int32)
+    return segments[:, sums > 0]
+
+
+def _upload_segments(segments: Int32s, max_rank: int, device: torch.device) -> Segments | None:
+    if not segments.size:
+        return None
+    slots, starts, lengths = upload(segments, device).unbind()
+    return Segments(slots, starts, lengths, max_rank)

@@ -205,8 +205,8 @@ class StepTimer:
 class _DummyAdapters:
     """Adapters of one rank on all linears, side by side at the front of the arena.
 
-    They share no weights, so each is read from memory. rows [count, layers, linears, 3]: their
-    rows of the table.
+    They share no weights, so each is read from memory. rows [count, layers, linears, 3]: what the
+    table has of them, which is all but lm_head's.
     """
 
     rows: torch.Tensor
@@ -233,15 +233,16 @@ class _DummyAdapters:
     @contextmanager
     def in_place(self, weights: LoraWeights) -> Iterator[None]:
         """Put the adapters into the first slots of the table, and take them out afterwards."""
-        weights.table[: self.count] = self.rows.to(weights.table.device)
+        count, layers, linears, _ = self.rows.shape
+        weights.table[:count, :layers, :linears] = self.rows.to(weights.table.device)
         try:
             yield
         finally:
-            weights.table[: self.count] = 0
+            weights.table[:count] = 0
 
 
 def _image(shape: BaseShape, rank: int) -> tuple[torch.Tensor, int]:
-    """An adapter's row of the table, [layers, linears, 3], with its weights at 0; its elements."""
+    """An adapter's rows of the table, [layers, linears, 3], with its weights at 0; its elements."""
     sizes = [
         [aligned(rank * d) for d in shape.dims(linear)] for linear in range(len(shape.linears))
     ]

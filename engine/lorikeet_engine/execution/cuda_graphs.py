@@ -9,6 +9,10 @@ than the GPU needs for a few hundred tokens, and as much as for 2,000. Passes ar
 ladder of sizes: tokens × segments of adapters. A step uses the smallest that holds it; what is
 left over of the static tensors is padding that writes no key and uses no adapter.
 
+The graphs hold no adapter: the list of tiles (kernels/lora/tiles.py) is recorded with them, and is
+made anew at each replay from the static segments; ranks are bounded as at capture. Pages and
+lengths come by attention.plan.
+
 A small step, whether it decodes, begins short prompts or both, is one graph, since attention takes
 each token by itself. A larger one is graphs of what is between attentions (piecewise_graphs.py).
 """

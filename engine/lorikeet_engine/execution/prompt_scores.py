@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 
 import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.errors import NotFinite
+from lorikeet_engine.execution.batch_builder import upload_head_segments
+from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.request import PromptLogprobs
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows
@@ -36,30 +38,37 @@ class PromptScores:
 
         So many are in the largest step anyway, for whose memory there is room.
         """
-        self._scored, self._piece_rows = scored, min(_PIECE_ROWS, max_running)
-        first, before = {}, 0  # of each sequence, the row of its token 0, were that in the step
-        for chunk in chunks:
-            first[chunk.sequence] = before - chunk.start
-            before += chunk.length
-        self._rows = [
-            first[each.sequence] + at for each in scored for at in range(each.start, each.end)
+        self._chunks, self._piece_rows = chunks, min(_PIECE_ROWS, max_running)
+        place = {chunk.sequence: at for at, chunk in enumerate(chunks)}
+        self._scored = sorted(scored, key=lambda each: place[each.sequence])
+        ends = list(accumulate(chunk.length for chunk in chunks))
+        rows = [
+            (ends[at] - chunks[at].end + token, at)
+            for each in self._scored
+            for at in (place[each.sequence],)
+            for token in range(each.start, each.end)
         ]
+        self._rows, self._chunk_of = np.array(rows, np.int64).T  # of the hidden states; of chunks
         self._pieces: list[Logprobs] = []
 
     @torch.inference_mode()
     def compute(
-        self, hidden: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        hidden: torch.Tensor,
+        logits_of: Callable[[torch.Tensor, Segments | None], torch.Tensor],
     ) -> None:
         """Launch what gives the scores and copies them to the host, which waits for nothing.
 
-        hidden [tokens, hidden]: the step's last hidden states. logits_of: as LlamaModel.logits.
+        hidden [tokens, hidden]: the step's last hidden states. logits_of: LlamaModel.logits.
         """
         tokens = [t for each in self._scored for t in each.next_tokens]
         counts = [each.alternatives for each in self._scored for _ in each.next_tokens]
         device_rows, device_tokens = upload(np.array([self._rows, tokens]), hidden.device)
         for at in range(0, len(tokens), self._piece_rows):
             piece = slice(at, at + self._piece_rows)
-            logits = logits_of(hidden[device_rows[piece]])
+            of_chunks = np.bincount(self._chunk_of[piece], minlength=len(self._chunks))
+            heads = upload_head_segments(self._chunks, of_chunks, hidden.device)
+            logits = logits_of(hidden[device_rows[piece]], heads)
             logprobs = Logprobs(logits, dict(enumerate(counts[piece])))
             logprobs.download(logits, device_tokens[piece])
             self._pieces.append(logprobs)

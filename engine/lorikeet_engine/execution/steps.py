@@ -89,9 +89,10 @@ class ModelRunner:
         self, hidden: torch.Tensor, batch: Batch, scores: PromptScores | None
     ) -> torch.Tensor:
         if scores is not None:
-            scores.compute(hidden, self.model.logits)
+            scores.compute(hidden, lambda h, heads: self.model.logits(h, self._weights, heads))
         rows = batch.logit_rows
-        return self.model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
+        wanted = hidden if len(rows) == len(hidden) else hidden[rows]
+        return self.model.logits(wanted, self._weights, batch.head_segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,8 @@ def sample(
     sampler: Sampler, forward: ForwardPass, grammars: Grammars | None = None
 ) -> InFlightStep:
     """Sample the next tokens from a forward pass, whose logits are changed in place.
+
+    Each is the likeliest, or drawn by a hash of its sequence's seed and step as the random number.
 
     Grammars must have accepted the tokens of the step before. The host waits for nothing. Grammars,
     penalties and logprobs are for sequences without plain_sampling alone.

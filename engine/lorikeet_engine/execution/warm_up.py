@@ -13,6 +13,7 @@ import torch
 
 from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.steps import ModelRunner
+from lorikeet_engine.kernels.lora.tuning import FEW_TOKENS, PREFILL_TOKENS
 from lorikeet_engine.request import MAX_LOGPROBS, Request, SamplingParams
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
@@ -49,6 +50,7 @@ def run_largest_step(runner: ModelRunner, sampler: Sampler, settings: EngineSett
 def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: EngineSettings) -> None:
     """Run steps of all token counts, adapter counts and ranks that kernels are compiled for."""
     longest = min(settings.max_batch_tokens, runner.model.config.max_context)
+    ranks = (1, *_doubling(16, settings.max_rank))
     _run(runner, sampler, settings, [1], samplings=_SAMPLINGS[1:2])
     for sequences in _doubling(1, settings.max_running):
         _run(runner, sampler, settings, [1] * sequences)
@@ -59,8 +61,12 @@ def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: Engi
         for tokens in _TOKENS_PER_ADAPTER:
             lengths = [min(tokens, longest)] * adapters + [2]  # a prompt: this is no decode
             if sum(lengths) <= settings.max_batch_tokens:
-                for rank in (1, *_doubling(16, settings.max_rank)):
+                for rank in ranks:
                     _run(runner, sampler, settings, lengths, adapters, rank, graphs=False)
+    for rows in (FEW_TOKENS + 1, PREFILL_TOKENS + 1):  # of lm_head, beside those of few above
+        if rows <= settings.max_running:
+            for rank in ranks:
+                _run(runner, sampler, settings, [1] * rows, 1, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class DummyLease:
 
     slot: int
     rank: int
+    head_rank: int = 0
 
     def release(self) -> None:
         """Do nothing: nothing is held."""
@@ -87,11 +94,14 @@ def _run(
 ) -> None:
     """Run a step of sequences of these lengths; the first `adapters` have one of `rank` each.
 
+    It is of that rank in lm_head too.
+
     graphs: whether CUDA graphs may be used. Steps too large for one need their kernels as well.
     """
+    leases = [DummyLease(i, rank, rank) if i < adapters else None for i in range(len(lengths))]
     chunks = [
-        dummy_chunk(length, settings.page_size, DummyLease(i, rank) if i < adapters else None)
-        for i, length in enumerate(lengths)
+        dummy_chunk(length, settings.page_size, lease)
+        for length, lease in zip(lengths, leases, strict=True)
     ]
     forward = runner.forward if graphs else runner.forward_eager
     logits = forward(build_step_input(chunks, settings.page_size).upload(runner.model.device))

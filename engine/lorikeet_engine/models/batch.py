@@ -22,7 +22,8 @@ class Batch:
     query_starts: sequences + 1 offsets into the tokens, on the host.
     kv_lengths: for each sequence, the tokens in its cache once this step has written its own.
     page_table: where those lie.
-    segments: the LoRA work of the step, None when no sequence has an adapter.
+    segments: the LoRA work of the layers, None when no sequence has an adapter. head_segments:
+    lm_head's, over the rows of logit_rows; None when no adapter in these changes it.
     """
 
     token_ids: torch.Tensor
@@ -33,3 +34,4 @@ class Batch:
     kv_lengths: Int32s
     page_table: PageTable
     segments: Segments | None
+    head_segments: Segments | None = None

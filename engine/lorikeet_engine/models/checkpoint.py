@@ -3,6 +3,7 @@
 Linears that are stored quantised are brought to their exact values on the way.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from lorikeet_engine.models.weight_format import WeightFormat
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_HASHED_BYTES = 16 << 20
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PART_DTYPES = {**DTYPES, "U8": torch.uint8, "I32": torch.int32}
 
@@ -104,6 +106,25 @@ class Checkpoint:
         self._find(name, stored.shape if stored else (), ("U8",))
         with safe_open(self._stored[name].file, framework="pt") as file:
             return bytes(file.get_tensor(name).numpy())
+
+    def sha256(self, name: str, dtype: torch.dtype) -> str:
+        """The hash of a tensor's bytes once cast to this dtype, read a piece at a time.
+
+        Raises ModelError where it is missing.
+        """
+        stored = self._stored.get(name)
+        if stored is None:
+            raise ModelError(f"{self.folder}: tensor {name} is missing", field=name)
+        held, hashed = DTYPES[stored.dtype], hashlib.sha256()
+        left = math.prod(stored.shape) * held.itemsize
+        with stored.file.open("rb") as file:
+            file.seek(stored.begin)
+            while left:
+                piece = bytearray(file.read(min(_HASHED_BYTES, left)))
+                left -= len(piece)
+                values = torch.frombuffer(piece, dtype=held).to(dtype)
+                hashed.update(values.view(torch.uint8).numpy().data)
+        return hashed.hexdigest()
 
     def check_all_read(self, ignored: Sequence[str] = ()) -> None:
         """Raise ModelError when a tensor was left over that the model does not know."""

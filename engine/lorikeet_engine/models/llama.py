@@ -1,21 +1,23 @@
 """The decoder that Llama, Mistral, Qwen 2.5 and Qwen 3 share; they differ in ModelConfig alone.
 
-LlamaModel, its layers, and what those are made of: RMS norm, rotary embedding, linears with LoRA.
+LlamaModel, its layers, and what those are made of: RMS norm, linears with LoRA.
 On CUDA these launch the kernels of kernels/lora/linear.py, kernels/pointwise/fused.py and, in small
 steps, kernels/attention/paged_decode.py.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.adapter_format import BaseShape, Linear
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.linear import (
+    add_embedding_lora,
+    add_lora,
     begin_step,
     linear,
     linear_with_lora,
@@ -26,6 +28,7 @@ from lorikeet_engine.kernels.lora.types import (
     LoraGroup,
     LoraStep,
     LoraWeights,
+    Segments,
     UnexpandedDelta,
 )
 from lorikeet_engine.kernels.pointwise import (
@@ -36,8 +39,9 @@ from lorikeet_engine.kernels.pointwise import (
 )
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint
-from lorikeet_engine.models.config import Llama3RopeScaling, ModelConfig, RopeConfig
+from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.nf4 import round_to_nf4
+from lorikeet_engine.models.rotary import RotaryEmbedding
 
 # A product, and what adapters still add to it.
 _Product = tuple[torch.Tensor, LoraDelta | None]
@@ -71,6 +75,8 @@ class LlamaModel:
             if config.tied_embeddings
             else checkpoint.read(["lm_head.weight"], *size)
         )
+        self._head_group = _outer_group(HEAD, shape)
+        self._embeddings_group = _outer_group(EMBEDDINGS, shape)
         self._rotary = RotaryEmbedding(config.rope, shape.head_dim, config.max_context, self.device)
 
     def forward(
@@ -86,15 +92,33 @@ class LlamaModel:
         """
         cos, sin = self._rotary.at(batch.positions)
         step = _Step(batch, _lora_step(lora, batch), attention, cos, sin)
-        x = F.embedding(batch.token_ids, self._embeddings)
+        x = self._embed(batch, step.lora)
         delta: _Product = torch.zeros_like(x), None
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
             delta = layer(x, delta, layer_kv, step)
         return self._norm.add_and_norm(x, *delta)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocab] of hidden [rows, hidden] as forward gives it, in its dtype."""
-        return linear(hidden, self._head)
+    def _embed(self, batch: Batch, lora: LoraStep | None) -> torch.Tensor:
+        x = F.embedding(batch.token_ids, self._embeddings)
+        if lora is not None:
+            layer = self.config.shape.outer_layer
+            add_embedding_lora(x, batch.token_ids, lora, layer, self._embeddings_group)
+        return x
+
+    def logits(
+        self, hidden: torch.Tensor, lora: LoraWeights | None, segments: Segments | None
+    ) -> torch.Tensor:
+        """Logits [rows, vocab] of hidden [rows, hidden] as forward gives it, in its dtype.
+
+        segments: runs of these rows whose adapters change lm_head, None if no adapter does; lora
+        may be None then.
+        """
+        logits = linear(hidden, self._head)
+        if segments is not None:
+            assert lora is not None, "segments without adapter weights"
+            layer = self.config.shape.outer_layer
+            add_lora(logits, hidden, lora, segments, layer, self._head_group)
+        return logits
 
     def round_to_nf4(self) -> None:
         """Give the layers' linears the values that an NF4 checkpoint of them would have.
@@ -147,6 +171,12 @@ def _read(config: ModelConfig, checkpoint: Checkpoint) -> LlamaModel:
     model = LlamaModel(config, checkpoint)
     checkpoint.check_all_read(["lm_head.weight"] if config.tied_embeddings else [])
     return model
+
+
+def _outer_group(linear: Linear, shape: BaseShape) -> LoraGroup:
+    index = shape.index(linear.name)
+    d_in, d_out = shape.dims(index)
+    return LoraGroup((index,), d_in, (d_out,))
 
 
 def _lora_step(lora: LoraWeights | None, batch: Batch) -> LoraStep | None:
@@ -222,36 +252,6 @@ class RmsNorm:
     ) -> torch.Tensor:
         """Add delta and lora to x in place, then normalise each row; all [tokens, width]."""
         return add_rms_norm(x, delta, self.weight, self.eps, lora)
-
-
-class RotaryEmbedding:
-    """Cosines and sines of every position, [positions, head_dim / 2] float32."""
-
-    def __init__(
-        self, rope: RopeConfig, head_dim: int, positions: int, device: torch.device
-    ) -> None:
-        frequencies = _frequencies(rope, head_dim)
-        angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
-        self._cos = angles.cos().to(device)
-        self._sin = angles.sin().to(device)
-
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [tokens, head_dim / 2] float32 of positions [tokens] int64."""
-        return self._cos[positions], self._sin[positions]
-
-
-def _frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / rope.theta**exponents  # [head_dim / 2]
-    return frequencies if rope.scaling is None else _stretch(frequencies, rope.scaling)
-
-
-def _stretch(frequencies: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Tensor:
-    turns = scaling.original_context / (2 * math.pi / frequencies)  # in the original context
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)  # 0: slowed by factor, 1: as it was
-    # in the order of the reference: a rounding here grows with the position
-    return (1.0 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 class LoraLinear:

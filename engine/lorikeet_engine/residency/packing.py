@@ -1,12 +1,13 @@
 """An adapter's image: all its matrices in one run of elements, the same on the host and the GPU.
 
-For each layer and each fused group come the group's A matrices, then its B matrices transposed,
-every matrix at a multiple of ALIGNMENT elements and of its true rank. Where processes share the
-layers, each packs its own shard's part of every matrix and reads nothing else.
+For each layer, and once more for what the model has once, and each fused group come the group's A
+matrices, then its B matrices transposed, every matrix at a multiple of ALIGNMENT elements and of
+its true rank. A of the embeddings is transposed, too, since a token reads a column of it. Where
+processes share the layers, each packs its own shard's part of every matrix and reads nothing else.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -21,6 +22,7 @@ from lorikeet_engine.adapter_format import (
     TensorSpan,
     aligned,
 )
+from lorikeet_engine.adapter_format.families import HEAD
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.checksums import LayerSums, layer_sums
 from lorikeet_engine.residency.shard import WHOLE, Shard, ShardRange
@@ -32,11 +34,11 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class PackedLayout:
     """Where each matrix lies in an adapter's image.
 
-    rows [layers, linears, 3] int64, on the CPU: element offsets of A and B in the image, and the
-    rank; all 0 where the adapter leaves a linear alone. elements: the image's size. ranges: for
-    each linear of the shape, what of its matrices is in the image; the rank is the adapter's, and
-    A may have fewer rows. layers: where in the image each layer begins; one that has nothing
-    there, where the next does.
+    rows [layers + 1, modules, 3] int64, on the CPU, as BaseShape says: element offsets of A and B
+    in the image, and the rank; all 0 where the adapter leaves a linear alone. elements: the
+    image's size. ranges: for each of the shape's modules, what of its matrices is in the image; the
+    rank is the adapter's, and A may have fewer rows. layers: where in the image each layer begins,
+    and then the outer one; one that has nothing there, where the next does. head_rank: lm_head's.
     """
 
     rows: torch.Tensor
@@ -44,6 +46,7 @@ class PackedLayout:
     max_rank: int
     ranges: tuple[ShardRange, ...]
     layers: tuple[int, ...]
+    head_rank: int
 
     @classmethod
     def of(cls, spec: AdapterSpec, shape: BaseShape, shard: Shard = WHOLE) -> "PackedLayout":
@@ -51,21 +54,23 @@ class PackedLayout:
 
         Raises SettingsError when the base model cannot be cut so.
         """
-        ranks = [[0] * len(shape.linears) for _ in range(shape.layers)]
-        for part in spec.linears:
-            ranks[part.layer][part.linear] = part.rank
+        ranks = {(part.layer, part.linear): part.rank for part in spec.linears}
         return cls.of_ranks(ranks, shape, shard)
 
     @classmethod
     def of_ranks(
-        cls, ranks: Sequence[Sequence[int]], shape: BaseShape, shard: Shard = WHOLE
+        cls, ranks: Mapping[tuple[int, int], int], shape: BaseShape, shard: Shard = WHOLE
     ) -> "PackedLayout":
-        """The layout of ranks[layer][linear], 0 where the adapter leaves a linear alone.
+        """The layout of ranks by (layer, module), which may be 0.
 
         Raises SettingsError when the base model cannot be cut so.
         """
-        ranges, groups = shard.ranges(shape), shape.groups.values()
-        rows = [[[0, 0, rank] for rank in layer] for layer in ranks]
+        ranges, groups = shard.ranges(shape), list(shape.groups.values())
+        groups += [(n,) for n in range(len(shape.linears), len(shape.modules))]
+        modules = range(len(shape.modules))
+        rows = [
+            [[0, 0, ranks.get((layer, n), 0)] for n in modules] for layer in range(shape.layers + 1)
+        ]
         layers, end = [], 0
         for layer in rows:
             layers.append(end)
@@ -76,12 +81,13 @@ class PackedLayout:
                         layer[n][side] = end
                         end += aligned(ranges[n].elements(rank)[side])
         table = torch.tensor(rows, dtype=torch.int64)
-        return cls(table, end, int(table[..., 2].max()), ranges, tuple(layers))
+        head_rank = ranks.get((shape.outer_layer, shape.index(HEAD.name)), 0)
+        return cls(table, end, int(table[..., 2].max()), ranges, tuple(layers), head_rank)
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
         """The table's rows for an image that begins at this element of the arena.
 
-        A tensor [layers, 1, 1] has an offset for each layer: where the image would begin if all
+        A tensor [layers + 1, 1, 1] has an offset for each layer: where the image would begin if all
         of it lay as that layer does.
         """
         rows = self.rows.clone()
@@ -105,14 +111,17 @@ def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor)
     """
     # One buffer each for all matrices: memory that is new for each costs more than the copies.
     stored = torch.empty(max(max(_size(p.a), _size(p.b)) for p in spec.linears), dtype=torch.uint8)
-    wide = torch.empty(max(math.prod(p.b.shape) for p in spec.linears))
+    wide = torch.empty(max(math.prod(m.shape) for p in spec.linears for m in (p.a, p.b)))
     with blob.open("rb", buffering=0) as file:
         for part in spec.linears:
             kept = layout.ranges[part.linear]
             a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
             rows = kept.a_rows(rank)
             a = _matrix(out, a_at, len(rows), len(kept.inputs))
-            _read(file, part.a, rows, kept.inputs, a, stored)
+            saved = _matrix(wide, 0, len(rows), len(kept.inputs)) if part.gathers else a
+            _read(file, part.a, rows, kept.inputs, saved, stored)
+            if part.gathers:
+                a.view(len(kept.inputs), len(rows)).copy_(saved.T)
             b = _matrix(wide, 0, len(kept.outputs), rank)
             _read(file, part.b, kept.outputs, range(rank), b, stored)
             b_transposed = _matrix(out, b_at, rank, len(kept.outputs))

@@ -1,14 +1,15 @@
 """Tensor parallelism: which part of every linear's LoRA each process keeps.
 
-                     q, k, v, gate, up            o, down
+                     q, k, v, gate, up, lm_head   o, down
     sharded          A whole, B by output         A by input, B whole
     fully sharded    A by rank, B by output       A by input, B by output
 
-Each of q, k, v, gate and up is cut on its own, as the base model's fused products are, at heads
-where it has them. With o and down a process adds B A x of its inputs to its part of the base
-product, and the sum over processes that the base product needs anyhow sums both. Fully sharded,
-v = A x is short and is exchanged before B: gathered where A is cut by rank, summed where it is
-cut by input; outputs of o and down that B leaves to others arrive with the base product's sum.
+Each of q, k, v, gate, up and lm_head is cut on its own, as the base model's fused products are, at
+heads where it has them. With o and down a process adds B A x of its inputs to its part of the
+base product, and the sum over processes that the base product needs anyhow sums both. Fully
+sharded, v = A x is short and is exchanged before B: gathered where A is cut by rank, summed where
+it is cut by input; outputs of o and down that B leaves to others arrive with the base product's
+sum.
 """
 
 import math
@@ -55,11 +56,11 @@ class Shard:
         assert 0 <= self.index < self.world
 
     def ranges(self, shape: BaseShape) -> tuple[ShardRange, ...]:
-        """What is kept of each of the shape's linears.
+        """What is kept of each of the shape's modules.
 
         Raises SettingsError when the base model cannot be cut so.
         """
-        return tuple(self._range(linear, shape) for linear in shape.linears)
+        return tuple(self._range(linear, shape) for linear in shape.modules)
 
     def _range(self, linear: Linear, shape: BaseShape) -> ShardRange:
         if linear.parallel is Parallel.ROW:

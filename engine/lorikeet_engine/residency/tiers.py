@@ -290,7 +290,7 @@ class Tiers:
 def _allocate(
     shape: BaseShape, gpu_bytes: int, slots: int, dtype: torch.dtype, device: torch.device
 ) -> LoraWeights:
-    table = (slots, shape.layers, len(shape.linears), 3)
+    table = (slots, shape.layers + 1, len(shape.modules), 3)
     return LoraWeights(
         torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
         torch.zeros(table, dtype=torch.int64, device=device),

@@ -133,7 +133,10 @@ class AdapterProvider(Protocol):
         """When an adapter that is on the GPU came there, by the monotonic clock."""
 
     def request(self, ref: AdapterRef, tenant: str) -> None:
-        """Start to load an adapter to the GPU for a tenant; doing so again changes nothing."""
+        """Start to load an adapter to the GPU for a tenant, or spare it for a while if it is there.
+
+        Doing so again changes nothing.
+        """
 
     def rank(self, ref: AdapterRef) -> int | None:
         """An adapter's largest rank while it is on the GPU, else None."""

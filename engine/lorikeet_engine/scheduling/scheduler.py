@@ -109,7 +109,8 @@ class Scheduler:
         """Choose the next step's chunks and give them KV pages; preempts where too few are free.
 
         Decodes go on. Of prompts, WaitingQueue says whose turn it is, Admission leases the adapter
-        and says whether it may begin (both in admission.py), KVCache has the pages.
+        and says whether it may begin (both in admission.py), KVCache finds pages of known prefixes
+        and has new ones.
         step_budget: bounds the ranks of adapters that run, and prompts' tokens beside decodes.
         """
         active = [sequence for sequence in self.running if not sequence.complete]

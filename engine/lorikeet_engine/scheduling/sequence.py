@@ -28,6 +28,10 @@ class AdapterLease(Protocol):
     def rank(self) -> int:
         """The adapter's largest rank."""
 
+    @property
+    def head_rank(self) -> int:
+        """The rank of what it adds to lm_head, 0 for nothing."""
+
     def release(self) -> None:
         """Give it back; a second time does nothing."""
 

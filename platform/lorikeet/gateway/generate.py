@@ -98,7 +98,7 @@ class GenerateEndpoint:
     async def answer(self, request: Request) -> ReplicaResponse:
         """Read and check a request; the response that is returned calls a replica as it is sent.
 
-        Raises LorikeetError.
+        Its id was made by RequestMiddleware (app.py). Raises LorikeetError.
         """
         traceparent = request.headers.get("traceparent")
         trace = self._request_log.trace(
@@ -111,9 +111,10 @@ class GenerateEndpoint:
         """Return the response that calls a replica; each line below may refuse the request.
 
         The key and the model are looked up in the catalog's state in memory (catalog/state.py), the
-        limits checked by tenancy/rate_limiter.py. `stream_answer` is serving/engine_client.py's:
-        nothing is sent to a replica before ReplicaResponse iterates over it. `trace` (request_log/)
-        only takes note.
+        limits of requests checked by tenancy/rate_limiter.py; RateLimitObserver checks those of
+        tokens and queue time, as the response is sent. `stream_answer` is that of
+        serving/engine_client.py: nothing is sent to a replica before ReplicaResponse iterates over
+        it. `trace` (request_log/) only takes note.
         """
         caller = await self._authenticator.caller(request)
         trace.set_caller(caller.tenant.name, caller.key.id)

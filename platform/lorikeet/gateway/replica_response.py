@@ -133,10 +133,10 @@ class ReplicaResponse(Response):
             if last and self._before_end is not None:
                 yield await self._before_end(last)
         except LorikeetError as error:
-            yield _failed_event(self._call, events, error)
+            yield failed_event(self._call, events, error)
         except Exception as error:
             log_unexpected("stream_failed", self._call.request_id, error)
-            yield _failed_event(self._call, events, GenerationFailed(_SILENT))
+            yield failed_event(self._call, events, GenerationFailed(_SILENT))
 
     async def _all_bytes(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
         yield first
@@ -185,7 +185,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
+def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
     """Return the event that ends a stream which failed after so many events."""
     match call.endpoint:
         case Endpoint.RESPONSES:

@@ -21,6 +21,7 @@ from lorikeet_engine.adapter_format import (
     FLOAT32_MEMORY,
     AdapterLimits,
     AdapterMemory,
+    BaseCopy,
     BaseShape,
     Quantization,
     quantized_linears,
@@ -44,6 +45,10 @@ class EngineClient(Protocol):
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
         """Run a smoke test of an adapter on a replica. Raises LorikeetError."""
+        ...
+
+    async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> Sequence[str]:
+        """Ask a replica which copies are not the base model's matrices. Raises LorikeetError."""
         ...
 
     async def reports(self, tier: Residency = Residency.DISK) -> Sequence[ReplicaReport]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -38,7 +38,9 @@ from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.status_update import StatusUpdate, to_stats
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter_format import BaseCopy
 from lorikeet_engine.errors import EngineClosed, EngineError
+from lorikeet_engine.models.base_copies import changed_copies
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed, Output, Request, Tokens
 from lorikeet_engine.telemetry.status import EngineStatus
@@ -65,7 +67,7 @@ class Replica:
 
     def __init__(self, name: str, base_model: str, settings: Settings) -> None:
         self.name = name
-        self._base_model = base_model
+        self._base_model, self._folder = base_model, settings.base_models[base_model]
         self._response_streams = ResponseStreams()
         self._pins: dict[str, PinTarget] = {}
         self._sole_copies: float | None = None
@@ -142,6 +144,10 @@ class Replica:
             return await run_smoke_test(test, self.name, self._encoder, self._complete)
         except (EngineError, InvalidInput) as error:
             return _refuse(error)
+
+    async def changed_copies(self, copies: Sequence[BaseCopy]) -> list[str]:
+        """The modules whose copies are not the base model's matrices."""
+        return await asyncio.to_thread(changed_copies, self._folder, copies)
 
     async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:
         """Pin, unpin and prefetch as was decided for this replica; return its name.

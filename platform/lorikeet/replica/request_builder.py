@@ -90,6 +90,8 @@ class RequestBuilder:
 def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> EncodedCall:
     """Encode a call, whose grammar is not tried. Takes long for long prompts. Raises InvalidInput.
 
+    A plain chat is rendered by the model's template and tokenised, and has no grammar.
+
     max_context: the engine's, in tokens.
     """
     prompts = encoder.encode(call)

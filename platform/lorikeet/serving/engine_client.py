@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
@@ -36,6 +36,7 @@ from lorikeet.serving.replica_calls import (
 )
 from lorikeet.serving.status_subscriber import StatusSubscriber
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter_format import BaseCopy
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,13 @@ class ServeEngineClient:
             return cast("SmokeResult | Refusal", answer)
         except (RayTaskError, *REPLICA_LOST) as error:
             raise _lost(error, test.request_id) from error
+
+    async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
+        """The modules whose copies a replica finds changed. Raises Unavailable if it is lost."""
+        try:
+            return cast("list[str]", await self._handles[base_model].changed_copies.remote(copies))
+        except (RayTaskError, *REPLICA_LOST) as error:
+            raise _lost(error, "changed_copies") from error
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
         """What every replica of every base model holds; one that does not answer is left out."""

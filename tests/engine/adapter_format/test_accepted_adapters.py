@@ -61,6 +61,15 @@ def delta(part: LinearLora, data: bytes) -> np.ndarray:
         # PEFT takes the first key that matches, not the longest.
         {"rank_pattern": {".*v_proj": 5, "[qv]_proj": 2, "v_proj": 7}},
         {"rank_pattern": {r"layers.0.self_attn.v_proj": 1}, "use_rslora": True},
+        {"target_modules": ["lm_head"]},
+        {"target_modules": r".*\.q_proj|lm_head", "rank_pattern": {"lm_head": 9}},
+        {"target_modules": ["down_proj", "lm_head"], "alpha_pattern": {"lm_head": 3}},
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "use_rslora": True},
+        {
+            "target_modules": ["q_proj", "lm_head", "embed_tokens", "model.layers.0.mlp.up_proj"],
+            "layers_to_transform": [1],
+        },
+        {"target_modules": r".*embed_tokens", "rank_pattern": {"embed_tokens": 3}},
     ],
 )
 def test_rank_scaling_and_delta_of_every_module_are_those_of_peft(options, tmp_path):
@@ -75,9 +84,11 @@ def test_rank_scaling_and_delta_of_every_module_are_those_of_peft(options, tmp_p
     for name, module in model.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             path = name.split(".")
-            key = int(path[path.index("layers") + 1]), LINEARS.index(path[-1])
+            layer = int(path[path.index("layers") + 1]) if "layers" in path else SHAPE.outer_layer
+            key = layer, SHAPE.index(path[-1])
             want[key] = module.r["default"], pytest.approx(module.scaling["default"])
             whole = module.get_delta_weight("default").detach().numpy()
+            whole = whole.T if path[-1] == "embed_tokens" else whole
             np.testing.assert_allclose(deltas[key], whole, rtol=1e-5, atol=1e-5)
     assert got == want
     assert list(got) == sorted(got)
@@ -120,8 +131,8 @@ def test_the_spans_of_a_spec_hold_the_tensors_bytes(folder):
     assert len(spec.linears) == 4
     for part in spec.linears:
         for side, span in (("A", part.a), ("B", part.b)):
-            name = f"base_model.model.model.layers.{part.layer}.self_attn"
-            want = tensors[f"{name}.{part.name}.lora_{side}.weight"]
+            linear = SHAPE.modules[part.linear].path(part.layer)
+            want = tensors[f"base_model.model.{linear}.lora_{side}.weight"]
             got = np.frombuffer(data[span.begin : span.end], np.float32).reshape(span.shape)
             assert np.array_equal(got, want)
     assert spec.packed_elements() == 2 * (4 * (32 + 32) + 4 * (32 + 16))

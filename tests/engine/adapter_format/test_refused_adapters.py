@@ -152,6 +152,7 @@ def test_a_rank_over_the_limit_is_too_large(folder):
         ({"alpha_pattern": [3]}, "alpha_pattern"),
         ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, "target_modules"),
         ({"target_modules": ["q_proj"]}, "target_modules"),
+        ({"target_modules": ["q_proj", "v_proj", "lm_head"]}, "target_modules"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_by_key(changes, field, folder):
@@ -164,7 +165,12 @@ def test_a_config_that_cannot_be_served_is_refused_by_key(changes, field, folder
     ("name", "reason"),
     [
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "DoRA"),
-        ("base_model.model.model.embed_tokens.lora_embedding_A", "embeddings"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "other half"),
+        ("base_model.model.lm_head.lora_embedding_A", "only embed_tokens can have such weights"),
+        (
+            "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta",
+            "trained tokens",
+        ),
         ("base_model.model.lm_head.modules_to_save.weight", "modules_to_save"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "biases"),
         ("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight", "own weights"),
@@ -185,7 +191,7 @@ def test_an_unexpected_tensor_is_refused_by_name(name, reason, folder):
         ("model.layers.00.self_attn.q_proj", "cannot be adapted"),
         ("model.layers.0.mlp.q_proj", "cannot be adapted"),
         ("model.layers.0.self_attn.z_proj", "cannot be adapted"),
-        ("lm_head", "cannot be adapted"),
+        ("lm_head", "32 to 32 and the base model's 32 to 64"),
         ("model.layers.0.self_attn.k_proj", "32 to 32 and the base model's 32 to 16"),
     ],
 )
@@ -261,11 +267,6 @@ def test_a_blob_made_by_hand_is_checked_like_any_other(change, field, folder):
         (peft.LoraConfig(lora_bias=True, target_modules=["q_proj"]), "biases"),
         (peft.LoraConfig(bias="all", target_modules=["q_proj"]), "bias"),
         (peft.LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"]), "whole modules"),
-        (
-            peft.LoraConfig(target_modules=["q_proj", "embed_tokens"]),
-            "embeddings cannot be adapted",
-        ),
-        (peft.LoraConfig(target_modules=["q_proj", "lm_head"]), "lm_head cannot be adapted"),
         (
             peft.LoraConfig(trainable_token_indices=[1], target_modules=["q_proj"]),
             "change the embeddings",

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -63,10 +64,11 @@ def test_a_trace_without_a_gpu_is_an_error():
 
 def test_steps_are_checked_and_timed_and_the_engine_is_left_empty(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decode, "STEPS", 5)
-    engine = tiny_engine(tmp_path, adapters=2, room=2)
+    engine = tiny_engine(tmp_path, adapters=2, room=2, heads=2)
     alone, several = Work("alone", 5, 24, requests=1), Work("2 adapters", 9, 24, 2, requests=4)
-    rows = decode.measure_all(engine, [alone, several, alone])
-    assert [row.work for row in rows] == [alone, several, alone]
+    works = [alone, several, replace(several, lm_head=True), alone]
+    rows = decode.measure_all(engine, works)
+    assert [row.work for row in rows] == works
     assert all(row.step_ms > 0 and row.shortfall < 1e-4 for row in rows)
     assert [row.layer_ms for row in rows] == [row.step_ms / 2 for row in rows]
     assert engine.status().live.running == engine.status().live.kv_pages_used == 0

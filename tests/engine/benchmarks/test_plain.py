@@ -12,12 +12,13 @@ from engine.benchmarks.random_adapters import random_refs
 from tests.engine.engine_driver import greedy, prompt
 from tests.engine.tiny_engine import tiny_engine
 
-ADAPTERS = [None, *random_refs(3)]
+FIRST, SECOND = random_refs(2)
+ADAPTERS = [None, FIRST, *random_refs(1, lm_head=True), SECOND]
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    engine = tiny_engine(tmp_path_factory.mktemp("plain"), adapters=3, room=2)
+    engine = tiny_engine(tmp_path_factory.mktemp("plain"), adapters=2, room=1, heads=1)
     yield engine
     engine.close()
 

@@ -74,6 +74,30 @@ def test_each_adapter_is_one_segment():
     assert segments.max_rank == 16
 
 
+def test_the_head_has_segments_of_its_rows_where_adapters_change_it():
+    leases = [DummyLease(1, 8), DummyLease(5, 8, 4), DummyLease(3, 8, 2), None, DummyLease(5, 8, 4)]
+    sequences = [sequence_of([1] * 6, [i, i + 9], lease) for i, lease in enumerate(leases)]
+    lengths = (6, 6, 4, 6, 6)  # one has no row of the logits yet
+    chunks = [Chunk.of(s, length) for s, length in zip(sequences, lengths, strict=True)]
+    chunks = group_by_adapter(chunks)
+    assert [chunk.sequence.lease and chunk.sequence.lease.slot for chunk in chunks] == [
+        3, 5, 5, 1, None,
+    ]  # fmt: skip
+    batch = build_step_input(chunks, PAGE).upload(CPU)
+    heads, layers = batch.head_segments, batch.segments
+    assert [c.tolist() for c in (heads.slots, heads.starts, heads.lengths)] == [[5], [0], [2]]
+    assert [c.tolist() for c in (layers.slots, layers.starts, layers.lengths)] == [
+        [3, 5, 1], [0, 4, 16], [4, 12, 6],
+    ]  # fmt: skip
+    assert (heads.max_rank, layers.max_rank) == (4, 8)
+
+
+def test_a_step_whose_adapters_leave_the_head_alone_has_no_segments_of_it():
+    leases = [DummyLease(1, 8), None]
+    chunks = [Chunk.of(sequence_of([1], [i], lease), 1) for i, lease in enumerate(leases)]
+    assert build_step_input(chunks, PAGE).upload(CPU).head_segments is None
+
+
 def test_it_is_arrays_and_numbers_alone():
     """So that another process can be sent it, and learns of no tenant."""
     step = build_step_input([Chunk.of(sequence_of([1, 2], [0]), 9)], PAGE)

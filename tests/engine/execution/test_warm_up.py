@@ -35,6 +35,7 @@ SETTINGS = EngineSettings(
     adapter_host_bytes=64 << 20,
 )
 RANKS = (1, 3, 8, 12, 16, 24, 32, 40)
+OUTER_RANKS = (3, 12, 24, 40)  # on lm_head and embed_tokens too
 
 
 @pytest.fixture
@@ -46,7 +47,9 @@ def shelf(tmp_path):
 def refs(shelf):
     shape = BaseShape.from_config(CONFIG)
     everywhere = [(layer, linear) for layer in range(shape.layers) for linear in range(7)]
-    return [shelf.make(f"r{r}", dict.fromkeys(everywhere, r), shape=shape) for r in RANKS]
+    outer = [(shape.outer_layer, shape.index(name)) for name in ("lm_head", "embed_tokens")]
+    places = {r: everywhere + outer if r in OUTER_RANKS else everywhere for r in RANKS}
+    return [shelf.make(f"r{r}", dict.fromkeys(at, r), shape=shape) for r, at in places.items()]
 
 
 @pytest.fixture
@@ -104,6 +107,9 @@ def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
     batches = [batch for batch in recorder.batches if batch.segments]
     assert {len(batch.segments) for batch in batches} == {1, 2, 4, 5}
     assert {batch.segments.max_rank for batch in batches} == {1, 16, 32, 40}
+    heads = {(len(b.logit_rows), len(b.head_segments), b.head_segments.max_rank) for b in batches}
+    few, dense = {(2, 1, rank) for rank in (1, 16, 32, 40)}, {(3, 1, rank) for rank in (1, 32, 40)}
+    assert heads >= few | dense
     assert {len(batch.token_ids) for batch in batches} >= {1, 5, 5 + 2, 64 + 2}
     assert all(len(batch.token_ids) <= 96 for batch in recorder.batches)
     alone = {(len(b.token_ids), len(b.kv_lengths)) for b in recorder.batches if not b.segments}

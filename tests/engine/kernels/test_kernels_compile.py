@@ -18,6 +18,7 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.lora import linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
+from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.linear import linear_with_lora
 from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
@@ -29,10 +30,12 @@ from lorikeet_engine.kernels.sampling import DRAW_FIELDS
 from lorikeet_engine.kernels.sampling.fused import draw_tokens
 
 MOST_SHARED = 227 << 10  # bytes of a Hopper multiprocessor's that one program may have
-QKV, GATE_UP, DOWN = (
+QKV, GATE_UP, DOWN, HEAD, EMBEDDINGS = (
     LoraGroup((0, 1, 2), 4096, (4096, 1024, 1024)),
     LoraGroup((4, 5), 4096, (14336, 14336)),
     LoraGroup((6,), 14336, (4096,)),
+    LoraGroup((7,), 4096, (128_256,)),
+    LoraGroup((8,), 128_256, (4096,)),
 )
 
 
@@ -75,7 +78,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def lora(tokens: int, segments: int, max_rank: int) -> tuple[LoraWeights, tiles.Tiles]:
-    weights = LoraWeights(empty(1 << 20), empty(300, 32, 7, 3, dtype=torch.int64))
+    weights = LoraWeights(empty(1 << 20), empty(300, 33, 9, 3, dtype=torch.int64))
     runs = [empty(segments, dtype=torch.int32) for _ in range(3)]
     return weights, tiles.list_tiles(Segments(*runs, max_rank), tokens)
 
@@ -83,14 +86,17 @@ def lora(tokens: int, segments: int, max_rank: int) -> tuple[LoraWeights, tiles.
 @pytest.mark.parametrize("rank", [16, 64])
 @pytest.mark.parametrize(("tokens", "segments"), [(16, 16), (64, 8), (2048, 8)], ids=list(Regime))
 def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None:
-    for group in (QKV, GATE_UP, DOWN):
+    for group in (QKV, GATE_UP, DOWN, HEAD):
         weights, listed = lora(tokens, segments, rank)
         shrunk = shrink(empty(tokens, group.d_in), weights, listed, 3, group)
         expand(shrunk, empty(tokens, sum(group.d_outs)))
+        expand(shrunk, empty(tokens, sum(group.d_outs)), add=True)
         if group is GATE_UP and listed.silu_expands:
             expand_silu_and_mul(empty(tokens, 2 * 14336), shrunk)
+    weights, listed = lora(tokens, segments, rank)
+    gather(empty(tokens, dtype=torch.int64), weights, listed, 32, EMBEDDINGS)
     few = listed.regime == Regime.FEW
-    assert compiled >= {"_list_tiles", "_shrink", "_expand_few" if few else "_expand"}
+    assert compiled >= {"_gather", "_list_tiles", "_shrink", "_expand_few" if few else "_expand"}
     assert ("_expand_silu_and_mul" in compiled) == (listed.regime == Regime.PREFILL)
 
 

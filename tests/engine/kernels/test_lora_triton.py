@@ -14,7 +14,9 @@ from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.lora import tiles as tiles_module
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
+from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.linear import (
+    add_lora,
     begin_step,
     linear_with_lora,
     linear_with_lora_before_silu,
@@ -56,6 +58,7 @@ GATE_UP = LoraGroup((4, 5), d_in=96, d_outs=(130, 130))
 GATE_UP_AS_ONE = LoraGroup((4,), d_in=96, d_outs=(260,))
 DOWN = LoraGroup((6,), d_in=130, d_outs=(72,))
 SMALL = LoraGroup((4, 5), d_in=40, d_outs=(36, 20))
+EMBEDDINGS = LoraGroup((6,), d_in=50, d_outs=(72,))
 LONG = LoraGroup((6,), d_in=1300, d_outs=(24,))
 MIXED_RANKS = [4, 64, 12, 1, 16]
 MIXED_RUNS = [(3, 2), (0, 40), (4, 17), (1, 1), (2, 63)]
@@ -200,6 +203,19 @@ def check_delta(step: Step, delta: torch.Tensor) -> None:
     eps = torch.finfo(dtype).eps
     slack = eps * truth.abs() + eps * step.sizes() + 1e-5
     assert ((got - truth).abs() <= slack)[~torch.isnan(truth)].all()
+
+
+def check_sum(step: Step, product: torch.Tensor, y: torch.Tensor) -> None:
+    """The delta was added to the product: y, which is rounded once.
+
+    Rows without an adapter, or of slot 1, which has rank 0, are as they were to the bit.
+    """
+    owned = torch.tensor([slot != 1 for slot in step.owners] + [False] * 4)
+    assert torch.equal(y[~owned], product[~owned])
+    eps = torch.finfo(product.dtype).eps
+    slack = eps * (step.sizes() + product.float().abs().cpu()) + 1e-5
+    error = (y.float().cpu() - product.float().cpu() - step.delta()).abs()
+    assert (error <= slack)[owned].all()
 
 
 def cut_into(tokens: int, runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -405,3 +421,42 @@ def test_a_prefills_silu_is_handed_the_delta_of_one_linear_that_stores_both(kind
     _, delta = linear_with_lora_before_silu(step.x, weight, None, lora, LAYER, GATE_UP_AS_ONE)
     assert isinstance(delta, LoraDelta)
     check_delta(step, delta.rows)
+
+
+@both_kinds
+@pytest.mark.parametrize("runs", [[(0, 1), (1, 2), (2, 1)], [(2, 17), (0, 40), (1, 3)]])
+def test_a_delta_can_be_added_to_its_product(kind: Kind, runs: list[tuple[int, int]]) -> None:
+    step = make_step(kind, DOWN, [12, 0, 40], runs, base_tokens=4, padding=2)
+    product = torch.randn(len(step.x), 72).to(*kind)
+    y = product.clone()
+    expand(shrink(step.x, step.weights, step.tiles(), LAYER, DOWN), y, add=True)
+    check_sum(step, product, y)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="on a CPU the reference is taken")
+@kinds
+def test_what_adapters_add_outside_of_a_forward_pass(kind: Kind) -> None:
+    step = make_step(kind, WIDE, MIXED_RANKS, MIXED_RUNS, base_tokens=3)
+    y = torch.zeros(len(step.x), sum(WIDE.d_outs)).to(*kind)
+    add_lora(y, step.x, step.weights, step.segments, LAYER, WIDE)
+    assert not y[-3:].any()
+    y[-3:] = torch.nan
+    check_delta(step, y)
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "runs", [[(0, 1), (1, 2), (2, 1)], [(2, 17), (0, 40), (1, 3)], *slow([(2, 500), (0, 40)])]
+)
+def test_embeddings_add_what_a_linear_adds_to_unit_vectors(
+    kind: Kind, runs: list[tuple[int, int]]
+) -> None:
+    step = make_step(kind, EMBEDDINGS, [12, 0, 40], runs, base_tokens=4, padding=2)
+    ids = torch.randint(0, 50, (len(step.x),))
+    step = replace(step, x=torch.nn.functional.one_hot(ids, 50).to(*kind))
+    for slot, (at, _, rank) in enumerate(step.weights.table[:, LAYER, 6].tolist()):
+        step.weights.arena[at : at + rank * 50] = step.a[slot, 6].T.flatten().to(kind[1])
+    product = torch.randn(len(step.x), 72).to(*kind)
+    y = product.clone()
+    expand(gather(ids.to(kind[0]), step.weights, step.tiles(), LAYER, EMBEDDINGS), y, add=True)
+    check_sum(step, product, y)

@@ -47,7 +47,7 @@ def random_adapter(shape, rank):
     """An adapter of every linear, in slot 0 and as changes to the base model's weights."""
     parts, changes, end = [], [], 0
     generator = torch.Generator().manual_seed(5)
-    table = torch.zeros(1, shape.layers, len(shape.linears), 3, dtype=torch.int64)
+    table = torch.zeros(1, shape.layers + 1, len(shape.modules), 3, dtype=torch.int64)
     for layer in range(shape.layers):
         for i, linear in enumerate(shape.linears):
             d_in, d_out = shape.dims(i)

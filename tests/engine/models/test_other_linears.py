@@ -19,7 +19,7 @@ from lorikeet_engine.adapter_format.families import Linear, Parallel, Width
 from lorikeet_engine.errors import AdapterRejected, SettingsError
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
-from lorikeet_engine.residency.packing import PackedLayout, pack
+from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
 from lorikeet_engine.residency.shard import Shard
 from tests.engine.engine_driver import Answers, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
@@ -149,12 +149,12 @@ def test_an_image_holds_each_matrix_once_and_is_read_back_from_its_file(
     spec = read_spec(blob, shape, LIMITS)
     layout = PackedLayout.of(spec, shape)
     image = torch.full((layout.elements,), torch.nan)
-    pack(blob, spec, layout, image)
+    sums = pack(blob, spec, layout, image)
     assert not image.isnan().any()
     assert layout.elements == spec.packed_elements()
-    assert layout.rows.shape == (2, 4, 3)
+    assert layout.rows.shape == (3, 6, 3)
 
-    write_image(tmp_path / "image", "image", layout, image)
+    write_image(tmp_path / "image", "image", PackedImage(layout, image, sums))
     file = ImageFile.of(tmp_path / "image", shape)
     again = torch.full_like(image, torch.nan)
     file.read(again)
@@ -172,14 +172,18 @@ def test_the_linears_are_as_wide_as_the_models_own(checkpoint: Path, shape: Base
 def test_linears_of_another_family_are_refused_by_name(
     folders: dict[str, Path], shelf: BlobShelf
 ) -> None:
-    llama = BaseShape("llama", 2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16)
+    llama = BaseShape(
+        "llama", 2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocabulary=40
+    )
     blob = shelf.folder / shelf.add(folders["fused"], "fused").digest
     with pytest.raises(AdapterRejected, match="up_proj cannot be adapted: want q_proj, k"):
         read_spec(blob, llama, LIMITS)
 
 
 def test_an_image_of_other_linears_has_another_fingerprint(shape: BaseShape) -> None:
-    llama = BaseShape("llama", 2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16)
+    llama = BaseShape(
+        "llama", 2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocabulary=40
+    )
     kinds = {fingerprint(one, LIMITS, torch.float32) for one in (shape, llama)}
     assert len(kinds) == 2
 
@@ -187,7 +191,7 @@ def test_an_image_of_other_linears_has_another_fingerprint(shape: BaseShape) -> 
 def test_what_stores_several_linears_as_one_is_not_cut(shape: BaseShape) -> None:
     whole = Shard().ranges(shape)
     assert [(len(cut.inputs), len(cut.outputs)) for cut in whole] == [
-        shape.dims(index) for index in range(4)
+        shape.dims(index) for index in range(6)
     ]
     with pytest.raises(SettingsError, match="choose one GPU"):
         Shard(0, 2).ranges(shape)

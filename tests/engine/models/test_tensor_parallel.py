@@ -22,10 +22,10 @@ ALPHA = 6.0
 TOKENS = 9
 SHAPES = {
     "two kv heads": BaseShape(
-        "qwen3", 1, hidden=24, intermediate=36, heads=4, kv_heads=2, head_dim=10
+        "qwen3", 1, hidden=24, intermediate=36, heads=4, kv_heads=2, head_dim=10, vocabulary=64
     ),
     "one kv head": BaseShape(
-        "llama", 1, hidden=32, intermediate=48, heads=4, kv_heads=1, head_dim=8
+        "llama", 1, hidden=32, intermediate=48, heads=4, kv_heads=1, head_dim=8, vocabulary=64
     ),
 }
 LINEARS = [linear.name for linear in SHAPES["one kv head"].linears]

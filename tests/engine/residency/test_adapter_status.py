@@ -152,6 +152,6 @@ def test_while_adapters_come_and_go_each_is_shown_as_itself(shelf, bench):
     for found in seen:
         assert disjoint([piece for block in found.values() for piece in block.pieces])
         for name, block in found.items():
-            layout = PackedLayout.of_ranks([[ranks[name]] * 7] * SHAPE.layers, SHAPE)
+            layout = PackedLayout.of_ranks(everywhere(ranks[name]), SHAPE)
             image = layout.elements * ITEMSIZE
             assert (block.rank, sum(size for _, size in block.pieces)) == (ranks[name], image)

@@ -15,6 +15,7 @@ from lorikeet_engine.residency.shard import WHOLE, Shard
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
+OUTER = {(SHAPE.outer_layer, SHAPE.index(name)): 6 for name in ("lm_head", "embed_tokens")}
 UNEVEN = {(0, 0): 3, (0, 2): 5, (0, 6): 1, (1, 4): 8, (1, 5): 2}
 NAME = "an image"
 OTHER_SHAPES = {
@@ -25,6 +26,7 @@ OTHER_SHAPES = {
     "heads": 4,
     "kv_heads": 2,
     "head_dim": 16,
+    "vocabulary": 48,
 }
 
 
@@ -46,18 +48,20 @@ def written(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("ranks", [everywhere(4), UNEVEN, {(1, 3): 64}])
+@pytest.mark.parametrize("ranks", [everywhere(4), UNEVEN | OUTER, {(1, 3): 64}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2), Shard(0, 2, fully=True)])
 def test_the_image_and_its_layout_come_back_to_the_bit(written, ranks, dtype, shard):
-    shape = BaseShape("llama", 2, hidden=18, intermediate=22, heads=2, kv_heads=1, head_dim=5)
+    shape = BaseShape(
+        "llama", 2, hidden=18, intermediate=22, heads=2, kv_heads=1, head_dim=5, vocabulary=40
+    )
     path, layout, image = written(ranks, dtype, shape, shard)
     file = ImageFile.of(path, shape, shard)
     out = torch.full_like(image, torch.nan)
     file.read(out)
     assert torch.equal(out.view(torch.uint8), image.view(torch.uint8))
     assert torch.equal(file.layout.rows, layout.rows)
-    for field in ("elements", "max_rank", "ranges", "layers"):
+    for field in ("elements", "max_rank", "ranges", "layers", "head_rank"):
         assert getattr(file.layout, field) == getattr(layout, field)
 
 

@@ -23,6 +23,7 @@ from lorikeet_engine.residency.shard import WHOLE, Shard
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
+OUTER = {(SHAPE.outer_layer, SHAPE.index(name)): 6 for name in ("lm_head", "embed_tokens")}
 UNEVEN = {(0, 0): 3, (0, 2): 5, (0, 6): 1, (1, 4): 8, (1, 5): 2}
 
 
@@ -49,9 +50,11 @@ def test_every_matrix_is_where_the_layout_says_with_scaling_in_b(shelf, ranks, s
     shelf.check(ref, LoraWeights(image, layout.rows[None]), 0)
 
 
-@pytest.mark.parametrize("ranks", [everywhere(5), UNEVEN])
+@pytest.mark.parametrize("ranks", [everywhere(5), UNEVEN, UNEVEN | OUTER])
 def test_matrices_are_aligned_do_not_overlap_and_fill_the_image(shelf, ranks):
-    shape = BaseShape("llama", 2, hidden=18, intermediate=23, heads=3, kv_heads=1, head_dim=5)
+    shape = BaseShape(
+        "llama", 2, hidden=18, intermediate=23, heads=3, kv_heads=1, head_dim=5, vocabulary=40
+    )
     shelf.make("odd", ranks, shape=shape)
     spec, layout, _ = packed(shelf, "odd", shape=shape)
     spans = []
@@ -78,7 +81,7 @@ def test_the_a_matrices_of_a_fused_group_are_neighbours(shelf):
         assert layout.rows[1, group[0], 1].item() == starts[-1] + width
 
 
-@pytest.mark.parametrize("ranks", [everywhere(4), UNEVEN, {(1, 3): 4}, {(0, 6): 4}])
+@pytest.mark.parametrize("ranks", [everywhere(4), UNEVEN | OUTER, {(1, 3): 4}, {(0, 6): 4}, OUTER])
 def test_each_layer_lies_between_where_it_begins_and_where_the_next_does(shelf, ranks):
     shelf.make("x", ranks)
     _, layout, _ = packed(shelf, "x")
@@ -116,7 +119,9 @@ def matrices(layout, image, layer, linear):
 @pytest.mark.parametrize("fully", [False, True])
 @pytest.mark.parametrize("ranks", [everywhere(8), everywhere(7), UNEVEN])
 def test_the_shards_hold_what_the_schemes_say_and_no_more(shelf, world, fully, ranks):
-    shape = BaseShape("llama", 2, hidden=24, intermediate=20, heads=4, kv_heads=2, head_dim=5)
+    shape = BaseShape(
+        "llama", 2, hidden=24, intermediate=20, heads=4, kv_heads=2, head_dim=5, vocabulary=40
+    )
     shelf.make("x", ranks, shape=shape)
     _, *whole = packed(shelf, "x", shape=shape)
     shards = [packed(shelf, "x", shape=shape, shard=Shard(n, world, fully)) for n in range(world)]
@@ -140,7 +145,9 @@ def test_the_shards_hold_what_the_schemes_say_and_no_more(shelf, world, fully, r
 @pytest.mark.parametrize("fully", [False, True])
 @pytest.mark.parametrize("ranks", [everywhere(5), UNEVEN])
 def test_a_shards_image_is_aligned_and_as_small_as_its_matrices(shelf, fully, ranks):
-    shape = BaseShape("llama", 2, hidden=18, intermediate=22, heads=2, kv_heads=1, head_dim=5)
+    shape = BaseShape(
+        "llama", 2, hidden=18, intermediate=22, heads=2, kv_heads=1, head_dim=5, vocabulary=40
+    )
     shelf.make("odd", ranks, shape=shape)
     _, layout, _ = packed(shelf, "odd", shape=shape, shard=Shard(1, 2, fully))
     spans = []
@@ -157,7 +164,9 @@ def test_a_shards_image_is_aligned_and_as_small_as_its_matrices(shelf, fully, ra
 
 def test_a_shard_reads_its_own_part_of_the_blob_alone(shelf):
     # The blob ends with v_proj's B; without its second half, the first shard misses nothing.
-    shape = BaseShape("llama", 2, hidden=16, intermediate=32, heads=2, kv_heads=2, head_dim=8)
+    shape = BaseShape(
+        "llama", 2, hidden=16, intermediate=32, heads=2, kv_heads=2, head_dim=8, vocabulary=40
+    )
     shelf.make("x", {(0, 2): 4}, shape=shape)
     spec, layout, image = packed(shelf, "x", shape=shape, shard=Shard(0, 2))
     b = spec.linears[0].b
@@ -174,7 +183,7 @@ def test_a_shard_reads_its_own_part_of_the_blob_alone(shelf):
 
 def test_the_key_head_of_every_query_head_is_in_the_same_shard():
     for heads, kv_heads, world in [(8, 2, 2), (8, 2, 4), (8, 2, 8), (32, 8, 16), (6, 3, 6)]:
-        shape = BaseShape("llama", 1, 96, 96, heads, kv_heads, head_dim=1)
+        shape = BaseShape("llama", 1, 96, 96, heads, kv_heads, head_dim=1, vocabulary=96)
         for index in range(world):
             q, k, v, *_ = Shard(index, world).ranges(shape)
             read = {head * kv_heads // heads for head in q.outputs}
@@ -191,15 +200,19 @@ def test_the_key_head_of_every_query_head_is_in_the_same_shard():
     ],
 )
 def test_a_base_model_that_cannot_be_cut_evenly_is_refused(field, value, fully, named):
-    shape = BaseShape("llama", 1, hidden=16, intermediate=32, heads=4, kv_heads=4, head_dim=4)
+    shape = BaseShape(
+        "llama", 1, hidden=16, intermediate=32, heads=4, kv_heads=4, head_dim=4, vocabulary=40
+    )
     Shard(0, 4, fully).ranges(shape)
     with pytest.raises(SettingsError, match=named):
         Shard(0, 4, fully).ranges(dataclasses.replace(shape, **{field: value}))
 
 
 def test_hidden_states_need_not_be_divisible_unless_fully_sharded():
-    shape = BaseShape("llama", 1, hidden=18, intermediate=32, heads=4, kv_heads=4, head_dim=4)
-    assert {len(cut.outputs) for cut in Shard(0, 4).ranges(shape)} == {4, 8, 18}
+    shape = BaseShape(
+        "llama", 1, hidden=18, intermediate=32, heads=4, kv_heads=4, head_dim=4, vocabulary=40
+    )
+    assert {len(cut.outputs) for cut in Shard(0, 4).ranges(shape)} == {4, 8, 10, 18}
 
 
 def test_a_scaling_that_overflows_the_dtype_is_refused_by_tensor(shelf):
@@ -246,13 +259,13 @@ def test_a_packed_peft_adapter_adds_what_peft_adds(tmp_path, use_rslora):
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        vocab_size=32,
+        vocab_size=40,
     )
     options = peft.LoraConfig(
         r=6,
         lora_alpha=11,
         use_rslora=use_rslora,
-        target_modules=[linear.name for linear in SHAPE.linears],
+        target_modules=[*(linear.name for linear in SHAPE.linears), "lm_head"],
         rank_pattern={"k_proj": 2},
         alpha_pattern={r"layers\.1\..*": 5},
     )
@@ -267,9 +280,12 @@ def test_a_packed_peft_adapter_adds_what_peft_adds(tmp_path, use_rslora):
     segments = Segments(
         torch.tensor([0]), torch.tensor([0]), torch.tensor([5]), max_rank=layout.max_rank
     )
-    for index, layer in enumerate(model.base_model.model.model.layers):
-        for group in SHAPE.groups.values():
-            linears = [layer.get_submodule(SHAPE.linears[n].module) for n in group]
+    groups, head = SHAPE.groups.values(), (SHAPE.index("lm_head"),)
+    decoder = model.base_model.model
+    places = [(i, layer, groups) for i, layer in enumerate(decoder.model.layers)]
+    for index, layer, its_groups in (*places, (SHAPE.outer_layer, decoder, [head])):
+        for group in its_groups:
+            linears = [layer.get_submodule(SHAPE.modules[n].module) for n in group]
             x = torch.randn(5, SHAPE.dims(group[0])[0])
             y = torch.zeros(5, sum(SHAPE.dims(n)[1] for n in group))
             widths = tuple(SHAPE.dims(n)[1] for n in group)

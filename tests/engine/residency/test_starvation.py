@@ -15,8 +15,10 @@ from lorikeet_engine.request import Failed, Request, SamplingParams
 from lorikeet_engine.residency import loader, tiers
 from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
 from tests.engine.blobs import Shelf
-from tests.engine.checked_engine import ADAPTER_BYTES, ManualWorkers
+from tests.engine.checked_engine import ManualWorkers
 from tests.engine.hash_model import SHAPE, build
+
+ADAPTER_BYTES = 128
 
 STEP_S = 0.1
 AT_ONCE = 3  # requests for each busy adapter

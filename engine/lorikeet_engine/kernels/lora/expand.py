@@ -13,12 +13,13 @@ from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
 PARTS_AT_ONCE = 4  # of v, asked for before one is needed
 
 
-def expand(shrunk: UnexpandedDelta, delta: torch.Tensor) -> None:
+def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -> None:
     """delta[t, columns of s] = B(t, s) v[t, s], for the adapter of token t and slice s.
 
     shrunk: what shrink returned; delta [tokens, sum(d_outs)], written for tokens with an adapter
-    alone, 0 where that has rank 0. Sums are float32, rounded once; outside Regime.FEW, v is rounded
-    to the adapter's dtype first. Raises ShapeError.
+    alone, 0 where that has rank 0. add: add to what is in delta, a product, instead. Sums are
+    float32, rounded once; outside Regime.FEW, v is rounded to the adapter's dtype first. Raises
+    ShapeError.
     """
     v, weights, tiles, group = shrunk.v, shrunk.weights, shrunk.tiles, shrunk.group
     check_rows("delta", delta, sum(group.d_outs), weights)
@@ -30,12 +31,13 @@ def expand(shrunk: UnexpandedDelta, delta: torch.Tensor) -> None:
     few = tiles.regime == Regime.FEW
     span = config.columns * (1 if few else config.blocks)
     grid = (sum(triton.cdiv(width, span) for width in group.d_outs), len(tiles))
-    ranks = 16 if few else ranks_at_once(tiles)
+    ranks = 16 if few else tiles.ranks_at_once
     (_expand_few if few else _expand)[grid](
         v, delta, weights.arena, weights.table, tiles.rows,
         shrunk.layer, weights.table.stride(0), weights.table.stride(1), delta.stride(0), stride,
         group.linears[0], v.shape[1],
         widths=group.d_outs,
+        add=add,
         after_shrink=early,
         block_parts=MAX_PARTS if few else PARTS_AT_ONCE,
         block_rank=ranks,
@@ -45,11 +47,6 @@ def expand(shrunk: UnexpandedDelta, delta: torch.Tensor) -> None:
         **({} if few else _dense_shapes(tiles, v)),
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-
-
-def ranks_at_once(tiles: Tiles) -> int:
-    """What one tl.dot takes of the rank."""
-    return int(min(64, triton.next_power_of_2(tiles.rank_stride)))
 
 
 def _dense_shapes(tiles: Tiles, v: torch.Tensor) -> dict[str, int]:
@@ -96,6 +93,7 @@ def _expand_few(
     first_linear: tl.tensor,
     parts: tl.tensor,
     widths: tl.constexpr,
+    add: tl.constexpr,
     after_shrink: tl.constexpr,
     block_parts: tl.constexpr,
     block_rank: tl.constexpr,
@@ -113,6 +111,8 @@ def _expand_few(
     index, begin, width, offset = _find_slice(tl.program_id(0), widths, block_out)
     entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
     rank = tl.load(entry + 2).to(tl.int32)
+    if add and rank == 0:
+        return
     column = offset + tl.arange(0, block_out)
     inside = column < width
     k = tl.arange(0, block_rank)
@@ -141,8 +141,11 @@ def _expand_few(
             first_total += more
             second_total += second_more
     out = delta + start.to(tl.int64) * delta_stride + begin + column
-    tl.store(out, first_total.to(delta.dtype.element_ty), mask=inside)
     there = column < tl.where(length > 1, width, 0)
+    if add:
+        first_total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+        second_total += tl.load(out + delta_stride, mask=there, other=0.0).to(tl.float32)
+    tl.store(out, first_total.to(delta.dtype.element_ty), mask=inside)
     tl.store(out + delta_stride, second_total.to(delta.dtype.element_ty), mask=there)
 
 
@@ -192,6 +195,7 @@ def _expand(
     first_linear: tl.tensor,
     parts: tl.tensor,
     widths: tl.constexpr,
+    add: tl.constexpr,
     after_shrink: tl.constexpr,
     block_parts: tl.constexpr,
     block_rank: tl.constexpr,
@@ -208,6 +212,8 @@ def _expand(
     index, begin, width, offset = _find_slice(tl.program_id(0), widths, block_out * blocks)
     entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
     rank = tl.load(entry + 2).to(tl.int32)
+    if add and rank == 0:
+        return
     b_start = tl.multiple_of(tl.load(entry + 1), 16)
     token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
     row, real = (start + token).to(tl.int64), token < length
@@ -226,7 +232,10 @@ def _expand(
             parts, part_stride, block_parts, block_rank, more_ranks, upcast,
         )  # fmt: skip
         out = delta + row[:, None] * delta_stride + begin + column[None, :]
-        tl.store(out, total.to(delta.dtype.element_ty), mask=real[:, None] & inside[None, :])
+        kept = real[:, None] & inside[None, :]
+        if add:
+            total += tl.load(out, mask=kept, other=0.0).to(tl.float32)
+        tl.store(out, total.to(delta.dtype.element_ty), mask=kept)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

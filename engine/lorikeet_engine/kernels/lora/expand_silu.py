@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.lora.expand import PARTS_AT_ONCE, multiply, ranks_at_once, sum_parts
+from lorikeet_engine.kernels.lora.expand import PARTS_AT_ONCE, multiply, sum_parts
 from lorikeet_engine.kernels.lora.tiles import tile_at
 from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
 
@@ -26,7 +26,7 @@ def expand_silu_and_mul(x: torch.Tensor, shrunk: UnexpandedDelta) -> torch.Tenso
         raise ShapeError(f"gate_up has {x.shape[1]} columns: adapters have {shrunk.group.d_outs}")
     check_rows("x", x, 2 * width, weights)
     y = x.new_empty((len(x), width))
-    columns, ranks = config.expand.columns // 2, ranks_at_once(tiles)  # two products at once
+    columns, ranks = config.expand.columns // 2, tiles.ranks_at_once  # two products at once
     grid = (triton.cdiv(width, columns * config.expand.blocks), len(tiles))
     _expand_silu_and_mul[grid](
         x, y, v, weights.arena, weights.table, tiles.rows, shrunk.layer,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.lora.reference import add_lora
+from lorikeet_engine.kernels.lora import reference
 from lorikeet_engine.kernels.lora.types import (
     LoraDelta,
     LoraGroup,
@@ -73,8 +73,28 @@ def linear_with_lora(
         return y, LoraDelta(delta, step.tiles.tokens)
     y = linear(x, weight, bias)
     if step is not None:
-        add_lora(y, x, step.weights, step.segments, layer, group)
+        reference.add_lora(y, x, step.weights, step.segments, layer, group)
     return y, None
+
+
+def add_lora(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weights: LoraWeights,
+    segments: Segments,
+    layer: int,
+    group: LoraGroup,
+) -> None:
+    """y[t] += B(t) A(t) x[t], in place, as reference.add_lora does; on CUDA by Triton's kernels.
+
+    For a product outside of a forward pass: tiles are listed for it alone. Raises ShapeError.
+    """
+    if y.device.type != "cuda":
+        reference.add_lora(y, x, weights, segments, layer, group)
+        return
+    tiles = _cuda("tiles").list_tiles(segments, len(x))
+    shrunk: UnexpandedDelta = _cuda("shrink").shrink(x, weights, tiles, layer, group)
+    _cuda("expand").expand(shrunk, y, add=True)
 
 
 def linear_with_lora_before_silu(
@@ -123,6 +143,20 @@ def linear_and_lora(
         y = linear(x, weight, bias)
     main.wait_stream(side)
     return y, shrunk
+
+
+def add_embedding_lora(
+    y: torch.Tensor, token_ids: torch.Tensor, step: LoraStep, layer: int, group: LoraGroup
+) -> None:
+    """y[t] += B(t) A(t)[:, id of t], in place, as reference.add_embedding_lora does.
+
+    On CUDA two launches, whose programs end at once where adapters leave the embeddings alone.
+    """
+    if step.tiles is None:
+        reference.add_embedding_lora(y, token_ids, step.weights, step.segments, layer, group)
+        return
+    gathered = _cuda("gather").gather(token_ids, step.weights, step.tiles, layer, group)
+    _cuda("expand").expand(gathered, y, add=True)
 
 
 @cache

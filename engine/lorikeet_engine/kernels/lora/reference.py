@@ -26,6 +26,25 @@ def add_lora(
     expand(shrink(x, weights, segments, layer, group), y, weights, segments, layer, group)
 
 
+def add_embedding_lora(
+    y: torch.Tensor,
+    token_ids: torch.Tensor,
+    weights: LoraWeights,
+    segments: Segments,
+    layer: int,
+    group: LoraGroup,
+) -> None:
+    """y[t] += B(t) A(t)[:, id of t], in place, where the group is the embeddings alone.
+
+    token_ids [tokens] int64; y [tokens, hidden], the base model's embeddings. Sums are float32, y
+    is rounded once.
+    """
+    for rows, _, a_start, b_start, rank in _pieces(weights, segments, layer, group):
+        a = weights.arena[a_start : a_start + rank * group.d_in].view(group.d_in, rank)
+        b = weights.arena[b_start : b_start + rank * group.d_outs[0]].view(rank, -1)
+        y[rows] += a[token_ids[rows]].float() @ b.float()
+
+
 def shrink(
     x: torch.Tensor, weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
 ) -> torch.Tensor:

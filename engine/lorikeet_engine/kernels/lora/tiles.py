@@ -49,6 +49,11 @@ class Tiles:
         """How many columns one linear has in v: tl.dot takes ranks by 16."""
         return -(-self.max_rank // 16) * 16
 
+    @property
+    def ranks_at_once(self) -> int:
+        """What one tl.dot of expand takes of the rank."""
+        return int(min(64, triton.next_power_of_2(self.rank_stride)))
+
 
 def list_tiles(segments: Segments, tokens: int) -> Tiles:
     """The tiles of a step of `tokens` tokens."""

@@ -13,10 +13,11 @@ class LoraWeights:
     """All adapters on the device.
 
     arena [elements]: every adapter's packed A [rank, d_in] and B, transposed, [rank, d_out], in
-    the adapter dtype. So the rows of both are as long as a hidden state, whatever the rank.
-    table [slots, layers, linears, 3] int64: for slot, layer and linear the element offsets of
-    A and B in the arena, both multiples of 16, and the rank; rank 0 means that the adapter leaves
-    this linear as it is. The scaling is already inside B.
+    the adapter dtype. So the rows of both are as long as a hidden state, whatever the rank. Of the
+    embeddings A is transposed, too, [vocabulary, rank].
+    table [slots, layers + 1, modules, 3] int64, as BaseShape says: for slot, layer and linear the
+    element offsets of A and B in the arena, both multiples of 16, and the rank; rank 0 means that
+    the adapter leaves this linear as it is. The scaling is already inside B.
     """
 
     arena: torch.Tensor
@@ -40,9 +41,10 @@ class LoraGroup:
 class Segments:
     """Runs of consecutive tokens that share an adapter: the first tokens of a step.
 
+    For lm_head, which computes some of the tokens alone, runs of its rows instead.
     slots, starts, lengths: [segments] int32 on the device of the step; at most one segment for
     each slot. They follow one another from token 0 on; tokens after the last have no adapter.
-    max_rank bounds the rank of every adapter in the step.
+    max_rank bounds the rank of every adapter in them.
     """
 
     slots: torch.Tensor

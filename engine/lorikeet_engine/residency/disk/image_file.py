@@ -1,9 +1,9 @@
 """An adapter's image as a file of the disk cache: what was packed once is only read from then on.
 
 A safetensors file with one tensor, `image`, and in the header's metadata the file's own name, the
-rank of every linear, from which all else follows that the layout says, and each layer's sum. The
-name says what the image depends on, so nobody reads one that was made for another model, dtype or
-shard.
+ranks of PackedLayout.rows, from which all else follows that the layout says, and each layer's sum.
+The name says what the image depends on, so nobody reads one that was made for another model, dtype
+or shard.
 
 A file has its name only once all of it is on the disk. What the disk damages later, the sums tell
 when it is read (checksums.py).
@@ -99,12 +99,12 @@ def _text(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def _table(text: str, shape: BaseShape, path: Path) -> list[list[int]]:
-    """ranks[layer][linear]."""
-    ranks, width = text.split(), len(shape.linears)
-    if len(ranks) != shape.layers * width or not all(map(str.isdecimal, ranks)):
+def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int]:
+    """Ranks by (layer, module)."""
+    ranks, width = text.split(), len(shape.modules)
+    if len(ranks) != (shape.layers + 1) * width or not all(map(str.isdecimal, ranks)):
         raise _damaged(path)
-    return [list(map(int, ranks[at : at + width])) for at in range(0, len(ranks), width)]
+    return {divmod(at, width): int(rank) for at, rank in enumerate(ranks)}
 
 
 def _damaged(path: Path) -> AdapterRejected:

@@ -1,7 +1,7 @@
 """The adapters' memory on the device: images, the table, and the streams that change them.
 
     arena  | slot 2, layers 0–31 | slot 5, 0–8 | slot 0, 0–31 | hole | slot 5, 9–31 |    hole    |
-    table  [slot, layer, linear] → where in the arena A and B begin, and the rank
+    table  [slot, layer, module] → where in the arena A and B begin, and the rank
 
 What lies where is decided in numbers (slots.py); here it is done. Copies from the host
 go on another stream than the one that computes:
@@ -66,7 +66,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class WriteRow:
-    """Write where a slot's image lies. row [layers, linears, 3] int64: the table's."""
+    """Write where a slot's image lies. row [layers + 1, modules, 3] int64: the table's."""
 
     slot: int
     row: npt.NDArray[np.int64]

@@ -49,10 +49,11 @@ class GpuAdapter:
 class Lease:
     """While it lasts, the adapter stays on the GPU, in this slot of the table.
 
-    rank: the adapter's largest. Use as a context manager, or release once done.
+    rank: the adapter's largest. head_rank: lm_head's, 0 if it leaves that alone. Use as a context
+    manager, or release once done.
     """
 
-    __slots__ = ("_adapter", "_ended", "_on_release", "rank", "slot")
+    __slots__ = ("_adapter", "_ended", "_on_release", "head_rank", "rank", "slot")
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Lease:
         self._ended, self._on_release = ended, on_release
         self.slot = adapter.slot
         self.rank = adapter.layout.max_rank
+        self.head_rank = adapter.layout.head_rank
 
     def release(self) -> None:
         """End the lease; doing so again changes nothing."""

@@ -8,6 +8,7 @@ from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import Adapter, AsOf, Tenant
 from lorikeet.cli.output import AsJson, moment, percent, print_json, print_line, print_table
 from lorikeet.sizes import show_size
+from lorikeet_engine.adapter_format import OUTER_MODULES
 
 
 def list_adapters(
@@ -79,9 +80,11 @@ def show_touched(version: dict[str, Any]) -> str:
     touches = version["touches"]
     if touches is None:
         return "what an earlier release did not record"
-    names = ", ".join(touches["linears"])
+    inner = [name for name in touches["linears"] if name not in OUTER_MODULES]
+    outer = [name for name in touches["linears"] if name in OUTER_MODULES]
     layers = f"{touches['layers']} layer{'s' * (touches['layers'] != 1)}"
-    return f"{names} of {layers}, {touches['parameters']:,} parameters"
+    changed = [f"{', '.join(inner)} of {layers}"] * bool(inner) + outer
+    return f"{', '.join(changed)}, {touches['parameters']:,} parameters"
 
 
 def _summary(adapter: dict[str, Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Registration: makes a version of an adapter out of a blob, however the blob came here."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.state import CatalogState
+from lorikeet.errors import InvalidAdapter, Unavailable
 from lorikeet.gateway.admin.blob_validation import check_base_model, validate_blob
 from lorikeet.gateway.admin.serializers import Json, version_json
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.adapter_format import AdapterLimits
+from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, base_copies
 
 _WORKERS = 4
 
@@ -76,8 +77,12 @@ class Registration:
         return await self._limits(tenant)
 
     async def validate(self, order: RegistrationRequest, blob: Path) -> BlobFacts:
-        """Find out all that could make a blob fail later. Raises InvalidAdapter."""
-        return await self.run(
+        """Find out all that could make a blob fail later. Raises InvalidAdapter.
+
+        Where copies of the base model's matrices lay beside the adapter, a replica compares them:
+        raises Unavailable without one.
+        """
+        facts = await self.run(
             validate_blob,
             blob,
             self._services.base_models,
@@ -85,6 +90,9 @@ class Registration:
             order.base_model,
             self._services.adapter_memory,
         )
+        if copies := await self.run(base_copies, blob):
+            await self._compare(facts.base_model, copies)
+        return facts
 
     async def record(
         self, order: RegistrationRequest, blob: Path, facts: BlobFacts
@@ -115,6 +123,23 @@ class Registration:
             return AdapterRef(order.tenant, order.name, number, facts.digest)
 
         return await self._catalog_view.ask(find)
+
+    async def _compare(self, base_model: str, copies: Sequence[BaseCopy]) -> None:
+        try:
+            async with asyncio.timeout(self._services.first_item_timeout_s):
+                changed = await self._services.engines.changed_copies(base_model, copies)
+        except TimeoutError as error:
+            raise Unavailable(
+                f"no replica of {base_model} compared the copies of its weights in the file within "
+                f"{self._services.first_item_timeout_s:g} s: see `lorikeet status`, then try again"
+            ) from error
+        for module in changed:
+            raise InvalidAdapter(
+                f"the file's {module}.weight is not that of {base_model}, and whole modules cannot "
+                "be served: train it by LoRA; if it was not to be trained, save with "
+                "save_pretrained(..., save_embedding_layers=False)",
+                param=module,
+            )
 
     async def _limits(self, tenant: str) -> AdapterLimits:
         record = await self._catalog_view.ask(lambda state: state.tenant(tenant))

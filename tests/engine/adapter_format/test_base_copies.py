@@ -1,0 +1,83 @@
+"""What trainers save of the base model itself stays out of a blob, which says what it was."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from lorikeet_engine.adapter_format import AdapterLimits, base_copies, read_spec, write_blob
+from lorikeet_engine.errors import AdapterRejected
+from tests.engine.adapter_format.peft_folder import edit_weights
+from tests.engine.tiny_llama import SHAPE, trained
+
+LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
+HEAD, EMBEDDINGS = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
+MATRIX = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+
+
+def test_the_head_that_peft_saves_beside_its_lora_is_left_out(tmp_path):
+    model = trained(r=4, target_modules=["q_proj", "lm_head"])
+    model.save_pretrained(tmp_path)
+    head = model.get_base_model().lm_head.base_layer.weight.detach().numpy()
+    write_blob(tmp_path, tmp_path / "blob")
+    (copy,) = base_copies(tmp_path / "blob")
+    assert (copy.module, copy.dtype, copy.shape) == ("lm_head", "F32", (64, 32))
+    assert copy.sha256 == hashlib.sha256(head.tobytes()).hexdigest()
+    assert head.tobytes() not in (tmp_path / "blob").read_bytes()
+    assert len(read_spec(tmp_path / "blob", SHAPE, LIMITS).linears) == 3
+
+
+def test_both_matrices_are_left_out_whatever_they_are_called(folder):
+    alone = write_blob(folder, folder / "alone")
+    edit_weights(folder, lambda t: t.update({HEAD: MATRIX, EMBEDDINGS: MATRIX.astype(np.float16)}))
+    assert write_blob(folder, folder / "blob") != alone
+    copies = base_copies(folder / "blob")
+    assert [(copy.module, copy.dtype) for copy in copies] == [
+        ("embed_tokens", "F16"),
+        ("lm_head", "F32"),
+    ]
+    assert base_copies(folder / "alone") == ()
+
+
+@pytest.mark.parametrize("rows", [63, 66])
+@pytest.mark.parametrize("name", [HEAD, EMBEDDINGS])
+def test_a_resized_vocabulary_is_refused_by_name(rows, name, folder):
+    edit_weights(folder, lambda t: t.update({name: np.zeros((rows, 32), np.float32)}))
+    write_blob(folder, folder / "blob")
+    with pytest.raises(AdapterRejected, match="resized vocabularies cannot be served") as caught:
+        read_spec(folder / "blob", SHAPE, LIMITS)
+    assert caught.value.field == name.split(".")[-2]
+
+
+def test_two_copies_of_one_matrix_are_refused(folder):
+    twice = {HEAD: MATRIX, HEAD.replace(".weight", ".base_layer.weight"): MATRIX}
+    edit_weights(folder, lambda t: t.update(twice))
+    with pytest.raises(AdapterRejected, match="two tensors are lm_head's weight"):
+        write_blob(folder, folder / "blob")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        '{"copies": 3}',
+        '{"copies": [3]}',
+        '{"copies": [{"module": "norm", "dtype": "F32", "shape": [64, 32], "sha256": "%s"}]}',
+        '{"copies": [{"module": "lm_head", "dtype": "U8", "shape": [64, 32], "sha256": "%s"}]}',
+        '{"copies": [{"module": "lm_head", "dtype": "F32", "shape": 64, "sha256": "%s"}]}',
+        '{"copies": [{"module": "lm_head", "dtype": "F32", "shape": [64, 32], "sha256": "x"}]}',
+        '{"copies": [{"module": [], "dtype": "F32", "shape": [64, 32], "sha256": "%s"}]}',
+    ],
+)
+def test_a_blob_that_speaks_of_no_copies_is_refused(text, folder):
+    write_blob(folder, folder / "blob")
+    data = (folder / "blob").read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"]["lorikeet_base_copies"] = text.replace("%s", "0" * 64)
+    changed = json.dumps(header).encode()
+    (folder / "blob").write_bytes(len(changed).to_bytes(8, "little") + changed + data[end:])
+    with pytest.raises(AdapterRejected) as caught:
+        read_spec(folder / "blob", SHAPE, LIMITS)
+    assert caught.value.field == "__metadata__.lorikeet_base_copies"

@@ -1,0 +1,73 @@
+"""A checkpoint with adapters, what PEFT answers under each, and the same asked of an engine."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from tests.engine.engine_driver import Answers, greedy, prompt
+from tests.engine.peft_adapters import BlobShelf, save_adapter
+
+
+class PeftWorld:
+    """One checkpoint and what transformers and PEFT answer greedily, by the adapter's name.
+
+    adapters: LoraConfig's arguments. None is the base model.
+    """
+
+    def __init__(
+        self, checkpoint: Path, folder: Path, adapters: Mapping[str, dict[str, Any]], tokens: int
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.folder = folder
+        self.tokens = tokens
+        self.names = (None, *adapters)
+        self.shelf = BlobShelf(folder / "blobs")
+        self.refs: dict[str | None, AdapterRef | None] = {None: None}
+        self.prompts = {name: prompt(9 + 8 * i) for i, name in enumerate(self.names)}
+        self.expected = {None: self._generate(None)}
+        for seed, (name, lora) in enumerate(adapters.items()):
+            save_adapter(checkpoint, folder / name, seed, **lora)
+            self.refs[name] = self.shelf.add(folder / name, name)
+            self.expected[name] = self._generate(name)
+
+    def model(self, name: str | None) -> Any:
+        """PEFT's model under an adapter, as its folder has it."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.checkpoint)
+        return model if name is None else peft.PeftModel.from_pretrained(model, self.folder / name)
+
+    def _generate(self, name: str | None) -> list[int]:
+        ids = torch.tensor([self.prompts[name]])
+        made = self.model(name).generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=self.tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        tokens: list[int] = made[0, ids.shape[1] :].tolist()
+        return tokens
+
+
+def bring_all(world: PeftWorld, answers: Answers) -> None:
+    """Wait until every adapter is on the GPU, so that they meet in one batch."""
+    refs = [ref for ref in world.refs.values() if ref is not None]
+    for ref in refs:
+        answers.engine.pin(ref)
+    answers.until(lambda: all(answers.engine.residency(r) is Residency.GPU for r in refs))
+
+
+def ask(world: PeftWorld, answers: Answers) -> dict[str | None, list[int]]:
+    """Every prompt under its adapter, all at once; what came out."""
+    for name in world.names:
+        request = greedy(
+            str(name), world.prompts[name], adapter=world.refs[name], max_tokens=world.tokens
+        )
+        answers.submit(request)
+    answers.all()
+    return {name: answers.of(str(name)) for name in world.names}
