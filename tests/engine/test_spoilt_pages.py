@@ -28,7 +28,7 @@ def test_pages_of_a_request_that_overflows_are_computed_anew(tmp_path, overlap, 
     )
     answers, steps, logits = Answers(engine), [], model.logits
     model.before = lambda batch: steps.append(batch)
-    model.logits = lambda h: logits(h) * (torch.nan if len(steps) > good_steps else 1.0)
+    model.logits = lambda *given: logits(*given) * (torch.nan if len(steps) > good_steps else 1.0)
     answers.submit(Request("bad", (PROMPT,), GREEDY))
     answers.all()
     assert isinstance(answers.errors["bad"], NotFinite)

@@ -28,6 +28,7 @@ from lorikeet.protocol.messages import (
 )
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.replica.base_copies import changed_copies
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.replica.metering import Metering
 from lorikeet.replica.output_dispatcher import OutputDispatcher
@@ -40,7 +41,6 @@ from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseCopy
 from lorikeet_engine.errors import EngineClosed, EngineError
-from lorikeet_engine.models.base_copies import changed_copies
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed, Output, Request, Tokens
 from lorikeet_engine.telemetry.status import EngineStatus

@@ -1,0 +1,29 @@
+"""The hash of a matrix that trainers save copies of; the files are read, no model is loaded.
+
+    python -m lorikeet_engine.models.base_sha256 FOLDER embed_tokens|lm_head F32|F16|BF16
+
+prints the SHA-256 of the base model's matrix in that dtype.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from lorikeet_engine.models.checkpoint import DTYPES, Checkpoint
+from lorikeet_engine.models.config import ModelConfig
+
+
+def base_sha256(folder: Path, module: str, dtype: str) -> str:
+    """The hash of embed_tokens or lm_head as the checkpoint in the folder holds it, cast to dtype.
+
+    Raises ModelError.
+    """
+    tied = ModelConfig.from_folder(folder).tied_embeddings
+    name = "model.embed_tokens" if tied or module == "embed_tokens" else module
+    with Checkpoint(folder, torch.device("meta"), DTYPES[dtype]) as checkpoint:
+        return checkpoint.sha256(f"{name}.weight", DTYPES[dtype])
+
+
+if __name__ == "__main__":
+    print(base_sha256(Path(sys.argv[1]), *sys.argv[2:]))
