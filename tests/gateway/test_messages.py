@@ -134,6 +134,8 @@ def test_a_tool_is_called_and_its_result_sent_back(gateway: Gateway) -> None:
     assert tools is not None
     (shown,) = tools.tools
     assert shown["function"]["parameters"] == WEATHER["input_schema"]
+    order = [name for name in ("name", "description", "parameters") if name in shown["function"]]
+    assert list(shown["function"])[: len(order)] == order, "as a chat's: templates write them so"
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,16 @@ def test_an_item_reference_stands_for_a_stored_item(
     ]
 
 
+@pytest.mark.usefixtures("replica")
+def test_an_item_is_referenced_once(storing: Gateway) -> None:
+    client = storing.openai()
+    asked: Any = client.responses.create(model="tiny", input="one two")
+    twice: Any = [reference(asked.output[0].id)] * 2
+    with pytest.raises(openai.BadRequestError, match="several item_references: want one"):
+        client.responses.create(model="tiny", input=twice)
+
+
+@pytest.mark.usefixtures("replica")
 def test_a_tools_output_answers_a_call_that_is_referenced(
     storing: Gateway, replica: ScriptedReplica
 ) -> None:

@@ -45,7 +45,10 @@ def write_blob(folder: Path, out: Path) -> str:
     for saved, sides in pairs.items():
         module = module_in_blobs(saved)
         check_rank(module, sides, want=config.rank(module))
-        named |= {tensor_name(module, side): tensor for side, tensor in sides.items()}
+        new = {tensor_name(module, side): tensor for side, tensor in sides.items()}
+        if new.keys() & named.keys():
+            raise AdapterRejected(f"two modules of the file are {module}", field=saved)
+        named |= new
     named = dict(sorted(named.items()))
     try:
         with out.open("wb") as file:

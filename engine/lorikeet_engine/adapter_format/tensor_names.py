@@ -30,12 +30,6 @@ _COPY = re.compile(
     r"(?:\.base_layer)?\.weight"
 )
 _SAVED_OUTER = re.compile(r"(?:(?:language_)?model\.){0,3}(lm_head|embed_tokens)")
-_MODULE = re.compile(r"((?:(?:language_)?model\.){0,3})(layers\.([0-9]{1,6})\.[\w.]+)")
-_COPY = re.compile(
-    r"(?:base_model\.model\.)?(?:(?:language_)?model\.){0,2}(lm_head|embed_tokens)"
-    r"(?:\.base_layer)?\.weight"
-)
-_SAVED_HEAD = re.compile(r"(?:(?:language_)?model\.){0,2}lm_head")
 _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
 _REFUSED = {
     "lora_magnitude_vector": "DoRA is not supported; train with use_dora=False",

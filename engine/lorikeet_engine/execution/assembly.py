@@ -66,6 +66,8 @@ def assemble(
         model = load(settings.model, device, settings.torch_dtype, settings.max_context)
         if settings.weight_dtype == "nf4":
             model.round_to_nf4()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what that and dequantising took
     with start.stage("slot pool"):
         tiers = build_tiers(model.config.shape, settings, source, device, wake, start.free)
     try:

@@ -86,4 +86,4 @@ class PromptScores:
                 outputs.append(PromptLogprobs(request.request_id, sequence.choice, logprobs))
             else:
                 errors[request.request_id] = NotFinite.under(request.adapter)
-        return ReadScores(outputs, errors)
+        return ReadScores([o for o in outputs if o.request_id not in errors], errors)

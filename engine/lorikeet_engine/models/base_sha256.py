@@ -2,7 +2,7 @@
 
     python -m lorikeet_engine.models.base_sha256 FOLDER embed_tokens|lm_head F32|F16|BF16
 
-prints the SHA-256 of the base model's matrix in that dtype.
+prints the SHA-256 of the base model's matrix in that dtype, or an empty line if it is quantised.
 """
 
 import sys
@@ -10,20 +10,20 @@ from pathlib import Path
 
 import torch
 
+from lorikeet_engine.adapter_format import read_json
 from lorikeet_engine.models.checkpoint import DTYPES, Checkpoint
-from lorikeet_engine.models.config import ModelConfig
 
 
-def base_sha256(folder: Path, module: str, dtype: str) -> str:
+def base_sha256(folder: Path, module: str, dtype: str) -> str | None:
     """The hash of embed_tokens or lm_head as the checkpoint in the folder holds it, cast to dtype.
 
-    Raises ModelError.
+    None where it is quantised. Raises ModelError.
     """
-    tied = ModelConfig.from_folder(folder).tied_embeddings
+    tied = bool(read_json(folder / "config.json").get("tie_word_embeddings"))
     name = "model.embed_tokens" if tied or module == "embed_tokens" else module
     with Checkpoint(folder, torch.device("meta"), DTYPES[dtype]) as checkpoint:
         return checkpoint.sha256(f"{name}.weight", DTYPES[dtype])
 
 
 if __name__ == "__main__":
-    print(base_sha256(Path(sys.argv[1]), *sys.argv[2:]))
+    print(base_sha256(Path(sys.argv[1]), *sys.argv[2:]) or "")

@@ -107,14 +107,14 @@ class Checkpoint:
         with safe_open(self._stored[name].file, framework="pt") as file:
             return bytes(file.get_tensor(name).numpy())
 
-    def sha256(self, name: str, dtype: torch.dtype) -> str:
+    def sha256(self, name: str, dtype: torch.dtype) -> str | None:
         """The hash of a tensor's bytes once cast to this dtype, read a piece at a time.
 
-        Raises ModelError where it is missing.
+        None where the files have no tensor of floats by this name: a quantised one has no copies.
         """
         stored = self._stored.get(name)
-        if stored is None:
-            raise ModelError(f"{self.folder}: tensor {name} is missing", field=name)
+        if stored is None or stored.dtype not in DTYPES:
+            return None
         held, hashed = DTYPES[stored.dtype], hashlib.sha256()
         left = math.prod(stored.shape) * held.itemsize
         with stored.file.open("rb") as file:
@@ -131,7 +131,9 @@ class Checkpoint:
         left = sorted(
             name
             for name in self._unread
-            if name not in ignored and not name.endswith("rotary_emb.inv_freq")
+            if name not in ignored
+            and not name.endswith("rotary_emb.inv_freq")
+            and not self._is_zero_bias(name)
         )
         if left:
             raise ModelError(
@@ -139,6 +141,14 @@ class Checkpoint:
                 "model that config.json describes: the two do not belong together",
                 field=left[0],
             )
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Whether it is the bias that AutoGPTQ saves of a linear that has none."""
+        path = name.removesuffix(".bias")
+        if path == name or f"{path}.qweight" not in self._stored:
+            return False
+        with safe_open(self._stored[name].file, framework="pt") as file:
+            return not bool(file.get_tensor(name).any())
 
     def __enter__(self) -> Self:
         return self

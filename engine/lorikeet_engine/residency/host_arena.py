@@ -108,8 +108,10 @@ class HostArena:
     def discard(self, digest: str) -> None:
         """Let nobody hold a damaged image any more; its room is free once nobody does."""
         with self._lock:
+            image = self._images.get(digest)
+            if image is None:  # evicted meanwhile, by a loading thread
+                return
             self._checksum_failures += 1
-            image = self._images[digest]
             image.packed = None
             self._reservations.revoke(digest)
             if not image.holders:

@@ -86,7 +86,7 @@ class Shard:
         first, last = self.index * count // self.world, (self.index + 1) * count // self.world
         if widths[0] is Width.KEYS and self.world > count and not self.world % count:
             last = first + 1  # several processes keep the head that their queries read
-        elif count % self.world:
+        elif count % self.world and widths[0] is not Width.VOCABULARY:
             raise SettingsError(
                 f"{widths[0]}={count} cannot be shared evenly by {self.world} processes: choose a "
                 "number of GPUs that divides it"

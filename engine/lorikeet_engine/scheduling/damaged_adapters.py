@@ -26,7 +26,7 @@ def give_up_damaged(
         for sequence in (*scheduler.running, *scheduler.waiting):
             if sequence.adapter is None or sequence.adapter.digest != digest:
                 continue
-            if sequence.kv.pages or sequence.output_length:
+            if sequence.kv.pages or sequence.output_length or sequence.kv.score_from:
                 failed[sequence.request.request_id] = error
             else:
                 sequence.release()

@@ -142,7 +142,8 @@ class PromptRoom:
 
     def _take_scored(self, sequence: Sequence) -> Chunk:
         each = 1 + (sequence.request.sampling.prompt_logprobs or 0)
-        chunk = self._take(sequence, max(1, min(self.tokens, self._scores // each)))
+        anew = max(0, (sequence.kv.score_from or 0) - sequence.kv.computed)
+        chunk = self._take(sequence, max(1, min(self.tokens, anew + self._scores // each)))
         scored = sequence.score(chunk)
         if scored.end > scored.start:  # else it computes anew what was scored before a preemption
             self._scores -= each * (scored.end - scored.start)

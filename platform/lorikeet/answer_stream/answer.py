@@ -172,7 +172,8 @@ class Answer:
         stop, calls, prompt_logprobs = self.stop_string(index), self._calls[index], None
         if self._scored:
             scored = self._scored[index // self._call.n]
-            prompt_logprobs = scored.json()
+            if index == 0 or self._call.endpoint is Endpoint.COMPLETIONS:  # a chat tells them once
+                prompt_logprobs = scored.json()
             if logprobs is not None and self._call.echo:
                 logprobs = scored.echoed.before(logprobs)
         return Choice(text, finish, calls, logprobs, stop, thought, prompt_logprobs)

@@ -85,7 +85,9 @@ B = TypeVar("B", bound=Body)
 
 @cache
 def _with_defaults(schema: type[B]) -> B:
-    return schema.model_construct()
+    """One with defaults, and places for the other fields: a dump keeps the order of these."""
+    required = {name: None for name, field in schema.model_fields.items() if field.is_required()}
+    return schema.model_construct(_fields_set=set(), **required)
 
 
 async def read_json(request: Request, schema: type[B]) -> B:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from lorikeet.errors import (
+    InvalidInput,
     NotFound,
     StoreError,
     UnknownPreviousResponse,
@@ -54,7 +55,7 @@ class StoredResponses:
         """Return what a request takes up of stored responses.
 
         Raises UnsupportedParameter where nothing is stored; UnknownPreviousResponse, NotFound for
-        an item, InvalidInput for items of too many responses, StoreError.
+        an item, InvalidInput for items of too many responses or the same one twice, StoreError.
         """
         if not isinstance(body, ResponsesRequest):
             return StoredItems()
@@ -65,6 +66,8 @@ class StoredResponses:
         store = self._store
         if store is None:
             raise _off(_PREVIOUS, _PREVIOUS) if previous else _off("input", f"an {REFERENCE}")
+        if len(set(references)) < len(references):  # each can be as large as a response
+            raise InvalidInput(f"input: an item has several {REFERENCE}s: want one", param="input")
         budget = ValueBudget(body.max_values)
 
         def parsed(turn: Json) -> InputItem:
@@ -154,7 +157,7 @@ def _stored(
     """Return what is stored of an answer. last: its body, or the events that end its stream."""
     answer = json.loads(last.rstrip().rpartition(b"\ndata: ")[2])
     response = answer["response"] if call.stream else answer
-    new = f"in_{call.request_id}"
+    new = "in_" + response["id"].removeprefix("resp_")
     items = [
         *((item, str(item.id)) for item in context.stored_items.past),
         *(

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from lorikeet_engine.adapter_format import BaseCopy
 
+_PATIENCE_S = 300.0
+
 
 def changed_copies(folder: Path, copies: Sequence[BaseCopy]) -> list[str]:
     """The modules whose copies are not what the checkpoint in the folder holds, in their dtype.
 
     Reads each matrix once in a process's life, a gigabyte in about two seconds. Raises
-    CalledProcessError where it cannot be read.
+    SubprocessError where it cannot be read.
     """
     return [
         copy.module
@@ -30,6 +32,10 @@ def changed_copies(folder: Path, copies: Sequence[BaseCopy]) -> list[str]:
 def _base_sha256(folder: Path, module: str, dtype: str) -> str:
     program = [sys.executable, "-P", "-m", "lorikeet_engine.models.base_sha256"]
     done = subprocess.run(
-        [*program, str(folder), module, dtype], check=True, stdout=subprocess.PIPE, text=True
+        [*program, str(folder), module, dtype],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=_PATIENCE_S,
     )
     return done.stdout.strip()

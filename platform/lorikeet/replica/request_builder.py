@@ -174,13 +174,14 @@ def fit_body(call: Call, choices: int, room: int, of_prompts: int = 0) -> int:
     if logprobs is None or (call.stream and not repeats):
         return room
     copies = 4 if call.stream else 1
-    most = (MOST_LOGPROBS - of_prompts) // (choices * (1 + logprobs) * copies)
+    left = MOST_LOGPROBS - of_prompts
+    most = left // (choices * (1 + logprobs) * copies)
     max_tokens = min(call.max_tokens or 1, room)
     if max_tokens > most:
         raise InvalidInput(
             f"an answer of up to {choices} × {max_tokens} tokens with {1 + logprobs} log "
-            f"probabilities each: {MOST_LOGPROBS} is the most without stream. Set stream, or a "
-            "smaller max_tokens",
+            f"probabilities each: {left} is the most without stream. "
+            f"{'Want' if of_prompts else 'Set stream, or'} a smaller max_tokens",
             param="logprobs",
         )
     return min(room, most)

@@ -5,6 +5,9 @@ the operators themselves launch, on tensors without memory, and what they launch
 """
 
 import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,3 +163,10 @@ def test_penalties(compiled: set[str], dtype: torch.dtype) -> None:
     indices = empty(5, dtype=torch.int64)
     penalise(empty(8, 128256, dtype=dtype), indices, indices, state)
     assert compiled == {"_penalise"}
+
+
+@pytest.mark.parametrize(
+    "name", re.findall(r'_cuda\("([\w.]+)"\)', Path(linear.__file__).read_text())
+)
+def test_the_modules_of_triton_kernels_that_linears_name_are_there(name):
+    assert find_spec(f"lorikeet_engine.kernels.{name}")

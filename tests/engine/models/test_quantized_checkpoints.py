@@ -197,6 +197,21 @@ def test_integers_stand_for_the_floats_of_their_scales(
     assert torch.equal(logits(folder), logits(floats))
 
 
+def test_biases_of_zeros_that_autogptq_adds_are_no_obstacle_and_others_are(
+    tiny_checkpoints, tmp_path
+):
+    folder, floats = quantized(tiny_checkpoints["llama"], tmp_path, "gptq", **GPTQ)
+    tensors = load_file(folder / SINGLE)
+    name = "model.layers.1.mlp.down_proj.bias"
+    tensors[name] = torch.zeros(64, dtype=torch.float16)
+    config = {"quantization_config": GPTQ}
+    with_zeros = saved(folder, tmp_path / "zeros", tensors, **config)
+    assert torch.equal(logits(with_zeros), logits(floats))
+    tensors[name][3] = 1.0
+    with pytest.raises(ModelError, match=name):
+        logits(saved(folder, tmp_path / "ones", tensors, **config))
+
+
 def test_one_group_can_hold_all_inputs(tiny_checkpoints, tmp_path):
     names, tensors = linears(tiny_checkpoints["llama"])
     for name in names:

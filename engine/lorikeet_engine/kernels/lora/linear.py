@@ -92,9 +92,9 @@ def add_lora(
     if y.device.type != "cuda":
         reference.add_lora(y, x, weights, segments, layer, group)
         return
-    tiles = _cuda("tiles").list_tiles(segments, len(x))
-    shrunk: UnexpandedDelta = _cuda("shrink").shrink(x, weights, tiles, layer, group)
-    _cuda("expand").expand(shrunk, y, add=True)
+    tiles = _cuda("lora.tiles").list_tiles(segments, len(x))
+    shrunk: UnexpandedDelta = _cuda("lora.shrink").shrink(x, weights, tiles, layer, group)
+    _cuda("lora.expand").expand(shrunk, y, add=True)
 
 
 def linear_with_lora_before_silu(
@@ -155,8 +155,8 @@ def add_embedding_lora(
     if step.tiles is None:
         reference.add_embedding_lora(y, token_ids, step.weights, step.segments, layer, group)
         return
-    gathered = _cuda("gather").gather(token_ids, step.weights, step.tiles, layer, group)
-    _cuda("expand").expand(gathered, y, add=True)
+    gathered = _cuda("lora.gather").gather(token_ids, step.weights, step.tiles, layer, group)
+    _cuda("lora.expand").expand(gathered, y, add=True)
 
 
 @cache

@@ -25,7 +25,8 @@ from lorikeet.catalog.records import (
 from lorikeet.catalog.rules.limits import options_of, with_options
 from lorikeet_engine.adapter import Residency, TouchedModules
 
-PARTITION_SCHEMA = 2
+PARTITION_SCHEMA = 3
+READ_SCHEMAS = (2, 3)  # a version of schema 2 says nothing of what it touches
 """Raised whenever an older reader could misread what is written."""
 
 Json = Any

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from lorikeet.catalog.snapshots.partition_format import (
     PARTITION_SCHEMA,
+    READ_SCHEMAS,
     compact,
     encode_tenant,
     key_of,
@@ -119,7 +120,7 @@ def partition_from_bytes(data: bytes, digest: str) -> Partition:
     """
     first, *tenants = data.split(b"\n")
     head = json.loads(first)
-    if head["schema"] != PARTITION_SCHEMA:
+    if head["schema"] not in READ_SCHEMAS:
         raise StoreError(
             f"partition {digest} has schema {head['schema']} and this process reads "
             f"{PARTITION_SCHEMA}: another release writes this catalog, upgrade this one"

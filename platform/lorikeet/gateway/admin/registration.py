@@ -109,8 +109,9 @@ class Registration:
         adapter = await self._catalog_view.ask(
             lambda state: state.adapter(order.tenant, order.name)
         )
-        base = self._services.base_models[version.base_model]
-        about = version_json(adapter, version) | {"base_quantization": base.quantization}
+        base = self._services.base_models.get(version.base_model)  # it may be served no more
+        quantization = base.quantization if base else None
+        about = version_json(adapter, version) | {"base_quantization": quantization}
         return RegisteredVersion(about, is_new=not exists)
 
     async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:

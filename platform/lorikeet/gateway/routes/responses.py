@@ -53,7 +53,7 @@ def response_routes(
     ) -> Json:
         async with limited(request) as tenant:
             items = (await stored.get(tenant, response_id)).input_items
-        return page(items if order == "asc" else items[::-1], limit, after)
+            return page(items if order == "asc" else items[::-1], limit, after)
 
     return router
 
