@@ -67,6 +67,21 @@ def _torchtune_dora(draft: Draft) -> None:
     )
 
 
+# What converters write that are no trainers.
+_CONVERTED: dict[str, Any] = {
+    "auto_mapping": None,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "lora_dropout": 0.0,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "task_type": "CAUSAL_LM",
+}
+
+
 def _megatron(draft: Draft) -> None:
     """Share A among the linears that Megatron fuses, and name odd ranks whole.
 
@@ -79,16 +94,7 @@ def _megatron(draft: Draft) -> None:
     draft.edit_both(share)
     _configured(
         draft,
-        auto_mapping=None,
-        bias="none",
-        fan_in_fan_out=False,
-        inference_mode=True,
-        init_lora_weights=True,
-        lora_dropout=0.0,
-        modules_to_save=None,
-        rank_pattern={},
-        alpha_pattern={},
-        task_type="CAUSAL_LM",
+        **_CONVERTED,
         use_dora=False,
         use_rslora=False,
     )
@@ -101,16 +107,7 @@ def _tinker(draft: Draft) -> None:
     """
     _configured(
         draft,
-        auto_mapping=None,
-        bias="none",
-        fan_in_fan_out=False,
-        inference_mode=True,
-        init_lora_weights=True,
-        lora_dropout=0.0,
-        modules_to_save=None,
-        rank_pattern={},
-        alpha_pattern={},
-        task_type="CAUSAL_LM",
+        **_CONVERTED,
     )
 
 

@@ -41,13 +41,11 @@ class PromptScores:
         self._chunks, self._piece_rows = chunks, min(_PIECE_ROWS, max_running)
         place = {chunk.sequence: at for at, chunk in enumerate(chunks)}
         self._scored = sorted(scored, key=lambda each: place[each.sequence])
-        ends = list(accumulate(chunk.length for chunk in chunks))
-        rows = [
-            (ends[at] - chunks[at].end + token, at)
-            for each in self._scored
-            for at in (place[each.sequence],)
-            for token in range(each.start, each.end)
-        ]
+        ends, rows = list(accumulate(chunk.length for chunk in chunks)), list[tuple[int, int]]()
+        for each in self._scored:
+            at = place[each.sequence]
+            first = ends[at] - chunks[at].end  # the row of the prompt's token 0, were it here
+            rows += [(first + token, at) for token in range(each.start, each.end)]
         self._rows, self._chunk_of = np.array(rows, np.int64).T  # of the hidden states; of chunks
         self._pieces: list[Logprobs] = []
 
