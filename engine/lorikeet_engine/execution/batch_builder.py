@@ -154,8 +154,10 @@ def _segments(leases: list[AdapterLease], lengths: Int64s) -> Int32s:
     if not len(first):
         return np.zeros((3, 0), np.int32)
     sums = np.add.reduceat(lengths[: len(leases)], first)
-    segments = np.stack((slots[first], sums.cumsum() - sums, sums)).astype(np.int32)
-    return segments[:, sums > 0]
+    kept = sums > 0
+    # Filtered before they are stacked: kernels read each of the three as it lies, without gaps.
+    parts = (part[kept] for part in (slots[first], sums.cumsum() - sums, sums))
+    return np.stack(list(parts)).astype(np.int32)
 
 
 def _upload_segments(segments: Int32s, max_rank: int, device: torch.device) -> Segments | None:

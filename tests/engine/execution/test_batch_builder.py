@@ -71,6 +71,7 @@ def test_each_adapter_is_one_segment():
     segments = build_step_input(chunks, PAGE).upload(CPU).segments
     columns = (segments.slots, segments.starts, segments.lengths)
     assert [column.tolist() for column in columns] == [[1, 3], [0, 3], [3, 5]]
+    assert all(column.is_contiguous() for column in columns), "kernels know of no stride"
     assert segments.max_rank == 16
 
 

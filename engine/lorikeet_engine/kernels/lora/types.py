@@ -42,8 +42,8 @@ class Segments:
     """Runs of consecutive tokens that share an adapter: the first tokens of a step.
 
     For lm_head, which computes some of the tokens alone, runs of its rows instead.
-    slots, starts, lengths: [segments] int32 on the device of the step; at most one segment for
-    each slot. They follow one another from token 0 on; tokens after the last have no adapter.
+    slots, starts, lengths: [segments] int32, dense, on the device of the step; at most one segment
+    for each slot. They follow one another from token 0 on; tokens after the last have no adapter.
     max_rank bounds the rank of every adapter in them.
     """
 
