@@ -201,7 +201,7 @@ def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterato
     """The images on the GPU that steps may read."""
     for adapter in gpu.snapshot():
         digest, image = adapter.ref.digest, pool.image(adapter.slot)
-        if image is None or image.layout is not adapter.layout or not gpu.holds(digest):
+        if image is None or gpu.usable(digest) is not adapter:
             continue
         unchanged = partial(_lies_there, gpu, pool, adapter, image)
         yield CheckedImage(digest, image.layout, adapter.sums, arena, image.pieces, unchanged)
@@ -220,7 +220,7 @@ def host_images(host: HostArena) -> Iterator[CheckedImage]:
 
 
 def _lies_there(gpu: GpuAdapters, pool: SlotPool, adapter: GpuAdapter, image: PlacedImage) -> bool:
-    return gpu.holds(adapter.ref.digest) and pool.image(adapter.slot) is image
+    return gpu.usable(adapter.ref.digest) is adapter and pool.image(adapter.slot) is image
 
 
 def _is_there(host: HostArena, digest: str, image: PackedImage) -> bool:

@@ -1,10 +1,12 @@
 """Damage in memory is found in time and loaded anew; what only comes and goes is no damage."""
 
+import functools
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterDamaged
 from lorikeet_engine.residency import image_checks
+from lorikeet_engine.residency.packing import PackedLayout
 from tests.engine.blobs import everywhere
 from tests.engine.residency.tiers_driver import TiersDriver, make
 
@@ -228,6 +231,35 @@ def test_that_it_was_loaded_elsewhere_meanwhile_is_no_alarm(shelf, bench, sums):
     assert on_gpu(b, a).data_ptr() != at
     read_sums(b, sums)
     assert failures(b, GPU) == 0
+
+
+def test_what_is_back_in_another_slot_is_not_looked_for_in_its_old_one(
+    shelf, bench, never, monkeypatch
+):
+    once = functools.cache(lambda: layout_of_ranks(*arguments))
+    layout_of_ranks, arguments = PackedLayout.of_ranks, list[Any]()
+
+    def shared(*args: Any) -> PackedLayout:
+        arguments[:] = args
+        return once()
+
+    monkeypatch.setattr(PackedLayout, "of_ranks", shared)  # adapters of equal ranks may share one
+    a, c, d = make(shelf, "acd")
+    b = bench(gpu=3, host=4)
+    for ref in (d, a, c):
+        b.load(ref)
+    slots = {ref: b.tiers._gpu.usable(ref.digest).slot for ref in (a, c)}
+    images = image_checks.gpu_images(b.tiers._gpu, b.tiers._pool, b.tiers.weights.arena)
+    assert next(images).digest == d.digest
+    evict(b, a)
+    evict(b, c)
+    for ref in (a, c):
+        b.lease(ref).release()
+    assert {ref: b.tiers._gpu.usable(ref.digest).slot for ref in (c, a)} == {
+        c: slots[a],
+        a: slots[c],
+    }
+    assert not list(images), "their turn comes in the next round"
 
 
 def test_that_it_moved_meanwhile_is_no_alarm(shelf, bench, sums, monkeypatch):

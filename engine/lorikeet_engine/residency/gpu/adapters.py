@@ -83,8 +83,12 @@ class GpuAdapters:
 
     def holds(self, digest: str) -> bool:
         """Whether all of an adapter's weights are on the GPU."""
+        return self.usable(digest) is not None
+
+    def usable(self, digest: str) -> GpuAdapter | None:
+        """An adapter that is on the GPU whole; another object once it was evicted and is back."""
         adapter = self._adapters.get(digest)
-        return adapter is not None and not adapter.copying and not adapter.damaged
+        return adapter if adapter and not adapter.copying and not adapter.damaged else None
 
     def placed(self, digest: str) -> bool:
         """Whether an adapter is on the GPU or being copied there."""
@@ -106,13 +110,11 @@ class GpuAdapters:
     def guard(self, digest: str) -> bool:
         """Spare an adapter until it is leased, for GUARD_S at most; False if it is not here."""
         adapter = self._adapters.get(digest)
-        if adapter is None:
-            return False
         # Never prolonged: a request that waits for something else must not hold memory as well.
-        if adapter.guarded_until_s is None:
+        if adapter is not None and adapter.guarded_until_s is None:
             adapter.guarded_until_s = self._clock() + GUARD_S
             self._held[digest] = adapter
-        return True
+        return adapter is not None
 
     def lease(self, digest: str, on_release: Callable[[], None] = lambda: None) -> Lease | None:
         """Lease an adapter; None while it is not here. on_release: called at the lease's end.
@@ -120,9 +122,9 @@ class GpuAdapters:
         Nothing moves: a use is counted, which may raise the adapter's score (eviction_score.py). A
         Lease (leases.py) has the slot and the rank, and calls back when it is released.
         """
-        if not self.holds(digest):
+        adapter, now_s = self.usable(digest), self._clock()
+        if adapter is None:
             return None
-        adapter, now_s = self._adapters[digest], self._clock()
         self._take_out(adapter)
         adapter.score = self._score(digest, adapter.layout, now_s)
         self._sort_in(adapter)
@@ -174,15 +176,13 @@ class GpuAdapters:
 
         Nobody can lease it before `copy_finished`. score: if not that of a use now.
         """
-        layout = image.layout
-        digest, now_s = ref.digest, self._clock()
+        layout, digest, now_s = image.layout, ref.digest, self._clock()
         assert digest not in self._adapters
         self._evict_rather_than_move(layout, math.inf if score is None else score)
         placement = self._pool.place(layout)
         self._arena.run(*placement.commands)
         copy = self._arena.copy(image.elements, placement.pieces)
-        if score is None:
-            score = self._score(digest, layout, now_s)
+        score = self._score(digest, layout, now_s) if score is None else score
         adapter = GpuAdapter(ref, placement.slot, layout, image.sums, now_s, score)
         self._adapters[digest] = self._held[digest] = adapter
         self._sort_in(adapter)
