@@ -1,6 +1,7 @@
 """LiteLLM: completions, streams, tools, formats and responses under three of its prefixes."""
 
 import asyncio
+import json
 from typing import Any
 
 import litellm
@@ -27,6 +28,11 @@ ADDRESSES = {"openai": URL, "hosted_vllm": URL, "anthropic": ANTHROPIC_URL}
 
 def asked(provider: str, model: str = MODEL) -> dict[str, Any]:
     return {"model": f"{provider}/{model}", "api_base": ADDRESSES[provider], "api_key": KEY}
+
+
+def location(call: Any) -> str:
+    """Return a call's argument; hosted_vllm/ drops additionalProperties, so there may be others."""
+    return json.loads(call.function.arguments)["location"]
 
 
 every_provider = pytest.mark.parametrize("provider", ADDRESSES)
@@ -63,7 +69,7 @@ def test_a_tool_is_called_and_its_result_sent_back(provider: str) -> None:
     answer = litellm.completion(messages=MESSAGES, **FORCED, **asked(provider))
     message = answer.choices[0].message
     (call,) = message.tool_calls
-    assert call.function.arguments == '{"location": "Boston, MA"}'
+    assert location(call) == "Boston, MA"
     result = {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": "5"}
     again = litellm.completion(
         messages=[*MESSAGES, message, result], tools=[WEATHER], max_tokens=50, **asked(provider)
@@ -75,7 +81,7 @@ def test_a_tool_is_called_and_its_result_sent_back(provider: str) -> None:
 def test_a_streamed_call_is_built_again(provider: str) -> None:
     stream = litellm.completion(messages=MESSAGES, stream=True, **FORCED, **asked(provider))
     message = litellm.stream_chunk_builder(list(stream), messages=MESSAGES).choices[0].message
-    assert message.tool_calls[0].function.arguments == '{"location": "Boston, MA"}'
+    assert location(message.tool_calls[0]) == "Boston, MA"
 
 
 @every_provider
