@@ -5,6 +5,8 @@ One adapter's way:
     request ──▶ loading ──▶ ready, its image held on the host ──▶ on the GPU
                    │                     ▲
                    └──▶ blocked ─────────┘   while the host has no room
+
+Who still waits when a copy to the GPU turns out to be damaged requests the adapter again.
 """
 
 import logging
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.errors import AdapterError
+from lorikeet_engine.errors import AdapterDamaged, AdapterError
 from lorikeet_engine.residency.gpu.leases import SlotUser
 from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.loader import Loader, LoadResult
@@ -52,6 +54,7 @@ class RequestedAdapters:
         self._ready: dict[str, AdapterRef] = {}  # of these, held on the host
         self._blocked: dict[str, int] = {}  # of these, waiting for the host: its frees then
         self._failures: dict[str, _Failure] = {}
+        self._damaged: set[str] = set()  # whose last copy to the GPU was
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._waiting
@@ -95,7 +98,7 @@ class RequestedAdapters:
         if result.error is not None:
             log.warning("adapter_failed", extra={"adapter": str(ref), "error": str(result.error)})
             if self._waiting.pop(digest, None):
-                self.fail(digest, result.error)
+                self._fail(digest, result.error)
         elif result.residency is Residency.HOST:
             if digest in self._waiting and digest not in self._ready:
                 self._ready[digest] = ref
@@ -120,9 +123,19 @@ class RequestedAdapters:
                 del self._blocked[digest]
                 self._load(self._waiting[digest].ref)
 
-    def fail(self, digest: str, error: AdapterError) -> None:
-        """Let the requests fail that wait for an adapter, which is not loading any more."""
-        self._failures[digest] = _Failure(error, time.monotonic())
+    def on_copy(self, digest: str, damaged: AdapterDamaged | None) -> None:
+        """Note that a copy to the GPU is over, for a request or not, and whether it is damaged.
+
+        If it is once, what was discarded is read again from the disk. Twice in a row says that a
+        memory fails: requests fail then rather than wait for it.
+        """
+        if damaged is None:
+            self._damaged.discard(digest)
+        elif digest not in self._damaged:
+            self._damaged.add(digest)
+        else:
+            self._damaged.remove(digest)
+            self._fail(digest, damaged)
 
     def placed(self, digest: str) -> SlotUser | None:
         """Forget an adapter that is placed now, for a request or not; returns who asked first."""
@@ -132,6 +145,9 @@ class RequestedAdapters:
         if self._ready.pop(digest, None):
             self._host.release(digest)
         return user
+
+    def _fail(self, digest: str, error: AdapterError) -> None:
+        self._failures[digest] = _Failure(error, time.monotonic())
 
     def _load(self, ref: AdapterRef) -> None:
         held = self._host.hold(ref.digest)

@@ -282,8 +282,9 @@ class Tiers:
     def _take_copies(self) -> None:
         for copy in self._copies.finished():
             self._stats.add_copy(copy)
-            if not self._gpu.copy_finished(copy.digest, copy.total):
-                self._requests.fail(copy.digest, self._checks.discard(copy.digest, Residency.HOST))
+            good = self._gpu.copy_finished(copy.digest, copy.total)
+            damaged = None if good else self._checks.discard(copy.digest, Residency.HOST)
+            self._requests.on_copy(copy.digest, damaged)
             self._host.release(copy.digest)
 
 

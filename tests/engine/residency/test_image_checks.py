@@ -130,18 +130,33 @@ def test_a_damaged_adapter_is_leased_to_nobody_and_goes_with_its_last_lease(shel
 
 
 @pytest.mark.usefixtures("never")
-def test_what_was_damaged_on_the_host_never_reaches_a_request(shelf, bench, caplog):
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_what_was_damaged_on_the_host_is_read_again_for_who_waits(prefetched, shelf, bench, caplog):
     (a,) = make(shelf, "a")
     b = bench()
     stage(b, a)
     b.image(a)
     flip(on_host(b, a), -1)
-    b.tiers.request(a)
+    (b.tiers.prefetch if prefetched else b.tiers.request)(a)
     b.tiers.advance()
-    with pytest.raises(AdapterDamaged, match=r"acme/a@1.*send the request again"):
-        b.tiers.lease(a)
     assert "adapter_damaged" in caplog.text
     assert (b.gpu.adapters, failures(b, HOST), failures(b, GPU)) == (0, 1, 0)
+    assert b.tiers.lease(a) is None, "it fails"
+    b.lease(a).release()
+    assert shelf.fetched.count("a") == 1
+
+
+@pytest.mark.usefixtures("never")
+def test_a_request_fails_whose_adapter_is_damaged_twice_in_a_row(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    for _ in range(2):
+        stage(b, a)
+        flip(on_host(b, a))
+        b.tiers.request(a)
+        b.tiers.advance()
+    with pytest.raises(AdapterDamaged, match=r"acme/a@1.*send the request again"):
+        b.tiers.lease(a)
     b.lease(a).release()
 
 
