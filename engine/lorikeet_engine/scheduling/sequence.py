@@ -186,6 +186,12 @@ class Sequence:
         """Tokens still to be computed before the next can be sampled: 1 means that it decodes."""
         return self.length - self.kv.computed
 
+    @property
+    def to_score(self) -> int:
+        """Tokens of its prompt behind which the next one is still to be scored."""
+        start = self.kv.score_from
+        return 0 if start is None else self.prompt_length - 1 - start
+
     def score(self, chunk: "Chunk") -> "ScoredRows":
         """Note that a step computes this chunk; return what of the prompt it is to score.
 

@@ -131,24 +131,34 @@ class PromptRoom:
         return self._has_room(0, self.tokens)
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether there is room for more of a prompt; not for a sliver where a goal bounds it."""
-        return self._has_room(sequence.kv.computed, sequence.remaining)
+        """Whether there is room for more of a prompt; not for a sliver where a goal bounds it.
+
+        One that is scored fits behind others that are if all that is left of it may be scored.
+        """
+        if not self._has_room(sequence.kv.computed, sequence.remaining):
+            return False
+        return not sequence.to_score or not self.scored or self._may_score_all_of(sequence)
 
     def take(self, sequence: Sequence) -> Chunk:
         """As long a chunk as there is room for, of a prompt that fits."""
-        if sequence.kv.score_from is not None:
+        if sequence.to_score:
             return self._take_scored(sequence)
         return self._take(sequence, self.tokens)
 
     def _take_scored(self, sequence: Sequence) -> Chunk:
-        each = 1 + (sequence.request.sampling.prompt_logprobs or 0)
-        anew = max(0, (sequence.kv.score_from or 0) - sequence.kv.computed)
-        chunk = self._take(sequence, max(1, min(self.tokens, anew + self._scores // each)))
+        most = self.tokens
+        if not self._may_score_all_of(sequence):
+            anew = sequence.remaining - 1 - sequence.to_score  # scored before a preemption
+            most = min(most, anew + self._scores // _scores_each(sequence))
+        chunk = self._take(sequence, most)
         scored = sequence.score(chunk)
-        if scored.end > scored.start:  # else it computes anew what was scored before a preemption
-            self._scores -= each * (scored.end - scored.start)
+        if scored.end > scored.start:
+            self._scores -= _scores_each(sequence) * (scored.end - scored.start)
             self.scored.append(scored)
         return chunk
+
+    def _may_score_all_of(self, sequence: Sequence) -> bool:
+        return self._scores >= _scores_each(sequence) * sequence.to_score
 
     def _take(self, sequence: Sequence, most: int) -> Chunk:
         chunk = Chunk.of(sequence, self.tokens_within(sequence.kv.computed, most))
@@ -172,3 +182,8 @@ class PromptRoom:
     def _has_room(self, depth: int, remaining: int) -> bool:
         least = min(self.tokens, remaining, 1 if self._budget is None else _SLIVER)
         return 0 < least <= self.tokens_within(depth, least)
+
+
+def _scores_each(sequence: Sequence) -> int:
+    """How many log probabilities each scored token of a prompt has."""
+    return 1 + (sequence.request.sampling.prompt_logprobs or 0)

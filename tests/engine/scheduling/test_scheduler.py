@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lorikeet_engine.scheduling import step_budget
 from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
 from lorikeet_engine.scheduling.kv_cache import PageKeys
 from tests.engine.scheduler_harness import PAGE, SchedulerHarness
@@ -393,3 +394,16 @@ def test_each_token_is_scored_once_though_its_prompt_is_preempted(kept):
     assert harness.step() == [(sequence, 3 if kept else 6)]
     harness.run()
     assert scored == [(0, 6), (6, 12), (12, 14)]
+
+
+def test_prompts_are_scored_whole_beside_each_other_or_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(step_budget, "_SCORES", 12)
+    harness = SchedulerHarness()
+    long, second, short = (harness.add(tokens, max_tokens=1) for tokens in (31, 10, 4))
+    plain = harness.add(20, max_tokens=1)
+    for sequence in (long, second, short):
+        sequence.kv.score_from = 0
+    assert harness.step() == [(long, 12), (plain, 20)]
+    assert harness.step() == [(long, 12)]
+    assert harness.step() == [(long, 7), (short, 4)], "nine tokens of the second would not fit"
+    assert harness.step() == [(second, 10)]
