@@ -12,6 +12,11 @@ import pytest
 from lorikeet.settings import Settings
 
 ROOT = Path(__file__).parents[1]
+# But the log, which tells of what was.
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "log.md"),
+]
 PACKAGES = (ROOT / "engine" / "lorikeet_engine", ROOT / "platform" / "lorikeet")
 MODULES = [
     (path, ast.parse(path.read_text()))
@@ -56,8 +61,7 @@ def test_what_needs_no_tensors_loads_no_torch_no_ray_and_no_telemetry(module):
 def test_documents_name_no_setting_that_there_is_not():
     known = {f"LORIKEET_{field.upper()}" for field in Settings.model_fields}
     known |= {"LORIKEET_", "LORIKEET_ADMIN_KEY", "LORIKEET_SERVER"}
-    log = ROOT / "docs" / "log.md"  # tells of what was
-    for document in {ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {log}:
+    for document in DOCUMENTS:
         named = set(re.findall(r"LORIKEET_[A-Z_]*", document.read_text()))
         assert named <= known, document.name
 
@@ -74,6 +78,17 @@ def test_every_place_that_a_document_names_exists(document):
         assert not symbol or any(
             re.search(defined, place.read_text(), re.MULTILINE) for place in places
         ), f"{name}:{symbol}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_path_and_every_program_that_a_document_names_exists(document):
+    text = document.read_text()
+    named = re.findall(r"`((?:engine|loadtest|platform|tests)/[\w./-]+)`", text)
+    for program in re.findall(r"-m ((?:engine|loadtest)[\w.]*\w)", text):
+        folder = program.replace(".", "/")
+        named.append(folder if (ROOT / folder).is_dir() else f"{folder}.py")
+    gone = [name for name in named if not (ROOT / name).exists()]
+    assert gone == []
 
 
 def test_the_architecture_is_short_and_says_where_things_are():
