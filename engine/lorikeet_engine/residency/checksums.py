@@ -1,8 +1,10 @@
 """Sums of images, by which damage in memory or on a disk is seen.
 
 The bytes of each layer are added up as 64-bit integers, modulo 2⁶⁴. A changed word always changes
-the sum; many changed words leave it as it was once in 2⁶⁴ times. A piece of an image on the GPU
-(gpu/arena.py) is a run of layers, so the sums of these add up to its own.
+the sum; many changed words leave it as it was once in 2⁶⁴ times. Words that change places are not
+seen: to weight each by its place takes a core 11 ms instead of 4 for 84 MB, and a GPU, where torch
+has no dot product of integers, room for all products. A piece of an image on the GPU (gpu/arena.py)
+is a run of layers, so the sums of these add up to its own.
 """
 
 from collections.abc import Iterable, Sequence
