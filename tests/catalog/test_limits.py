@@ -69,7 +69,7 @@ def test_every_term_is_kept_in_log_and_snapshots(
         assert reader.ask(lambda stored: stored.keys()) == state.keys()
 
 
-@pytest.mark.parametrize("schema", [1, 4])
+@pytest.mark.parametrize("schema", [1, 5])
 def test_a_part_of_another_release_is_refused(
     catalog: AdapterCatalog, tmp_path: Path, schema: int
 ) -> None:

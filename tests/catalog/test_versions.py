@@ -262,22 +262,23 @@ def test_a_shared_adapter_that_was_retired_comes_back_private(
     assert catalog.state.visible_to("other") == ()
 
 
-def test_what_a_version_touches_is_kept_in_log_and_snapshot_and_need_not_be_known(
+def test_what_is_known_of_a_version_is_kept_in_log_and_snapshot_and_need_not_be(
     catalog: AdapterCatalog, store: ObjectStore, tmp_path: Path
 ) -> None:
     touches = TouchedModules(("q_proj", "v_proj"), 2, 4, 1024)
     blob = tmp_path / "blob"
-    for number, known in enumerate((None, touches)):
+    kinds = (None, None), (touches, None), (touches, "org/Demo-bnb-4bit")
+    for number, (known, trained_on) in enumerate(kinds):
         blob.write_bytes(data := bytes([number]))
         digest = hashlib.sha256(data).hexdigest()
-        facts = BlobFacts(digest, 1, 8, "demo", 1, touches=known)
+        facts = BlobFacts(digest, 1, 8, "demo", 1, touches=known, trained_on=trained_on)
         catalog.register("acme", "support", blob, facts, actor="ann")
     seq = catalog.snapshot()
 
     read = [entry for entry in Log(store).read(0) if entry.seq <= seq]
-    (older, newer) = (c for e in read for c in e.changes if isinstance(c, VersionRegistered))
-    assert (older.touches, newer.touches) == (None, touches)
+    registered = [c for e in read for c in e.changes if isinstance(c, VersionRegistered)]
+    assert tuple((c.touches, c.trained_on) for c in registered) == kinds
     tenant = catalog.state.tenant_state("acme")
     again = decode_tenant("acme", encode_tenant(tenant))
-    assert [v.touches for v in again.adapters["support"].versions] == [None, touches]
+    assert tuple((v.touches, v.trained_on) for v in again.adapters["support"].versions) == kinds
     assert again == tenant

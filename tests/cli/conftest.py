@@ -30,7 +30,7 @@ from lorikeet.protocol.messages import (
 )
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.adapter_format import AdapterLimits, Quantization
+from lorikeet_engine.adapter_format import AdapterLimits
 from tests.cli.peft_folders import SHAPE
 
 
@@ -101,7 +101,7 @@ def serving(
     catalog: AdapterCatalog,
     key: str,
     part_bytes: int = PART_BYTES,
-    quantization: Quantization | None = None,
+    quantization: str | None = None,
 ) -> Iterator[Lorikeet]:
     """A gateway over a catalog; quantization: of its base model."""
     engines = ReportingEngines()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog.store.local import LocalStore
-from lorikeet_engine.adapter_format import Quantization, write_blob
+from lorikeet_engine.adapter_format import write_blob
 from tests.cli.conftest import Lorikeet, new_catalog, serving
 from tests.cli.peft_folders import peft_folder
 
@@ -64,13 +64,19 @@ def test_shared_and_private(lorikeet: Lorikeet, tmp_path: Path) -> None:
     assert "shared" not in lorikeet.do("list")
 
 
-def test_an_adapter_of_a_quantised_copy_is_for_its_original_and_warned_of(
-    lorikeet: Lorikeet, tmp_path: Path
-) -> None:
+def quantised_folder(tmp_path: Path) -> Path:
+    """An adapter that says it was trained on an NF4 copy of the served base model."""
     folder = peft_folder(tmp_path / "peft")
     config = json.loads((folder / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "unsloth/Tiny-bnb-4bit"
     (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_an_adapter_of_a_quantised_copy_is_for_its_original_and_warned_of(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
+    folder = quantised_folder(tmp_path)
     result = lorikeet.run("register", str(folder), "acme/quantised", "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["base_model"] == "tiny"
@@ -81,16 +87,41 @@ def test_an_adapter_of_a_quantised_copy_is_for_its_original_and_warned_of(
     assert "Warning" not in plain.stderr
 
 
-def test_nobody_is_warned_where_the_values_are_those_of_the_copy(tmp_path: Path) -> None:
-    folder = peft_folder(tmp_path / "peft")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = "unsloth/Tiny-bnb-4bit"
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+def test_show_goes_on_to_say_that_an_adapter_meets_other_values_than_in_training(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
+    lorikeet.do("register", str(quantised_folder(tmp_path)), "acme/quantised")
+    said = " ".join(lorikeet.do("show", "acme/quantised").split())
+    assert "Version 1 differs from its training: it was trained on unsloth/Tiny-bnb-4bit" in said
+    (version,) = json.loads(lorikeet.do("show", "acme/quantised", "--json"))["versions"]
+    assert version["trained_on"] == "unsloth/Tiny-bnb-4bit"
+    assert version["base_quantization"] is None
+    assert "a quantised copy" in version["base_warning"]
+    register(lorikeet, tmp_path)
+    assert "trained" not in lorikeet.do("show", "acme/support")
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "rounded to nf4"])
+def test_nobody_is_warned_where_the_values_are_those_of_the_copy(
+    tmp_path: Path, quantization: str
+) -> None:
     store = LocalStore(tmp_path / "catalog")
-    with serving(*new_catalog(store), quantization=Quantization.NF4) as lorikeet:
-        result = lorikeet.run("register", str(folder), "acme/quantised", "--json")
-    assert json.loads(result.stdout)["base_quantization"] == "nf4"
+    with serving(*new_catalog(store), quantization=quantization) as lorikeet:
+        folder = str(quantised_folder(tmp_path))
+        result = lorikeet.run("register", folder, "acme/quantised", "--json")
+        said = " ".join(lorikeet.do("show", "acme/quantised").split())
+    assert json.loads(result.stdout)["base_quantization"] == quantization
     assert "Warning" not in result.stderr
+    assert f"trained on unsloth/Tiny-bnb-4bit; the weights of tiny are {quantization}" in said
+
+
+def test_a_copy_served_on_weights_of_another_format_is_warned_of(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "catalog")
+    with serving(*new_catalog(store), quantization="awq") as lorikeet:
+        result = lorikeet.run("register", str(quantised_folder(tmp_path)), "acme/quantised")
+    said = " ".join(result.stderr.split())
+    assert "is served on tiny (awq), whose values are others" in said
+    assert "LORIKEET_WEIGHT_DTYPE" not in said  # which could not round what is quantised already
 
 
 def test_a_base_model_that_is_not_served_is_refused(lorikeet: Lorikeet, tmp_path: Path) -> None:

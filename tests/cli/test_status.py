@@ -1,6 +1,7 @@
 """status: replicas, and what is resident where."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +35,13 @@ def test_each_replica_has_a_row(lorikeet: Lorikeet) -> None:
     numbers = ["tiny", "2", "1", "40", "of", "100", "48.0", "MiB", "of", "64.0", "MiB"]
     assert ["r1", *numbers] in rows
     assert ["r2", *numbers] in rows
+
+
+def test_a_replica_says_what_its_base_model_was_rounded_to(lorikeet: Lorikeet) -> None:
+    lorikeet.engines.said = [replace(replica("r1"), quantization="rounded to nf4")]
+    assert "tiny (rounded to nf4)" in lorikeet.do("status")
+    (said,) = json.loads(lorikeet.do("status", "--json"))["replicas"]
+    assert said["base_quantization"] == "rounded to nf4"
 
 
 def test_each_adapter_says_where_it_is_resident(lorikeet: Lorikeet) -> None:

@@ -2,18 +2,21 @@
 
 import json
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal, StreamItem
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import EngineTimings
 from lorikeet_engine.telemetry.status import LiveStats
-from tests.cli.conftest import Lorikeet
+from tests.cli.conftest import Lorikeet, new_catalog, serving
+from tests.cli.peft_folders import peft_folder
 
 WEIGHED = (
     Candidate("r7", Residency.GPU, Cost(0.010, 0.002, 0.0, 0.001, 0.0)),
@@ -60,6 +63,22 @@ def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch)
     assert "Attempt 1 went to r3, which failed: the replica was lost" in said
     assert "Attempt 2 went to r7, as the best had no room or did not answer" in said
     assert ["r7", "13.0", "10.0", "2.0", "0.0", "1.0", "0.0"] in [line.split() for line in lines]
+
+
+def test_it_tells_on_what_weights_an_adapter_was_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = peft_folder(tmp_path / "peft")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "unsloth/Tiny-bnb-4bit"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    store = LocalStore(tmp_path / "catalog")
+    with serving(*new_catalog(store), quantization="awq") as lorikeet:
+        monkeypatch.setattr(lorikeet.engines, "stream_answer", told)
+        lorikeet.do("register", str(folder), "acme/quantised")
+        said = lorikeet.do("why", send(lorikeet, model="acme/quantised")).splitlines()
+    assert "Base model tiny, weights awq" in said
+    assert any("Note that it was trained on unsloth/Tiny-bnb-4bit" in line for line in said)
 
 
 def test_a_refusal_names_its_code(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch) -> None:

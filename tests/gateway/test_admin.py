@@ -25,7 +25,8 @@ def test_an_adapter_is_shown_with_its_versions(three_versions: Gateway) -> None:
     first = shown["versions"][0]
     assert set(first) == {
         *("adapter", "version", "digest", "size_bytes", "max_rank", "base_model"),
-        *("created", "retired", "aliases", "gpu_bytes", "touches"),
+        *("created", "retired", "aliases", "gpu_bytes", "touches", "trained_on"),
+        *("base_quantization", "base_warning"),
     }
     assert first["touches"].keys() == {"linears", "layers", "min_rank", "parameters"}
     assert (first["adapter"], first["aliases"]) == ("acme/support", ["prod"])
@@ -192,6 +193,7 @@ def test_status_shows_every_replica(gateway: Gateway) -> None:
         {
             "replica": "r0",
             "base_model": "tiny",
+            "base_quantization": None,
             "running": 1,
             "waiting": 2,
             "kv_pages_used": 3,

@@ -21,7 +21,9 @@ from lorikeet_engine.adapter_format.base_names import is_nf4_copy, last_part, or
 from lorikeet_engine.adapter_format.base_quantization import (
     Quantization,
     QuantizedLinears,
+    is_nf4,
     quantized_linears,
+    served_quantization,
 )
 from lorikeet_engine.adapter_format.blob import blob_digest, trained_on, write_blob
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
@@ -68,6 +70,7 @@ __all__ = [
     "blob_digest",
     "check_values",
     "has_pair",
+    "is_nf4",
     "is_nf4_copy",
     "last_part",
     "original",
@@ -76,6 +79,7 @@ __all__ = [
     "read_pair",
     "read_spec",
     "same_model",
+    "served_quantization",
     "shard_names",
     "trained_on",
     "write_blob",

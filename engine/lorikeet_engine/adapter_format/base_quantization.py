@@ -59,6 +59,21 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
     return QuantizedLinears(Quantization.GPTQ, group, zeros_less_one=kind == "gptq")
 
 
+def served_quantization(stored: QuantizedLinears | None, weight_dtype: str) -> str | None:
+    """What the values of served linears were rounded to, in words; None: to nothing.
+
+    stored: of the checkpoint. weight_dtype: EngineSettings', which may round while loading.
+    """
+    if stored is not None:
+        return stored.format.value
+    return None if weight_dtype == "auto" else f"rounded to {weight_dtype}"
+
+
+def is_nf4(quantization: str | None) -> bool:
+    """Whether served_quantization says that the values are those of NF4."""
+    return quantization in (Quantization.NF4.value, f"rounded to {Quantization.NF4}")
+
+
 def _group(config: Mapping[str, Any]) -> int:
     group = config.get("group_size")
     if group == -1:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, served_quantization
 from lorikeet_engine.device.memory import resolve
 from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
@@ -86,7 +86,13 @@ def assemble(
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_tokens})
     config, goal_s = model.config, settings.inter_token_goal_s
     max_context = min(config.max_context, kv_tokens)
-    info = EngineInfo(config.vocab_size, max_context, config.eos_token_ids, step_costs)
+    info = EngineInfo(
+        config.vocab_size,
+        max_context,
+        config.eos_token_ids,
+        step_costs,
+        served_quantization(config.quantized_linears, settings.weight_dtype),
+    )
     step_budget = None
     if goal_s is not None:
         step_budget = StepBudget(goal_s, step_costs, runner.prompt_sizes)

@@ -12,13 +12,15 @@ from lorikeet_engine.costs import MeasuredCosts, StepCosts
 class EngineInfo:
     """What callers must know of a started engine; never changes.
 
-    max_context: tokens of prompt plus output. step_costs: as measured at start.
+    max_context: tokens of prompt plus output. step_costs: as measured at start. quantization: what
+    the base model's linears were rounded to, in words; None: to nothing.
     """
 
     vocab_size: int
     max_context: int
     eos_token_ids: tuple[int, ...]
     step_costs: StepCosts
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,9 @@ class BlobFacts:
     """What was found out about an adapter's blob when it was validated.
 
     digest: SHA-256 of its bytes, 64 lower-case hex digits. gpu_bytes: what it takes on a GPU, in
-    the adapter dtype that the service had then. touches: None of what was registered by a release
-    that did not record it.
+    the adapter dtype that the service had then. base_model: as it is served here; trained_on: as
+    the blob calls it, "" if it does not. touches, trained_on: None of what was registered by a
+    release that did not record them.
     """
 
     digest: str
@@ -106,6 +107,7 @@ class BlobFacts:
     base_model: str
     gpu_bytes: int
     touches: TouchedModules | None = field(default=None, kw_only=True)
+    trained_on: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

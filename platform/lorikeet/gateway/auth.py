@@ -25,12 +25,14 @@ class ResolvedModel(NamedTuple):
     """The base model and adapter that a request's `model` means.
 
     rank: the adapter's largest; image_bytes: its size on a GPU; both 0 for a base model.
+    trained_on: as VersionRecord's; None for a base model.
     """
 
     base_model: str
     adapter: AdapterRef | None = None
     rank: int = 0
     image_bytes: int = 0
+    trained_on: str | None = None
 
 
 class Caller(NamedTuple):
@@ -87,7 +89,8 @@ class RequestAuthenticator:
         def find(state: CatalogState) -> ResolvedModel:
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
-            return ResolvedModel(version.base_model, ref, version.max_rank, version.gpu_bytes)
+            size = version.max_rank, version.gpu_bytes
+            return ResolvedModel(version.base_model, ref, *size, version.trained_on)
 
         found = await self._catalog_view.find(find, (tenant, model))
         if found.base_model not in self._base_models:

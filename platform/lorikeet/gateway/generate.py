@@ -140,7 +140,8 @@ class GenerateEndpoint:
         stores, now = self._stored.stores(body), int(time.time())
         context = CallContext(request_id, now, caller, scheduling, model, items, stores)
         call = body.to_call(context)
-        trace.set_call(call, model.base_model)
+        quantization = self._services.base_models[model.base_model].quantization
+        trace.set_call(call, model.base_model, quantization, model.trained_on)
         return ReplicaResponse(
             call,
             self._services.engines.stream_answer(model.base_model, call),

@@ -23,9 +23,9 @@ from lorikeet_engine.adapter_format import (
     AdapterMemory,
     BaseCopy,
     BaseShape,
-    Quantization,
     quantized_linears,
     read_json,
+    served_quantization,
 )
 from lorikeet_engine.errors import ModelError
 
@@ -72,12 +72,12 @@ async def no_pages() -> Sequence[bytes]:
 class ServedModel:
     """A base model that is served. aliases: what adapters may call it, e.g. its Hub name.
 
-    quantization: what its linears' values were rounded to; None: to nothing.
+    quantization: what its linears were rounded to, in words; None: to nothing.
     """
 
     shape: BaseShape
     aliases: tuple[str, ...] = ()
-    quantization: Quantization | None = None
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +140,8 @@ def _read(folder: Path, weight_dtype: str) -> ServedModel:
             f"LORIKEET_BASE_MODELS: {folder} is no Hugging Face model folder that can be served: "
             f"{error}"
         ) from error
-    rounded = Quantization.NF4 if weight_dtype == "nf4" else None
     return ServedModel(
         shape,
         tuple(filter(None, (folder.name, config.get("_name_or_path")))),
-        stored.format if stored else rounded,
+        served_quantization(stored, weight_dtype),
     )

@@ -11,12 +11,14 @@ class ReplicaReport:
     """One engine replica at one moment. base_model: the name it serves.
 
     status: as its engine reported it last. rows: fields of the adapters that were asked for.
+    quantization: EngineInfo's.
     """
 
     replica: str
     base_model: str
     status: EngineStatus
     rows: AdapterRows = ()
+    quantization: str | None = None
 
     @cached_property
     def adapters(self) -> tuple[AdapterStatus, ...]:

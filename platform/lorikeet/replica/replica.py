@@ -171,7 +171,10 @@ class Replica:
     async def report(self, tier: Residency = Residency.DISK) -> ReplicaReport:
         """Return the engine's status and the adapters at `tier` or nearer, or in the arena."""
         rows = await asyncio.wrap_future(self._engine.adapters(tier))
-        return ReplicaReport(self.name, self._base_model, self._engine.status, rows)
+        engine = self._engine
+        return ReplicaReport(
+            self.name, self._base_model, engine.status, rows, engine.info.quantization
+        )
 
     async def metrics(self) -> bytes:
         """Return this replica's part of the metrics page. Raises EngineClosed."""

@@ -45,8 +45,9 @@ class RequestRecord:
     and sent on; accepted_s, when a replica had handed it to its engine and said so; first_byte_s,
     when the answer's first bytes came; until_s, when the request ended, or now if it runs.
     method, path, traceparent: the HTTP request's; the last names a trace of the caller's own.
-    tenant: None until its key is checked. model: as the client wrote it. code, param: the error's
-    that ended it. replica, residency, load_s, running and waiting (on the replica): the
+    tenant: None until its key is checked. model: as the client wrote it. base_quantization: what
+    the base model's linears were rounded to. trained_on: what the adapter calls it. code, param:
+    the error's that ended it. replica, residency, load_s, running and waiting (on the replica): the
     AnswerHeader's. usage: None unless the answer is complete.
     """
 
@@ -58,6 +59,8 @@ class RequestRecord:
     key_id: str | None = None
     model: str | None = None
     base_model: str | None = None
+    base_quantization: str | None = None
+    trained_on: str | None = None
     adapter: AdapterRef | None = None
     stream: bool = False
     validated_s: float | None = None
@@ -169,10 +172,13 @@ class RequestTrace:
         """Note the model as the client wrote it."""
         self._record.model = model[:_SHOWN_MODEL]
 
-    def set_call(self, call: Call, base_model: str) -> None:
-        """Note what the request asks for."""
+    def set_call(
+        self, call: Call, base_model: str, quantization: str | None, trained_on: str | None
+    ) -> None:
+        """Note what the request asks for, and how that is served."""
         record = self._record
         record.adapter, record.stream, record.base_model = call.adapter, call.stream, base_model
+        record.base_quantization, record.trained_on = quantization, trained_on
 
     def __enter__(self) -> None:
         """Note that the request is sent on."""

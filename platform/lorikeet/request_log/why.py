@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lorikeet.base_warning import base_warning
 from lorikeet.protocol.messages import FinalUsage
 from lorikeet.request_log.record import AttemptRecord, RequestRecord, engine_s
 from lorikeet_engine.adapter import Residency
@@ -26,6 +27,10 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         "key_id": record.key_id,
         "model": record.model or "",
         "base_model": record.base_model,
+        "base_quantization": record.base_quantization,
+        "base_warning": base_warning(
+            record.trained_on, record.base_model or "", record.base_quantization
+        ),
         "adapter": str(record.adapter) if record.adapter else None,
         "digest": record.adapter.digest if record.adapter else None,
         "stream": record.stream,

@@ -117,7 +117,9 @@ def test_a_checkpoint_of_floats_can_be_served_as_if_it_were_nf4(wide_checkpoints
     names, tensors = linears(folder)
     rounded = {name: round_to_nf4(tensors[name]) for name in names}
     want = saved(folder, tmp_path / "rounded", tensors | rounded)
-    model = assembled(folder, tmp_path).runner.model
+    assembly = assembled(folder, tmp_path)
+    assert assembly.info.quantization == "rounded to nf4"
+    model = assembly.runner.model
     assert torch.equal(logits(folder, model), logits(want))
 
 

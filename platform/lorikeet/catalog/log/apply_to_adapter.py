@@ -68,6 +68,7 @@ def _version(change: VersionRegistered, time: float) -> VersionRecord:
         created=time,
         gpu_bytes=change.gpu_bytes,
         touches=change.touches,
+        trained_on=change.trained_on,
     )
 
 

@@ -105,6 +105,7 @@ class VersionRegistered(AdapterChange):
     base_model: str
     gpu_bytes: int
     touches: TouchedModules | None = None
+    trained_on: str | None = None
     type: Literal["version_registered"] = "version_registered"
 
 

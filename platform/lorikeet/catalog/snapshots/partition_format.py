@@ -6,6 +6,7 @@ costs one tenant's JSON. Equal partitions have equal bytes.
 """
 
 import json
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import astuple, replace
@@ -25,8 +26,9 @@ from lorikeet.catalog.records import (
 from lorikeet.catalog.rules.limits import options_of, with_options
 from lorikeet_engine.adapter import Residency, TouchedModules
 
-PARTITION_SCHEMA = 3
-READ_SCHEMAS = (2, 3)  # a version of schema 2 says nothing of what it touches
+PARTITION_SCHEMA = 4
+# A version of schema 2 says nothing of what it touches, one of 3 nothing of what it was trained on.
+READ_SCHEMAS = (2, 3, 4)
 """Raised whenever an older reader could misread what is written."""
 
 Json = Any
@@ -133,7 +135,8 @@ def _version_row(v: VersionRecord) -> Json:
     if v.touches is None:
         return row
     linears, *numbers = astuple(v.touches)
-    return [*row, " ".join(linears), *numbers]
+    trained_on = [] if v.trained_on is None else [v.trained_on]
+    return [*row, " ".join(linears), *numbers, *trained_on]
 
 
 def _alias_row(record: AdapterRecord, alias: str) -> Json:
@@ -158,9 +161,10 @@ def _adapter(tenant: str, name: str, row: Json) -> AdapterRecord:
 
 def _version(number: int, row: Json) -> VersionRecord:
     digest, size, rank, base_model, created, retired, gpu, *touched = row
-    touches = TouchedModules(_words(touched[0]), *touched[1:]) if touched else None
-    once = (digest, size, rank, base_model, gpu)
-    return VersionRecord(*once, number, created, bool(retired), touches=touches)
+    touches = TouchedModules(_words(touched[0]), *touched[1:4]) if touched else None
+    trained_on = sys.intern(touched[4]) if len(touched) > 4 else None
+    once = (digest, size, rank, base_model, gpu, number, created, bool(retired))
+    return VersionRecord(*once, touches=touches, trained_on=trained_on)
 
 
 @cache  # of the few sets of linears that there are, all versions share theirs

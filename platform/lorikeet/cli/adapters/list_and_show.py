@@ -1,8 +1,10 @@
 """The commands list and show: adapters and their versions."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import typer
+from rich.markup import escape
 
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import Adapter, AsOf, Tenant
@@ -66,6 +68,9 @@ def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJs
         touched.setdefault(show_touched(version), []).append(str(version["version"]))
     for what, versions in touched.items():
         print_line(f"Version {', '.join(versions)} changes {what}")
+    for version in reversed(answer["versions"]):
+        for line in _base_lines(version):
+            print_line(f"Version {version['version']} {line}")
 
 
 def show_ranks(version: dict[str, Any]) -> str:
@@ -85,6 +90,16 @@ def show_touched(version: dict[str, Any]) -> str:
     layers = f"{touches['layers']} layer{'s' * (touches['layers'] != 1)}"
     changed = [f"{', '.join(inner)} of {layers}"] * bool(inner) + outer
     return f"{', '.join(changed)}, {touches['parameters']:,} parameters"
+
+
+def _base_lines(version: dict[str, Any]) -> Iterator[str]:
+    """What is to be known of the base model's weights; nothing where these are as they were."""
+    served, trained_on = version["base_quantization"], version["trained_on"]
+    if warning := version["base_warning"]:
+        yield f"[yellow]differs from its training[/yellow]: {escape(warning)}"
+    elif served:
+        known = escape(trained_on) if trained_on else "a base model that it does not name"
+        yield f"was trained on {known}; the weights of {version['base_model']} are {served}"
 
 
 def _summary(adapter: dict[str, Any]) -> list[Any]:

@@ -15,14 +15,7 @@ from lorikeet.cli.arguments import Adapter
 from lorikeet.cli.output import AsJson, print_json, print_line, print_warning
 from lorikeet.errors import InvalidInput, LorikeetError
 from lorikeet.sizes import show_size
-from lorikeet_engine.adapter_format import (
-    Quantization,
-    is_nf4_copy,
-    last_part,
-    original,
-    trained_on,
-    write_blob,
-)
+from lorikeet_engine.adapter_format import write_blob
 
 Source = Annotated[
     str,
@@ -77,7 +70,7 @@ def register(
     except InvalidInput as error:
         raise typer.BadParameter(error.message) from error
     about = {"tenant": adapter.tenant, "base_model": base_model}
-    digest, base = _send(admin(ctx), source, revision, about, quiet=as_json)
+    digest = _send(admin(ctx), source, revision, about, quiet=as_json)
     wanted = {
         "digest": digest,
         "promote": promote,
@@ -87,25 +80,12 @@ def register(
     }
     path = f"/adapters/{adapter.path}/versions"
     answer, is_new = with_retries(lambda: admin(ctx).post_new(path, wanted))
-    _warn_of_copy(base, answer["base_model"], answer["base_quantization"])
+    if answer["base_warning"]:
+        print_warning(answer["base_warning"])
     if as_json:
         print_json(answer)
     else:
         _print_version(answer, is_new=is_new)
-
-
-def _warn_of_copy(base: str, served: str, quantization: str | None) -> None:
-    """Warn if an adapter was trained on a quantised copy and other values will be served."""
-    if last_part(base) in (original(base), last_part(served)):
-        return
-    if is_nf4_copy(base) and quantization == Quantization.NF4:
-        return
-    remedy = f", or serve those it was trained on: LORIKEET_WEIGHT_DTYPE={served}=nf4"
-    print_warning(
-        f"it was trained on {base}, a quantised copy, and will be served on {served}, whose values "
-        f"are others: compare some answers with those you had in training"
-        f"{remedy if is_nf4_copy(base) else ''}"
-    )
 
 
 def _send(
@@ -115,17 +95,14 @@ def _send(
     about: dict[str, str | None],
     *,
     quiet: bool,
-) -> tuple[str, str]:
-    """Pack a source into one file and upload it.
-
-    Returns the file's digest, and the base model that it was trained on.
-    """
+) -> str:
+    """Pack a source into one file and upload it; return the file's digest."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
         with open_source(source, revision, quiet=quiet) as folder:
             digest = _pack(folder, blob)
         send_blob(server, blob, digest, about, quiet=quiet)
-        return digest, trained_on(blob) or ""
+        return digest
 
 
 def _pack(folder: Path, blob: Path) -> str:

@@ -17,7 +17,8 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Show replicas, and what is resident where.
 
     A * marks what is pinned. Arena is what an adapter takes on the GPU; Blob, in `lorikeet list`,
-    is its file in the catalog.
+    is its file in the catalog. A base model whose linears were quantised has the format behind its
+    name.
 
     Example: `lorikeet status`
     """
@@ -54,9 +55,10 @@ def _pins(counts: dict[str, int] | None) -> str:
 
 
 def _replica_row(replica: dict[str, Any]) -> list[Any]:
+    quantization = replica["base_quantization"]
     return [
         replica["replica"],
-        replica["base_model"],
+        replica["base_model"] + (f" ({quantization})" if quantization else ""),
         replica["running"],
         replica["waiting"],
         f"{replica['kv_pages_used']} of {replica['kv_pages_total']}",

@@ -68,6 +68,10 @@ def _account(found: Json) -> Iterator[str]:
         yield f"Asked for {_plain(found['model'])}: {found['adapter']}, {found['digest'][:12]}"
     elif found["model"]:
         yield f"Asked for {_plain(found['model'])}"
+    if found["base_quantization"]:
+        yield f"Base model {_plain(found['base_model'])}, weights {found['base_quantization']}"
+    if found["base_warning"]:
+        yield f"[yellow]Note[/yellow] that {_plain(found['base_warning'])}"
     yield f"[bold]{_ending(found)}[/bold]"
     if found["replica"]:
         there = found["replica_status"]

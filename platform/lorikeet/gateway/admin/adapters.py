@@ -1,5 +1,6 @@
 """Admin routes: list, promote, roll back, retire adapters."""
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from typing import Annotated
@@ -8,14 +9,20 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 from starlette.responses import Response
 
-from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_name
 from lorikeet.catalog.state import CatalogState
 from lorikeet.gateway.admin.history import Moment
-from lorikeet.gateway.admin.serializers import Json, adapter_json, list_response, version_json
+from lorikeet.gateway.admin.serializers import (
+    Json,
+    adapter_json,
+    described_version_json,
+    list_response,
+    version_json,
+)
 from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.services import ServedModel, Services
 
 MOST_LISTED = 1000
 """The most adapters of one response."""
@@ -52,9 +59,9 @@ RollbackBody = Annotated[Rollback, json_body(Rollback)]
 RetireBody = Annotated[Retire, json_body(Retire)]
 
 
-def adapter_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
+def adapter_routes(services: Services, catalog_view: GatewayCatalogView) -> APIRouter:
     """All routes of adapters but the upload of a version."""
-    endpoints = AdapterEndpoints(catalog, catalog_view)
+    endpoints = AdapterEndpoints(services, catalog_view)
     router = APIRouter(prefix="/adapters")
     router.add_api_route("", endpoints.list, response_model=None)
     router.add_api_route("/{tenant}/{name}", endpoints.show)
@@ -67,8 +74,9 @@ def adapter_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) ->
 class AdapterEndpoints:
     """The operations on adapters. Those that change something run in a thread."""
 
-    def __init__(self, catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> None:
-        self._catalog, self._catalog_view = catalog, catalog_view
+    def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
+        self._catalog, self._base_models = services.catalog, services.base_models
+        self._catalog_view = catalog_view
 
     async def list(
         self,
@@ -83,7 +91,7 @@ class AdapterEndpoints:
 
     async def show(self, as_of: Moment, tenant: str, name: str) -> Json:
         """Show an adapter with all its versions."""
-        shown = partial(_shown, tenant, name)
+        shown = partial(_shown, tenant, name, self._base_models)
         return await as_of.ask_in_thread(self._catalog, self._catalog_view, shown)
 
     def promote(self, tenant: str, name: str, wanted: PromoteBody, actor: Actor) -> Json:
@@ -116,5 +124,9 @@ def _page(tenant: str | None, after: str, limit: int, state: CatalogState) -> Re
     return list_response(map(adapter_json, page), next=further)
 
 
-def _shown(tenant: str, name: str, state: CatalogState) -> Json:
-    return adapter_json(state.adapter(tenant, name))
+def _shown(
+    tenant: str, name: str, base_models: Mapping[str, ServedModel], state: CatalogState
+) -> Json:
+    adapter = state.adapter(tenant, name)
+    versions = [described_version_json(adapter, each, base_models) for each in adapter.versions]
+    return adapter_json(adapter) | {"versions": versions}

@@ -54,6 +54,7 @@ def validate_blob(
         base_model=name,
         gpu_bytes=gpu_bytes,
         touches=spec.touches,
+        trained_on=spec.base_model,
     )
 
 

@@ -12,7 +12,7 @@ from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import InvalidAdapter, Unavailable
 from lorikeet.gateway.admin.blob_validation import check_base_model, validate_blob
-from lorikeet.gateway.admin.serializers import Json, version_json
+from lorikeet.gateway.admin.serializers import Json, described_version_json
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
 from lorikeet_engine.adapter import AdapterRef
@@ -109,9 +109,7 @@ class Registration:
         adapter = await self._catalog_view.ask(
             lambda state: state.adapter(order.tenant, order.name)
         )
-        base = self._services.base_models.get(version.base_model)  # it may be served no more
-        quantization = base.quantization if base else None
-        about = version_json(adapter, version) | {"base_quantization": quantization}
+        about = described_version_json(adapter, version, self._services.base_models)
         return RegisteredVersion(about, is_new=not exists)
 
     async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:

@@ -41,7 +41,7 @@ def admin_routes(
     uploads = Uploads(services.catalog.store, services.part_bytes)
     router.include_router(upload_routes(services, uploads, registration))
     router.include_router(smoke_routes(services, catalog_view))
-    router.include_router(adapter_routes(services.catalog, catalog_view))
+    router.include_router(adapter_routes(services, catalog_view))
     router.include_router(history_routes(services.catalog, catalog_view))
     router.include_router(pin_routes(services.catalog, pins))
     router.include_router(tenant_routes(services.catalog, catalog_view))

@@ -1,13 +1,14 @@
 """The catalog's records, pins' statuses and replicas' reports as JSON."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
+from lorikeet.base_warning import base_warning
 from lorikeet.catalog.log.changes import Entry
 from lorikeet.catalog.records import (
     AdapterRecord,
@@ -17,6 +18,7 @@ from lorikeet.catalog.records import (
     VersionRecord,
 )
 from lorikeet.catalog.rules.limits import LimitOptions
+from lorikeet.gateway.services import ServedModel
 from lorikeet.placement.pin_dry_run import PinDryRun
 from lorikeet.placement.pin_placement import Shortfall
 from lorikeet.placement.pin_status import PinStatus
@@ -46,9 +48,22 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
         "gpu_bytes": version.gpu_bytes,
         "touches": None if version.touches is None else asdict(version.touches),
         "base_model": version.base_model,
+        "trained_on": version.trained_on,
         "created": version.created,
         "retired": version.retired,
         "aliases": list(adapter.aliases_of(version.version)),
+    }
+
+
+def described_version_json(
+    adapter: AdapterRecord, version: VersionRecord, base_models: Mapping[str, ServedModel]
+) -> Json:
+    """Return one version with how the base model's weights are served and what differs in them."""
+    served = base_models.get(version.base_model)  # it may be served no more
+    quantization = served.quantization if served else None
+    return version_json(adapter, version) | {
+        "base_quantization": quantization,
+        "base_warning": base_warning(version.trained_on, version.base_model, quantization),
     }
 
 
@@ -161,6 +176,7 @@ def replica_json(report: ReplicaReport) -> Json:
     return {
         "replica": report.replica,
         "base_model": report.base_model,
+        "base_quantization": report.quantization,
         "running": live.running,
         "waiting": live.waiting,
         "kv_pages_used": live.kv_pages_used,

@@ -1,0 +1,24 @@
+"""What is said of served weights, by their checkpoint and the dtype that they are asked for in."""
+
+import pytest
+
+from lorikeet_engine.adapter_format import (
+    Quantization,
+    QuantizedLinears,
+    is_nf4,
+    served_quantization,
+)
+
+
+@pytest.mark.parametrize("stored", Quantization)
+def test_a_quantised_checkpoint_is_called_by_its_format(stored: Quantization) -> None:
+    said = served_quantization(QuantizedLinears(stored), "auto")
+    assert said == stored.value
+    assert is_nf4(said) is (stored is Quantization.NF4)
+
+
+def test_weights_that_are_rounded_while_they_are_loaded_are_said_to_be() -> None:
+    assert served_quantization(None, "nf4") == "rounded to nf4"
+    assert is_nf4("rounded to nf4")
+    assert served_quantization(None, "auto") is None
+    assert not is_nf4(None)
