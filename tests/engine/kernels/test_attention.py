@@ -11,6 +11,7 @@ from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention import choose_attention
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
+from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 
@@ -18,10 +19,13 @@ HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 class History:
     """What every sequence has been given so far, and a cache poisoned with NaN."""
 
-    def __init__(self, tokens, dtype=torch.float32):
-        self.tokens = tokens
+    def __init__(self, tokens, dtype=torch.float32, scales=None):
+        """scales: of pages of FP8."""
+        self.tokens, self.dtype, self.scales = tokens, dtype, scales
         self.cache = torch.full(
-            (2, tokens.pages, tokens.page_size, KV_HEADS, HEAD_DIM), torch.nan, dtype=dtype
+            (2, tokens.pages, tokens.page_size, KV_HEADS, HEAD_DIM),
+            torch.nan,
+            dtype=dtype if scales is None else FP8_KV,
         )
         self.seen = {}
         self.random = torch.Generator().manual_seed(11)
@@ -31,8 +35,12 @@ class History:
         batch = self.tokens.batch({name: [0] * count for name, count in counts.items()})
         total = sum(counts.values())
         width = HEADS + 2 * KV_HEADS
-        qkv = torch.randn(total, width, HEAD_DIM, generator=self.random).to(self.cache.dtype)
+        qkv = torch.randn(total, width, HEAD_DIM, generator=self.random).to(self.dtype)
         q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        stored = k, v
+        if self.scales is not None:  # what is seen is what the pages hold
+            stored = k.to(FP8_KV), v.to(FP8_KV)
+            k, v = stored[0].double() * self.scales.key, stored[1].double() * self.scales.value
         want = []
         for name, start, end in zip(
             counts, batch.query_starts[:-1], batch.query_starts[1:], strict=True
@@ -40,8 +48,8 @@ class History:
             keys, values = self.seen.get(name, (k[:0], v[:0]))
             self.seen[name] = torch.cat((keys, k[start:end])), torch.cat((values, v[start:end]))
             want.append(written_out(q[start:end], *self.seen[name]))
-        store(self.cache, batch, k, v)
-        return SdpaAttention().attend(q, self.cache, batch), torch.cat(want)
+        store(self.cache, batch, *stored)
+        return SdpaAttention().attend(q, self.cache, batch, self.scales), torch.cat(want)
 
 
 def store(kv, batch, k, v):
@@ -98,6 +106,12 @@ def test_bfloat16_stays_within_its_precision(paged_tokens):
     assert_equal(got, want, eps=torch.finfo(torch.bfloat16).eps / 8)
 
 
+def test_pages_of_fp8_stand_for_their_numbers_times_the_scales(paged_tokens):
+    history = History(paged_tokens(), scales=KvScales(key=1.7, value=0.3))
+    assert_equal(*history.attend({"a": 63, "b": 1}))
+    assert_equal(*history.attend({"b": 20, "c": 133, "a": 1}))
+
+
 CUDA = torch.device("cuda")
 LARGE = AttentionShape(heads=8, kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16)
 
@@ -133,20 +147,24 @@ def test_the_warning_names_what_is_in_the_way(caplog):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestFlashInfer:
-    """FlashInfer says what torch says, over the same poisoned pages."""
+    """FlashInfer says what torch says, over the same poisoned pages, in bfloat16 and in FP8."""
+
+    @pytest.fixture(params=[None, KvScales(), KvScales(0.11, 0.17)], ids=["bf16", "fp8", "scaled"])
+    def scales(self, request):
+        return request.param
 
     @pytest.fixture
-    def backend(self):
-        return choose_attention(LARGE, CUDA)
+    def backend(self, scales):
+        return choose_attention(replace(LARGE, fp8_kv=scales is not None), CUDA)
 
     @pytest.fixture
-    def compare(self, paged_tokens, backend):
+    def compare(self, paged_tokens, backend, scales):
         tokens = paged_tokens(device="cuda")
         s = LARGE
         kv = torch.full(
             (2, tokens.pages, s.page_size, s.kv_heads, s.head_dim),
             torch.nan,
-            dtype=s.dtype,
+            dtype=s.dtype if scales is None else FP8_KV,
             device="cuda",
         )
         random = torch.Generator("cuda").manual_seed(5)
@@ -156,10 +174,10 @@ class TestFlashInfer:
             size = (sum(counts.values()), s.heads + 2 * s.kv_heads, s.head_dim)
             qkv = torch.randn(size, generator=random, device="cuda").to(s.dtype)
             q, k, v = qkv.split((s.heads, s.kv_heads, s.kv_heads), dim=1)
-            store(kv, batch, k, v)
+            store(kv, batch, k.to(kv.dtype), v.to(kv.dtype))
             backend.plan(batch)
-            got = backend.attend(q, kv, batch)
-            want = SdpaAttention().attend(q, kv, batch)
+            got = backend.attend(q, kv, batch, scales)
+            want = SdpaAttention().attend(q, kv, batch, scales)
             torch.testing.assert_close(got, want, rtol=0, atol=4 * torch.finfo(s.dtype).eps)
 
         return compare

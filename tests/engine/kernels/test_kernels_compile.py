@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
+from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora import linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
@@ -130,6 +131,10 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128))
     norm = QkNorm(empty(128), empty(128), 1e-6)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128), norm)
+    fp8 = empty(2, 100, 16, 8, 128, dtype=FP8_KV)
+    fused.rotary_and_store_kv(
+        empty(8, 48, 128), angles, angles, fp8, slots, delta(48 * 128), norm, KvScales(0.1, 0.2)
+    )
     assert compiled >= {"_add_rms_norm", "_silu_and_mul", "_rotary_and_store_kv"}
 
 
@@ -138,7 +143,9 @@ def test_attention_of_small_steps(compiled: set[str], tokens: int) -> None:
     shape = AttentionShape(32, 8, 128, 16, torch.bfloat16)
     workspace = empty(workspace_bytes(shape, tokens), dtype=torch.uint8)
     attention = PagedDecode(shape, tokens, empty(4096, dtype=torch.int32), workspace)
-    attention.attend(empty(tokens, 48, 128)[:, :32], empty(2, 100, 16, 8, 128), None)
+    q, size = empty(tokens, 48, 128)[:, :32], (2, 100, 16, 8, 128)
+    attention.attend(q, empty(*size), None)
+    attention.attend(q, empty(*size, dtype=FP8_KV), None, KvScales(0.1, 0.2))
     assert compiled == {"_decode"}
 
 

@@ -14,8 +14,11 @@ from lorikeet_engine.kernels.attention.paged_decode import (
 )
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
+from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.models.batch import Batch
-from tests.engine.interpreter import INTERPRETED
+from tests.engine.interpreter import INTERPRETED, exact_fp8
+
+__all__ = ["exact_fp8"]
 
 on_gpu = [
     pytest.mark.gpu,
@@ -53,10 +56,10 @@ def step_of(lengths, queries):
     return Batch(*nothing, starts, np.array(lengths, np.int32), table, segments=None)
 
 
-def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0):
+def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0, scales=None):
     """Attend over one back end's static buffers, several times, and as torch would.
 
-    queries: of each sequence; one, where it is not said.
+    queries: of each sequence; one, where it is not said. scales: of FP8 pages.
     """
     queries = queries or [1] * len(lengths)
     dtype = dtype_of(device)
@@ -70,7 +73,8 @@ def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0
     total = int(table.pages.max()) + 4
     random = torch.Generator(device).manual_seed(1)
     size = (2, total, PAGE, shape.kv_heads, shape.head_dim)
-    kv = torch.randn(size, generator=random, device=device).to(dtype)
+    kv = torch.randn(size, generator=random, device=device)
+    kv = kv.to(dtype) if scales is None else (8 * kv).to(FP8_KV)
     for end, length in zip(table.starts[1:], lengths, strict=True):
         if length % PAGE:  # nobody may look behind the end
             kv[:, table.pages[end - 1], length % PAGE :] = torch.nan
@@ -80,8 +84,8 @@ def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0
         qkv = torch.randn(size, generator=random, device=device).to(dtype)
         q = qkv[:, : shape.heads]  # as it lies between the keys and values
         backend.plan(batch)
-        got = backend.attend(q, kv, batch)[:rows]
-        want = SdpaAttention().attend(q[:rows], kv, batch)
+        got = backend.attend(q, kv, batch, scales)[:rows]
+        want = SdpaAttention().attend(q[:rows], kv, batch, scales)
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     return got
 
@@ -102,6 +106,14 @@ def test_a_prompts_tokens_see_what_comes_before_them(device):
 
 def test_spare_rows_change_nothing(device):
     compare(SHAPES["llama"], [40, 5], device, room=4, spare=2)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("name", SHAPES)
+def test_pages_of_fp8_equal_torch(device, name):
+    lengths, queries = [1, 15, 17, 64, 65, 900, 70], [1, 1, 1, 1, 1, 1, 3]
+    scales = KvScales(key=0.11, value=0.17)
+    compare(SHAPES[name], lengths, device, queries=queries, times=2, scales=scales)
 
 
 @pytest.mark.gpu

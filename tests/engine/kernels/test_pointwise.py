@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm, fused, reference
-from tests.engine.interpreter import INTERPRETED
+from tests.engine.interpreter import INTERPRETED, exact_fp8
+
+__all__ = ["exact_fp8"]
 
 on_gpu = [
     pytest.mark.gpu,
@@ -149,3 +152,50 @@ def test_queries_and_keys_are_normed_before_they_turn(kind, heads, kv_heads, dim
     for turned, filled in ((qkv, kv), (by_reference, reference_kv)):
         assert_close(turned[:, :heads], wide[:, :heads])
         assert_close(filled, wide_kv)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_keys_and_values_are_rounded_to_fp8(kind, normed, adapters):
+    heads, kv_heads, dim, tokens = 10, 2, 128, 7
+    qkv = random(kind, tokens, heads + 2 * kv_heads, dim)
+    lora, _ = adapted(kind, qkv) if adapters else (None, None)
+    norm = QkNorm(random(kind, dim), random(kind, dim + 2)[2:], 1e-5) if normed else None
+    angles = random((kind[0], torch.float32), tokens, dim // 2)
+    slots = torch.tensor([5, 17, -1, 47, 0, 20, 30], device=kind[0])
+    scales = KvScales(key=0.015, value=0.31)
+    same = random(kind, 2, 3, 16, kv_heads, dim).to(FP8_KV)
+    turned, filled, kv = qkv.clone(), same.clone(), same.clone()
+    fused.rotary_and_store_kv(turned, angles.cos(), angles.sin(), filled, slots, lora, norm, scales)
+    reference.rotary_and_store_kv(qkv, angles.cos(), angles.sin(), kv, slots, lora, norm, scales)
+    assert_equal(turned[:, :heads], qkv[:, :heads])
+    # what was rounded the other way before may lie on the other side of a bound between two numbers
+    apart = (filled.view(torch.uint8).int() - kv.view(torch.uint8).int()).abs()
+    assert apart.max() <= 1
+    assert (apart > 0).float().mean() < 0.01
+    untouched = [slot for slot in range(48) if slot not in slots.tolist()]
+    for pages in (filled, kv):
+        kept = pages.view(torch.uint8).flatten(1, 2)[:, untouched]
+        assert torch.equal(kept, same.view(torch.uint8).flatten(1, 2)[:, untouched])
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("operators", [fused, reference], ids=["fused", "reference"])
+def test_what_fp8_cannot_hold_is_saturated_and_what_is_not_finite_is_nan(kind, operators):
+    values = [0.0, 1.0, -1.0, 447.0, 448.0, 500.0, -60000.0, 0.0009, float("inf"), -float("inf")]
+    held = [0.0, 1.0, -1.0, 448.0, 448.0, 448.0, -448.0, 0.0, float("nan"), float("nan")]
+    qkv = torch.zeros(1, 3, 32, device=kind[0])
+    qkv[0, 1, :10] = torch.tensor(values)
+    qkv[0, 2, :10] = torch.tensor(values) / 4
+    kv = torch.ones(2, 1, 16, 1, 32, device=kind[0]).to(FP8_KV)
+    angles = torch.zeros(1, 16, device=kind[0])
+    slots = torch.tensor([3], device=kind[0])
+    scales = KvScales(key=1.0, value=0.25)
+    operators.rotary_and_store_kv(
+        qkv.to(kind[1]), angles.cos(), angles.sin(), kv, slots, scales=scales
+    )
+    for stored in kv[:, 0, 3, 0, :10].float().cpu():
+        assert stored.tolist() == pytest.approx(held, nan_ok=True, abs=0)

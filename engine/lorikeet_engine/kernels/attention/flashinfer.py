@@ -16,6 +16,7 @@ import torch
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences, PageTable
+from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
 # Partial results of sequences that are split over several blocks of the GPU.
 _WORKSPACE_BYTES = 128 << 20
@@ -120,22 +121,44 @@ class FlashInferAttention:
             page_size,
             causal=True,
             q_data_type=self._shape.dtype,
+            kv_data_type=FP8_KV if self._shape.fp8_kv else self._shape.dtype,
             max_token_per_sequence=int(np.diff(batch.query_starts).max()),
             seq_lens=_pinned(lengths),
         )
         self._planned.record()
 
-    def attend(self, q: torch.Tensor, layer_kv: torch.Tensor, _: PagedSequences) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer_kv: torch.Tensor,
+        _: PagedSequences,
+        scales: KvScales | None = None,
+    ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         split = self._split
         if split is None or self._decode is None:
-            self._wrapper.run(q, (layer_kv[0], layer_kv[1]), out=out)
-            return out
-        of_prompts = self._wrapper.run(q[split.prompt_rows], (layer_kv[0], layer_kv[1]))
+            return self._run(q, layer_kv, scales, out)
+        of_prompts = self._run(q[split.prompt_rows], layer_kv, scales)
         out.index_copy_(0, split.prompt_rows, of_prompts)
-        of_decodes = self._decode.attend(q[split.decode_rows], layer_kv, split.decodes)
+        of_decodes = self._decode.attend(q[split.decode_rows], layer_kv, split.decodes, scales)
         return out.index_copy_(0, split.decode_rows, of_decodes)
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        layer_kv: torch.Tensor,
+        scales: KvScales | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        result: torch.Tensor = self._wrapper.run(
+            q,
+            (layer_kv[0], layer_kv[1]),
+            k_scale=None if scales is None else scales.key,
+            v_scale=None if scales is None else scales.value,  # one more launch, unless it is 1.0
+            out=out,
+        )
+        return result
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
         """Give a graph of a small step its PagedDecode. See CapturableAttention.captured."""

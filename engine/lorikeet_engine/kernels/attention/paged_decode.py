@@ -24,6 +24,7 @@ import triton.language as tl
 
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences
+from lorikeet_engine.kernels.fp8_kv import KvScales
 
 SHORTEST_ITEM = 64  # tokens
 _ITEMS_FOR_ALL_HEADS = 264  # programs beyond one a row and head: 2 for each of 132 SMs
@@ -65,15 +66,25 @@ class PagedDecode:
         self._items.copy_(upload(items, device))
         self._pages[: len(pages)].copy_(upload(pages, device))
 
-    def attend(self, q: torch.Tensor, layer_kv: torch.Tensor, _: PagedSequences) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer_kv: torch.Tensor,
+        _: PagedSequences,
+        scales: KvScales | None = None,
+    ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         shape, group = self._shape, self._shape.heads // self._shape.kv_heads
+        scale = math.log2(math.e) / math.sqrt(shape.head_dim)
+        value_scale = None
+        if scales is not None:
+            scale, value_scale = scale * scales.key, scales.value
         # With many programs one warp each reads best; with few, each must read more at once.
         block, warps, stages = (32, 1, 4) if self._many else (64, 2, 3)
         _decode[(shape.kv_heads, self._capacity)](
             q, layer_kv, self._pages, self._items, self._parts, self._scales, self._done, out,
-            math.log2(math.e) / math.sqrt(shape.head_dim), layer_kv.stride(0), q.stride(0),
+            scale, value_scale, layer_kv.stride(0), q.stride(0),
             kv_heads=shape.kv_heads,
             group=group,
             rows=max(16, triton.next_power_of_2(group)),  # tl.dot wants 16
@@ -137,6 +148,7 @@ def _decode(
     done: tl.tensor,
     out: tl.tensor,
     scale: tl.tensor,
+    value_scale: tl.tensor,
     plane: tl.tensor,
     q_stride: tl.tensor,
     kv_heads: tl.constexpr,
@@ -172,6 +184,7 @@ def _decode(
         page = tl.load(pages + first_page + token // page_size, mask=seen, other=0).to(tl.int64)
         at = ((page * page_size + token % page_size) * kv_heads + head) * head_dim
         keys = tl.load(layer_kv + at[None, :] + column[:, None], mask=seen[None, :], other=0.0)
+        keys = keys.to(queries.dtype)  # of FP8
         score = tl.where(seen[None, :], tl.dot(queries, keys) * scale, float("-inf"))
         better = tl.maximum(best, tl.max(score, 1))
         weight = tl.exp2(score - better[:, None])
@@ -179,10 +192,13 @@ def _decode(
         values = tl.load(
             layer_kv + plane + at[:, None] + column[None, :], mask=seen[:, None], other=0.0
         )
+        values = values.to(queries.dtype)
         total = total * kept + tl.sum(weight, 1)
         mixed = mixed * kept[:, None] + tl.dot(weight.to(values.dtype), values)
         best = better
     mixed = mixed / total[:, None]
+    if value_scale is not None:
+        mixed *= value_scale
 
     width: tl.constexpr = kv_heads * group * head_dim
     target = out + query.to(tl.int64) * width + inside

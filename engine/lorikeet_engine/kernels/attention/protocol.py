@@ -9,16 +9,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorikeet_engine.kernels.fp8_kv import KvScales
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What every layer's attention has in common: heads, widths in elements, tokens of a page."""
+    """What every layer's attention has in common: heads, widths in elements, tokens of a page.
+
+    dtype: of queries and outputs, and of keys and values unless they are FP8 (fp8_kv).
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    fp8_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +83,19 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, q: torch.Tensor, layer_kv: torch.Tensor, batch: PagedSequences
+        self,
+        q: torch.Tensor,
+        layer_kv: torch.Tensor,
+        batch: PagedSequences,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
         """out[t] = softmax(q[t]·Kᵀ / √head_dim)·V over t's own sequence up to and including t.
 
         q [tokens, heads, head_dim], dense in a token; layer_kv [2, pages, page_size, kv_heads,
         head_dim], contiguous: keys and values, those of this step too. A sequence's queries are
         its last tokens. Slots that no sequence has written are never read. Query head h uses key
-        head h // (heads / kv_heads). Returns a contiguous tensor like q.
+        head h // (heads / kv_heads). scales: of FP8 pages, by which their numbers are multiplied;
+        None for pages in q's dtype. Returns a contiguous tensor like q.
         """
         ...
 

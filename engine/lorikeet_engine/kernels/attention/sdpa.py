@@ -1,11 +1,13 @@
 """Attention by torch's scaled_dot_product_attention, one sequence at a time: the CPU's back end."""
 
+import math
 from itertools import pairwise
 
 import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.kernels.attention.protocol import PagedSequences
+from lorikeet_engine.kernels.fp8_kv import KvScales
 
 
 class SdpaAttention:
@@ -15,7 +17,11 @@ class SdpaAttention:
         """Do nothing: there is no plan."""
 
     def attend(
-        self, q: torch.Tensor, layer_kv: torch.Tensor, batch: PagedSequences
+        self,
+        q: torch.Tensor,
+        layer_kv: torch.Tensor,
+        batch: PagedSequences,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -27,11 +33,15 @@ class SdpaAttention:
             pages = table[first:last].to(q.device)
             # cut at length: what lies behind it in the last page was never written
             keys, values = layer_kv[:, pages].flatten(1, 2)[:, :length]
-            out[begin:end] = _attend_one(q[begin:end], keys, values)
+            if scales is not None:
+                keys, values = keys.to(q.dtype), values.to(q.dtype)
+            out[begin:end] = _attend_one(q[begin:end], keys, values, scales)
         return out
 
 
-def _attend_one(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _attend_one(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scales: KvScales | None
+) -> torch.Tensor:
     """Q [queries, heads, head_dim]; keys, values [length, kv_heads, head_dim] → like q."""
     queries, heads, head_dim = q.shape
     length, kv_heads, _ = keys.shape
@@ -44,8 +54,11 @@ def _attend_one(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> to
     if queries > 1:
         seen = torch.ones(queries, length, dtype=torch.bool, device=q.device)
         mask = seen.tril(length - queries).repeat(group, 1)  # [group * queries, length]
+    scale = None if scales is None else scales.key / math.sqrt(head_dim)
     out = F.scaled_dot_product_attention(
-        rows, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], attn_mask=mask
+        rows, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], attn_mask=mask, scale=scale
     )
+    if scales is not None:
+        out *= scales.value
     out = out.view(kv_heads, group, queries, head_dim).permute(2, 0, 1, 3)
     return out.reshape(queries, heads, head_dim)

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import torch
 
+from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 
 __all__ = ["QkNorm", "add_rms_norm", "rotary_and_store_kv", "silu_and_mul"]
@@ -51,6 +52,7 @@ def rotary_and_store_kv(
     slots: torch.Tensor,
     lora: LoraDelta | None = None,
     norm: QkNorm | None = None,
+    scales: KvScales | None = None,
 ) -> None:
     """Turn the queries in place; put the turned keys, and the values, into their pages.
 
@@ -59,10 +61,12 @@ def rotary_and_store_kv(
     rounded to qkv's dtype before the norm and after it.
     qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values;
     cos, sin [tokens, head_dim / 2] float32; layer_kv [2, pages, page_size, kv_heads, head_dim]
-    like qkv, contiguous; slots [tokens] int64: page · page_size + offset, −1 for no place. The keys
-    in qkv are left undefined.
+    like qkv, contiguous; slots [tokens] int64: page · page_size + offset, −1 for no place. With
+    scales, layer_kv is FP8, and what to_fp8 (kernels/fp8_kv.py) makes of keys and values is stored.
+    The keys in qkv are left undefined.
     """
-    _operators(qkv.device.type).rotary_and_store_kv(qkv, cos, sin, layer_kv, slots, lora, norm)
+    operators = _operators(qkv.device.type)
+    operators.rotary_and_store_kv(qkv, cos, sin, layer_kv, slots, lora, norm, scales)
 
 
 def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None) -> torch.Tensor:

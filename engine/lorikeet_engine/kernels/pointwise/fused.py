@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.kernels.pointwise import QkNorm
@@ -46,6 +47,7 @@ def rotary_and_store_kv(
     slots: torch.Tensor,
     lora: LoraDelta | None = None,
     norm: QkNorm | None = None,
+    scales: KvScales | None = None,
 ) -> None:
     """Turn the queries in place; put the turned keys, and the values, into their pages.
 
@@ -53,13 +55,15 @@ def rotary_and_store_kv(
     b · cos + a · sin, after `norm` if there is one. A token's key goes to layer_kv[0], its value to
     layer_kv[1], both to slots[token] = page · page_size + offset, to nowhere if that is below 0.
     qkv [tokens, heads + 2 · kv_heads, head_dim]: queries, keys, values;
-    layer_kv [2, pages, page_size, kv_heads, head_dim].
+    layer_kv [2, pages, page_size, kv_heads, head_dim], FP8 with scales, by which keys and values
+    are divided, and else like qkv.
     """
     tokens, total, head_dim = qkv.shape
     kv_heads, half = layer_kv.shape[3], head_dim // 2
     weights = (None, None, 0.0) if norm is None else (norm.query_weight, norm.key_weight, norm.eps)
+    inverses = (None, None) if scales is None else (1.0 / scales.key, 1.0 / scales.value)
     _rotary_and_store_kv[(tokens, triton.cdiv(total, HEADS))](
-        qkv, *_operands(lora), *weights, cos, sin, layer_kv, slots, qkv.stride(0),
+        qkv, *_operands(lora), *weights, cos, sin, layer_kv, *inverses, slots, qkv.stride(0),
         layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, HEADS,
         triton.next_power_of_2(half),
     )  # fmt: skip
@@ -135,6 +139,13 @@ def _weight(
     return tl.where(query, of_query, of_key)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _to_fp8(x: tl.tensor) -> tl.tensor:
+    """Round float32 to E4M3, see to_fp8 (kernels/fp8_kv.py)."""
+    kept = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    return tl.where(tl.abs(x) < float("inf"), kept, float("nan")).to(tl.float8e4nv)
+
+
 @triton.jit(do_not_specialize=["plane"])  # type: ignore[untyped-decorator]
 def _rotary_and_store_kv(
     qkv: tl.tensor,
@@ -146,6 +157,8 @@ def _rotary_and_store_kv(
     cos: tl.tensor,
     sin: tl.tensor,
     layer_kv: tl.tensor,
+    key_inverse: tl.tensor,
+    value_inverse: tl.tensor,
     slots: tl.tensor,
     token_stride: tl.tensor,
     plane: tl.tensor,
@@ -192,6 +205,10 @@ def _rotary_and_store_kv(
     kv_head = (head - heads) % kv_heads
     value = (head >= heads + kv_heads).to(tl.int64)
     target = layer_kv + value * plane + (slot * kv_heads + kv_head) * (2 * half) + column
+    if key_inverse is not None:
+        inverse = tl.where(head < heads + kv_heads, key_inverse, value_inverse)
+        low = _to_fp8(low.to(tl.float32) * inverse)
+        high = _to_fp8(high.to(tl.float32) * inverse)
     tl.store(target, low, mask=stored)
     tl.store(target + half, high, mask=stored)
 

@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional as F
 
+from lorikeet_engine.kernels.fp8_kv import KvScales, to_fp8
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm
 
@@ -28,6 +29,7 @@ def rotary_and_store_kv(
     slots: torch.Tensor,
     lora: LoraDelta | None = None,
     norm: QkNorm | None = None,
+    scales: KvScales | None = None,
 ) -> None:
     """See kernels.pointwise."""
     _add_lora_delta(qkv.flatten(1), lora)
@@ -42,8 +44,13 @@ def rotary_and_store_kv(
     turned.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
     keys, values = layer_kv.flatten(1, 2)  # [pages * page_size, kv_heads, head_dim]
     stored = slots >= 0
-    keys.index_copy_(0, slots[stored], qkv[stored, -2 * kv_heads : -kv_heads])
-    values.index_copy_(0, slots[stored], qkv[stored, -kv_heads:])
+    new_keys, new_values = qkv[stored, -2 * kv_heads : -kv_heads], qkv[stored, -kv_heads:]
+    if scales is not None:  # as bytes: torch has no index_copy_ for FP8
+        new_keys = to_fp8(new_keys, scales.key).view(torch.uint8)
+        new_values = to_fp8(new_values, scales.value).view(torch.uint8)
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    keys.index_copy_(0, slots[stored], new_keys)
+    values.index_copy_(0, slots[stored], new_values)
 
 
 def silu_and_mul(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
