@@ -174,6 +174,8 @@ def _decode(
     real = (row < group)[:, None]
     inside = (head * group + row)[:, None] * head_dim + column[None, :]  # of all heads' outputs
     queries = tl.load(q + query.to(tl.int64) * q_stride + inside, mask=real, other=0.0)
+    if value_scale is not None:  # FP8 becomes float16 in a quarter of bfloat16's instructions
+        queries = queries.to(tl.float16)
 
     best = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
