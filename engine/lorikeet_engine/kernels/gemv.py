@@ -12,16 +12,22 @@ ROWS = 4  # of the weight, summed by one program
 COLUMNS = 2048  # of the weight, read at once
 
 
-def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x·Wᵀ + b as `linear` of kernels/lora/linear.py has it, which calls this; x [1, d_in].
 
-    Sums are float32, rounded once.
+    scales [d_out] float32: of the weight's rows, which then are FP8. Sums are float32, rounded
+    once.
     """
     d_out, d_in = weight.shape
     y = x.new_empty((1, d_out))
     block = min(COLUMNS, triton.next_power_of_2(d_in))
     _gemv[(triton.cdiv(d_out, ROWS),)](
-        x, weight, bias, y, d_out, d_in, bias is not None, ROWS, block, num_warps=8
+        x, weight, bias, scales, y, d_out, d_in, bias is not None, ROWS, block, num_warps=8
     )
     return y
 
@@ -31,6 +37,7 @@ def _gemv(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
+    scales: tl.tensor,
     y: tl.tensor,
     d_out: tl.constexpr,
     d_in: tl.constexpr,
@@ -56,6 +63,8 @@ def _gemv(
         values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
         total += weights.to(tl.float32) * values[None, :]
     out = tl.sum(total, 1)
+    if scales is not None:
+        out *= tl.load(scales + row, mask=real, other=0.0)
     if biased:
         out += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)
     tl.store(y + row, out.to(y.dtype.element_ty), mask=real)

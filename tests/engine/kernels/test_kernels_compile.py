@@ -19,6 +19,8 @@ from triton.runtime.jit import JITFunction
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
+from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows
+from lorikeet_engine.kernels.fp8.fused import linear as fp8_linear
 from lorikeet_engine.kernels.lora import linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
@@ -153,6 +155,15 @@ def test_a_product_of_one_row(compiled: set[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert linear.linear(empty(1, 4096), empty(6144, 4096)).shape == (1, 6144)
     assert compiled == {"_gemv"}
+
+
+@pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336), (8192, 28672)])
+def test_products_of_fp8(compiled: set[str], d_out: int, d_in: int) -> None:
+    weight = Fp8Rows(empty(d_out, d_in, dtype=DTYPE), empty(d_out, dtype=torch.float32))
+    for tokens, kernel in ((1, "_gemv"), (17, "_quantize_rows")):
+        for bias in (None, empty(d_out)):
+            assert fp8_linear(empty(tokens, d_in), weight, bias).shape == (tokens, d_out)
+        assert kernel in compiled
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

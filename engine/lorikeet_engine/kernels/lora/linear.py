@@ -9,7 +9,8 @@ kernel of kernels/pointwise/fused.py that reads y next adds it:
 
 LoRA's kernels wait for memory more than they use it, and a large product leaves memory idle. cuBLAS
 would take every multiprocessor for itself from start to end, so that LoRA could only run before or
-after: it is told to leave some free (LaunchConfig.sms_for_lora). What the side stream allocates is
+after: it is told to leave some free (LaunchConfig.sms_for_lora). A base model's weight is a tensor,
+or of FP8 (kernels/fp8); LoRA reads x as it is beside both. What the side stream allocates is
 safe in main's hands: whatever it does next, it first waits for main.
 """
 
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from lorikeet_engine.kernels import fp8
+from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.lora import reference
 from lorikeet_engine.kernels.lora.types import (
     LoraDelta,
@@ -33,13 +36,18 @@ from lorikeet_engine.kernels.lora.types import (
     UnexpandedDelta,
 )
 
+Weight = torch.Tensor | Fp8Rows
+"""The weight of a linear [d_out, d_in]."""
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x·Wᵀ + b: x [tokens, d_in], weight [d_out, d_in], bias [d_out] → [tokens, d_out].
 
     By cuBLAS, or for a single row of 16-bit numbers on CUDA by a Triton kernel of our own, which is
-    faster there (kernels/gemv.py).
+    faster there (kernels/gemv.py). With an FP8 weight x is rounded to FP8 before (kernels/fp8).
     """
+    if isinstance(weight, Fp8Rows):
+        return fp8.linear(x, weight, bias)
     if x.is_cuda and len(x) == 1 and x.dtype.itemsize == 2:
         y: torch.Tensor = _cuda("gemv").gemv(x, weight, bias)
         return y
@@ -56,7 +64,7 @@ def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraSte
 
 def linear_with_lora(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     step: LoraStep | None,
     layer: int,
@@ -99,7 +107,7 @@ def add_lora(
 
 def linear_with_lora_before_silu(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     step: LoraStep | None,
     layer: int,
@@ -116,7 +124,7 @@ def linear_with_lora_before_silu(
 
 def linear_and_lora(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     step: LoraStep,
     layer: int,
@@ -133,7 +141,8 @@ def linear_and_lora(
     sms = 0 if len(x) == 1 else tiles.config.sms_for_lora(tiles.segments * tiles.max_rank)
     side.wait_stream(main)
     if sms:
-        with _reserve_sms(sms, x.device):
+        reserve = _reserve_sms_of_lt if isinstance(weight, Fp8Rows) else _reserve_sms
+        with reserve(sms, x.device):
             y = linear(x, weight, bias)
     with torch.cuda.stream(side):
         shrunk: UnexpandedDelta = _cuda("lora.shrink").shrink(x, step.weights, tiles, layer, group)
@@ -178,6 +187,19 @@ def _reserve_sms(count: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         library.cublasSetSmCountTarget(handle, ctypes.c_int(0))
+
+
+@contextmanager
+def _reserve_sms_of_lt(count: int, _device: torch.device) -> Iterator[None]:
+    """CuBLASLt, which does not read cuBLAS' target, leaves `count` multiprocessors free meanwhile.
+
+    In all of the process, of which one thread launches products.
+    """
+    torch._C._set_sm_carveout_experimental(count)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
 
 
 @cache

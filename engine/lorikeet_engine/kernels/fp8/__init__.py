@@ -1,0 +1,66 @@
+"""Linears of FP8 (E4M3): 8-bit floats with 4 bits of exponent and 3 of fraction, up to 448.
+
+A weight has a scale for each output, and a product's input is rounded to FP8 as well, with a scale
+for each token, that of its largest element ("W8A8"). What adapters add reads the input as it was.
+
+`reference` is the equation in torch and runs on the CPU; `fused` is the product on CUDA, with the
+same signature, where a single row is multiplied unrounded (kernels/gemv.py).
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from lorikeet_engine.errors import SettingsError
+
+__all__ = ["DTYPE", "LARGEST", "LEAST_SCALE", "Fp8Rows", "check_device", "linear"]
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0
+LEAST_SCALE = 2.0**-100  # of a row of zeros
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """A weight W[o, i] = rows[o, i] · scales[o]: rows [d_out, d_in] FP8, scales [d_out] float32."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of rows and scales."""
+        return self.rows.nbytes + self.scales.nbytes
+
+
+def linear(x: torch.Tensor, weight: Fp8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Q(x)·Wᵀ + b, with Q(x) each token of x rounded to FP8 times its scale; sums are float32.
+
+    x [tokens, d_in], dense in a token; bias [d_out] → [tokens, d_out] like x.
+    """
+    y: torch.Tensor = _operators(x.device.type).linear(x, weight, bias)
+    return y
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise SettingsError where a device has no FP8 products that give this dtype."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        raise SettingsError(
+            f"FP8 weights need a GPU of compute capability 8.9 or above (Ada or Hopper), {device} "
+            f"has {'.'.join(map(str, capability))}: want a checkpoint of floats, weight_dtype=auto"
+        )
+    if dtype.itemsize != 2:
+        raise SettingsError(f"dtype={dtype}: FP8 weights want bfloat16 or float16 on a GPU")
+
+
+@cache
+def _operators(device_type: str) -> ModuleType:
+    # Triton is imported only here: a machine without a GPU may have none.
+    name = "fused" if device_type == "cuda" else "reference"
+    return import_module(f"lorikeet_engine.kernels.fp8.{name}")

@@ -1,0 +1,153 @@
+"""FP8 linears: the product of the rounded numbers, by torch on the CPU and by CUDA's kernels.
+
+Without a GPU the kernels run in Triton's interpreter, which rounds to FP8 otherwise than a GPU: it
+truncates some numbers. There only the scales are compared, and a product that rounds nothing.
+"""
+
+import pytest
+import torch
+
+from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.kernels import fp8
+from lorikeet_engine.kernels.fp8 import DTYPE, fused, reference
+from lorikeet_engine.kernels.gemv import gemv
+from lorikeet_engine.kernels.lora.linear import linear
+from tests.engine.interpreter import INTERPRETED
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+KINDS = [
+    pytest.param(
+        "cpu", torch.float32, marks=pytest.mark.skipif(not INTERPRETED, reason="not interpreted")
+    ),
+    pytest.param("cuda", torch.bfloat16, marks=on_gpu),
+    pytest.param("cuda", torch.float16, marks=on_gpu),
+]
+EPS = torch.finfo(torch.float32).eps
+
+
+def numbers(*shape, seed=0):
+    """Rows of very different sizes."""
+    random = torch.Generator().manual_seed(seed + shape[-1])
+    return torch.randn(shape, generator=random) * 10.0 ** torch.randint(
+        -3, 3, (shape[0], 1), generator=random
+    )
+
+
+def nearest(scaled):
+    """The FP8 number nearest to each, by their definition: 3 bits behind the first, to even."""
+    exponent = scaled.abs().log2().floor().clamp(min=-6)
+    step = 2.0 ** (exponent - 3)
+    return (scaled / step).round() * step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_rounded_to_the_nearest_numbers_of_their_scale(dtype):
+    x = numbers(7, 100).to(dtype)
+    rounded, scales = reference.quantize_rows(x)
+    assert rounded.dtype == DTYPE
+    torch.testing.assert_close(scales, x.float().abs().amax(1) / 448, rtol=EPS, atol=0)
+    assert torch.equal(rounded.float(), nearest(x.float() / scales[:, None]))
+    assert torch.equal(rounded.float().abs().amax(1), torch.full((7,), 448.0))
+
+
+def test_a_row_of_zeros_stays_one():
+    rounded, scales = reference.quantize_rows(torch.zeros(2, 16))
+    assert torch.equal(rounded.float() * scales[:, None], torch.zeros(2, 16))
+
+
+def test_a_weight_is_rounded_row_by_row_however_many_there_are():
+    weight = numbers(2500, 32)
+    got, (rows, scales) = reference.quantize_weight(weight), reference.quantize_rows(weight)
+    assert torch.equal(got.rows.view(torch.uint8), rows.view(torch.uint8))
+    assert torch.equal(got.scales, scales)
+    assert got.nbytes == 2500 * (32 + 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_linear_multiplies_the_rounded_numbers(tokens, biased, dtype):
+    x, weight = numbers(tokens, 96).to(dtype), reference.quantize_weight(numbers(40, 96, seed=1))
+    bias = torch.randn(40).to(dtype) if biased else None
+    rounded, scales = reference.quantize_rows(x)
+    want = (rounded.double() * scales[:, None]) @ (weight.rows.double() * weight.scales[:, None]).T
+    got = linear(x, weight, bias)
+    assert got.dtype == dtype
+    want = want if bias is None else want + bias
+    # 96 sums in float32, and one rounding to the dtype
+    error = (96 * EPS + torch.finfo(dtype).eps) * want.abs().amax(1, keepdim=True)
+    assert ((got - want).abs() <= error).all()
+
+
+@pytest.mark.parametrize(("device", "dtype"), KINDS)
+@pytest.mark.parametrize("width", [16, 100, 4096, 14336])
+def test_the_kernel_rounds_rows_as_the_reference_does(device, dtype, width):
+    x = numbers(17, 2 * width).to(device, dtype)[:, :width]  # rows that do not follow one another
+    rounded, scales = fused.quantize_rows(x)
+    want, want_scales = reference.quantize_rows(x)
+    assert torch.equal(scales, want_scales)
+    assert rounded.is_contiguous()
+    if not INTERPRETED:
+        assert torch.equal(rounded.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("device", "dtype"), KINDS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("d_out", "d_in"), [(8, 64), (7, 100), (33, 2048), (5, 3000)])
+def test_one_row_is_multiplied_unrounded(device, dtype, d_out, d_in, biased):
+    x, bias = numbers(1, d_in).to(device, dtype), torch.randn(d_out).to(device, dtype)
+    weight = reference.quantize_weight(numbers(d_out, d_in, seed=1).to(device))
+    bias = bias if biased else None
+    got = gemv(x, weight.rows, bias, weight.scales)
+    want = x.double() @ (weight.rows.double() * weight.scales[:, None]).T
+    want = want if bias is None else want + bias
+    atol = 2 * torch.finfo(dtype).eps * want.abs().max().item()
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 256])
+@pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336), (160, 96)])
+def test_cuda_multiplies_what_the_reference_does(d_out, d_in, tokens, biased, dtype):
+    x = torch.randn(tokens, d_in).to("cuda", dtype)
+    bias = torch.randn(d_out).to("cuda", dtype) if biased else None
+    weight = reference.quantize_weight(torch.randn(d_out, d_in, device="cuda") * d_in**-0.5)
+    got, want = fp8.linear(x, weight, bias), reference.linear(x.float(), weight, bias)
+    if tokens == 1:  # x itself is multiplied
+        want = x.float() @ (weight.rows.float() * weight.scales[:, None]).T
+        want = want if bias is None else want + bias
+    # a sum loses up to a 2^14th of itself with each 32 products; then it is rounded
+    bound = d_in / 32 * 2.0**-14 + torch.finfo(dtype).eps
+    assert (got.float() - want).norm() <= bound * want.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_a_captured_product_reads_what_lies_there_at_its_replay(tokens):
+    weight = reference.quantize_weight(torch.randn(160, 96, device="cuda"))
+    x, graph = torch.randn(tokens, 96, device="cuda", dtype=torch.bfloat16), torch.cuda.CUDAGraph()
+    fp8.linear(x, weight)
+    with torch.cuda.graph(graph):
+        y = fp8.linear(x, weight)
+    x.normal_()
+    y.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(y, fp8.linear(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "message"),
+    [((8, 6), torch.bfloat16, "8.9 or above"), ((9, 0), torch.float32, "bfloat16 or float16")],
+)
+def test_a_gpu_without_such_products_is_refused(monkeypatch, capability, dtype, message):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with pytest.raises(SettingsError, match=message):
+        fp8.check_device(torch.device("cuda", 0), dtype)
+    fp8.check_device(torch.device("cpu"), dtype)
