@@ -37,9 +37,9 @@ class _Shards(RandomCheckpoint):
         self._shard: dict[str, torch.Tensor] = {}
         self._written: list[list[str]] = []  # names in each shard
 
-    def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
+    def _read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
         for name, count in zip(names, rows, strict=True):
-            self._shard[name] = super().read([name], [count], *tail).cpu()
+            self._shard[name] = super()._read([name], [count], *tail).cpu()
             if sum(tensor.nbytes for tensor in self._shard.values()) >= SHARD_BYTES:
                 self._write()
         return torch.empty(sum(rows), *tail, device="meta", dtype=self.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import LlamaModel
@@ -48,15 +49,26 @@ CONFIGS = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
 
 
 class RandomCheckpoint(Checkpoint):
-    """Makes up every tensor that is read: norms are 1, products keep the size of their input."""
+    """Makes up every tensor that is read: norms are 1, products keep the size of their input.
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+    A linear is rounded as soon as it is drawn: beside the model the device holds one in floats.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        rounding: Quantization | None = None,
+        seed: int = 0,
+    ) -> None:
         self.device = device
         self.dtype = dtype
+        self.nbytes = 0
+        self._rounding = rounding
+        self._staging = None
         self._random = torch.Generator(device).manual_seed(seed)
 
-    def read(self, _names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
-        """A tensor [sum(rows), *tail], whatever it is called."""
+    def _read(self, _names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
         shape = (sum(rows), *tail)
         if not tail:
             return torch.ones(shape, device=self.device, dtype=self.dtype)
@@ -65,11 +77,15 @@ class RandomCheckpoint(Checkpoint):
 
 
 def random_model(
-    folder: Path, device: torch.device, dtype: torch.dtype, max_context: int | None = None
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_context: int | None = None,
+    rounding: Quantization | None = None,
 ) -> LlamaModel:
     """What load_model gives for a folder that holds a config.json alone."""
     config = ModelConfig.from_folder(folder, max_context)
-    return LlamaModel(config, RandomCheckpoint(device, dtype))
+    return LlamaModel(config, RandomCheckpoint(device, dtype, rounding))
 
 
 def write_config(folder: Path, config: Mapping[str, Any] = LLAMA_3_1_8B) -> Path:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
+from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.device.memory import Memory
 from lorikeet_engine.errors import SettingsError
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_ROUNDINGS = {"auto": None, "nf4": Quantization.NF4, "fp8": Quantization.FP8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +19,9 @@ class EngineSettings:
     """An engine's settings; sizes are in bytes. Raises SettingsError when built.
 
     model: a Hugging Face checkpoint's folder. dtype: of the base model and its KV cache.
-    weight_dtype: auto, or nf4: the linears' weights are rounded to NF4's values, which adapters
-    were trained on with QLoRA, and stay in dtype.
+    weight_dtype: auto; or nf4: the linears' weights are rounded to NF4's values, which adapters
+    were trained on with QLoRA, and stay in dtype; or fp8: they are rounded to FP8 and stay so, in
+    half of bfloat16's bytes.
     kv_bytes, adapter_gpu_bytes: bytes, or a MemoryShare of what is free on the device: for the slot
     pool beside the base model's weights, for the KV cache beside all else that serving needs.
     page_size: tokens of a KV page. max_context: prompt plus output in tokens; None for as many as
@@ -55,8 +58,8 @@ class EngineSettings:
         for name in ("dtype", "adapter_dtype"):
             if getattr(self, name) not in _DTYPES:
                 raise SettingsError(f"{name}={getattr(self, name)!r}: want {', '.join(_DTYPES)}")
-        if self.weight_dtype not in ("auto", "nf4"):
-            raise SettingsError(f"weight_dtype={self.weight_dtype!r}: want auto or nf4")
+        if self.weight_dtype not in _ROUNDINGS:
+            raise SettingsError(f"weight_dtype={self.weight_dtype!r}: want {', '.join(_ROUNDINGS)}")
         for name in ("page_size", "max_running", "max_batch_adapters"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: want an integer ≥ 1")
@@ -74,6 +77,11 @@ class EngineSettings:
     def torch_dtype(self) -> torch.dtype:
         """The torch.dtype of `dtype`."""
         return _DTYPES[self.dtype]
+
+    @property
+    def rounding(self) -> Quantization | None:
+        """What weight_dtype rounds the linears' weights to; None: nothing."""
+        return _ROUNDINGS[self.weight_dtype]
 
     @property
     def torch_adapter_dtype(self) -> torch.dtype:

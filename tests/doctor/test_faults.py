@@ -103,7 +103,7 @@ PLANTED = {
         "lower LORIKEET_MAX_CONTEXT",
     ),
     "a weight dtype that there is not": Fault(
-        "settings", variable("WEIGHT_DTYPE", "nf8"), PROBLEM, "'auto' or 'nf4'", "correct it"
+        "settings", variable("WEIGHT_DTYPE", "nf8"), PROBLEM, "'auto', 'nf4' or 'fp8'", "correct it"
     ),
     "bfloat16 weights as float16": Fault(
         "base models", variable("DTYPE", "float16"), WARNING, "bfloat16", "LORIKEET_DTYPE=bfloat16"

@@ -14,6 +14,7 @@ _FIELD = "quantization_config"
 class Quantization(StrEnum):
     """A format of quantised linears; its value is what people call it."""
 
+    FP8 = "fp8"
     NF4 = "nf4"
     AWQ = "awq"
     GPTQ = "gptq"

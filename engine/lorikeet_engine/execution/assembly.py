@@ -8,7 +8,12 @@ from pathlib import Path
 
 import torch
 
-from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, served_quantization
+from lorikeet_engine.adapter_format import (
+    AdapterLimits,
+    BaseShape,
+    Quantization,
+    served_quantization,
+)
 from lorikeet_engine.device.memory import resolve
 from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
@@ -34,7 +39,7 @@ from lorikeet_engine.telemetry.status import EngineInfo
 
 log = logging.getLogger(__name__)
 
-LoadModel = Callable[[Path, torch.device, torch.dtype, int | None], LlamaModel]
+LoadModel = Callable[[Path, torch.device, torch.dtype, int | None, Quantization | None], LlamaModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +68,10 @@ def assemble(
     device = torch.device(settings.device)
     start = StartUpStages(device)
     with start.stage("weights"):
-        model = load(settings.model, device, settings.torch_dtype, settings.max_context)
-        if settings.weight_dtype == "nf4":
-            model.round_to_nf4()
+        dtype, context = settings.torch_dtype, settings.max_context
+        model = load(settings.model, device, dtype, context, settings.rounding)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what that and dequantising took
+            torch.cuda.empty_cache()  # what rounding and dequantising took
     with start.stage("slot pool"):
         tiers = build_tiers(model.config.shape, settings, source, device, wake, start.free)
     try:

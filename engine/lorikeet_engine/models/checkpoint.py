@@ -1,6 +1,7 @@
 """The tensors of a Hugging Face checkpoint, read from safetensors straight into place.
 
-Linears that are stored quantised are brought to their exact values on the way.
+Linears that are stored quantised are brought to their exact values on the way; if that is asked
+for, linears are rounded to another format, one after the other.
 """
 
 import hashlib
@@ -17,8 +18,10 @@ from safetensors import SafetensorError, safe_open
 from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.device.memory import free_bytes, gib
 from lorikeet_engine.errors import ModelError, SettingsError
+from lorikeet_engine.kernels.fp8.reference import quantize_weight
+from lorikeet_engine.kernels.lora.linear import Weight
 from lorikeet_engine.models.int4 import Int4
-from lorikeet_engine.models.nf4 import Nf4
+from lorikeet_engine.models.nf4 import Nf4, round_to_nf4
 from lorikeet_engine.models.staging import Span, Staging
 from lorikeet_engine.models.weight_format import WeightFormat
 
@@ -42,9 +45,10 @@ class _Stored:
 class Checkpoint:
     """A folder's tensors by name, cast to one dtype on one device.
 
-    Beside the tensors, host memory holds Staging's buffers alone. Use it as a context manager:
-    the tensors are whole once it is left without an exception. On the meta device of the files
-    only the headers are read: a rehearsal, which finds all that is wrong but the values.
+    nbytes: what the tensors that were read take there. Beside them, host memory holds Staging's
+    buffers alone. Use it as a context manager: the tensors are whole once it is left without an
+    exception. On the meta device of the files only the headers are read: a rehearsal, which finds
+    all that is wrong but the values.
     """
 
     def __init__(
@@ -53,27 +57,22 @@ class Checkpoint:
         device: torch.device,
         dtype: torch.dtype,
         quantized: QuantizedLinears | None = None,
+        rounding: Quantization | None = None,
     ) -> None:
-        """Read the files' headers. quantized: how its linears are stored, if they are.
+        """Read the files' headers. quantized: how linears are stored, if they are.
 
-        Raises ModelError, whose `field` names the file at fault, and SettingsError if the tensors
-        are larger than the device's free memory.
+        rounding: what read_linear rounds to, NF4 or FP8. Raises ModelError, whose `field` names
+        the file at fault.
         """
         self.folder = folder
         self.device = device
         self.dtype = dtype
+        self.nbytes = 0
+        self._rounding = rounding
         self._weight_format = _weight_format(quantized) if quantized else None
         self._stored = self._find_tensors()
         self._unread = set(self._stored)
-        rehearsed = device.type == "meta"
-        if not rehearsed:
-            self._check_room()
-        self._staging = None if rehearsed else Staging(device)
-
-    @property
-    def nbytes(self) -> int:
-        """What all tensors take in the dtype."""
-        return self.dtype.itemsize * sum(map(self._weights_in, self._stored))
+        self._staging = None if device.type == "meta" else Staging(device)
 
     def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
         """One tensor [sum(rows), *tail], the named ones on top of one another.
@@ -81,12 +80,18 @@ class Checkpoint:
         Tensor i must have the shape [rows[i], *tail]. Raises ModelError, whose `field` is the
         tensor's name, where one is missing or has another shape or an unsupported dtype.
         """
-        out = torch.empty(sum(rows), *tail, device=self.device, dtype=self.dtype)
-        end = 0
-        for name, count in zip(names, rows, strict=True):
-            begin, end = end, end + count
-            self._read_into(name, out[begin:end])
+        out = self._read(names, rows, *tail)
+        self.nbytes += out.nbytes
         return out
+
+    def read_linear(self, names: Sequence[str], rows: Sequence[int], d_in: int) -> Weight:
+        """The weight of linears that are fused, [sum(rows), d_in], rounded if that is asked for.
+
+        Names and rows as in read, which raises what this does.
+        """
+        weight: Weight = self._rounded(self._read(names, rows, d_in), rows)
+        self.nbytes += weight.nbytes
+        return weight
 
     def part(self, name: str, dtype: str, *shape: int) -> torch.Tensor:
         """A tensor as it is stored; on the meta device without its values.
@@ -162,6 +167,23 @@ class Checkpoint:
         finally:
             self._staging.close()
 
+    def _read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
+        out = torch.empty(sum(rows), *tail, device=self.device, dtype=self.dtype)
+        for name, part in zip(names, torch.split(out, list(rows)), strict=True):
+            self._read_into(name, part)
+        return out
+
+    def _rounded(self, weight: torch.Tensor, rows: Sequence[int]) -> Weight:
+        if self._rounding is None:
+            return weight
+        if self._staging is not None:
+            self._staging.finish()  # its values are looked at
+        if self._rounding is Quantization.FP8:
+            return quantize_weight(weight)
+        for part in torch.split(weight, list(rows)):
+            part.copy_(round_to_nf4(part))
+        return weight
+
     def _read_into(self, name: str, out: torch.Tensor) -> None:
         linears = self._weight_format
         if linears is not None and linears.holds(name, self._stored):
@@ -185,12 +207,6 @@ class Checkpoint:
         self._unread.discard(name)
         return stored
 
-    def _weights_in(self, name: str) -> int:
-        elements = math.prod(self._stored[name].shape)
-        if self._weight_format is None:
-            return elements
-        return self._weight_format.weights_in(name, elements, self._stored)
-
     def _find_tensors(self) -> dict[str, _Stored]:
         index = self.folder / INDEX
         if not index.exists():
@@ -204,13 +220,15 @@ class Checkpoint:
             found |= _tensors_of(self.folder / file)
         return {name: found[name] for name in file_of if name in found}
 
-    def _check_room(self) -> None:
-        needed, free = self.nbytes, free_bytes(self.device)
-        if needed > free:
-            raise SettingsError(
-                f"{self.folder}: its weights take {gib(needed)} in {self.dtype}, and {gib(free)} "
-                f"are free on {self.device}: want a smaller model or dtype, or a larger device"
-            )
+
+def check_room(folder: Path, needed: int, device: torch.device) -> None:
+    """Raise SettingsError if a folder's weights, in bytes, are larger than what is free there."""
+    free = free_bytes(device)
+    if needed > free:
+        raise SettingsError(
+            f"{folder}: its weights take {gib(needed)} as they are served, and {gib(free)} are "
+            f"free on {device}: want a smaller model, weight_dtype=fp8, or a larger device"
+        )
 
 
 def _weight_format(stored: QuantizedLinears) -> WeightFormat:

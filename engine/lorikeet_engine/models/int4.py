@@ -16,7 +16,6 @@ from lorikeet_engine.models.weight_format import PartReader
 _PER_INTEGER = 8  # of 32 bits
 # AutoAWQ's kernels unpack two halves of an integer at once: these are the columns of its nibbles.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-_HELPERS = (".qzeros", ".scales", ".g_idx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +31,6 @@ class Int4:
     def holds(self, weight: str, stored: Collection[str]) -> bool:
         """Whether a weight is stored in this format, by the names of all tensors."""
         return f"{weight.removesuffix('.weight')}.qweight" in stored
-
-    def weights_in(self, tensor: str, elements: int, _stored: Collection[str]) -> int:
-        """How many weights a stored tensor stands for; 0 if it only helps to read others."""
-        if tensor.endswith(_HELPERS):
-            return 0
-        return _PER_INTEGER * elements if tensor.endswith(".qweight") else elements
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
         """The weight [d_out, d_in] in float16, the format's dtype. Raises ModelError."""

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.adapter_format import BaseShape, Linear
+from lorikeet_engine.adapter_format import BaseShape, Linear, Quantization
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
 from lorikeet_engine.errors import ModelError
+from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.linear import (
     add_embedding_lora,
@@ -38,9 +39,8 @@ from lorikeet_engine.kernels.pointwise import (
     silu_and_mul,
 )
 from lorikeet_engine.models.batch import Batch
-from lorikeet_engine.models.checkpoint import Checkpoint
+from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.nf4 import round_to_nf4
 from lorikeet_engine.models.rotary import RotaryEmbedding
 
 # A product, and what adapters still add to it.
@@ -120,46 +120,48 @@ class LlamaModel:
             add_lora(logits, hidden, lora, segments, layer, self._head_group)
         return logits
 
-    def round_to_nf4(self) -> None:
-        """Give the layers' linears the values that an NF4 checkpoint of them would have.
-
-        For adapters that were trained with QLoRA on such a one. Raises ModelError where the
-        checkpoint is quantised already.
-        """
-        check_can_round(self.config)
-        for layer in self._layers:
-            layer.round_to_nf4()
-
 
 def load_model(
-    folder: Path, device: torch.device, dtype: torch.dtype, max_context: int | None = None
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_context: int | None = None,
+    rounding: Quantization | None = None,
 ) -> LlamaModel:
     """Load a Hugging Face checkpoint folder (config.json and safetensors) onto the device.
 
-    max_context as in ModelConfig.from_folder. Raises ModelError, whose `field` names the config
-    key, file or tensor at fault, and SettingsError when the device has no room for the weights.
+    max_context as in ModelConfig.from_folder. rounding: NF4 or FP8, to which the layers' linears
+    are rounded, one after the other; None: as they are. Raises ModelError, whose `field` names the
+    config key, file or tensor at fault, and SettingsError when the device has no room for the
+    weights, or no products of FP8.
     """
-    config = ModelConfig.from_folder(folder, max_context)
-    with Checkpoint(folder, device, dtype, config.quantized_linears) as checkpoint:
+    config, nbytes = rehearse_load(folder, dtype, max_context, rounding)
+    check_room(folder, nbytes, device)
+    if rounding is Quantization.FP8:
+        fp8.check_device(device, dtype)
+    with Checkpoint(folder, device, dtype, config.quantized_linears, rounding) as checkpoint:
         return _read(config, checkpoint)
 
 
 def rehearse_load(
-    folder: Path, dtype: torch.dtype, max_context: int | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    max_context: int | None = None,
+    rounding: Quantization | None = None,
 ) -> tuple[ModelConfig, int]:
     """What load_model would find, by the files' headers: the config, and the weights in bytes.
 
     Takes no memory and little time. Raises ModelError as load_model does.
     """
-    config = ModelConfig.from_folder(folder, max_context)
-    with Checkpoint(folder, torch.device("meta"), dtype, config.quantized_linears) as checkpoint:
+    config, meta = ModelConfig.from_folder(folder, max_context), torch.device("meta")
+    _check_rounding(config, rounding)
+    with Checkpoint(folder, meta, dtype, config.quantized_linears, rounding) as checkpoint:
         _read(config, checkpoint)
         return config, checkpoint.nbytes
 
 
-def check_can_round(config: ModelConfig) -> None:
-    """Raise ModelError where the weights that are to be rounded to NF4 are no floats."""
-    if config.quantized_linears is not None:
+def _check_rounding(config: ModelConfig, rounding: Quantization | None) -> None:
+    if rounding is Quantization.NF4 and config.quantized_linears is not None:
         raise ModelError(
             f"weight_dtype=nf4: the checkpoint is quantised already, as "
             f"{config.quantized_linears.format}: want auto, or a checkpoint of floats",
@@ -200,10 +202,6 @@ class _Layer:
         """Add delta, and attention's output, to x in place; return what is yet to be added."""
         delta = self.attention(self.attention_norm.add_and_norm(x, *delta), layer_kv, step)
         return self.mlp(self.mlp_norm.add_and_norm(x, *delta), step)
-
-    def round_to_nf4(self) -> None:
-        for linears in (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down):
-            linears.round_to_nf4()
 
 
 class _Attention:
@@ -271,7 +269,7 @@ class LoraLinear:
         self.layer = layer
         self.group = LoraGroup(linears, d_in, d_outs)
         paths = [shape.linears[n].path(layer) for n in linears]
-        self.weight = checkpoint.read([f"{path}.weight" for path in paths], d_outs, d_in)
+        self.weight = checkpoint.read_linear([f"{path}.weight" for path in paths], d_outs, d_in)
         self.bias = checkpoint.read([f"{path}.bias" for path in paths], d_outs) if bias else None
 
     def __call__(
@@ -279,11 +277,6 @@ class LoraLinear:
     ) -> tuple[torch.Tensor, LoraDelta | None]:
         """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and what is yet to be added to it."""
         return linear_with_lora(x, self.weight, self.bias, lora, self.layer, self.group)
-
-    def round_to_nf4(self) -> None:
-        """Round each of the linears to the nearest values of NF4 (models/nf4.py), in place."""
-        for weight in torch.split(self.weight, list(self.group.d_outs)):
-            weight.copy_(round_to_nf4(weight))
 
     def before_silu(
         self, x: torch.Tensor, lora: LoraStep | None

@@ -36,12 +36,6 @@ class Nf4:
         """Whether a weight is stored in this format, by the names of all tensors."""
         return weight + _STATE in stored
 
-    def weights_in(self, tensor: str, elements: int, stored: Collection[str]) -> int:
-        """How many weights a stored tensor stands for; 0 if it only helps to read others."""
-        if ".weight." in tensor:
-            return 0
-        return 2 * elements if self.holds(tensor, stored) else elements
-
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
         """The weight [d_out, d_in] in the dtype that it was quantised from, which bitsandbytes
         computes with.

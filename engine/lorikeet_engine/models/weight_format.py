@@ -26,8 +26,5 @@ class WeightFormat(Protocol):
     def holds(self, weight: str, stored: Collection[str]) -> bool:
         """Whether a weight is stored in this format, by the names of all tensors."""
 
-    def weights_in(self, tensor: str, elements: int, stored: Collection[str]) -> int:
-        """How many weights a stored tensor stands for; 0 if it only helps to read others."""
-
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
         """The weight's exact values, [d_out, d_in], in the format's dtype. Raises ModelError."""

@@ -97,14 +97,12 @@ class PlannedStart:
 
     def _plan(self, settings: "EngineSettings") -> "MemoryPlan | EngineError":
         from lorikeet_engine.execution.memory_plan import plan_memory
-        from lorikeet_engine.models.llama import check_can_round, rehearse_load
+        from lorikeet_engine.models.llama import rehearse_load
 
         try:
             config, weights = rehearse_load(
-                settings.model, settings.torch_dtype, settings.max_context
+                settings.model, settings.torch_dtype, settings.max_context, settings.rounding
             )
-            if settings.weight_dtype == "nf4":
-                check_can_round(config)
             return plan_memory(config, weights, settings, self.device_free or 0)
         except EngineError as error:
             return error

@@ -198,7 +198,7 @@ def host_bytes():
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(tiny_checkpoints, monkeypatch):
     monkeypatch.setattr(checkpoint, "free_bytes", lambda device: 5000)
-    monkeypatch.setattr(Checkpoint, "read", None)
+    monkeypatch.setattr(staging.Staging, "copy", None)
     with pytest.raises(SettingsError, match=r"weights take 0\.00 GiB .* 0\.00 GiB are free on cpu"):
         load(tiny_checkpoints["llama"])
 

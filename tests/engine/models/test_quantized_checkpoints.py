@@ -128,9 +128,25 @@ def test_what_is_quantised_already_is_not_rounded_again(nf4, tmp_path):
         assembled(nf4("llama")[1], tmp_path)
 
 
-def assembled(folder, tmp_path):
+def test_the_exact_values_of_an_nf4_checkpoint_can_be_rounded_to_fp8_on_top(
+    nf4, wide_checkpoints, tmp_path
+):
+    model, folder = nf4("llama")
+    names, tensors = linears(wide_checkpoints["llama"])
+    for name in names:
+        weight = model.get_parameter(name)
+        tensors[name] = dequantize_4bit(weight.data, weight.quant_state)
+    plain = saved(wide_checkpoints["llama"], tmp_path / "plain", tensors)
+    got, want = (
+        logits(source, assembled(source, tmp_path, "fp8").runner.model)
+        for source in (folder, plain)
+    )
+    assert torch.equal(got, want)
+
+
+def assembled(folder, tmp_path, weight_dtype="nf4"):
     settings = EngineSettings(
-        folder, tmp_path, weight_dtype="nf4", max_batch_tokens=64, max_running=4
+        folder, tmp_path, weight_dtype=weight_dtype, max_batch_tokens=64, max_running=4
     )
     return assemble(settings, Shelf(tmp_path / "blobs"), load_model, lambda: None)
 

@@ -1,0 +1,160 @@
+"""A checkpoint of floats is served in FP8, linear by linear, as a model of rounded numbers says.
+
+Sums of the same numbers in another order differ by 1e-7. Where one lies just below the middle
+between two FP8 numbers and the other just above, the rounded inputs differ by a 16th: that comes
+once or twice in a test's 20,000 inputs, so most tokens' logits are equal, and all are near.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.kernels.fp8 import Fp8Rows
+from lorikeet_engine.kernels.lora.types import Segments
+from lorikeet_engine.models import staging
+from lorikeet_engine.models.checkpoint import SINGLE, Checkpoint
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.llama import load_model, rehearse_load
+from tests.engine.conftest import FAMILIES, PagedTokens
+from tests.engine.engine_driver import Answers, RecordingRunner, build
+from tests.engine.models.fp8_models import rounded_model
+from tests.engine.models.test_model_loading import host_bytes
+from tests.engine.models.test_models import EPS, Run, prompt_of, random_adapter
+from tests.engine.peft_world import PeftWorld, ask, bring_all
+
+CPU = torch.device("cpu")
+NEAR = 0.1
+PROMPT = prompt_of(40)
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def load(folder, dtype=torch.float32):
+    return load_model(folder, CPU, dtype, rounding=Quantization.FP8)
+
+
+def logits(model):
+    run = Run(None, PagedTokens(), model=model)
+    run.step({"a": PROMPT[:30]})
+    for token in PROMPT[30:]:
+        run.step({"a": [token]})
+    return run.of("a")
+
+
+def errors(got, want):
+    """Of each token's logits, as a share of them."""
+    return (got - want).norm(dim=1) / want.norm(dim=1)
+
+
+def assert_near(got, want):
+    assert errors(got, want).median() <= 100 * EPS
+    assert errors(got, want).max() <= NEAR
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "biased", "tied", "sharded"])
+def test_logits_are_those_of_a_model_of_rounded_numbers(
+    tiny_checkpoints, variant_checkpoints, name
+):
+    folder = {**tiny_checkpoints, **variant_checkpoints}[name]
+    model = load(folder)
+    with torch.inference_mode():
+        want = rounded_model(folder)(torch.tensor([PROMPT])).logits[0]
+    assert_near(logits(model), want)
+    plain = logits(load_model(folder, CPU, torch.float32))
+    assert errors(plain, want).median() > NEAR, "rounding is to be seen"
+
+
+def test_adapters_read_the_inputs_as_they_were(tiny_checkpoints):
+    folder, tokens = tiny_checkpoints["qwen2"], PagedTokens()
+    shape = ModelConfig.from_folder(folder).shape
+    lora, changes = random_adapter(shape, rank=3)
+    run = Run(None, tokens, lora=lora, model=load(folder))
+    segments = Segments(*(torch.tensor([n], dtype=torch.int32) for n in (0, 0, 40)), max_rank=3)
+    got = run.runner.forward(replace(tokens.batch({"a": PROMPT}), segments=segments))
+    model = rounded_model(folder)
+    for name, change in changes:
+        linear = model.get_submodule(name.removesuffix(".weight"))
+        linear.register_forward_hook(lambda _, x, y, change=change: y + x[0] @ change.T)
+    with torch.inference_mode():
+        assert_near(got, model(torch.tensor([PROMPT])).logits[0])
+
+
+class RoundedWorld(PeftWorld):
+    """What transformers and PEFT say of the rounded numbers."""
+
+    def model(self, name):
+        model = rounded_model(self.checkpoint)
+        return model if name is None else peft.PeftModel.from_pretrained(model, self.folder / name)
+
+
+ADAPTERS = {
+    "all": {"r": 8, "lora_alpha": 16, "target_modules": LINEARS},
+    "head": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj", "lm_head"]},
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def world(request, tiny_checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return RoundedWorld(tiny_checkpoints[request.param], folder, ADAPTERS, tokens=16)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"max_batch_tokens": 13, "max_running": 13}, {"kv_pages": 5, "max_context": 64}],
+    ids=["at_ease", "in_chunks", "preempted"],
+)
+def test_an_engine_in_fp8_answers_as_peft_does_with_prefix_hits_and_preemption(
+    world, tmp_path, mode
+):
+    engine = build(world.checkpoint, world.shelf, tmp_path, weight_dtype="fp8", **mode)
+    witness, answers = RecordingRunner(engine), Answers(engine)
+    try:
+        bring_all(world, answers)
+        first, again = ask(world, answers), ask(world, answers)
+    finally:
+        engine.close()
+    assert first == world.expected
+    assert again == world.expected, "with prefix hits"
+    once = sum(len(ids) + world.tokens - 1 for ids in world.prompts.values())
+    if "kv_pages" in mode:
+        assert witness.tokens > 2 * once - sum(map(len, world.prompts.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rehearsal_knows_what_fp8_takes(tiny_checkpoints, dtype):
+    for folder in tiny_checkpoints.values():
+        plain = rehearse_load(folder, dtype)[1]
+        found = rehearse_load(folder, dtype, rounding=Quantization.FP8)[1]
+        weights = load(folder, dtype)
+        linears = [
+            linear.weight
+            for layer in weights._layers
+            for linear in (
+                layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down
+            )
+        ]  # fmt: skip
+        assert all(isinstance(weight, Fp8Rows) for weight in linears)
+        saved = sum(w.rows.numel() * dtype.itemsize - w.nbytes for w in linears)
+        assert found == plain - saved
+
+
+def test_no_copy_of_the_model_in_floats_is_held_while_it_is_rounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "STAGING_BYTES", 1 << 20)
+    names, size = [f"w{i}" for i in range(8)], (2048, 4096)
+    save_file({name: torch.ones(size, dtype=torch.bfloat16) for name in names}, tmp_path / SINGLE)
+    load_file(tmp_path / SINGLE)  # what the library takes at its first use is not counted
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, _ = host_bytes()
+    rounding = Quantization.FP8
+    with Checkpoint(tmp_path, CPU, torch.bfloat16, rounding=rounding) as checkpoint:
+        weights = [checkpoint.read_linear([name], [size[0]], size[1]) for name in names]
+    _, peak = host_bytes()
+    assert checkpoint.nbytes == sum(w.nbytes for w in weights) == 8 * 2048 * (4096 + 4)
+    # one linear in bfloat16, some of its rows in float32, a few times, and what else is
+    allowed = (16 << 20) + 3 * (16 << 20) + (16 << 20)
+    assert peak - before < checkpoint.nbytes + allowed < 8 * (16 << 20) + checkpoint.nbytes
