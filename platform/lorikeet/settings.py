@@ -105,7 +105,7 @@ class Settings(BaseModel):
     base_models: Annotated[dict[str, Path], BeforeValidator(_parse_models)] = Field(
         default={"lorikeet-demo": Path("demo/model")},
         description="name=folder of each base model, separated by commas: Hugging Face folders of "
-        "Llama, Mistral, Qwen 2.5 or Qwen 3",
+        "the families in own-model.md",
     )
     replicas: ByModel = Field(
         2,

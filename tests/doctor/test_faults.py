@@ -240,9 +240,9 @@ def another_family(file: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "gemma"}))
 
 
-def yarn(file: Path) -> None:
+def dynamic_rope(file: Path) -> None:
     config = json.loads(file.read_text())
-    config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     file.write_text(json.dumps(config))
 
 
@@ -253,7 +253,13 @@ def yarn(file: Path) -> None:
         ("model.safetensors", cut, PROBLEM, "no whole safetensors", "not whole: `hf download"),
         ("model.safetensors", leave_a_note, PROBLEM, "no whole safetensors", "lfs pull"),
         ("config.json", another_family, PROBLEM, "model_type='gemma'", "Llama, Mistral"),
-        ("config.json", yarn, PROBLEM, "rope_type='yarn'", "take rope_.* out of config.json"),
+        (
+            "config.json",
+            dynamic_rope,
+            PROBLEM,
+            "rope_type='dynamic'",
+            "take rope_.* out of config.json",
+        ),
         ("tokenizer.json", Path.unlink, PROBLEM, "no tokenizer.json", "save_pretrained"),
         ("chat_template.jinja", Path.unlink, WARNING, "no chat template", r"chat_template\.jinja"),
     ],

@@ -28,6 +28,13 @@ SIZES = {
     "initializer_range": 0.3,
     "tie_word_embeddings": False,
     "eos_token_id": 2,
+    "pad_token_id": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -42,9 +49,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": 512},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "phi3": {
+        "model_type": "phi3",
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75},
+    },
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 1.7,
+        "logits_scaling": 1.3,
+        "residual_multiplier": 0.6,
+    },
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+    "linear_rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    },
+    "yarn": {"model_type": "llama", "rope_parameters": YARN},
+    "yarn_mscale": {
+        "model_type": "qwen3",
+        "rope_parameters": {
+            **YARN,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.2,
+            "beta_fast": 4,
+            "truncate": False,
+        },
+    },
+    "longrope": {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 8,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2, 1.4, 1.8, 2.5],
+            "long_factor": [1.2, 1.9, 4.0, 9.0, 20.0, 50.0],
+        },
+    },
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 3},
     "sharded": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 3},

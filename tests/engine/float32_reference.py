@@ -34,6 +34,7 @@ SIZES = {  # heads of 128 in every family: the attention kernels are compiled fo
     "initializer_range": 0.03,
     "tie_word_embeddings": False,
     "eos_token_id": 2,
+    "pad_token_id": None,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
@@ -49,6 +50,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 1024},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 128, "num_attention_heads": 8},
+    "phi3": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+    "granite": {
+        "attention_multiplier": 1 / 16,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.22,
+    },
+    "smollm3": {
+        "no_rope_layers": [1, 1, 1, 0],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 2_000_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
 }
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -1,5 +1,6 @@
 """Adapters made with PEFT, their blobs, and the source an engine fetches them from."""
 
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -12,18 +13,48 @@ import transformers
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import write_blob
 
+_STORED_AS_ONE = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
 
 def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> Path:
-    """A PEFT folder of a random adapter that changes what the checkpoint's model says."""
+    """A PEFT folder of a random adapter that changes what the checkpoint's model says.
+
+    lora: LoraConfig's arguments; linears that the model stores as one are named as one.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+        lora = _named_as_in(base, lora)
         model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
         for name, weight in model.named_parameters():
             if "lora_B" in name or "lora_embedding_A" in name:
                 weight.data.normal_(0.0, 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def _named_as_in(model: Any, lora: dict[str, Any]) -> dict[str, Any]:
+    known = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    renamed = {part: one for part, one in _STORED_AS_ONE.items() if part not in known}
+
+    def name(key: str) -> str:
+        return renamed.get(key, key)
+
+    named = dict(lora)
+    if isinstance(lora["target_modules"], list):
+        named["target_modules"] = sorted({name(target) for target in lora["target_modules"]})
+    for pattern in {"rank_pattern", "alpha_pattern"} & set(lora):
+        named[pattern] = {
+            re.sub(r"\w+$", lambda last: name(last[0]), key): value
+            for key, value in lora[pattern].items()
+        }
+    return named
 
 
 class BlobShelf:

@@ -7,7 +7,7 @@ from lorikeet_engine.adapter import Residency
 from tests.engine.engine_driver import Answers, RecordingRunner, build, greedy
 from tests.engine.peft_world import PeftWorld, ask, bring_all
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite")
 ADAPTERS = {
     "plain": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     "head": {

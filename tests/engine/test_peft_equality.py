@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from tests.engine.conftest import FAMILIES
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy
 from tests.engine.peft_world import PeftWorld, ask, bring_all
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
     "rank4_qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -33,10 +33,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def world(request, tiny_checkpoints, tmp_path_factory):
+# Of those with a scaled rotary embedding every prompt is longer than their original context.
+@pytest.fixture(scope="module", params=[*FAMILIES, "longrope", "yarn"])
+def world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    return PeftWorld(tiny_checkpoints[request.param], folder, ADAPTERS, TOKENS)
+    checkpoint = {**tiny_checkpoints, **variant_checkpoints}[request.param]
+    return PeftWorld(checkpoint, folder, ADAPTERS, TOKENS)
 
 
 @pytest.fixture

@@ -41,6 +41,23 @@ def number(raw: Mapping[str, Any], field: str, default: float | None = None) -> 
     return float(value)
 
 
+def numbers(raw: Mapping[str, Any], field: str, count: int) -> tuple[float, ...]:
+    """A list of `count` positive numbers. Raises ModelError."""
+    value = raw.get(field)
+    if not isinstance(value, list) or len(value) != count:
+        raise refusal(field, value, f"a list of {count} positive numbers")
+    return tuple(number({field: each}, field) for each in value)
+
+
+def flag(raw: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
+    """True or false; default: what it is where the file does not say. Raises ModelError."""
+    value = raw.get(field)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise refusal(field, value, "true or false")
+    return value
+
+
 def refusal(field: str, value: object, want: str) -> ModelError:
     """What to raise for a value that cannot be served; its `field` is the key."""
     return ModelError(f"config.json: {field}={value!r}: want {want}", field=field)

@@ -1,12 +1,13 @@
-"""The families of base models, and which linears each has for adapters to change.
+"""The families of base models: the linears that adapters can change, and in what else they differ.
 
-A family with other linears, one whose checkpoints store q, k and v as one, say, needs only another
-tuple of them here: names, widths, images, the table and the model's products all follow from it.
+A new family of decoders needs an entry of FAMILIES here: names, widths, images, the table and the
+model's products follow from its linears, and models/config.py reads the switches that it has.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Width(StrEnum):
@@ -63,28 +64,88 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models. linears: of each decoder layer, in the table's order."""
+    """A family of models. linears: of each decoder layer, in the table's order.
+
+    switches: the keys of config.json that only some families read, each with what it means where
+    the file leaves it out, as in transformers' class of the family; so also for common keys whose
+    default is not the usual one. qkv_bias: whether q, k and v have biases, whatever attention_bias
+    says. qk_norm: whether each head's query and key are normed.
+    """
 
     name: str
     linears: tuple[Linear, ...]
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
 
-_SEPARATE = (
-    Linear("self_attn.q_proj", Width.HIDDEN, (Width.QUERIES,), "qkv", Parallel.COLUMN),
-    Linear("self_attn.k_proj", Width.HIDDEN, (Width.KEYS,), "qkv", Parallel.COLUMN),
-    Linear("self_attn.v_proj", Width.HIDDEN, (Width.KEYS,), "qkv", Parallel.COLUMN),
-    Linear("self_attn.o_proj", Width.QUERIES, (Width.HIDDEN,), "o", Parallel.ROW),
-    Linear("mlp.gate_proj", Width.HIDDEN, (Width.INTERMEDIATE,), "gate_up", Parallel.COLUMN),
-    Linear("mlp.up_proj", Width.HIDDEN, (Width.INTERMEDIATE,), "gate_up", Parallel.COLUMN),
-    Linear("mlp.down_proj", Width.INTERMEDIATE, (Width.HIDDEN,), "down", Parallel.ROW),
+_Q = Linear("self_attn.q_proj", Width.HIDDEN, (Width.QUERIES,), "qkv", Parallel.COLUMN)
+_K = Linear("self_attn.k_proj", Width.HIDDEN, (Width.KEYS,), "qkv", Parallel.COLUMN)
+_V = Linear("self_attn.v_proj", Width.HIDDEN, (Width.KEYS,), "qkv", Parallel.COLUMN)
+_QKV = Linear(
+    "self_attn.qkv_proj",
+    Width.HIDDEN,
+    (Width.QUERIES, Width.KEYS, Width.KEYS),
+    "qkv",
+    Parallel.COLUMN,
 )
+_O = Linear("self_attn.o_proj", Width.QUERIES, (Width.HIDDEN,), "o", Parallel.ROW)
+_GATE = Linear("mlp.gate_proj", Width.HIDDEN, (Width.INTERMEDIATE,), "gate_up", Parallel.COLUMN)
+_UP = Linear("mlp.up_proj", Width.HIDDEN, (Width.INTERMEDIATE,), "gate_up", Parallel.COLUMN)
+_GATE_UP = Linear(
+    "mlp.gate_up_proj",
+    Width.HIDDEN,
+    (Width.INTERMEDIATE, Width.INTERMEDIATE),
+    "gate_up",
+    Parallel.COLUMN,
+)
+_DOWN = Linear("mlp.down_proj", Width.INTERMEDIATE, (Width.HIDDEN,), "down", Parallel.ROW)
+
+_SEPARATE = (_Q, _K, _V, _O, _GATE, _UP, _DOWN)
+_FUSED = (_QKV, _O, _GATE_UP, _DOWN)
+_BIASES = {"attention_bias": False, "mlp_bias": False}
+_QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 
 # By config.json's model_type.
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("Llama", _SEPARATE),
-    "mistral": Family("Mistral", _SEPARATE),
-    "qwen2": Family("Qwen 2.5", _SEPARATE),
-    "qwen3": Family("Qwen 3", _SEPARATE),
+    "llama": Family("Llama", _SEPARATE, _BIASES),
+    "mistral": Family("Mistral", _SEPARATE, {"sliding_window": 4096}),
+    "qwen2": Family("Qwen 2.5", _SEPARATE, _QWEN_WINDOW, qkv_bias=True),
+    "qwen3": Family("Qwen 3", _SEPARATE, {**_QWEN_WINDOW, "attention_bias": False}, qk_norm=True),
+    "phi3": Family(
+        "Phi 3 and 4",
+        _FUSED,
+        {
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+    ),
+    "granite": Family(
+        "Granite 3",
+        _SEPARATE,
+        {
+            **_BIASES,
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+        },
+    ),
+    "smollm3": Family(
+        "SmolLM 3",
+        _SEPARATE,
+        {
+            **_BIASES,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": None,
+            "rope_theta": 2_000_000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+        },
+    ),
 }
 
 # What comes after the layers. Where embeddings are tied, it reads their matrix; an adapter of it

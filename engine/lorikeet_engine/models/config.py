@@ -1,47 +1,30 @@
 """What a base model's config.json says, checked and reduced to what the engine needs."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lorikeet_engine.adapter_format import (
+    FAMILIES,
     BaseShape,
+    Family,
     QuantizedLinears,
     quantized_linears,
     read_json,
 )
-from lorikeet_engine.adapter_format.base_config import integer, number, refusal
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3RopeScaling:
-    """Llama 3.1's stretched rotary frequencies: long waves are slowed, short ones kept.
-
-    original_context: tokens of context before stretching. Waves longer than
-    original_context / low_freq_factor are slowed by `factor`, those shorter than
-    original_context / high_freq_factor are kept, those between are interpolated.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding over the whole head: frequencies theta ** (-2i / head_dim)."""
-
-    theta: float
-    scaling: Llama3RopeScaling | None = None
+from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
+from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_config
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A model of the Llama family: its sizes and in what the families differ.
+    """A decoder: its sizes and in what the families differ.
 
-    max_context: tokens. quantized_linears: how they are stored if they are.
+    max_context: tokens. rope_layers: whether each layer turns queries and keys. Embeddings are
+    multiplied by embedding_multiplier, what a layer adds to them by residual_multiplier, and logits
+    divided by logits_scaling. quantized_linears: how they are stored if they are.
     eos_token_ids: every end-of-sequence id of config.json and generation_config.json, in rising
     order.
     """
@@ -51,11 +34,15 @@ class ModelConfig:
     max_context: int
     norm_eps: float
     rope: RopeConfig
+    rope_layers: tuple[bool, ...]
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
     tied_embeddings: bool
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float
     quantized_linears: QuantizedLinears | None
     eos_token_ids: tuple[int, ...]
 
@@ -77,27 +64,42 @@ class ModelConfig:
     def _parse(
         cls, raw: Mapping[str, Any], eos: tuple[int, ...], max_context: int | None
     ) -> "ModelConfig":
-        shape, context = BaseShape.from_config(raw), _context(raw, max_context)
-        family = shape.family
+        shape = BaseShape.from_config(raw)
+        family = FAMILIES[shape.family]
+        raw = {**family.switches, **raw}
+        context = _context(raw, max_context)
         _refuse_unsupported(raw, family, context)
-        bias = family in ("llama", "qwen3") and bool(raw.get("attention_bias"))
+        bias = _flag(raw, family, "attention_bias")
         return cls(
             shape=shape,
             vocab_size=integer(raw, "vocab_size"),
             max_context=context,
             norm_eps=number(raw, "rms_norm_eps", 1e-6),
-            rope=_rope(raw),
-            qkv_bias=bias or family == "qwen2",
+            rope=_rope(raw, shape, context),
+            rope_layers=_rope_layers(raw, family, shape.layers),
+            qkv_bias=bias or family.qkv_bias,
             o_bias=bias,
-            mlp_bias=family == "llama" and bool(raw.get("mlp_bias")),
-            qk_norm=family == "qwen3",
-            tied_embeddings=bool(raw.get("tie_word_embeddings")),
+            mlp_bias=_flag(raw, family, "mlp_bias"),
+            qk_norm=family.qk_norm,
+            tied_embeddings=flag(raw, "tie_word_embeddings"),
+            embedding_multiplier=_multiplier(raw, family, "embedding_multiplier"),
+            residual_multiplier=_multiplier(raw, family, "residual_multiplier"),
+            logits_scaling=_multiplier(raw, family, "logits_scaling"),
             quantized_linears=quantized_linears(raw),
             eos_token_ids=eos,
         )
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], family: str, context: int) -> None:
+def _flag(raw: Mapping[str, Any], family: Family, switch: str) -> bool:
+    """A switch of the family's; others write keys of families that they took a file over from."""
+    return switch in family.switches and flag(raw, switch)
+
+
+def _multiplier(raw: Mapping[str, Any], family: Family, switch: str) -> float:
+    return number(raw, switch) if switch in family.switches else 1.0
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family, context: int) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise refusal("hidden_act", raw["hidden_act"], "silu")
     window = _window(raw, family)
@@ -110,51 +112,51 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str, context: int) -> No
         )
 
 
-def _window(raw: Mapping[str, Any], family: str) -> int | None:
+def _window(raw: Mapping[str, Any], family: Family) -> int | None:
     """Tokens that some layer can look back on; None where every layer sees all."""
-    if family == "llama" or raw.get("sliding_window") is None:
+    if "sliding_window" not in family.switches or raw["sliding_window"] is None:
         return None
-    if family != "mistral":
-        layers = integer(raw, "num_hidden_layers")
-        full = raw.get("max_window_layers", layers)
-        kinds = raw.get("layer_types") or ["sliding_attention"] * (layers - full)
-        if not raw.get("use_sliding_window") or "sliding_attention" not in kinds:
+    if "use_sliding_window" in family.switches:
+        kinds = raw.get("layer_types")
+        if kinds is None and "max_window_layers" in family.switches:
+            full = raw["max_window_layers"]
+            kinds = ["sliding_attention"] * (integer(raw, "num_hidden_layers") - full)
+        if not raw["use_sliding_window"]:
+            return None
+        if kinds is not None and "sliding_attention" not in kinds:
             return None
     return integer(raw, "sliding_window")
 
 
+def _rope(raw: Mapping[str, Any], shape: BaseShape, context: int) -> RopeConfig:
+    family = FAMILIES[shape.family]
+    rope = rope_config(raw, family, shape.head_dim, context)
+    if "attention_multiplier" not in family.switches:
+        return rope
+    # attention divides by √head_dim: what is wanted instead goes half into queries, half into keys
+    scale = number(raw, "attention_multiplier") * math.sqrt(shape.head_dim)
+    return replace(rope, gain=rope.gain * math.sqrt(scale))
+
+
+def _rope_layers(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool, ...]:
+    if "no_rope_layers" not in family.switches:
+        return (True,) * layers
+    given = raw["no_rope_layers"]  # 1 for a layer with the rotary embedding, 0 for one without
+    if given is None:
+        interval = integer(raw, "no_rope_layer_interval")
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if not isinstance(given, list) or len(given) < layers or not {*given} <= {0, 1}:
+        raise refusal("no_rope_layers", given, f"a list of {layers} of 0 and 1")
+    return tuple(map(bool, given[:layers]))
+
+
 def _context(raw: Mapping[str, Any], max_context: int | None) -> int:
-    positions = integer(raw, "max_position_embeddings")
+    positions = context_of_positions(raw)
     if max_context is None:
         return positions
     if not 1 <= max_context <= positions:
         raise refusal("max_context", max_context, f"1 to max_position_embeddings ({positions})")
     return max_context
-
-
-def _rope(raw: Mapping[str, Any]) -> RopeConfig:
-    # transformers 5 writes rope_parameters; before, rope_theta stood outside of rope_scaling
-    field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    rope = {"rope_theta": raw.get("rope_theta"), **(raw.get(field) or {})}
-    theta = number(rope, "rope_theta", 10_000.0)
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
-        raise refusal("partial_rotary_factor", rope.get("partial_rotary_factor"), "1")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind != "llama3":
-        raise refusal(f"{field}.rope_type", kind, "default or llama3")
-    return RopeConfig(
-        theta,
-        Llama3RopeScaling(
-            factor=number(rope, "factor"),
-            low_freq_factor=number(rope, "low_freq_factor"),
-            high_freq_factor=number(rope, "high_freq_factor"),
-            original_context=integer(
-                rope, "original_max_position_embeddings", integer(raw, "max_position_embeddings")
-            ),
-        ),
-    )
 
 
 def _token_ids(raw: Mapping[str, Any]) -> list[int]:

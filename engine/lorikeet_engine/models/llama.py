@@ -1,6 +1,6 @@
-"""The decoder that Llama, Mistral, Qwen 2.5 and Qwen 3 share; they differ in ModelConfig alone.
+"""The decoder that all families share, Llama and its kin; they differ in ModelConfig alone.
 
-LlamaModel, its layers, and what those are made of: RMS norm, linears with LoRA.
+LlamaModel, its layers, and their linears with LoRA; `norms` has the norms.
 On CUDA these launch the kernels of kernels/lora/linear.py, kernels/pointwise/fused.py and, in small
 steps, kernels/attention/paged_decode.py.
 """
@@ -33,14 +33,13 @@ from lorikeet_engine.kernels.lora.types import (
     UnexpandedDelta,
 )
 from lorikeet_engine.kernels.pointwise import (
-    QkNorm,
-    add_rms_norm,
     rotary_and_store_kv,
     silu_and_mul,
 )
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.norms import RmsNorm, read_qk_norm
 from lorikeet_engine.models.rotary import RotaryEmbedding
 
 # A product, and what adapters still add to it.
@@ -69,7 +68,7 @@ class LlamaModel:
         size = [config.vocab_size], shape.hidden
         self._embeddings = checkpoint.read(["model.embed_tokens.weight"], *size)
         self._layers = [_Layer(config, checkpoint, i) for i in range(shape.layers)]
-        self._norm = RmsNorm(checkpoint, "model.norm", shape.hidden, config.norm_eps)
+        self._norm = RmsNorm(config, checkpoint, "model.norm")
         self._head = (
             self._embeddings
             if config.tied_embeddings
@@ -77,7 +76,7 @@ class LlamaModel:
         )
         self._head_group = _outer_group(HEAD, shape)
         self._embeddings_group = _outer_group(EMBEDDINGS, shape)
-        self._rotary = RotaryEmbedding(config.rope, shape.head_dim, config.max_context, self.device)
+        self._rotary = RotaryEmbedding(config.rope, config.max_context, self.device)
 
     def forward(
         self, batch: Batch, kv: torch.Tensor, lora: LoraWeights | None, attention: AttentionBackend
@@ -103,7 +102,8 @@ class LlamaModel:
         if lora is not None:
             layer = self.config.shape.outer_layer
             add_embedding_lora(x, batch.token_ids, lora, layer, self._embeddings_group)
-        return x
+        multiplier = self.config.embedding_multiplier
+        return x if multiplier == 1.0 else x.mul_(multiplier)
 
     def logits(
         self, hidden: torch.Tensor, lora: LoraWeights | None, segments: Segments | None
@@ -118,7 +118,8 @@ class LlamaModel:
             assert lora is not None, "segments without adapter weights"
             layer = self.config.shape.outer_layer
             add_lora(logits, hidden, lora, segments, layer, self._head_group)
-        return logits
+        scaling = self.config.logits_scaling
+        return logits if scaling == 1.0 else logits.div_(scaling)
 
 
 def load_model(
@@ -190,10 +191,10 @@ def _lora_step(lora: LoraWeights | None, batch: Batch) -> LoraStep | None:
 
 class _Layer:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
-        path, width, eps = f"model.layers.{layer}", config.shape.hidden, config.norm_eps
-        self.attention_norm = RmsNorm(checkpoint, f"{path}.input_layernorm", width, eps)
+        path = f"model.layers.{layer}"
+        self.attention_norm = RmsNorm(config, checkpoint, f"{path}.input_layernorm")
         self.attention = _Attention(config, checkpoint, layer)
-        self.mlp_norm = RmsNorm(checkpoint, f"{path}.post_attention_layernorm", width, eps)
+        self.mlp_norm = RmsNorm(config, checkpoint, f"{path}.post_attention_layernorm")
         self.mlp = _Mlp(config, checkpoint, layer)
 
     def __call__(
@@ -208,24 +209,20 @@ class _Attention:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
         shape = config.shape
         self.heads, self.head_dim = shape.heads, shape.head_dim
+        self.turns = config.rope_layers[layer]
         self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
         self.o = LoraLinear(checkpoint, shape, layer, "o", bias=config.o_bias)
-        self.norm = _qk_norm(config, checkpoint, layer) if config.qk_norm else None
+        self.norm = read_qk_norm(config, checkpoint, layer) if config.qk_norm else None
 
     def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> _Product:
         y, lora = self.qkv(x, step.lora)
         qkv = y.view(len(x), -1, self.head_dim)
-        slots = step.batch.kv_slots
-        rotary_and_store_kv(qkv, step.cos, step.sin, layer_kv, slots, lora, self.norm)
+        columns = None if self.turns else 0  # of no columns, nothing turns
+        cos, sin = step.cos[:, :columns], step.sin[:, :columns]
+        rotary_and_store_kv(qkv, cos, sin, layer_kv, step.batch.kv_slots, lora, self.norm)
         q = qkv[:, : self.heads]
         mixed = step.attention.attend(q, layer_kv, step.batch)  # [tokens, heads, head_dim]
         return self.o(mixed.flatten(1), step.lora)
-
-
-def _qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkNorm:
-    path, width = f"model.layers.{layer}.self_attn", [config.shape.head_dim]
-    query, key = (checkpoint.read([f"{path}.{name}_norm.weight"], width) for name in "qk")
-    return QkNorm(query, key, config.norm_eps)
 
 
 class _Mlp:
@@ -236,20 +233,6 @@ class _Mlp:
 
     def __call__(self, x: torch.Tensor, step: _Step) -> _Product:
         return self.down(silu_and_mul(*self.gate_up.before_silu(x, step.lora)), step.lora)
-
-
-class RmsNorm:
-    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; the inside is float32."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str, width: int, eps: float) -> None:
-        self.eps = eps
-        self.weight = checkpoint.read([f"{name}.weight"], [width])
-
-    def add_and_norm(
-        self, x: torch.Tensor, delta: torch.Tensor, lora: LoraDelta | None
-    ) -> torch.Tensor:
-        """Add delta and lora to x in place, then normalise each row; all [tokens, width]."""
-        return add_rms_norm(x, delta, self.weight, self.eps, lora)
 
 
 class LoraLinear:

@@ -50,8 +50,8 @@ def _fix(folder: Path, fault: str) -> str:
         return "choose a copy that is not quantised, or one in NF4, AWQ or GPTQ of 4 bits"
     if fault.startswith("rope_"):
         return (
-            "choose a model without it; where it was added for long prompts (Qwen's YaRN), take "
-            f"{fault.partition('.')[0]} out of config.json"
+            "choose a model without it; where it was added for long prompts, take "
+            f"{fault.partition('.')[0]} out of config.json, or write YaRN's"
         )
     if "." in fault:  # a file or a tensor, and not a key of config.json
         return f"the folder is not whole: {download}"

@@ -3,12 +3,12 @@
 import pytest
 import transformers
 
-from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.adapter_format import FAMILIES, BaseShape
 from lorikeet_engine.errors import ModelError
 from tests.engine.tiny_llama import CONFIG
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_shape_of_a_base_model_is_that_of_its_linears(family):
     config = transformers.AutoConfig.for_model(
         family,
@@ -18,7 +18,8 @@ def test_the_shape_of_a_base_model_is_that_of_its_linears(family):
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=32,
-        head_dim=16,
+        head_dim=12,
+        pad_token_id=None,
     )
     shape = BaseShape.from_config(config.to_dict())
     layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]

@@ -131,6 +131,10 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     slots = empty(8, dtype=torch.int64)
     kv = empty(2, 100, 16, 8, 128)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128))
+    for columns in (48, 0):
+        some = empty(8, columns, dtype=torch.float32)
+        fused.rotary_and_store_kv(empty(8, 48, 128), some, some, kv, slots, delta(48 * 128))
+    fused.add_rms_norm(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096), 0.22)
     norm = QkNorm(empty(128), empty(128), 1e-6)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128), norm)
     fp8 = empty(2, 100, 16, 8, 128, dtype=FP8_KV)

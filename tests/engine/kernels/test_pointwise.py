@@ -50,10 +50,28 @@ def test_add_rms_norm(kind, width, tokens):
 
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (10, 2, 128), (6, 3, 96)])
-def test_rotary_and_store_kv(kind, heads, kv_heads, dim, tokens):
+def test_what_is_added_is_multiplied_before(kind, tokens):
+    x, delta, weight = (random(kind, tokens + 1, 60) for _ in range(3))
+    lora, summed = adapted(kind, delta)
+    wide, scale = x.float() + 0.22 * summed, 0.22
+    y = fused.add_rms_norm(x, delta, weight[0], 1e-5, lora, scale)
+    assert_close(x, wide)
+    want = reference.add_rms_norm(x.float(), torch.zeros_like(wide), weight[0].float(), 1e-5)
+    assert_close(y, want)
+    by_reference, changed = random(kind, tokens + 1, 60), random(kind, tokens + 1, 60)
+    assert_close(reference.add_rms_norm(by_reference, changed, weight[0], 1e-5, lora, scale), y)
+
+
+@sizes
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary_dim"),
+    [(1, 1, 16, 16), (10, 2, 128, 128), (6, 3, 96, 96), (3, 2, 128, 96), (5, 1, 96, 24),
+     (3, 1, 32, 0)],
+)  # fmt: skip
+def test_rotary_and_store_kv(kind, heads, kv_heads, dim, rotary_dim, tokens):
     qkv = random(kind, tokens, heads + 2 * kv_heads, dim)
-    angles = random((kind[0], torch.float32), tokens, dim // 2)
+    angles = random((kind[0], torch.float32), tokens, rotary_dim // 2)
     slots = torch.randperm(48, generator=torch.Generator().manual_seed(1))[:tokens].to(kind[0])
     kv = random(kind, 2, 3, 16, kv_heads, dim)
     turned, filled = qkv.clone(), kv.clone()
@@ -126,12 +144,17 @@ def test_what_adapters_add_to_queries_keys_and_values(kind, tokens):
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(10, 2, 128), (6, 3, 96), (5, 1, 64)])
-def test_queries_and_keys_are_normed_before_they_turn(kind, heads, kv_heads, dim, adapters, tokens):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary_dim"),
+    [(10, 2, 128, 128), (6, 3, 96, 48), (5, 1, 64, 64), (2, 1, 32, 0)],
+)
+def test_queries_and_keys_are_normed_before_they_turn(
+    kind, heads, kv_heads, dim, rotary_dim, adapters, tokens
+):
     qkv = random(kind, tokens + 1, heads + 2 * kv_heads, dim)
     lora, summed = adapted(kind, qkv) if adapters else (None, qkv.float())
     norm = QkNorm(random(kind, dim), random(kind, dim + 2)[2:], 1e-5)
-    angles = random((kind[0], torch.float32), tokens + 1, dim // 2)
+    angles = random((kind[0], torch.float32), tokens + 1, rotary_dim // 2)
     slots = torch.arange(tokens + 1, device=kind[0])
     slots[0] = -1  # a padded row
     kv = random(kind, 2, 3, 16, kv_heads, dim)

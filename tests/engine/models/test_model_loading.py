@@ -63,16 +63,33 @@ def test_the_older_way_to_write_rope_means_the_same(variant_checkpoints, edited)
         ("llama", {"quantization_config": "fp8"}, "quantization_config.quant_method"),
         (
             "llama",
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
             "rope_parameters.rope_type",
         ),
         (
             "llama",
-            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": None, "rope_scaling": {"type": "ntk", "factor": 2.0}},
             "rope_scaling.rope_type",
         ),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "factor"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "factor"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": 1}},
+            "truncate",
+        ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("phi3", {"partial_rotary_factor": 0.2, "rope_parameters": None}, "partial_rotary_factor"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "short_factor",
+        ),
+        ("phi3", {"sliding_window": 511}, "sliding_window"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 64,
+                     "layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
         ("mistral", {"sliding_window": 511}, "sliding_window"),
         (
             "qwen2",
@@ -97,6 +114,24 @@ def test_a_window_that_hides_nothing_is_no_obstacle(edited):
     above = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
     folder = edited("qwen3", **above, layer_types=None)
     assert ModelConfig.from_folder(folder).max_context == 512
+
+
+def test_yarn_has_room_for_the_context_that_it_stretches_to(edited):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    folder = edited("qwen2", rope_parameters=None, rope_theta=1e6, rope_scaling=rope)
+    assert ModelConfig.from_folder(folder).max_context == 4 * 512
+
+
+def test_phi_calls_longrope_by_older_names_too(variant_checkpoints, edited):
+    new = json.loads((variant_checkpoints["longrope"] / "config.json").read_text())
+    rope = new.pop("rope_parameters")
+    factors = {key: rope[key] for key in ("short_factor", "long_factor")}
+    want = ModelConfig.from_folder(variant_checkpoints["longrope"]).rope
+    for kind in ("su", "yarn"):
+        old = {**new, "rope_parameters": None, "rope_scaling": {"type": kind, **factors}}
+        folder = edited("phi3", **old, partial_rotary_factor=0.75, rope_theta=10_000.0)
+        assert ModelConfig.from_folder(folder).rope == want
+        shutil.rmtree(folder)
 
 
 def test_a_context_beyond_the_position_embeddings_is_refused(tiny_checkpoints):

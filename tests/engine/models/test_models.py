@@ -13,8 +13,9 @@ from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.llama import load_model
+from tests.engine.conftest import FAMILIES, VARIANTS
 
-NAMES = ["llama", "mistral", "qwen2", "qwen3", "llama3_rope", "biased", "tied", "sharded"]
+NAMES = [*FAMILIES, *(name for name in VARIANTS if name != "longrope")]
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -23,8 +24,8 @@ def folder_of(tiny_checkpoints, variant_checkpoints):
     return {**tiny_checkpoints, **variant_checkpoints}
 
 
-def load(folder, device="cpu", dtype=torch.float32):
-    return load_model(folder, torch.device(device), dtype)
+def load(folder, device="cpu", dtype=torch.float32, max_context=None):
+    return load_model(folder, torch.device(device), dtype, max_context)
 
 
 def reference(folder, prompt, changes=()):
@@ -115,11 +116,26 @@ def test_logits_equal_transformers_however_the_prompts_are_cut(name, folder_of, 
     assert_equal(single.of("odd"), want["odd"][:33])
 
 
-def test_long_positions_turn_as_transformers_turns_them(folder_of, paged_tokens):
+@pytest.mark.parametrize("name", ["llama3_rope", "linear_rope", "yarn", "yarn_mscale"])
+def test_long_positions_turn_as_transformers_turns_them(name, folder_of, paged_tokens):
     prompt = prompt_of(512)
-    run = Run(folder_of["llama3_rope"], paged_tokens())
+    run = Run(folder_of[name], paged_tokens())
     run.step({"a": prompt})
-    assert_equal(run.of("a"), reference(folder_of["llama3_rope"], prompt))
+    assert_equal(run.of("a"), reference(folder_of[name], prompt))
+
+
+@pytest.mark.parametrize(
+    ("length", "max_context"), [(133, 512), (9, 9), (8, 8), (1, 8)]
+)  # the original context is 8
+def test_longrope_turns_by_what_the_longest_context_needs(
+    length, max_context, folder_of, paged_tokens
+):
+    folder, prompt = folder_of["longrope"], prompt_of(length)
+    run = Run(folder, paged_tokens(), model=load(folder, max_context=max_context))
+    run.step({"a": prompt[: length // 2 + 1]})
+    if rest := prompt[length // 2 + 1 :]:
+        run.step({"a": rest})
+    assert_equal(run.of("a"), reference(folder, prompt))
 
 
 def test_only_the_wanted_rows_get_logits(tiny_checkpoints, paged_tokens):

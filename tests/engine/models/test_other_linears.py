@@ -1,40 +1,20 @@
-"""A family whose checkpoints store other linears needs no more than its own tuple of them.
+"""Adapters of a family whose checkpoints store several linears as one: Phi 3's qkv, gate and up."""
 
-Phi-3 stores q, k and v as one linear, and gate and up as one: transformers and PEFT know it, and it
-is made a family here.
-"""
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
 
-from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import FAMILIES, AdapterLimits, BaseShape, Family, read_spec
-from lorikeet_engine.adapter_format.families import Linear, Parallel, Width
 from lorikeet_engine.errors import AdapterRejected, SettingsError
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
 from lorikeet_engine.residency.shard import Shard
-from tests.engine.engine_driver import Answers, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
-QKV = (Width.QUERIES, Width.KEYS, Width.KEYS)
-GATE_UP = (Width.INTERMEDIATE, Width.INTERMEDIATE)
-FUSED = Family(
-    "Phi 3",
-    (
-        Linear("self_attn.qkv_proj", Width.HIDDEN, QKV, "qkv", Parallel.COLUMN),
-        Linear("self_attn.o_proj", Width.QUERIES, (Width.HIDDEN,), "o", Parallel.ROW),
-        Linear("mlp.gate_up_proj", Width.HIDDEN, GATE_UP, "gate_up", Parallel.COLUMN),
-        Linear("mlp.down_proj", Width.INTERMEDIATE, (Width.HIDDEN,), "down", Parallel.ROW),
-    ),
-)
 CONFIG: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -61,14 +41,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
 }
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
-TOKENS = 24
-
-
-@pytest.fixture(autouse=True)
-def family() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, "phi3", FUSED)  # type: ignore[arg-type]
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -100,45 +72,6 @@ def shape(checkpoint: Path) -> BaseShape:
 @pytest.fixture
 def shelf(tmp_path: Path) -> BlobShelf:
     return BlobShelf(tmp_path / "blobs")
-
-
-def answer_of_peft(checkpoint: Path, ids: list[int], adapter: Path | None) -> list[int]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    if adapter is not None:
-        model = peft.PeftModel.from_pretrained(model, adapter)
-    tokens = torch.tensor([ids])
-    made = model.generate(
-        input_ids=tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    answer: list[int] = made[0, len(ids) :].tolist()
-    return answer
-
-
-def test_an_engine_answers_as_peft_does_with_every_adapter_in_one_batch(
-    checkpoint: Path, folders: dict[str, Path], shelf: BlobShelf, tmp_path: Path
-) -> None:
-    refs: dict[str, AdapterRef | None] = {"plain": None}
-    refs |= {name: shelf.add(folder, name) for name, folder in folders.items()}
-    prompts = {name: prompt(9 + 7 * index) for index, name in enumerate(refs)}
-    answers = Answers(build(checkpoint, shelf, tmp_path / "cache"))
-    for ref in refs.values():
-        if ref is not None:
-            answers.engine.pin(ref)
-    answers.until(
-        lambda: all(answers.engine.residency(r) is Residency.GPU for r in refs.values() if r)
-    )
-    for name, ref in refs.items():
-        answers.submit(greedy(name, prompts[name], adapter=ref, max_tokens=TOKENS))
-    answers.all()
-    answers.engine.close()
-    for name in refs:
-        want = answer_of_peft(checkpoint, prompts[name], folders.get(name))
-        assert answers.of(name) == want, name
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -197,7 +130,7 @@ def test_what_stores_several_linears_as_one_is_not_cut(shape: BaseShape) -> None
         Shard(0, 2).ranges(shape)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES.values(), FUSED], ids=[*FAMILIES, "fused"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_group_reads_one_input_and_its_linears_are_neighbours(family: Family) -> None:
     groups = [linear.group for linear in family.linears]
     assert groups == sorted(groups, key=groups.index)

@@ -35,12 +35,14 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     lora: LoraDelta | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """Add delta to x in place; returns x / sqrt(mean(x²) + eps) · weight, in float32 inside.
+    """Add scale · delta to x in place; returns x / sqrt(mean(x²) + eps) · weight.
 
-    x, delta [tokens, width], dense; weight [width] → like x. lora belongs to delta.
+    Both in float32 inside. x, delta [tokens, width], dense; weight [width] → like x. lora belongs
+    to delta.
     """
-    y: torch.Tensor = _operators(x.device.type).add_rms_norm(x, delta, weight, eps, lora)
+    y: torch.Tensor = _operators(x.device.type).add_rms_norm(x, delta, weight, eps, lora, scale)
     return y
 
 
@@ -56,14 +58,15 @@ def rotary_and_store_kv(
 ) -> None:
     """Turn the queries in place; put the turned keys, and the values, into their pages.
 
-    Each pair (x[i], x[i + head_dim / 2]) turns by its position's angle, in float32. With norm, each
-    head's query and key x is x / sqrt(mean(x²) + eps) · weight before, in float32 inside; it is
-    rounded to qkv's dtype before the norm and after it.
+    Of a head's first rotary_dim elements each pair (x[i], x[i + rotary_dim / 2]) turns by its
+    position's angle, in float32; the others stay. With norm, each head's query and key x is
+    x / sqrt(mean(x²) + eps) · weight before, in float32 inside; it is rounded to qkv's dtype before
+    the norm and after it.
     qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values;
-    cos, sin [tokens, head_dim / 2] float32; layer_kv [2, pages, page_size, kv_heads, head_dim]
-    like qkv, contiguous; slots [tokens] int64: page · page_size + offset, −1 for no place. With
-    scales, layer_kv is FP8, and what to_fp8 (kernels/fp8_kv.py) makes of keys and values is stored.
-    The keys in qkv are left undefined.
+    cos, sin [tokens, rotary_dim / 2] float32, dense, and of no columns where nothing turns;
+    layer_kv [2, pages, page_size, kv_heads, head_dim] like qkv, contiguous; slots [tokens] int64:
+    page · page_size + offset, −1 for no place. With scales, layer_kv is FP8, and what to_fp8
+    (kernels/fp8_kv.py) makes of keys and values is stored. The keys in qkv are left undefined.
     """
     operators = _operators(qkv.device.type)
     operators.rotary_and_store_kv(qkv, cos, sin, layer_kv, slots, lora, norm, scales)

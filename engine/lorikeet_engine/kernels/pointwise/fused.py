@@ -23,17 +23,18 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     lora: LoraDelta | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """Set x to x + delta + lora; returns x / sqrt(mean(x²) + eps) · weight, in float32 inside.
+    """Set x to x + scale · (delta + lora); returns x / sqrt(mean(x²) + eps) · weight.
 
-    x, delta [tokens, width], weight [width] → like x. x is rounded before it is normed, as in the
-    reference.
+    In float32 inside. x, delta [tokens, width], weight [width] → like x. x is rounded before it is
+    normed, as in the reference.
     """
     tokens, width = x.shape
     y = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _add_rms_norm[(tokens,)](
-        x, delta, *_operands(lora), weight, y, eps, width, block,
+        x, delta, *_operands(lora), weight, y, eps, scale, width, block,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return y
@@ -51,8 +52,9 @@ def rotary_and_store_kv(
 ) -> None:
     """Turn the queries in place; put the turned keys, and the values, into their pages.
 
-    Of each head's query and key a = x[i] and b = x[i + head_dim / 2] become a · cos − b · sin and
-    b · cos + a · sin, after `norm` if there is one. A token's key goes to layer_kv[0], its value to
+    Of the first rotary_dim elements of each head's query and key a = x[i] and b =
+    x[i + rotary_dim / 2] become a · cos − b · sin and b · cos + a · sin, after `norm` if there is
+    one; the others stay. A token's key goes to layer_kv[0], its value to
     layer_kv[1], both to slots[token] = page · page_size + offset, to nowhere if that is below 0.
     qkv [tokens, heads + 2 · kv_heads, head_dim]: queries, keys, values;
     layer_kv [2, pages, page_size, kv_heads, head_dim], FP8 with scales, by which keys and values
@@ -64,8 +66,8 @@ def rotary_and_store_kv(
     inverses = (None, None) if scales is None else (1.0 / scales.key, 1.0 / scales.value)
     _rotary_and_store_kv[(tokens, triton.cdiv(total, HEADS))](
         qkv, *_operands(lora), *weights, cos, sin, layer_kv, *inverses, slots, qkv.stride(0),
-        layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, HEADS,
-        triton.next_power_of_2(half),
+        layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, cos.shape[1],
+        HEADS, triton.next_power_of_2(half),
     )  # fmt: skip
 
 
@@ -105,6 +107,7 @@ def _add_rms_norm(
     weight: tl.tensor,
     y: tl.tensor,
     eps: tl.tensor,
+    scale: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -114,15 +117,15 @@ def _add_rms_norm(
     token = tl.program_id(0).to(tl.int64)
     at = token * width + columns
     total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+    total += scale * tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
     if lora is not None:
-        total += _lora_at(lora, adapted, token, at, inside)
+        total += scale * _lora_at(lora, adapted, token, at, inside)
     rounded = total.to(x.dtype.element_ty)
     tl.store(x + at, rounded, mask=inside)
     total = rounded.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(total * total, 0) / width + eps)
+    norm = 1.0 / tl.sqrt(tl.sum(total * total, 0) / width + eps)
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, (total * scale * weights).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + at, (total * norm * weights).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -131,11 +134,11 @@ def _weight(
     key_weight: tl.tensor,
     query: tl.tensor,
     column: tl.tensor,
-    end: tl.constexpr,
+    inside: tl.tensor,
 ) -> tl.tensor:
-    """The norm's weights for a head's columns before `end`: the queries' or the keys'."""
-    of_query = tl.load(query_weight + column, mask=column < end, other=0.0).to(tl.float32)
-    of_key = tl.load(key_weight + column, mask=column < end, other=0.0).to(tl.float32)
+    """The norm's weights for a head's columns: the queries' or the keys'."""
+    of_query = tl.load(query_weight + column, mask=inside, other=0.0).to(tl.float32)
+    of_key = tl.load(key_weight + column, mask=inside, other=0.0).to(tl.float32)
     return tl.where(query, of_query, of_key)
 
 
@@ -165,6 +168,7 @@ def _rotary_and_store_kv(
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     half: tl.constexpr,
+    rotary_half: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ) -> None:
@@ -173,44 +177,48 @@ def _rotary_and_store_kv(
     head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]
     column = tl.arange(0, block_half)[None, :]
     inside = (head < heads + 2 * kv_heads) & (column < half)
-    place = token * token_stride + head * (2 * half) + column
-    at = qkv + place
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    left, right = column, column + half  # where a pair stands in its head
+    if rotary_half != half:  # behind those that turn come the others, in pairs like them
+        left = tl.where(column < rotary_half, column, column + rotary_half)
+        right = tl.where(column < rotary_half, column + rotary_half, column + half)
+    place = token * token_stride + head * (2 * half)
+    first = tl.load(qkv + place + left, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv + place + right, mask=inside, other=0.0).to(tl.float32)
     if lora is not None:
-        first += _lora_at(lora, adapted, token, place, inside)
-        second += _lora_at(lora, adapted, token, place + half, inside)
+        first += _lora_at(lora, adapted, token, place + left, inside)
+        second += _lora_at(lora, adapted, token, place + right, inside)
     turns = inside & (head < heads + kv_heads)  # values do not: their angle is 0
     if query_weight is not None:
         first = first.to(qkv.dtype.element_ty).to(tl.float32)
         second = second.to(qkv.dtype.element_ty).to(tl.float32)
         squares = tl.sum(first * first + second * second, 1)[:, None]
         scale = 1.0 / tl.sqrt(squares / (2 * half) + eps)
-        low = _weight(query_weight, key_weight, head < heads, column, half)
-        high = _weight(query_weight, key_weight, head < heads, column + half, 2 * half)
+        low = _weight(query_weight, key_weight, head < heads, left, column < half)
+        high = _weight(query_weight, key_weight, head < heads, right, column < half)
         first = tl.where(turns, (first * scale * low).to(qkv.dtype.element_ty), first)
         second = tl.where(turns, (second * scale * high).to(qkv.dtype.element_ty), second)
-    c = tl.load(cos + token * half + column, mask=turns, other=1.0)
-    s = tl.load(sin + token * half + column, mask=turns, other=0.0)
+    turns = turns & (column < rotary_half)
+    c = tl.load(cos + token * rotary_half + column, mask=turns, other=1.0)
+    s = tl.load(sin + token * rotary_half + column, mask=turns, other=0.0)
     low = (first * c - second * s).to(qkv.dtype.element_ty)
     high = (second * c + first * s).to(qkv.dtype.element_ty)
 
     query = inside & (head < heads)
-    tl.store(at, low, mask=query)
-    tl.store(at + half, high, mask=query)
+    tl.store(qkv + place + left, low, mask=query)
+    tl.store(qkv + place + right, high, mask=query)
     slot = tl.load(slots + token)
     if slot < 0:
         return
     stored = inside & (head >= heads)
     kv_head = (head - heads) % kv_heads
     value = (head >= heads + kv_heads).to(tl.int64)
-    target = layer_kv + value * plane + (slot * kv_heads + kv_head) * (2 * half) + column
+    target = layer_kv + value * plane + (slot * kv_heads + kv_head) * (2 * half)
     if key_inverse is not None:
         inverse = tl.where(head < heads + kv_heads, key_inverse, value_inverse)
         low = _to_fp8(low.to(tl.float32) * inverse)
         high = _to_fp8(high.to(tl.float32) * inverse)
-    tl.store(target, low, mask=stored)
-    tl.store(target + half, high, mask=stored)
+    tl.store(target + left, low, mask=stored)
+    tl.store(target + right, high, mask=stored)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

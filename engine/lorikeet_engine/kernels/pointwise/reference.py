@@ -14,10 +14,11 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     lora: LoraDelta | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """See kernels.pointwise."""
     _add_lora_delta(delta, lora)
-    x += delta
+    x += delta if scale == 1.0 else delta * scale
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -38,7 +39,7 @@ def rotary_and_store_kv(
         queries, keys = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]
         queries.copy_(F.rms_norm(queries, qkv.shape[-1:], norm.query_weight, norm.eps))
         keys.copy_(F.rms_norm(keys, qkv.shape[-1:], norm.key_weight, norm.eps))
-    turned = qkv[:, :-kv_heads]
+    turned = qkv[:, :-kv_heads, : 2 * cos.shape[1]]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = turned.float().chunk(2, dim=-1)
     turned.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
