@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine.benchmarks.random_model import RandomCheckpoint, write_config
-from lorikeet_engine.models.checkpoint import INDEX
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.models.stored_tensors import INDEX
 
 SHARD_BYTES = 5 * 10**9
 

@@ -64,6 +64,7 @@ class RandomCheckpoint(Checkpoint):
         self.device = device
         self.dtype = dtype
         self.nbytes = 0
+        self._weight_format = None
         self._rounding = rounding
         self._staging = None
         self._random = torch.Generator(device).manual_seed(seed)

@@ -291,6 +291,12 @@ def test_a_base_model_that_is_quantised_otherwise(patient: Patient) -> None:
     assert "NF4, AWQ or GPTQ" in fault.fix
 
 
+@pytest.mark.parametrize("rounding", ["nf4", "fp8"])
+def test_what_linears_are_rounded_to_is_said(patient: Patient, rounding: str) -> None:
+    found = patient.examined("base models", **variable("WEIGHT_DTYPE", rounding))
+    assert f"linears rounded to {rounding}, served as float32" in found[0].message
+
+
 def test_heads_without_attention_kernels_are_named_where_there_is_a_gpu(patient: Patient) -> None:
     file = patient.model / "config.json"
     halves = {"head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 4}

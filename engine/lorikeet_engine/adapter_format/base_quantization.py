@@ -25,12 +25,15 @@ class QuantizedLinears:
     """How a checkpoint stores its linears.
 
     group: inputs that share a scale, of AWQ and GPTQ; 0: all of them. zeros_less_one: GPTQ's first
-    version stores zero points so.
+    version stores zero points so. scales: FP8's, the name of their tensor beside "weight". block:
+    rows and columns that share one of them; None: each row has one, or the matrix.
     """
 
     format: Quantization
     group: int = 0
     zeros_less_one: bool = False
+    scales: str = ""
+    block: tuple[int, int] | None = None
 
 
 def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
@@ -41,13 +44,23 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
     config = raw.get(_FIELD)
     if config is None:
         return None
-    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    if not isinstance(config, Mapping):
+        raise _refusal("quant_method", config, "an object")
+    method = config.get("quant_method")
     if method == "bitsandbytes":
         _require(config, "load_in_4bit", True)
         _require(config, "bnb_4bit_quant_type", "nf4")
         return QuantizedLinears(Quantization.NF4)
+    if method == "fp8":
+        return _fp8(config)
+    if method == "compressed-tensors":
+        return _compressed_tensors(config)
     if method not in ("awq", "gptq"):
-        raise _refusal("quant_method", method, "bitsandbytes (NF4), or awq or gptq of 4 bits")
+        raise _refusal(
+            "quant_method",
+            method,
+            "fp8, compressed-tensors (FP8), bitsandbytes (NF4), or awq or gptq of 4 bits",
+        )
     _require(config, "bits", 4)
     group = _group(config)
     if method == "awq":
@@ -58,6 +71,43 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
     if kind not in ("gptq", "gptq_v2"):
         raise _refusal("checkpoint_format", kind, "gptq or gptq_v2")
     return QuantizedLinears(Quantization.GPTQ, group, zeros_less_one=kind == "gptq")
+
+
+def _fp8(config: Mapping[str, Any]) -> QuantizedLinears:
+    """DeepSeek's blocks (transformers' FineGrainedFP8Config), or AutoFP8's scale of a matrix."""
+    _require(config, "fmt", "e4m3", absent="e4m3")
+    if config.get("weight_block_size") is None:
+        return QuantizedLinears(Quantization.FP8, scales="weight_scale")
+    block = _block(config, "weight_block_size")
+    return QuantizedLinears(Quantization.FP8, scales="weight_scale_inv", block=block)
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
+    """Schemes FP8, FP8_DYNAMIC and FP8_BLOCK, one of them for all that is quantised."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise _refusal("config_groups", groups, "one group, of FP8")
+    (group,) = groups.values()
+    for part in ("weights", "input_activations"):
+        found = (group.get(part) if isinstance(group, Mapping) else None) or {}
+        if (found.get("num_bits"), found.get("type")) != (8, "float"):
+            raise _refusal(f"config_groups.{part}", found, "floats of 8 bits")
+    weights = group["weights"]
+    _require(weights, "symmetric", True, absent=True)
+    if weights.get("strategy") == "block":
+        block = _block(weights, "block_structure")
+        return QuantizedLinears(Quantization.FP8, scales="weight_scale", block=block)
+    if weights.get("strategy") not in ("channel", "tensor"):
+        raise _refusal("strategy", weights.get("strategy"), "channel, tensor or block")
+    return QuantizedLinears(Quantization.FP8, scales="weight_scale")
+
+
+def _block(config: Mapping[str, Any], key: str) -> tuple[int, int]:
+    match config.get(key):
+        case [int(high), int(wide)] if min(high, wide) > 0:
+            return high, wide
+        case other:
+            raise _refusal(key, other, "rows and columns of a block, such as [128, 128]")
 
 
 def served_quantization(stored: QuantizedLinears | None, weight_dtype: str) -> str | None:
@@ -84,8 +134,9 @@ def _group(config: Mapping[str, Any]) -> int:
     return group
 
 
-def _require(config: Mapping[str, Any], key: str, want: object) -> None:
-    value = config.get(key)
+def _require(config: Mapping[str, Any], key: str, want: object, absent: object = None) -> None:
+    """Refuse a value that is another; absent: what it is where the config does not say."""
+    value = config.get(key, absent)
     if (value.lower() if isinstance(value, str) else value) != want:
         raise _refusal(key, value, repr(want))
 

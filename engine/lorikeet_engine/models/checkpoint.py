@@ -1,45 +1,35 @@
 """The tensors of a Hugging Face checkpoint, read from safetensors straight into place.
 
-Linears that are stored quantised are brought to their exact values on the way; if that is asked
-for, linears are rounded to another format, one after the other.
+Linears of 4 bits are brought to their exact values on the way, those of FP8 stay FP8. If that is
+asked for, linears are rounded to another format, one after the other.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.device.memory import free_bytes, gib
 from lorikeet_engine.errors import ModelError, SettingsError
+from lorikeet_engine.kernels import fp8
+from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_weight
 from lorikeet_engine.kernels.lora.linear import Weight
+from lorikeet_engine.models.fp8 import UNUSED, Fp8
 from lorikeet_engine.models.int4 import Int4
 from lorikeet_engine.models.nf4 import Nf4, round_to_nf4
 from lorikeet_engine.models.staging import Span, Staging
+from lorikeet_engine.models.stored_tensors import StoredTensor, find_tensors
 from lorikeet_engine.models.weight_format import WeightFormat
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _HASHED_BYTES = 16 << 20
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PART_DTYPES = {**DTYPES, "U8": torch.uint8, "I32": torch.int32}
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor as its file describes it; its bytes begin at `begin` of the file."""
-
-    file: Path
-    begin: int
-    dtype: str
-    shape: tuple[int, ...]
+_PART_DTYPES = {**DTYPES, "F8_E4M3": fp8.DTYPE, "U8": torch.uint8, "I32": torch.int32}
 
 
 class Checkpoint:
@@ -70,7 +60,7 @@ class Checkpoint:
         self.nbytes = 0
         self._rounding = rounding
         self._weight_format = _weight_format(quantized) if quantized else None
-        self._stored = self._find_tensors()
+        self._stored = find_tensors(folder)
         self._unread = set(self._stored)
         self._staging = None if device.type == "meta" else Staging(device)
 
@@ -87,9 +77,18 @@ class Checkpoint:
     def read_linear(self, names: Sequence[str], rows: Sequence[int], d_in: int) -> Weight:
         """The weight of linears that are fused, [sum(rows), d_in], rounded if that is asked for.
 
+        Linears that are stored as FP8 stay so. Scales of blocks become scales of rows, for which
+        weights are rounded a second time; linears that are not all FP8 get their exact values.
         Names and rows as in read, which raises what this does.
         """
-        weight: Weight = self._rounded(self._read(names, rows, d_in), rows)
+        stored, rounding = self._weight_format, self._rounding
+        weight: Weight
+        if not isinstance(stored, Fp8) or not all(stored.holds(n, self._stored) for n in names):
+            weight = self._rounded(self._read(names, rows, d_in), rows, rounding)
+        elif stored.stored.block is not None:
+            weight = self._rounded(self._read(names, rows, d_in), rows, Quantization.FP8)
+        else:
+            weight = self._read_fp8(names, rows, d_in, stored)
         self.nbytes += weight.nbytes
         return weight
 
@@ -104,6 +103,13 @@ class Checkpoint:
         with safe_open(stored.file, framework="pt") as file:
             part: torch.Tensor = file.get_tensor(name).to(self.device)
             return part
+
+    def scales(self, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
+        """A stored tensor of floats that has one of these shapes, in float32. Raises ModelError."""
+        stored = self._stored.get(name)
+        found = stored is not None and stored.shape in shapes
+        stored = self._find(name, stored.shape if stored and found else shapes[0], tuple(DTYPES))
+        return self.part(name, stored.dtype, *stored.shape).float()
 
     def stored_bytes(self, name: str) -> bytes:
         """The bytes of a small tensor, also on the meta device. Raises ModelError."""
@@ -139,6 +145,7 @@ class Checkpoint:
             if name not in ignored
             and not name.endswith("rotary_emb.inv_freq")
             and not self._is_zero_bias(name)
+            and not (isinstance(self._weight_format, Fp8) and name.endswith(UNUSED))
         )
         if left:
             raise ModelError(
@@ -173,12 +180,25 @@ class Checkpoint:
             self._read_into(name, part)
         return out
 
-    def _rounded(self, weight: torch.Tensor, rows: Sequence[int]) -> Weight:
-        if self._rounding is None:
+    def _read_fp8(
+        self, names: Sequence[str], rows: Sequence[int], d_in: int, stored: Fp8
+    ) -> Fp8Rows:
+        out = torch.empty(sum(rows), d_in, device=self.device, dtype=fp8.DTYPE)
+        for name, part in zip(names, torch.split(out, list(rows)), strict=True):
+            self._copy(name, part, ("F8_E4M3",))
+        scales = [
+            stored.row_scales(name, d_out, self) for name, d_out in zip(names, rows, strict=True)
+        ]
+        return Fp8Rows(out, torch.cat(scales))
+
+    def _rounded(
+        self, weight: torch.Tensor, rows: Sequence[int], rounding: Quantization | None
+    ) -> Weight:
+        if rounding is None:
             return weight
         if self._staging is not None:
             self._staging.finish()  # its values are looked at
-        if self._rounding is Quantization.FP8:
+        if rounding is Quantization.FP8:
             return quantize_weight(weight)
         for part in torch.split(weight, list(rows)):
             part.copy_(round_to_nf4(part))
@@ -190,11 +210,14 @@ class Checkpoint:
             d_out, d_in = out.shape
             out.copy_(linears.dequantize(name, d_out, d_in, self))
             return
-        stored = self._find(name, out.shape, tuple(DTYPES))
-        if self._staging is not None:
-            self._staging.copy(Span(stored.file, stored.begin, DTYPES[stored.dtype]), out)
+        self._copy(name, out, tuple(DTYPES))
 
-    def _find(self, name: str, shape: Sequence[int], dtypes: Sequence[str]) -> _Stored:
+    def _copy(self, name: str, out: torch.Tensor, dtypes: Sequence[str]) -> None:
+        stored = self._find(name, out.shape, dtypes)
+        if self._staging is not None:
+            self._staging.copy(Span(stored.file, stored.begin, _PART_DTYPES[stored.dtype]), out)
+
+    def _find(self, name: str, shape: Sequence[int], dtypes: Sequence[str]) -> StoredTensor:
         stored = self._stored.get(name)
         if stored is None:
             raise ModelError(f"{self.folder}: tensor {name} is missing", field=name)
@@ -206,19 +229,6 @@ class Checkpoint:
             )
         self._unread.discard(name)
         return stored
-
-    def _find_tensors(self) -> dict[str, _Stored]:
-        index = self.folder / INDEX
-        if not index.exists():
-            return _tensors_of(self.folder / SINGLE)
-        try:
-            file_of = dict(json.loads(index.read_bytes())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{index}: no weight_map: {error!r}", field=INDEX) from error
-        found: dict[str, _Stored] = {}
-        for file in sorted(set(file_of.values())):
-            found |= _tensors_of(self.folder / file)
-        return {name: found[name] for name in file_of if name in found}
 
 
 def check_room(folder: Path, needed: int, device: torch.device) -> None:
@@ -232,29 +242,10 @@ def check_room(folder: Path, needed: int, device: torch.device) -> None:
 
 
 def _weight_format(stored: QuantizedLinears) -> WeightFormat:
-    return Nf4() if stored.format is Quantization.NF4 else Int4(stored)
-
-
-def _tensors_of(path: Path) -> dict[str, _Stored]:
-    if not path.exists():
-        raise ModelError(
-            f"{path} does not exist: want {SINGLE}, or {INDEX} with the files it names",
-            field=path.name,
-        )
-    try:
-        with safe_open(path, framework="pt"):  # checks that the header is right for the file
-            pass
-    except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"{path} is no whole safetensors file: {error}", field=path.name
-        ) from error
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return {
-        name: _Stored(
-            path, 8 + length + tensor["data_offsets"][0], tensor["dtype"], tuple(tensor["shape"])
-        )
-        for name, tensor in header.items()
-    }
+    match stored.format:
+        case Quantization.FP8:
+            return Fp8(stored)
+        case Quantization.NF4:
+            return Nf4()
+        case _:
+            return Int4(stored)

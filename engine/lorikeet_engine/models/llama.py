@@ -138,7 +138,8 @@ def load_model(
     """
     config, nbytes = rehearse_load(folder, dtype, max_context, rounding)
     check_room(folder, nbytes, device)
-    if rounding is Quantization.FP8:
+    stored = config.quantized_linears
+    if Quantization.FP8 in (rounding, stored and stored.format):
         fp8.check_device(device, dtype)
     with Checkpoint(folder, device, dtype, config.quantized_linears, rounding) as checkpoint:
         return _read(config, checkpoint)

@@ -16,12 +16,18 @@ class PartReader(Protocol):
         missing or another.
         """
 
+    def scales(self, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
+        """A stored tensor of floats that has one of these shapes, in float32 on the device.
+
+        Raises ModelError.
+        """
+
     def stored_bytes(self, name: str) -> bytes:
         """The bytes of a small tensor, also on the meta device. Raises ModelError."""
 
 
 class WeightFormat(Protocol):
-    """How a checkpoint stores linears. Implemented by Nf4 and Int4."""
+    """How a checkpoint stores linears. Implemented by Nf4, Int4 and Fp8."""
 
     def holds(self, weight: str, stored: Collection[str]) -> bool:
         """Whether a weight is stored in this format, by the names of all tensors."""

@@ -24,7 +24,7 @@ def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
         if isinstance(plan, ModelError):
             yield problem(check, plan.message, _fix(folder, str(plan.fields.get("field"))))
         elif plan is not None:
-            yield _check_dtype(check, folder, planned.engine_settings(name).dtype)
+            yield _check_dtype(check, folder, planned.engine_settings(name))
             if planned.device == "cuda":
                 yield from _check_attention(check, folder, planned.engine_settings(name))
         if folder.is_dir():
@@ -47,7 +47,7 @@ def _fix(folder: Path, fault: str) -> str:
     if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
         return "the weights are pickled: load them with transformers and save_pretrained them"
     if fault.startswith("quantization_config"):
-        return "choose a copy that is not quantised, or one in NF4, AWQ or GPTQ of 4 bits"
+        return "choose a copy that is not quantised, or in FP8, or in NF4, AWQ or GPTQ of 4 bits"
     if fault.startswith("rope_"):
         return (
             "choose a model without it; where it was added for long prompts, take "
@@ -63,12 +63,15 @@ def _is_pointer(file: Path) -> bool:
     return file.exists() and file.read_bytes()[: len(_POINTER)] == _POINTER
 
 
-def _check_dtype(check: str, folder: Path, served: str) -> Finding:
+def _check_dtype(check: str, folder: Path, settings: "EngineSettings") -> Finding:
     """Compare the dtype of the stored weights with the one they are served in."""
+    served = settings.dtype
     config = read_json(folder / "config.json")
     stored = config.get("dtype") or config.get("torch_dtype") or "unknown"
     quantized = quantized_linears(config)
     linears = f", its linears {quantized.format}" if quantized else ""
+    if settings.rounding is not None:
+        linears += f", linears rounded to {settings.rounding}"
     found = f"{folder}: {config['model_type']}, its weights {stored}{linears}, served as {served}"
     if (stored, served) == ("bfloat16", "float16"):
         return warning(check, f"{found}, which cannot hold all", "LORIKEET_DTYPE=bfloat16")

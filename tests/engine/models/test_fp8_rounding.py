@@ -17,9 +17,10 @@ from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.models import staging
-from lorikeet_engine.models.checkpoint import SINGLE, Checkpoint
+from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
+from lorikeet_engine.models.stored_tensors import SINGLE
 from tests.engine.conftest import FAMILIES, PagedTokens
 from tests.engine.engine_driver import Answers, RecordingRunner, build
 from tests.engine.models.fp8_models import rounded_model

@@ -14,10 +14,10 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.execution.assembly import assemble
 from lorikeet_engine.kernels.lora.types import Segments
-from lorikeet_engine.models.checkpoint import SINGLE
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.models.nf4 import round_to_nf4
+from lorikeet_engine.models.stored_tensors import SINGLE
 from lorikeet_engine.settings import EngineSettings
 from tests.engine.blobs import Shelf
 from tests.engine.conftest import FAMILIES, PagedTokens, save_all
@@ -252,8 +252,7 @@ def test_a_rehearsal_knows_what_the_floats_will_take(nf4, wide_checkpoints, tmp_
 @pytest.mark.parametrize(
     ("quantization", "field"),
     [
-        ({"quant_method": "fp8"}, "quant_method"),
-        ({"quant_method": "compressed-tensors"}, "quant_method"),
+        ({"quant_method": "modelopt"}, "quant_method"),
         ("4 bits", "quant_method"),
         (NF4 | {"load_in_4bit": False, "load_in_8bit": True}, "load_in_4bit"),
         (NF4 | {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),

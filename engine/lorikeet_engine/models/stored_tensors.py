@@ -1,0 +1,62 @@
+"""Where the tensors of a Hugging Face checkpoint lie: what the headers of its files say."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from lorikeet_engine.errors import ModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as its file describes it; its bytes begin at `begin` of the file."""
+
+    file: Path
+    begin: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def find_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint's folder by name. Raises ModelError, its field the file."""
+    index = folder / INDEX
+    if not index.exists():
+        return _tensors_of(folder / SINGLE)
+    try:
+        file_of = dict(json.loads(index.read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{index}: no weight_map: {error!r}", field=INDEX) from error
+    found: dict[str, StoredTensor] = {}
+    for file in sorted(set(file_of.values())):
+        found |= _tensors_of(folder / file)
+    return {name: found[name] for name in file_of if name in found}
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    if not path.exists():
+        raise ModelError(
+            f"{path} does not exist: want {SINGLE}, or {INDEX} with the files it names",
+            field=path.name,
+        )
+    try:
+        with safe_open(path, framework="pt"):  # checks that the header is right for the file
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is no whole safetensors file: {error}", field=path.name
+        ) from error
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(
+            path, 8 + length + tensor["data_offsets"][0], tensor["dtype"], tuple(tensor["shape"])
+        )
+        for name, tensor in header.items()
+    }

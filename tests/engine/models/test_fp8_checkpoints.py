@@ -1,0 +1,286 @@
+"""FP8 checkpoints are served as models of the floats that their numbers stand for."""
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.errors import ModelError
+from lorikeet_engine.kernels.fp8 import DTYPE
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.llama import load_model, rehearse_load
+from lorikeet_engine.models.stored_tensors import SINGLE
+from tests.engine.conftest import PagedTokens
+from tests.engine.engine_driver import Answers, build
+from tests.engine.models.fp8_models import rounded, rounded_model
+from tests.engine.models.test_fp8_rounding import ADAPTERS, assert_near, errors
+from tests.engine.models.test_models import Run, prompt_of
+from tests.engine.models.test_quantized_checkpoints import linears, saved
+from tests.engine.peft_world import PeftWorld, ask, bring_all
+
+CPU = torch.device("cpu")
+PROMPT = prompt_of(40)
+FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def compressed_tensors(weights, activations):
+    """quantization_config of compressed-tensors, whose QuantizationScheme and presets FP8,
+    FP8_DYNAMIC and FP8_BLOCK are in src/compressed_tensors/quantization/quant_scheme.py.
+    """
+    group = {
+        "targets": ["Linear"],
+        "weights": FLOATS | {"dynamic": False} | weights,
+        "input_activations": FLOATS | activations,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+# AutoFP8 writes its config in auto_fp8/quantize.py, save_quantized_model; DeepSeek's and Qwen's
+# blocks are FineGrainedFP8Config of transformers (utils/quantization_config.py).
+CONFIGS = {
+    "dynamic": compressed_tensors(
+        {"strategy": "channel"}, {"dynamic": True, "strategy": "token", "observer": None}
+    ),
+    "static": compressed_tensors({"strategy": "tensor"}, {"dynamic": False, "strategy": "tensor"}),
+    "autofp8": {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": ["lm_head"],
+        "kv_cache_scheme": "static",
+    },
+    "blocks": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [32, 48],
+    },
+    "compressed_blocks": compressed_tensors(
+        {"strategy": "block", "block_structure": [32, 48]},
+        {"dynamic": True, "strategy": "group", "group_size": 48},
+    ),
+}
+SCALES = {"blocks": "weight_scale_inv"}
+
+
+def written(folder, target, kind):
+    """An FP8 checkpoint of a tiny one, in a library's layout, and the floats it stands for."""
+    names, tensors = linears(folder)
+    floats = {}
+    for name in names:
+        weight, path = tensors[name], name.removesuffix("weight")
+        scales = scales_of(kind, weight)
+        wide = expanded(scales, weight.shape, kind)
+        tensors[name] = (weight / wide).to(DTYPE)
+        tensors[f"{path}{SCALES.get(kind, 'weight_scale')}"] = scales
+        floats[name] = tensors[name].float() * wide
+        if kind in ("static", "autofp8"):
+            tensors[f"{path}input_scale"] = torch.tensor(0.02).expand(scales.shape)
+    if kind == "autofp8":  # with kv_cache_quant_layers
+        tensors["model.layers.0.self_attn.k_proj.output_scale"] = torch.tensor(0.1)
+    config = CONFIGS[kind]
+    return saved(folder, target / kind, tensors, quantization_config=config), floats
+
+
+def scales_of(kind, weight):
+    if kind == "dynamic":  # [d_out, 1], in the dtype that the model had
+        return (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    if kind == "static":
+        return (weight.abs().amax() / 448)[None]
+    if kind == "autofp8":
+        return weight.abs().amax() / 448
+    rows = [part.split(48, 1) for part in weight.split(32)]
+    return torch.stack([torch.stack([b.abs().amax() / 448 for b in row]) for row in rows])
+
+
+def expanded(scales, shape, kind):
+    if "blocks" not in kind:
+        return scales.float().expand(shape)
+    tall = scales.repeat_interleave(32, 0)[: shape[0]]
+    return tall.repeat_interleave(48, 1)[:, : shape[1]]
+
+
+def logits(folder, dtype=torch.float32):
+    run = Run(None, PagedTokens(), dtype, model=load_model(folder, CPU, dtype))
+    run.step({"a": PROMPT})
+    return run.of("a")
+
+
+def floats_logits(model):
+    with torch.inference_mode():
+        return model(torch.tensor([PROMPT])).logits[0]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "autofp8"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_numbers_with_scales_of_rows_or_matrices_are_served_as_they_are(
+    tiny_checkpoints, tmp_path, family, kind
+):
+    folder, floats = written(tiny_checkpoints[family], tmp_path, kind)
+    assert_near(logits(folder), floats_logits(rounded_model(tiny_checkpoints[family], floats)))
+
+
+@pytest.mark.parametrize("kind", ["blocks", "compressed_blocks"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_numbers_with_scales_of_blocks_are_rounded_again_to_scales_of_rows(
+    tiny_checkpoints, tmp_path, family, kind
+):
+    folder, floats = written(tiny_checkpoints[family], tmp_path, kind)
+    again = {name: rounded(weight) for name, weight in floats.items()}
+    got = logits(folder)
+    assert_near(got, floats_logits(rounded_model(tiny_checkpoints[family], again)))
+    once = floats_logits(rounded_model(tiny_checkpoints[family], floats))
+    # that loses no more than the checkpoint's own rounding did
+    before = floats_logits(
+        rounded_model(tiny_checkpoints[family], linears(tiny_checkpoints[family])[1])
+    )
+    assert errors(got, once).median() < 1.5 * errors(once, before).median()
+
+
+class Fp8World(PeftWorld):
+    """What transformers and PEFT say of the floats behind a checkpoint's numbers."""
+
+    floats = None
+
+    def __init__(self, plain, floats, *more):
+        self.floats = floats
+        super().__init__(plain, *more)
+
+    def model(self, name):
+        model = rounded_model(self.checkpoint, self.floats)
+        return model if name is None else peft.PeftModel.from_pretrained(model, self.folder / name)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "autofp8"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_engine_answers_as_peft_does_on_what_the_numbers_stand_for(
+    tiny_checkpoints, tmp_path, family, kind
+):
+    plain = tiny_checkpoints[family]
+    folder, floats = written(plain, tmp_path, kind)
+    world = Fp8World(plain, floats, tmp_path, ADAPTERS, 12)
+    engine = build(folder, world.shelf, tmp_path / "cache", kv_pages=5, max_context=64)
+    answers = Answers(engine)
+    try:
+        bring_all(world, answers)
+        assert ask(world, answers) == world.expected
+        assert ask(world, answers) == world.expected, "with prefix hits"
+    finally:
+        engine.close()
+
+
+def test_linears_that_were_left_out_are_floats(tiny_checkpoints, tmp_path):
+    plain = tiny_checkpoints["qwen2"]
+    folder, floats = written(plain, tmp_path, "dynamic")
+    _, original = linears(plain)
+    tensors = load_file(folder / SINGLE)
+    for linear in ("mlp.down_proj", "self_attn.v_proj"):  # one of a group's makes all floats
+        name = f"model.layers.1.{linear}.weight"
+        tensors[name] = floats[name] = original[name]
+        del tensors[f"{name}_scale"]
+    folder = saved(plain, tmp_path / "mixed", tensors, quantization_config=CONFIGS["dynamic"])
+    model = rounded_model(plain, floats)
+    layer = model.model.layers[1]
+    attention = layer.self_attn
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj, layer.mlp.down_proj):
+        linear.__class__ = torch.nn.Linear
+    assert_near(logits(folder), floats_logits(model))
+
+
+def test_a_head_that_is_fp8_gets_its_exact_values(tiny_checkpoints, tmp_path):
+    plain = tiny_checkpoints["llama"]
+    folder, floats = written(plain, tmp_path, "dynamic")
+    tensors = load_file(folder / SINGLE)
+    head = tensors["lm_head.weight"]
+    scales = scales_of("dynamic", head)
+    tensors |= {"lm_head.weight": (head / scales.float()).to(DTYPE), "lm_head.weight_scale": scales}
+    folder = saved(plain, tmp_path / "head", tensors, quantization_config=CONFIGS["dynamic"])
+    model = rounded_model(plain, floats)
+    model.lm_head.weight.data = tensors["lm_head.weight"].float() * scales.float()
+    assert_near(logits(folder), floats_logits(model))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_rehearsal_counts_a_byte_for_a_number_and_four_for_a_row(
+    tiny_checkpoints, tmp_path, kind
+):
+    plain = tiny_checkpoints["llama"]
+    folder, floats = written(plain, tmp_path, kind)
+    saved_bytes = sum(w.numel() * (2 - 1) - 4 * len(w) for w in floats.values())
+    without = rehearse_load(plain, torch.bfloat16)[1]
+    assert rehearse_load(folder, torch.bfloat16)[1] == without - saved_bytes
+    assert ModelConfig.from_folder(folder).quantized_linears.format is Quantization.FP8
+
+
+def test_fp8_stays_as_it_is_where_the_rest_is_rounded_to_it(tiny_checkpoints, tmp_path):
+    folder, _ = written(tiny_checkpoints["llama"], tmp_path, "dynamic")
+    model = load_model(folder, CPU, torch.float32, rounding=Quantization.FP8)
+    run = Run(None, PagedTokens(), model=model)
+    run.step({"a": PROMPT})
+    assert torch.equal(run.of("a"), logits(folder))
+    with pytest.raises(ModelError, match="quantised already, as fp8"):
+        load_model(folder, CPU, torch.float32, rounding=Quantization.NF4)
+
+
+DYNAMIC = {"dynamic": True, "strategy": "token"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "field"),
+    [
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
+        (compressed_tensors({"num_bits": 4}, DYNAMIC), "config_groups.weights"),
+        (compressed_tensors({"type": "int"}, DYNAMIC), "config_groups.weights"),
+        (
+            compressed_tensors({"strategy": "channel"}, {"num_bits": 16}),
+            "config_groups.input_activations",
+        ),
+        (compressed_tensors({"strategy": "group"}, DYNAMIC), "strategy"),
+        (compressed_tensors({"strategy": "channel", "symmetric": False}, DYNAMIC), "symmetric"),
+        (compressed_tensors({"strategy": "block"}, DYNAMIC), "block_structure"),
+    ],
+)
+def test_other_schemes_are_refused_by_name(edited, quantization, field):
+    with pytest.raises(ModelError, match=r"take a copy that is not quantised") as refused:
+        ModelConfig.from_folder(edited("llama", quantization_config=quantization))
+    assert refused.value.field == f"quantization_config.{field}"
+
+
+def test_weights_without_rounding_of_inputs_are_refused(edited):
+    config = compressed_tensors({"strategy": "channel"}, DYNAMIC)
+    config["config_groups"]["group_0"]["input_activations"] = None
+    with pytest.raises(ModelError, match="input_activations"):
+        ModelConfig.from_folder(edited("llama", quantization_config=config))
+
+
+@pytest.mark.parametrize(
+    ("part", "spoil"),
+    [
+        ("weight_scale", lambda tensor: tensor[:-1]),
+        ("weight_scale", lambda tensor: tensor.to(torch.float8_e8m0fnu)),
+        ("weight", lambda tensor: tensor[:-1]),
+        ("weight", lambda tensor: tensor.to(torch.float8_e5m2)),
+    ],
+)
+def test_a_part_that_does_not_fit_is_named_before_anything_is_loaded(
+    tiny_checkpoints, tmp_path, part, spoil
+):
+    folder, _ = written(tiny_checkpoints["llama"], tmp_path, "dynamic")
+    name = f"model.layers.1.mlp.up_proj.{part}"
+    tensors = load_file(folder / SINGLE)
+    tensors[name] = spoil(tensors[name])
+    save_file(tensors, folder / SINGLE)
+    with pytest.raises(ModelError, match="want") as refused:
+        rehearse_load(folder, torch.float32)
+    assert refused.value.field == name

@@ -1,0 +1,40 @@
+"""A base model's entry says how its weights are stored, or what they are rounded to."""
+
+import json
+
+import pytest
+
+from lorikeet.gateway.services import read_base_models
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter_format import Quantization
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "rounding", "entry"),
+    [
+        (None, "auto", None),
+        (None, "nf4", Quantization.NF4),
+        (None, "fp8", Quantization.FP8),
+        (BLOCKS, "auto", Quantization.FP8),
+        (NF4, "auto", Quantization.NF4),
+        (NF4, "fp8", Quantization.FP8),
+    ],
+)
+def test_an_entry_says_how_the_weights_are_quantised(tmp_path, stored, rounding, entry):
+    config = CONFIG | ({"quantization_config": stored} if stored else {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = Settings.model_validate(
+        {"base_models": f"tiny={tmp_path}", "weight_dtype": f"tiny={rounding}"}
+    )
+    assert read_base_models(settings)["tiny"].quantization is entry
