@@ -1,6 +1,6 @@
 """Decode steps: a token's time with one request, and what the GPU does in steps of 256.
 
-python -m engine.benchmarks.decode --json decode.json [--config qwen3-8b]
+python -m engine.benchmarks.decode --json decode.json [--config qwen3-8b] [--weight-dtype fp8]
 
 The steps are the engine's own, with all its work on the host. A step's time is taken without the
 profiler; the GPU's time is that of other steps.
@@ -25,6 +25,9 @@ _WARM_UP = 5
 WORKS = (
     Work("base, alone", 16, 512, requests=1),
     Work("1 adapter, alone", 16, 512, adapters=1, requests=1),
+    Work("base, alone", 256, 128, requests=1),
+    Work("base, 32", 256, 128, requests=32),
+    Work("base, 128", 256, 128, requests=128),
     Work("base", 256, 128),
     Work("8 adapters", 256, 128, adapters=8),
     Work("128 adapters", 256, 128, adapters=128),

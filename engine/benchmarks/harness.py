@@ -6,8 +6,9 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ import torch
 
 from engine.benchmarks import plain
 from engine.benchmarks.offline import Work, generate
-from engine.benchmarks.random_engine import random_engine
+from engine.benchmarks.random_engine import SETTINGS, random_engine
 from engine.benchmarks.random_model import CONFIGS
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.traffic import Floats
@@ -32,17 +33,18 @@ def run(
 ) -> None:
     """A whole program: measure the works on one engine; write their rows under the part's name."""
     parser = arguments(doc)
-    parser.add_argument("--config", choices=CONFIGS, default="llama-3.1-8b", help="whose shapes")
+    add_model_arguments(parser)
     options = parser.parse_args()
+    works = chosen(parser, works, options.rows)
     known = facts(options.commit)
     most, heads = (
         max((work.adapters for work in works if work.lm_head == lm_head), default=0)
         for lm_head in (False, True)
     )
-    config = CONFIGS[options.config]
-    with full_engine(adapters=most, room=most, heads=heads, config=config) as engine:
+    with full_engine(adapters=most, room=most, heads=heads, **model_of(options)) as engine:
         rows = measure_all(engine, works)
-    write(options.json, known, config=options.config, **{part: rows})
+    about = {"config": options.config, "weight_dtype": options.weight_dtype}
+    write(options.json, known, **about, **{part: rows})
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
@@ -51,6 +53,33 @@ def arguments(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
     parser.add_argument("--commit", default=_commit(), help="what is measured")
     return parser
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a benchmark asks for that measures Works of some model."""
+    parser.add_argument("--config", choices=CONFIGS, default="llama-3.1-8b", help="whose shapes")
+    parser.add_argument(
+        "--weight-dtype", choices=("auto", "fp8"), default="auto", help="of the linears"
+    )
+    parser.add_argument("--rows", nargs="+", help="patterns of rows' labels; without: the usual")
+
+
+def model_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of random_engine that add_model_arguments has asked for."""
+    settings = replace(SETTINGS, weight_dtype=options.weight_dtype)
+    return {"config": CONFIGS[options.config], "settings": settings}
+
+
+def chosen(
+    parser: argparse.ArgumentParser, works: Sequence[Work], patterns: Sequence[str] | None
+) -> Sequence[Work]:
+    """The works whose labels fit one of the patterns; without patterns, all. Exits where none."""
+    if patterns is None:
+        return works
+    found = [work for work in works if any(fnmatch(work.label, p) for p in patterns)]
+    if not found:
+        parser.error(f"no such row: want some of {', '.join(work.label for work in works)}")
+    return found
 
 
 def facts(commit: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import LlamaModel
 
-LLAMA_3_1_8B: Mapping[str, Any] = {
+LLAMA_3_1_8B: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -32,6 +32,13 @@ LLAMA_3_1_8B: Mapping[str, Any] = {
     },
 }
 
+LLAMA_3_1_70B: Mapping[str, Any] = LLAMA_3_1_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+
 QWEN3_8B: Mapping[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -45,7 +52,7 @@ QWEN3_8B: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
 }
-CONFIGS = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
+CONFIGS = {"llama-3.1-8b": LLAMA_3_1_8B, "llama-3.1-70b": LLAMA_3_1_70B, "qwen3-8b": QWEN3_8B}
 
 
 class RandomCheckpoint(Checkpoint):

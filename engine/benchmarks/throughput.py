@@ -13,7 +13,6 @@ pinned memory. --population takes fewer where the machine has less.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from statistics import median
 
 from engine.benchmarks import harness, plain
@@ -87,20 +86,19 @@ def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
 def main() -> None:
     """Measure the rows that are asked for, on one engine."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--rows", nargs="+", help="patterns; without them, all but the Zipf row")
+    harness.add_model_arguments(parser)
     parser.add_argument("--population", type=int, default=1000, help="adapters of the Zipf row")
     parser.add_argument("--room", type=int, default=ROOM, help="adapters that the GPU holds")
     options = parser.parse_args()
-    every = (*WORKS, zipf(options.population))
-    patterns = options.rows or [work.label for work in WORKS]
-    works = [work for work in every if any(fnmatch(work.label, p) for p in patterns)]
-    if not works:
-        parser.error(f"no such row: want some of {', '.join(work.label for work in every)}")
+    every = (*WORKS, zipf(options.population)) if options.rows else WORKS
+    works = harness.chosen(parser, every, options.rows)
     facts = harness.facts(options.commit)
     most = max(work.adapters for work in works)
-    with harness.full_engine(adapters=most, room=options.room) as engine:
+    model = harness.model_of(options)
+    with harness.full_engine(adapters=most, room=options.room, **model) as engine:
         rows = measure_all(engine, works)
-    harness.write(options.json, facts, throughput=rows)
+    about = {"config": options.config, "weight_dtype": options.weight_dtype}
+    harness.write(options.json, facts, **about, throughput=rows)
 
 
 def _rows(engine: Engine, works: Iterable[Work]) -> Iterator[Row]:

@@ -10,6 +10,7 @@ import torch
 from engine.benchmarks import harness, throughput
 from engine.benchmarks.offline import Work, generate
 from engine.benchmarks.random_adapters import random_refs
+from engine.benchmarks.random_model import LLAMA_3_1_8B
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.sampling.sampler import Sampler
 from lorikeet_engine.traffic import Zipf
@@ -93,13 +94,19 @@ def test_a_tick_is_one_step_however_they_overlap(tmp_path, overlap):
     assert sum(run.steps_ms()) == pytest.approx(1e3 * (run.ticks_s[-1] - run.ticks_s[0]))
 
 
-def test_rows_are_chosen_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "random_engine", tiny_engine)
+@pytest.mark.parametrize("weight_dtype", ["auto", "fp8"])
+def test_rows_and_weights_are_chosen_by_name(tmp_path, monkeypatch, weight_dtype):
+    def tiny(folder, *, config, settings, **arguments):
+        assert config is LLAMA_3_1_8B
+        settings = replace(SETTINGS, weight_dtype=settings.weight_dtype)
+        return tiny_engine(folder, settings=settings, **arguments)
+
+    monkeypatch.setattr(harness, "random_engine", tiny)
     monkeypatch.setattr(throughput, "WORKS", (BASE, WARM))
     out = tmp_path / "out.json"
     argv = ["throughput", "--json", str(out), "--room", "3", "--commit", "abc", "--rows", "3 *"]
-    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "argv", [*argv, "--weight-dtype", weight_dtype])
     throughput.main()
     results = json.loads(out.read_text())
-    assert results["commit"] == "abc"
+    assert (results["commit"], results["weight_dtype"]) == ("abc", weight_dtype)
     assert [row["work"]["name"] for row in results["throughput"]] == ["3 adapters"]
