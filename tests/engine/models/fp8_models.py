@@ -25,12 +25,19 @@ def rounded_model(folder: Path, weights: Mapping[str, torch.Tensor] | None = Non
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    for name, linear in model.named_modules():
-        if name.endswith("_proj"):
-            linear.__class__ = RoundedLinear
-            given = None if weights is None else weights[f"{name}.weight"]
-            linear.weight.data = rounded(linear.weight.data) if given is None else given
+    round_linears(model)
+    for name, weight in (weights or {}).items():
+        if "_proj" in name:
+            model.get_parameter(name).data = weight
     return model
+
+
+def round_linears(model: torch.nn.Module) -> None:
+    """Make the layers' linears, also under PEFT's, compute as FP8 linears do."""
+    for name, linear in model.named_modules():
+        if name.removesuffix(".base_layer").endswith("_proj") and type(linear) is torch.nn.Linear:
+            linear.__class__ = RoundedLinear
+            linear.weight.data = rounded(linear.weight.data)
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
