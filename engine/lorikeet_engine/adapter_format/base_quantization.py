@@ -115,14 +115,14 @@ def served_quantization(stored: QuantizedLinears | None, weight_dtype: str) -> s
 
     stored: of the checkpoint. weight_dtype: EngineSettings', which may round while loading.
     """
-    if stored is not None:
-        return stored.format.value
-    return None if weight_dtype == "auto" else f"rounded to {weight_dtype}"
+    held = stored.format.value if stored else None
+    rounded = None if weight_dtype in ("auto", held) else f"rounded to {weight_dtype}"
+    return ", ".join(filter(None, (held, rounded))) or None
 
 
 def is_nf4(quantization: str | None) -> bool:
-    """Whether served_quantization says that the values are those of NF4."""
-    return quantization in (Quantization.NF4.value, f"rounded to {Quantization.NF4}")
+    """Whether served_quantization says that the values are, or were before FP8, those of NF4."""
+    return quantization is not None and Quantization.NF4.value in quantization
 
 
 def _group(config: Mapping[str, Any]) -> int:

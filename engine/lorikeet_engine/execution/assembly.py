@@ -97,9 +97,7 @@ def assemble(
         step_costs,
         served_quantization(config.quantized_linears, settings.weight_dtype),
     )
-    step_budget = None
-    if goal_s is not None:
-        step_budget = StepBudget(goal_s, step_costs, runner.prompt_sizes)
+    step_budget = None if goal_s is None else StepBudget(goal_s, step_costs, runner.prompt_sizes)
     return Assembly(runner, sampler, tiers, kv_pages, info, step_budget)
 
 

@@ -20,5 +20,8 @@ def test_a_quantised_checkpoint_is_called_by_its_format(stored: Quantization) ->
 def test_weights_that_are_rounded_while_they_are_loaded_are_said_to_be() -> None:
     assert served_quantization(None, "nf4") == "rounded to nf4"
     assert is_nf4("rounded to nf4")
+    assert served_quantization(QuantizedLinears(Quantization.NF4), "fp8") == "nf4, rounded to fp8"
+    assert is_nf4("nf4, rounded to fp8"), "what an adapter was trained on, but for FP8's rounding"
+    assert served_quantization(QuantizedLinears(Quantization.FP8), "fp8") == "fp8"
     assert served_quantization(None, "auto") is None
     assert not is_nf4(None)

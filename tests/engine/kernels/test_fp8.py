@@ -122,8 +122,8 @@ def test_cuda_multiplies_what_the_reference_does(d_out, d_in, tokens, biased, dt
     if tokens == 1:  # x itself is multiplied
         want = x.float() @ (weight.rows.float() * weight.scales[:, None]).T
         want = want if bias is None else want + bias
-    # a sum loses up to a 2^14th of itself with each 32 products; then it is rounded
-    bound = d_in / 32 * 2.0**-14 + torch.finfo(dtype).eps
+    # a sum loses up to a 2^13th of itself with each 32 products; then it is rounded
+    bound = d_in / 32 * 2.0**-13 + torch.finfo(dtype).eps
     assert (got.float() - want).norm() <= bound * want.norm()
 
 

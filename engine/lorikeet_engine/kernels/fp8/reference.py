@@ -21,7 +21,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x [rows, width], any float dtype → FP8 like x, and scales [rows] float32: x ≈ FP8 · scale.
     """
     values = x.float()
-    scales = (values.abs().amax(dim=1) / LARGEST).clamp(min=LEAST_SCALE)
+    scales = (values.abs().amax(dim=1) * (1.0 / LARGEST)).clamp(min=LEAST_SCALE)
     return (values / scales[:, None]).to(DTYPE), scales
 
 
