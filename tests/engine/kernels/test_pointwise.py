@@ -194,8 +194,8 @@ def test_keys_and_values_are_rounded_to_fp8(kind, normed, adapters):
     fused.rotary_and_store_kv(turned, angles.cos(), angles.sin(), filled, slots, lora, norm, scales)
     reference.rotary_and_store_kv(qkv, angles.cos(), angles.sin(), kv, slots, lora, norm, scales)
     assert_equal(turned[:, :heads], qkv[:, :heads])
-    # What was rounded the other way before may lie on the other side of a bound between two numbers,
-    # and of more than one where a rotation leaves next to nothing: there FP8's are the closest.
+    # What was rounded the other way before may lie on the other side of a bound between two
+    # numbers, and of more where a rotation leaves next to nothing: there FP8's are the closest.
     apart = (filled.view(torch.uint8).int() - kv.view(torch.uint8).int()).abs()
     assert (apart > 0).float().mean() < 0.01
     assert (apart > 1).float().mean() < 0.001
