@@ -123,8 +123,27 @@ def chat_request(
 ) -> bytes:
     """The bytes of a chat request with this text, for exactly output_tokens tokens."""
     wanted = {"max_tokens": request.output_tokens, "min_tokens": request.output_tokens}
-    chat = {"model": request.model, "messages": _messages(text)}
+    chat = {"model": request.model, "messages": messages(text)}
     return _request(server, path, chat | wanted | _WITH_USAGE)
+
+
+def structured_request(
+    server: Server, request: LoadRequest, text: str, schema: Mapping[str, Any]
+) -> bytes:
+    """The bytes of a chat request for JSON of this schema, for at most output_tokens tokens."""
+    wanted = {"max_tokens": request.output_tokens, "response_format": schema_format(schema)}
+    chat = {"model": request.model, "messages": messages(text)}
+    return _request(server, "/v1/chat/completions", chat | wanted | _WITH_USAGE)
+
+
+def schema_format(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The response_format of a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def messages(text: str) -> list[dict[str, str]]:
+    """A chat of one message."""
+    return [{"role": "user", "content": text}]
 
 
 def response_request(server: Server, request: LoadRequest, text: str) -> bytes:
@@ -135,7 +154,7 @@ def response_request(server: Server, request: LoadRequest, text: str) -> bytes:
 
 def message_request(server: Server, request: LoadRequest, text: str) -> bytes:
     """The bytes of a request to /v1/messages with this text, for at most output_tokens tokens."""
-    message = {"model": request.model, "messages": _messages(text)}
+    message = {"model": request.model, "messages": messages(text)}
     return _request(server, "/v1/messages", message | {"max_tokens": request.output_tokens})
 
 
@@ -207,10 +226,6 @@ def _completion_request(server: Server, request: LoadRequest) -> bytes:
         "ignore_eos": True,
     }
     return _request(server, "/v1/completions", body | _WITH_USAGE)
-
-
-def _messages(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
 
 
 def _request(server: Server, path: str, body: dict[str, Any]) -> bytes:

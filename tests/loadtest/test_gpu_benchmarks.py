@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TINY = ("--shape=tiny", "--device=cpu", "--kv=64MiB", "--batch-tokens=256", "--clients=1")
+TINY = ("--shape=tiny", "--device=cpu", "--kv=64MiB", "--batch-tokens=256")
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
 
@@ -43,6 +43,7 @@ def test_engines_are_compared_with_and_without_the_service(bench):
         "1",
         "--proxies",
         "Serve's proxy",
+        "--clients=1",
         *sizes,
     )
     (row,) = wrote["http"]
@@ -59,7 +60,13 @@ def test_the_goodput_of_a_small_model_is_found_and_explained(bench):
     sizes = ("--adapters=12", "--context=64", "--gpu=256KiB", "--host=512KiB", "--disk=64MiB")
     rates = ("--seconds=5", "--first-rate=2", "--points=2", "--goal-ms=1000")
     printed, wrote = bench(
-        "loadtest.bench_goodput", "--gateways=1", "--proxy", "Serve's proxy", *sizes, *rates
+        "loadtest.bench_goodput",
+        "--gateways=1",
+        "--clients=1",
+        "--proxy",
+        "Serve's proxy",
+        *sizes,
+        *rates,
     )
     rows = wrote["goodput"]
     assert [row["failures"] for row in rows] == [{}, {}]
@@ -67,3 +74,20 @@ def test_the_goodput_of_a_small_model_is_found_and_explained(bench):
     assert all(set(row["stages_ms"]) == {"slowest", "any"} for row in rows)
     assert wrote["best_per_s"] == max((r["rate_per_s"] for r in rows if r["good"]), default=0)
     assert f"goodput: {wrote['best_per_s']:g} requests a second" in printed
+
+
+def test_structured_streams_are_compared_with_plain_ones(bench):
+    sizes = ("--checked=2", "--streams=4", "--tokens=24", "--rounds=2", "--repeats=1")
+    printed, wrote = bench(
+        "loadtest.bench_structured", "--gateways=1", "--proxy", "Serve's proxy", *sizes
+    )
+    assert "all answers fit their schemas; streams of 24 tokens" in printed
+    alike, mixed = wrote["alike"], wrote["mixed"]
+    kinds = [(schema, streams) for schema in ("flat", "nested", "enums") for streams in (1, 4)]
+    assert [(row["schema"], row["streams"]) for row in alike] == kinds
+    for row in alike:
+        assert row["of_plain"] == pytest.approx(row["structured"] / row["plain"])
+    for row, four in zip(mixed, alike[1::2], strict=True):
+        assert row["schema"] == four["schema"]
+        assert row["plain_kept"] == pytest.approx(row["plain"] / four["plain"])
+        assert row["structured_kept"] == pytest.approx(row["structured"] / four["structured"])

@@ -1,0 +1,241 @@
+"""What it costs to hold answers to a JSON schema: streams through HTTP, beside plain ones.
+
+python -m loadtest.bench_structured --json structured.json --folder /tmp/real
+
+The base model alone, on one GPU. First --checked answers for each schema are read whole and held
+against it. Then come streams that all have as many tokens, fewer than any of those answers, so that
+none ends by itself: plain ones, and ones for each schema, alone, --streams at once, and half of
+them beside as many plain ones. All are sampled at temperature 1.
+
+A rate is the median, over the answers, of their tokens over the seconds from the request to their
+end, and of that the median of --repeats runs, in which all take turns. Texts are a token a byte in
+the vocabulary of a random model, so that keys are longer than in others.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import httpx
+from jsonschema import Draft202012Validator
+
+from engine.benchmarks.harness import arguments, facts, show, write
+from loadtest.client import (
+    Server,
+    Session,
+    chat_request,
+    messages,
+    schema_format,
+    send_all,
+    structured_request,
+)
+from loadtest.real_service.adapters import fill_catalog
+from loadtest.real_service.random_models import SHAPES, write_model
+from loadtest.real_service.service import PROXIES, service
+from loadtest.report import all_whole
+from loadtest.schemas import SCHEMAS, Schema
+from loadtest.streamed_answer import LoadRequest
+from lorikeet.settings import Settings
+
+LEAST_OF_PLAIN = 0.9
+LEAST_BESIDE = 0.95
+PLAIN = "plain"
+_OWN = "structured"  # what is made anew each time
+_TEXT = "Take down what this customer wrote, as JSON. Number "
+_CUT = 0.75  # of the shortest answer that was checked: later ones may be shorter yet
+_ANSWER_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRates:
+    """Tokens a second of a stream, plain or held to a schema, where all are alike.
+
+    of_plain: the structured one's share of the plain one's.
+    """
+
+    schema: str
+    streams: int
+    plain: float
+    structured: float
+    of_plain: float
+
+
+@dataclass(frozen=True, slots=True)
+class MixedRates:
+    """Tokens a second of a stream, where half of them are held to a schema and half are plain.
+
+    plain_kept, structured_kept: shares of what it is among as many of its own kind.
+    """
+
+    schema: str
+    streams: int
+    plain: float
+    plain_kept: float
+    structured: float
+    structured_kept: float
+
+
+class StructuredLoad:
+    """Sends streams of `tokens` tokens to one service."""
+
+    def __init__(self, server: Server, model: str, tokens: int, rounds: int) -> None:
+        """rounds: requests of each stream, one after another."""
+        self._server, self._model, self._tokens, self._rounds = server, model, tokens, rounds
+        self._numbers = itertools.count()
+
+    def rates(self, streams: Mapping[str, int]) -> dict[str, float]:
+        """Tokens a second of a stream of each kind, so many of each at once.
+
+        Kinds are PLAIN and the names of SCHEMAS. Raises RuntimeError for an answer that is bad.
+        """
+        kinds: dict[LoadRequest, str] = {}
+        sessions = []
+        for kind, count in streams.items():
+            for _ in range(count):
+                requests = tuple(self._request() for _ in range(self._rounds))
+                kinds |= dict.fromkeys(requests, kind)
+                sessions.append(Session(0.0, requests))
+        encoded = {request: self._encode(request, kind) for request, kind in kinds.items()}
+        sending = send_all(self._server.url, sessions, encoded, time.monotonic())
+        found = defaultdict[str, list[float]](list)
+        for answer in all_whole(asyncio.run(sending)):
+            took_s = answer.ended_s - answer.sent_s
+            found[kinds[answer.request]].append(self._tokens / took_s)
+        return {kind: median(rates) for kind, rates in found.items()}
+
+    def _request(self) -> LoadRequest:
+        return LoadRequest(self._model, 0, self._tokens, seed=next(self._numbers))
+
+    def _encode(self, request: LoadRequest, kind: str) -> bytes:
+        text = f"{_TEXT}{request.seed}"
+        if kind == PLAIN:
+            return chat_request(self._server, request, text)
+        return structured_request(self._server, request, text, SCHEMAS[kind])
+
+
+def main() -> int:
+    """Measure and print; 1 if a goal is missed."""
+    given = _arguments()
+    shutil.rmtree(given.folder / _OWN, ignore_errors=True)
+    noted, variables = facts(given.commit), _variables(given)
+    key = fill_catalog(Settings.from_env(variables), ranks=[]).key
+    with service(variables, given.proxy) as running:
+        server = Server(running.url, key, SHAPES[given.shape]["vocab_size"])
+        shortest = min(
+            shortest_answer(server, given.shape, schema, given.checked)
+            for schema in SCHEMAS.values()
+        )
+        tokens = min(given.tokens, int(_CUT * shortest))
+        print(f"all answers fit their schemas; streams of {tokens} tokens", flush=True)
+        load = StructuredLoad(server, given.shape, tokens, given.rounds)
+        alike, mixed = measure(load, given.streams, given.repeats)
+    show(alike)
+    show(mixed)
+    write(given.json, noted, tokens=tokens, alike=alike, mixed=mixed)
+    good = all(row.of_plain >= LEAST_OF_PLAIN for row in alike)
+    kept = [kept for row in mixed for kept in (row.plain_kept, row.structured_kept)]
+    return 0 if good and min(kept) >= LEAST_BESIDE else 1
+
+
+def measure(
+    load: StructuredLoad, streams: int, repeats: int
+) -> tuple[list[StreamRates], list[MixedRates]]:
+    """The rates of streams that are alike, one and so many at once, and of half and half."""
+    counts, half = (1, streams), streams // 2
+    alike = defaultdict[tuple[str, int], list[float]](list)
+    mixed = defaultdict[tuple[str, str], list[float]](list)
+    for _ in range(repeats):
+        for count, kind in itertools.product(counts, (PLAIN, *SCHEMAS)):
+            alike[kind, count].append(load.rates({kind: count})[kind])
+        for schema in SCHEMAS:
+            for kind, rate in load.rates({PLAIN: half, schema: half}).items():
+                mixed[schema, kind].append(rate)
+    own = {key: median(rates) for key, rates in alike.items()}
+    beside = {key: median(rates) for key, rates in mixed.items()}
+
+    def stream_rates(schema: str, count: int) -> StreamRates:
+        plain, structured = own[PLAIN, count], own[schema, count]
+        return StreamRates(schema, count, plain, structured, structured / plain)
+
+    def mixed_rates(schema: str) -> MixedRates:
+        plain, structured = beside[schema, PLAIN], beside[schema, schema]
+        kept = plain / own[PLAIN, streams], structured / own[schema, streams]
+        return MixedRates(schema, streams, plain, kept[0], structured, kept[1])
+
+    alike_rows = [stream_rates(*row) for row in itertools.product(SCHEMAS, counts)]
+    return alike_rows, [mixed_rates(schema) for schema in SCHEMAS]
+
+
+def shortest_answer(server: Server, model: str, schema: Schema, count: int) -> int:
+    """Tokens of the shortest of so many answers, all of which fit the schema.
+
+    Raises RuntimeError for one that was cut off, and jsonschema's ValidationError.
+    """
+    judge = Draft202012Validator(schema)
+
+    def tokens_of(number: int) -> int:
+        body = {"model": model, "messages": messages(f"{_TEXT}{number}")}
+        answer = httpx.post(
+            f"{server.url}/v1/chat/completions",
+            headers={"Authorization": f"Bearer {server.key}"},
+            json=body | {"response_format": schema_format(schema)},
+            timeout=_ANSWER_S,
+        )
+        said = answer.raise_for_status().json()
+        (choice,) = said["choices"]
+        if choice["finish_reason"] != "stop":
+            raise RuntimeError(f"an answer ended by {choice['finish_reason']}: {choice}")
+        judge.validate(json.loads(choice["message"]["content"]))
+        tokens: int = said["usage"]["completion_tokens"]
+        return tokens
+
+    with ThreadPoolExecutor(count) as threads:
+        return min(threads.map(tokens_of, range(count)))
+
+
+def _variables(given: argparse.Namespace) -> dict[str, str]:
+    model = write_model(given.folder, given.shape, given.device)
+    return {
+        "LORIKEET_BASE_MODELS": f"{given.shape}={model}",
+        "LORIKEET_CATALOG": str(given.folder / _OWN / "catalog"),
+        "LORIKEET_CACHE_DIR": str(given.folder / _OWN / "cache"),
+        "LORIKEET_DEVICE": given.device,
+        "LORIKEET_REPLICAS": "1",
+        "LORIKEET_GATEWAYS": str(given.gateways),
+        "LORIKEET_MAX_CONTEXT": "2048",
+        "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
+        "LORIKEET_MAX_RUNNING": str(max(given.streams, given.checked)),
+        "LORIKEET_KV_CACHE_MEMORY": given.kv,
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="for the model, the catalog and caches")
+    add("--shape", choices=SHAPES, default="llama-3.1-8b")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--gateways", type=int, default=4, help="default 4")
+    add("--proxy", choices=PROXIES, default="HAProxy")
+    add("--checked", type=int, default=16, help="answers of each schema; default 16")
+    add("--streams", type=int, default=64, help="at once; default 64")
+    add("--tokens", type=int, default=128, help="of each stream at most; default 128")
+    add("--rounds", type=int, default=4, help="requests of each stream; default 4")
+    add("--repeats", type=int, default=3, help="of every run; default 3")
+    add("--batch-tokens", type=int, default=8192, help="of one step; default 8192")
+    add("--kv", default="20GiB", help="KV cache; default 20GiB")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
