@@ -149,3 +149,22 @@ def test_who_waits_with_a_lease_gives_it_back_and_goes_on(make_served):
     served.all()
     assert list(served.errors) == ["spoilt"]
     assert len(served.of("waiting")) == 8
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_who_asks_for_what_was_damaged_on_the_host_gets_it_from_the_disk(make_served, prefetched):
+    served = make_served()
+    ref, tiers = served.refs["good"], served.engine._tiers
+    served.engine.prefetch(ref, Residency.HOST)
+    served.until(lambda: tiers.residency(ref) is Residency.HOST)
+    image = tiers._host.image(ref.digest)
+    assert image is not None
+    image.elements.view(torch.uint8)[3] ^= 0x40
+    if prefetched:
+        served.engine.prefetch(ref, Residency.GPU)
+        served.step()
+    served.ask("first", SHORT)
+    served.all()
+    assert served.of("first") == served.expected(SHORT)
+    assert served.errors == {}
+    assert served.engine.status().tiers[Residency.HOST].checksum_failures == 1
