@@ -83,6 +83,9 @@ class RandomCheckpoint(Checkpoint):
         out = torch.empty(shape, device=self.device, dtype=self.dtype)
         return out.normal_(0.0, tail[-1] ** -0.5, generator=self._random)
 
+    def scalar(self, _name: str) -> None:
+        """No tensor of one number is there."""
+
 
 def random_model(
     folder: Path,

@@ -9,6 +9,7 @@ import torch
 from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.device.memory import Memory
 from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.kernels.fp8_kv import FP8_KV
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _ROUNDINGS = {"auto": None, "nf4": Quantization.NF4, "fp8": Quantization.FP8}
@@ -18,10 +19,11 @@ _ROUNDINGS = {"auto": None, "nf4": Quantization.NF4, "fp8": Quantization.FP8}
 class EngineSettings:
     """An engine's settings; sizes are in bytes. Raises SettingsError when built.
 
-    model: a Hugging Face checkpoint's folder. dtype: of the base model and its KV cache.
+    model: a Hugging Face checkpoint's folder. dtype: of the base model.
     weight_dtype: auto; or nf4: the linears' weights are rounded to NF4's values, which adapters
     were trained on with QLoRA, and stay in dtype; or fp8: they are rounded to FP8 and stay so, in
     half of bfloat16's bytes.
+    kv_dtype: of the KV cache: auto, the base model's, or fp8 (E4M3), in half of 16 bits' memory.
     kv_bytes, adapter_gpu_bytes: bytes, or a MemoryShare of what is free on the device: for the slot
     pool beside the base model's weights, for the KV cache beside all else that serving needs.
     page_size: tokens of a KV page. max_context: prompt plus output in tokens; None for as many as
@@ -39,6 +41,7 @@ class EngineSettings:
     device: str = "cpu"
     dtype: str = "float32"
     weight_dtype: str = "auto"
+    kv_dtype: str = "auto"
     adapter_dtype: str = "float32"
     page_size: int = 16
     kv_bytes: Memory = 256 << 20
@@ -60,6 +63,8 @@ class EngineSettings:
                 raise SettingsError(f"{name}={getattr(self, name)!r}: want {', '.join(_DTYPES)}")
         if self.weight_dtype not in _ROUNDINGS:
             raise SettingsError(f"weight_dtype={self.weight_dtype!r}: want {', '.join(_ROUNDINGS)}")
+        if self.kv_dtype not in ("auto", "fp8"):
+            raise SettingsError(f"kv_dtype={self.kv_dtype!r}: want auto or fp8")
         for name in ("page_size", "max_running", "max_batch_adapters"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: want an integer ≥ 1")
@@ -82,6 +87,11 @@ class EngineSettings:
     def rounding(self) -> Quantization | None:
         """What weight_dtype rounds the linears' weights to; None: nothing."""
         return _ROUNDINGS[self.weight_dtype]
+
+    @property
+    def torch_kv_dtype(self) -> torch.dtype:
+        """The torch.dtype of the KV cache."""
+        return FP8_KV if self.kv_dtype == "fp8" else self.torch_dtype
 
     @property
     def torch_adapter_dtype(self) -> torch.dtype:

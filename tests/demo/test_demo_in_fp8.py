@@ -2,7 +2,7 @@
 
 Each test prints the share of equal greedy tokens, and by how much log-probabilities differ on
 average, over the right answers to chats, or over documents, which are not to be guessed: 98.96%
-and 0.0037 of these, 99.94% and 0.0006 of the base model's chats, all and 0.0001 of each fine-tune's.
+and 0.0037 of these, 99.94% and 0.0006 of the base model's chats, all and 0.0001 of fine-tunes'.
 """
 
 from collections.abc import Iterator

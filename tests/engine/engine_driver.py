@@ -35,7 +35,8 @@ def build(
 ) -> Engine:
     """An engine of tiny sizes; `settings` are EngineSettings'."""
     shape = ModelConfig.from_folder(checkpoint).shape
-    page_bytes = 2 * 4 * shape.layers * PAGE * shape.kv_heads * shape.head_dim
+    itemsize = 1 if settings.get("kv_dtype") == "fp8" else 4
+    page_bytes = 2 * itemsize * shape.layers * PAGE * shape.kv_heads * shape.head_dim
     sizes = {"adapter_gpu_bytes": 4 << 20, "adapter_host_bytes": 8 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * page_bytes}
     return Engine(EngineSettings(model=checkpoint, cache_dir=cache_dir, **sizes), source)

@@ -26,6 +26,7 @@ from lorikeet_engine.kernels.attention.protocol import (
     AttentionShape,
     CapturableAttention,
 )
+from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.residency.disk.cache import AdapterSource
@@ -144,7 +145,14 @@ def build_runner(
     Graphs cannot be kept, since they hold the address of the KV pages. Raises SettingsError.
     """
     device, c = model.device, model.config.shape
-    shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, settings.page_size, model.dtype)
+    shape = AttentionShape(
+        c.heads,
+        c.kv_heads,
+        c.head_dim,
+        settings.page_size,
+        model.dtype,
+        fp8_kv=settings.torch_kv_dtype == FP8_KV,
+    )
     attention = choose_attention(shape, device)
 
     def build(pages: int) -> ModelRunner:

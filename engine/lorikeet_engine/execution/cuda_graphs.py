@@ -161,8 +161,9 @@ class CudaGraphs:
         return dict(reversed(ladder.items()))
 
     def _capture_piecewise(self, sizes: tuple[int, ...], attention: AttentionBackend) -> _Ladder:
-        c = self._model.config.shape
-        queries, outputs = self._kv.new_zeros(2, sizes[-1], c.heads, c.head_dim)
+        c, m = self._model.config.shape, self._model
+        size = (2, sizes[-1], c.heads, c.head_dim)
+        queries, outputs = torch.zeros(size, dtype=m.dtype, device=m.device)
         buffers = AttentionBuffers(queries, outputs)
         ladder: _Ladder = {}
         for size in reversed(sizes):

@@ -95,7 +95,7 @@ def allocate_kv(
     """The tensor of all KV pages, [layers, 2, pages, page_size, kv_heads, head_dim]."""
     shape = config.shape
     size = (shape.layers, 2, pages, settings.page_size, shape.kv_heads, shape.head_dim)
-    return torch.zeros(size, dtype=settings.torch_dtype, device=device)
+    return torch.zeros(size, dtype=settings.torch_kv_dtype, device=device)
 
 
 def step_bytes(config: ModelConfig, settings: EngineSettings) -> int:

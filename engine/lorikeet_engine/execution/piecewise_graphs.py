@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend, PagedSequences
+from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.models.batch import Batch
 
 
@@ -58,9 +59,10 @@ class PiecewiseGraphs:
         """The hidden states of the pass for this batch, which its static tensors hold already."""
         buffers = self._buffers.first(len(batch.token_ids))
         self._attention.plan(batch)
-        for graph, layer_kv in self._pieces:
+        for graph, layer_kv, scales in self._pieces:
             graph.replay()
-            buffers.outputs.copy_(self._attention.attend(buffers.queries, layer_kv, batch))
+            mixed = self._attention.attend(buffers.queries, layer_kv, batch, scales)
+            buffers.outputs.copy_(mixed)
         self._last.replay()
         return self._hidden
 
@@ -69,7 +71,8 @@ class _GraphSplitter:
     """An AttentionBackend that ends one graph and begins the next where a layer calls it."""
 
     def __init__(self, buffers: AttentionBuffers, pool: Any) -> None:
-        self.pieces: list[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = []  # each with layer_kv
+        # each with what attend was given: layer_kv and scales
+        self.pieces: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, KvScales | None]] = []
         self._buffers, self._pool = buffers, pool
 
     def plan(self, batch: PagedSequences) -> None:
@@ -84,9 +87,15 @@ class _GraphSplitter:
         self._graph.capture_end()
         return self._graph
 
-    def attend(self, q: torch.Tensor, layer_kv: torch.Tensor, _: PagedSequences) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer_kv: torch.Tensor,
+        _: PagedSequences,
+        scales: KvScales | None = None,
+    ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         self._buffers.queries.copy_(q)
-        self.pieces.append((self.end(), layer_kv))
+        self.pieces.append((self.end(), layer_kv, scales))
         self.begin()
         return self._buffers.outputs

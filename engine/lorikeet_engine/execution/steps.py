@@ -51,7 +51,8 @@ class ModelRunner:
         """Take a loaded model and the tensors that it works on.
 
         weights: None for an engine that serves the base model alone.
-        kv [layers, 2, pages, page_size, kv_heads, head_dim], contiguous, in the model's dtype.
+        kv [layers, 2, pages, page_size, kv_heads, head_dim], contiguous, in the model's dtype
+        or in FP8.
         graphs: captured with this model, weights and kv; used for the batches that fit them.
         """
         self.model = model

@@ -111,6 +111,18 @@ class Checkpoint:
         stored = self._find(name, stored.shape if stored and found else shapes[0], tuple(DTYPES))
         return self.part(name, stored.dtype, *stored.shape).float()
 
+    def scalar(self, name: str) -> float | None:
+        """The value of a tensor of one number, also on the meta device; None if it is not there.
+
+        Raises ModelError, whose `field` is the name, for a tensor of more numbers or no floats.
+        """
+        stored = self._stored.get(name)
+        if stored is None:
+            return None
+        self._find(name, stored.shape if math.prod(stored.shape) == 1 else (1,), tuple(DTYPES))
+        with safe_open(stored.file, framework="pt") as file:
+            return float(file.get_tensor(name))
+
     def stored_bytes(self, name: str) -> bytes:
         """The bytes of a small tensor, also on the meta device. Raises ModelError."""
         stored = self._stored.get(name)

@@ -16,6 +16,7 @@ from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
+from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.linear import (
     add_embedding_lora,
     add_lora,
@@ -39,6 +40,7 @@ from lorikeet_engine.kernels.pointwise import (
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.norms import RmsNorm, read_qk_norm
 from lorikeet_engine.models.rotary import RotaryEmbedding
 
@@ -214,15 +216,17 @@ class _Attention:
         self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
         self.o = LoraLinear(checkpoint, shape, layer, "o", bias=config.o_bias)
         self.norm = read_qk_norm(config, checkpoint, layer) if config.qk_norm else None
+        self.kv_scales = read_kv_scales(checkpoint, layer)
 
     def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> _Product:
         y, lora = self.qkv(x, step.lora)
         qkv = y.view(len(x), -1, self.head_dim)
         columns = None if self.turns else 0  # of no columns, nothing turns
         cos, sin = step.cos[:, :columns], step.sin[:, :columns]
-        rotary_and_store_kv(qkv, cos, sin, layer_kv, step.batch.kv_slots, lora, self.norm)
+        slots, scales = step.batch.kv_slots, self.kv_scales if layer_kv.dtype == FP8_KV else None
+        rotary_and_store_kv(qkv, cos, sin, layer_kv, slots, lora, self.norm, scales)
         q = qkv[:, : self.heads]
-        mixed = step.attention.attend(q, layer_kv, step.batch)  # [tokens, heads, head_dim]
+        mixed = step.attention.attend(q, layer_kv, step.batch, scales)  # [tokens, heads, head_dim]
         return self.o(mixed.flatten(1), step.lora)
 
 

@@ -62,8 +62,9 @@ def test_a_rehearsal_sees_tensors_of_another_model(
         rehearse_load(folder, torch.float32)
 
 
-def test_an_engine_has_the_kv_tokens_that_were_planned(tmp_path: Path) -> None:
-    with_room = replace(SETTINGS, kv_bytes=1 << 20)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_an_engine_has_the_kv_tokens_that_were_planned(tmp_path: Path, kv_dtype: str) -> None:
+    with_room = replace(SETTINGS, kv_bytes=1 << 20, kv_dtype=kv_dtype)
     engine = tiny_engine(tmp_path, settings=with_room)
     try:
         pages = engine.status().live.kv_pages_total
@@ -83,6 +84,15 @@ def test_an_8b_model_on_an_h200_is_divided_as_was_measured(llama_8b: ModelConfig
     assert plan.slot_pool == pytest.approx(12.5 * GIB, rel=0.01)
     assert plan.steps == pytest.approx(3.8 * GIB, rel=0.1)
     assert plan.kv_tokens == pytest.approx(795_216, rel=0.01)
+
+
+def test_an_fp8_cache_holds_twice_the_tokens_of_a_16_bit_one(llama_8b: ModelConfig) -> None:
+    plans = [
+        plan_memory(llama_8b, WEIGHTS, replace(ON_GPU, kv_dtype=kv_dtype), 80 * GIB)
+        for kv_dtype in ("auto", "fp8")
+    ]
+    assert plans[1].kv_tokens == pytest.approx(2 * plans[0].kv_tokens, abs=ON_GPU.page_size)
+    assert plans[1].kv == pytest.approx(plans[0].kv, rel=0.001)
 
 
 def test_what_finds_no_room_is_named(llama_8b: ModelConfig) -> None:

@@ -1,0 +1,170 @@
+"""With an FP8 KV cache an engine says what transformers and PEFT say if they round keys and values.
+
+A number that lies between two of E4M3's may be rounded to either, by the last digit of what went
+before; so a token is held against the reference's logits for it, and not against another token.
+"""
+
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.errors import ModelError
+from lorikeet_engine.models.llama import load_model, rehearse_load
+from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy
+from tests.engine.peft_world import PeftWorld, ask, bring_all
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FAMILIES = ("llama", "qwen2", "qwen3")  # qwen2 has biased keys, qwen3 normed ones
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS = {
+    "rank8_all": {"r": 8, "lora_alpha": 16, "target_modules": ALL},
+    "rank16_kv": {"r": 16, "lora_alpha": 32, "target_modules": ["k_proj", "v_proj"]},
+}
+TOKENS = 40
+MODES = {
+    "at_ease": {},
+    "in_chunks": {"max_batch_tokens": 13, "max_running": 13},
+    "preempted": {"kv_pages": 7, "max_context": 80},
+}
+SHORTFALL = 0.01  # of the largest logit
+LAYER_SCALES = ((0.02, 0.5), (1.7, 0.03))  # of each layer: of its keys, of its values
+NAMES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale")
+
+
+class RoundedCache(transformers.DynamicCache):
+    """Keeps what E4M3 makes of keys and values. scales: of each layer's, (keys', values')."""
+
+    def __init__(self, scales):
+        super().__init__()
+        self._scales = scales
+
+    def update(self, keys, values, layer, *args, **kwargs):
+        of_keys, of_values = self._scales[layer]
+        keys, values = rounded(keys, of_keys), rounded(values, of_values)
+        return super().update(keys, values, layer, *args, **kwargs)
+
+
+def rounded(x, scale):
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+@torch.inference_mode()
+def reference_logits(world, name, ids, scales):
+    """The logits behind each token of a prompt with its answer."""
+    cache = RoundedCache(scales)
+    return world.model(name)(torch.tensor([ids]), past_key_values=cache).logits[0]
+
+
+def assert_most_likely(world, answers, scales=((1.0, 1.0),) * 2):
+    """Every token is the reference's most likely one, or as good as that."""
+    for name, tokens in answers.items():
+        assert len(tokens) == TOKENS
+        ids = world.prompts[name] + tokens
+        logits = reference_logits(world, name, ids, scales)[-TOKENS - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert ((logits.amax(1) - chosen) / logits.abs().amax(1)).max() < SHORTFALL, name
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def world(request, tiny_checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return PeftWorld(tiny_checkpoints[request.param], folder, ADAPTERS, TOKENS)
+
+
+@pytest.fixture
+def start(world, tmp_path):
+    """Start the engine of a checkpoint, the world's if none is named."""
+    started = []
+
+    def start(checkpoint=world.checkpoint, **settings):
+        engine = build(checkpoint, world.shelf, tmp_path / "cache", **settings)
+        started.append(engine)
+        return engine
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_adapter_in_a_mixed_batch_answers_as_the_rounded_reference_does(start, world, mode):
+    engine = start(kv_dtype="fp8", **MODES[mode])
+    assert engine._runner._kv.dtype == torch.float8_e4m3fn
+    witness, answers = RecordingRunner(engine), Answers(engine)
+    bring_all(world, answers)
+    answered = ask(world, answers)
+    assert_most_likely(world, answered)
+    assert answered != world.expected, "rounding changes nothing"
+    once = sum(len(ids) + TOKENS - 1 for ids in world.prompts.values())
+    assert (witness.tokens > once) == (mode == "preempted"), "somebody was computed twice"
+
+
+def test_prefix_hits_answer_as_what_was_computed_anew(start, world):
+    engine = start(kv_dtype="fp8")
+    witness, answers = RecordingRunner(engine), Answers(engine)
+    ask(world, answers)
+    first = witness.tokens
+    assert_most_likely(world, ask(world, answers))
+    saved = sum((len(p) - 1) // PAGE * PAGE for p in world.prompts.values())
+    assert witness.tokens - first == first - saved
+
+
+def test_prompts_are_scored_over_what_the_pages_hold(start, world):
+    answers = Answers(start(kv_dtype="fp8", max_batch_tokens=13, max_running=13))
+    name, ids = "rank8_all", world.prompts["rank16_kv"]
+    answers.submit(greedy("r", ids, adapter=world.refs[name], prompt_logprobs=1, max_tokens=1))
+    answers.all()
+    logits = reference_logits(world, name, ids, ((1.0, 1.0),) * 2)
+    want = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    told = [score.logprob for score in answers.scores["r", 0]]
+    assert told == pytest.approx(want.tolist(), abs=SHORTFALL * logits.abs().max().item())
+
+
+def with_scales(checkpoint, folder, pattern, scales=LAYER_SCALES):
+    """A copy of a checkpoint that has scales, under names such as this."""
+    shutil.copytree(checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for layer, of_layer in enumerate(scales):
+        for part, scale in zip("kv", of_layer, strict=True):
+            name = f"model.layers.{layer}.{pattern.format(part, part)}"
+            tensors[name] = torch.tensor([scale])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_scales_of_the_checkpoint_are_used(start, world, tmp_path):
+    checkpoint = with_scales(world.checkpoint, tmp_path / "scaled", NAMES[0])
+    answered = ask(world, Answers(start(checkpoint, kv_dtype="fp8")))
+    assert_most_likely(world, answered, LAYER_SCALES)
+    with pytest.raises(AssertionError):
+        assert_most_likely(world, answered)
+
+
+def test_scales_of_the_checkpoint_are_left_unused_where_the_cache_is_not_fp8(
+    start, world, tmp_path
+):
+    checkpoint = with_scales(world.checkpoint, tmp_path / "scaled", NAMES[0])
+    assert ask(world, Answers(start(checkpoint))) == world.expected
+
+
+@pytest.mark.parametrize("pattern", NAMES)
+def test_scales_are_found_under_each_of_their_names(tiny_checkpoints, tmp_path, pattern):
+    folder = with_scales(tiny_checkpoints["llama"], tmp_path / "scaled", pattern)
+    rehearse_load(folder, torch.float32)
+    model = load_model(folder, torch.device("cpu"), torch.float32)
+    found = [layer.attention.kv_scales for layer in model._layers]
+    assert [(scales.key, scales.value) for scales in found] == [
+        pytest.approx(of_layer) for of_layer in LAYER_SCALES
+    ]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_above_0_is_refused(tiny_checkpoints, tmp_path, scale):
+    scales = ((1.0, 1.0), (1.0, scale))
+    folder = with_scales(tiny_checkpoints["llama"], tmp_path / "scaled", NAMES[0], scales)
+    with pytest.raises(ModelError, match="want a number above 0") as refused:
+        rehearse_load(folder, torch.float32)
+    assert refused.value.field == "model.layers.1.self_attn.v_scale"
