@@ -61,6 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.6,
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+    "olmo2": {"model_type": "olmo2"},
+    "glm4": {"model_type": "glm4", "head_dim": 16},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},

@@ -66,6 +66,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 128,
         },
     },
+    "olmo2": {},
+    "glm4": {"head_dim": 128},
 }
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -27,7 +27,14 @@ from lorikeet_engine.adapter_format.base_quantization import (
 )
 from lorikeet_engine.adapter_format.blob import blob_digest, trained_on, write_blob
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
-from lorikeet_engine.adapter_format.families import FAMILIES, OUTER_MODULES, Family, Linear
+from lorikeet_engine.adapter_format.families import (
+    FAMILIES,
+    OUTER_MODULES,
+    Family,
+    LayerNorms,
+    Linear,
+    QkNormKind,
+)
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory, check_values
 from lorikeet_engine.adapter_format.mlx import MLX_WEIGHTS_FILE
@@ -59,8 +66,10 @@ __all__ = [
     "BaseCopy",
     "BaseShape",
     "Family",
+    "LayerNorms",
     "Linear",
     "LinearLora",
+    "QkNormKind",
     "Quantization",
     "QuantizedLinears",
     "Tensor",

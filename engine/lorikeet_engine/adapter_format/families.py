@@ -63,20 +63,45 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """The RMS norms of a decoder layer, by their names in it; None where there is none.
+
+    Of what attention and the MLP read, and of what they add to the hidden states.
+    """
+
+    attention_input: str | None = "input_layernorm"
+    attention_output: str | None = None
+    mlp_input: str | None = "post_attention_layernorm"
+    mlp_output: str | None = None
+
+
+class QkNormKind(StrEnum):
+    """What is normed before queries and keys turn."""
+
+    NONE = "none"
+    HEAD = "head"  # each head's query and key
+    WHOLE = "whole"  # a token's queries together, and its keys
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A family of models. linears: of each decoder layer, in the table's order.
 
     switches: the keys of config.json that only some families read, each with what it means where
     the file leaves it out, as in transformers' class of the family; so also for common keys whose
     default is not the usual one. qkv_bias: whether q, k and v have biases, whatever attention_bias
-    says. qk_norm: whether each head's query and key are normed.
+    says. o_bias: whether attention_bias gives o one, too. interleaved_rope: whether neighbours turn
+    as a pair, and not x[i] with x[i + half].
     """
 
     name: str
     linears: tuple[Linear, ...]
     switches: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool = False
-    qk_norm: bool = False
+    o_bias: bool = True
+    norms: LayerNorms = LayerNorms()
+    qk_norm: QkNormKind = QkNormKind.NONE
+    interleaved_rope: bool = False
 
 
 _Q = Linear("self_attn.q_proj", Width.HIDDEN, (Width.QUERIES,), "qkv", Parallel.COLUMN)
@@ -111,7 +136,9 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama", _SEPARATE, _BIASES),
     "mistral": Family("Mistral", _SEPARATE, {"sliding_window": 4096}),
     "qwen2": Family("Qwen 2.5", _SEPARATE, _QWEN_WINDOW, qkv_bias=True),
-    "qwen3": Family("Qwen 3", _SEPARATE, {**_QWEN_WINDOW, "attention_bias": False}, qk_norm=True),
+    "qwen3": Family(
+        "Qwen 3", _SEPARATE, {**_QWEN_WINDOW, "attention_bias": False}, qk_norm=QkNormKind.HEAD
+    ),
     "phi3": Family(
         "Phi 3 and 4",
         _FUSED,
@@ -145,6 +172,26 @@ FAMILIES: Mapping[str, Family] = {
             "tie_word_embeddings": True,
             "use_sliding_window": False,
         },
+    ),
+    "olmo2": Family(
+        "OLMo 2",
+        _SEPARATE,
+        {"attention_bias": False, "rms_norm_eps": 1e-5},
+        norms=LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        qk_norm=QkNormKind.WHOLE,
+    ),
+    "glm4": Family(
+        "GLM 4",
+        (_Q, _K, _V, _O, _GATE_UP, _DOWN),
+        {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7},
+        o_bias=False,
+        norms=LayerNorms(
+            "input_layernorm",
+            "post_self_attn_layernorm",
+            "post_attention_layernorm",
+            "post_mlp_layernorm",
+        ),
+        interleaved_rope=True,
     ),
 }
 

@@ -10,6 +10,8 @@ from lorikeet_engine.adapter_format import (
     FAMILIES,
     BaseShape,
     Family,
+    LayerNorms,
+    QkNormKind,
     QuantizedLinears,
     quantized_linears,
     read_json,
@@ -38,7 +40,8 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    norms: LayerNorms
+    qk_norm: QkNormKind
     tied_embeddings: bool
     embedding_multiplier: float
     residual_multiplier: float
@@ -78,8 +81,9 @@ class ModelConfig:
             rope=_rope(raw, shape, context),
             rope_layers=_rope_layers(raw, family, shape.layers),
             qkv_bias=bias or family.qkv_bias,
-            o_bias=bias,
+            o_bias=bias and family.o_bias,
             mlp_bias=_flag(raw, family, "mlp_bias"),
+            norms=family.norms,
             qk_norm=family.qk_norm,
             tied_embeddings=flag(raw, "tie_word_embeddings"),
             embedding_multiplier=_multiplier(raw, family, "embedding_multiplier"),

@@ -41,11 +41,8 @@ from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.kv_scales import read_kv_scales
-from lorikeet_engine.models.norms import RmsNorm, read_qk_norm
+from lorikeet_engine.models.norms import Product, RmsNorm, read_norm_weight, read_qk_norm
 from lorikeet_engine.models.rotary import RotaryEmbedding
-
-# A product, and what adapters still add to it.
-_Product = tuple[torch.Tensor, LoraDelta | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +91,10 @@ class LlamaModel:
         cos, sin = self._rotary.at(batch.positions)
         step = _Step(batch, _lora_step(lora, batch), attention, cos, sin)
         x = self._embed(batch, step.lora)
-        delta: _Product = torch.zeros_like(x), None
+        delta = Product(torch.zeros_like(x))
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
             delta = layer(x, delta, layer_kv, step)
-        return self._norm.add_and_norm(x, *delta)
+        return self._norm.add_and_norm(x, delta)
 
     def _embed(self, batch: Batch, lora: LoraStep | None) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self._embeddings)
@@ -194,50 +191,63 @@ def _lora_step(lora: LoraWeights | None, batch: Batch) -> LoraStep | None:
 
 class _Layer:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
-        path = f"model.layers.{layer}"
-        self.attention_norm = RmsNorm(config, checkpoint, f"{path}.input_layernorm")
-        self.attention = _Attention(config, checkpoint, layer)
-        self.mlp_norm = RmsNorm(config, checkpoint, f"{path}.post_attention_layernorm")
-        self.mlp = _Mlp(config, checkpoint, layer)
+        def path(norm: str | None) -> str | None:
+            return norm and f"model.layers.{layer}.{norm}"
+
+        norms = config.norms
+        self.attention_norm = RmsNorm(config, checkpoint, path(norms.attention_input))
+        self.attention = _Attention(config, checkpoint, layer, path(norms.attention_output))
+        self.mlp_norm = RmsNorm(config, checkpoint, path(norms.mlp_input))
+        self.mlp = _Mlp(config, checkpoint, layer, path(norms.mlp_output))
 
     def __call__(
-        self, x: torch.Tensor, delta: _Product, layer_kv: torch.Tensor, step: _Step
-    ) -> _Product:
+        self, x: torch.Tensor, delta: Product, layer_kv: torch.Tensor, step: _Step
+    ) -> Product:
         """Add delta, and attention's output, to x in place; return what is yet to be added."""
-        delta = self.attention(self.attention_norm.add_and_norm(x, *delta), layer_kv, step)
-        return self.mlp(self.mlp_norm.add_and_norm(x, *delta), step)
+        delta = self.attention(self.attention_norm.add_and_norm(x, delta), layer_kv, step)
+        return self.mlp(self.mlp_norm.add_and_norm(x, delta), step)
 
 
 class _Attention:
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, output_norm: str | None
+    ) -> None:
         shape = config.shape
         self.heads, self.head_dim = shape.heads, shape.head_dim
         self.turns = config.rope_layers[layer]
         self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
         self.o = LoraLinear(checkpoint, shape, layer, "o", bias=config.o_bias)
-        self.norm = read_qk_norm(config, checkpoint, layer) if config.qk_norm else None
         self.kv_scales = read_kv_scales(checkpoint, layer)
+        self.qk_norm = read_qk_norm(config, checkpoint, layer)
+        self.interleaved = config.rope.interleaved
+        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
-    def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> _Product:
+    def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> Product:
         y, lora = self.qkv(x, step.lora)
         qkv = y.view(len(x), -1, self.head_dim)
         columns = None if self.turns else 0  # of no columns, nothing turns
         cos, sin = step.cos[:, :columns], step.sin[:, :columns]
         slots, scales = step.batch.kv_slots, self.kv_scales if layer_kv.dtype == FP8_KV else None
-        rotary_and_store_kv(qkv, cos, sin, layer_kv, slots, lora, self.norm, scales)
+        rotary_and_store_kv(
+            qkv, cos, sin, layer_kv, slots, lora, self.qk_norm, scales, interleaved=self.interleaved
+        )
         q = qkv[:, : self.heads]
         mixed = step.attention.attend(q, layer_kv, step.batch, scales)  # [tokens, heads, head_dim]
-        return self.o(mixed.flatten(1), step.lora)
+        return Product(*self.o(mixed.flatten(1), step.lora), self.output_weight)
 
 
 class _Mlp:
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, output_norm: str | None
+    ) -> None:
         bias = config.mlp_bias
         self.gate_up = LoraLinear(checkpoint, config.shape, layer, "gate_up", bias=bias)
         self.down = LoraLinear(checkpoint, config.shape, layer, "down", bias=bias)
+        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
-    def __call__(self, x: torch.Tensor, step: _Step) -> _Product:
-        return self.down(silu_and_mul(*self.gate_up.before_silu(x, step.lora)), step.lora)
+    def __call__(self, x: torch.Tensor, step: _Step) -> Product:
+        gated = silu_and_mul(*self.gate_up.before_silu(x, step.lora))
+        return Product(*self.down(gated, step.lora), self.output_weight)
 
 
 class LoraLinear:

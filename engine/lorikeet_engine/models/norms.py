@@ -1,33 +1,62 @@
-"""The norms of a decoder: of the hidden states, and of each head's query and key."""
+"""The norms of a decoder: of hidden states, of what is added to them, of queries and keys."""
+
+from dataclasses import dataclass
 
 import torch
 
+from lorikeet_engine.adapter_format import QkNormKind
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm, add_rms_norm
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 
 
-class RmsNorm:
-    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; the inside is float32."""
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What is yet to be added to hidden states: y [tokens, width], and to it, what adapters add.
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, name: str) -> None:
+    norm_weight: of y's norm before it is added, [width]; None if it has none.
+    """
+
+    y: torch.Tensor
+    lora: LoraDelta | None = None
+    norm_weight: torch.Tensor | None = None
+
+
+class RmsNorm:
+    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; the inside is float32.
+
+    Or y = x, where a family has no norm at this place.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, name: str | None) -> None:
         self.eps = config.norm_eps
         self.multiplier = config.residual_multiplier
-        self.weight = checkpoint.read([f"{name}.weight"], [config.shape.hidden])
+        self.weight = read_norm_weight(config, checkpoint, name)
 
-    def add_and_norm(
-        self, x: torch.Tensor, delta: torch.Tensor, lora: LoraDelta | None
-    ) -> torch.Tensor:
-        """Add delta and lora, times the multiplier, to x in place, then normalise each row.
-
-        All [tokens, width].
-        """
-        return add_rms_norm(x, delta, self.weight, self.eps, lora, self.multiplier)
+    def add_and_norm(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        """Add the product, times the multiplier, to x in place, then normalise each row of x."""
+        y, lora, norm_weight = product.y, product.lora, product.norm_weight
+        return add_rms_norm(x, y, self.weight, self.eps, lora, self.multiplier, norm_weight)
 
 
-def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkNorm:
-    """A layer's norm of queries and keys. Raises ModelError."""
-    path, width = f"model.layers.{layer}.self_attn", [config.shape.head_dim]
-    query, key = (checkpoint.read([f"{path}.{name}_norm.weight"], width) for name in "qk")
+def read_norm_weight(
+    config: ModelConfig, checkpoint: Checkpoint, name: str | None
+) -> torch.Tensor | None:
+    """A norm's weight [hidden], None where it has no name. Raises ModelError."""
+    return None if name is None else checkpoint.read([f"{name}.weight"], [config.shape.hidden])
+
+
+def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkNorm | None:
+    """A layer's norm of queries and keys, None where it has none. Raises ModelError."""
+    if config.qk_norm is QkNormKind.NONE:
+        return None
+    shape, whole = config.shape, config.qk_norm is QkNormKind.WHOLE
+    heads = {"q": shape.heads, "k": shape.kv_heads} if whole else {"q": 1, "k": 1}
+    query, key = (
+        checkpoint.read(
+            [f"model.layers.{layer}.self_attn.{name}_norm.weight"], [count * shape.head_dim]
+        )
+        for name, count in heads.items()
+    )
     return QkNorm(query, key, config.norm_eps)

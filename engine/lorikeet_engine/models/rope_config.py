@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lorikeet_engine.adapter_format import Family
@@ -61,13 +61,15 @@ RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRope
 class RopeConfig:
     """Rotary embedding of a head's first rotary_dim elements: frequencies theta ** (-2i / it).
 
-    gain: what cosines and sines are multiplied by, and so the queries and keys.
+    gain: what cosines and sines are multiplied by, and so the queries and keys. interleaved: as
+    Family says.
     """
 
     theta: float
     rotary_dim: int
     scaling: RopeScaling | None = None
     gain: float = 1.0
+    interleaved: bool = False
 
 
 def context_of_positions(raw: Mapping[str, Any]) -> int:
@@ -93,17 +95,18 @@ def rope_config(raw: Mapping[str, Any], family: Family, head_dim: int, context: 
     kind = _kind(rope)
     if kind in ("su", "yarn") and "original_max_position_embeddings" in family.switches:
         kind = "longrope"  # as Phi's first checkpoints call it
+    plain = RopeConfig(theta, rotary_dim, interleaved=family.interleaved_rope)
     match kind:
         case "default":
-            return RopeConfig(theta, rotary_dim)
+            return plain
         case "linear":
-            return RopeConfig(theta, rotary_dim, LinearRopeScaling(number(rope, "factor")))
+            return replace(plain, scaling=LinearRopeScaling(number(rope, "factor")))
         case "llama3":
-            return RopeConfig(theta, rotary_dim, _llama3(raw, rope))
+            return replace(plain, scaling=_llama3(raw, rope))
         case "yarn":
-            return RopeConfig(theta, rotary_dim, _yarn(raw, rope), _yarn_gain(rope))
+            return replace(plain, scaling=_yarn(raw, rope), gain=_yarn_gain(rope))
         case "longrope":
-            return _longrope(raw, rope, RopeConfig(theta, rotary_dim), context)
+            return _longrope(raw, rope, plain, context)
     raise refusal(f"{name}.rope_type", kind, "default, linear, llama3, yarn or longrope")
 
 
@@ -183,9 +186,5 @@ def _longrope(
     short, long = (numbers(rope, f"{length}_factor", pairs) for length in ("short", "long"))
     factor = number(rope, "factor", integer(raw, "max_position_embeddings") / original)
     gain = math.sqrt(1.0 + math.log(max(1.0, factor)) / math.log(original))
-    return RopeConfig(
-        plain.theta,
-        plain.rotary_dim,
-        LongRopeScaling(long if context > original else short),
-        number(rope, "attention_factor", gain),
-    )
+    scaling = LongRopeScaling(long if context > original else short)
+    return replace(plain, scaling=scaling, gain=number(rope, "attention_factor", gain))

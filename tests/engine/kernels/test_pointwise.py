@@ -50,6 +50,30 @@ def test_add_rms_norm(kind, width, tokens):
 
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("width", [60, 1536])
+def test_what_is_added_is_normed_before(kind, width, adapters, tokens):
+    x, delta = random(kind, tokens + 1, width), random(kind, width, tokens + 1).T.contiguous()
+    weight, delta_weight = random(kind, width), random(kind, width + 2)[2:]
+    lora, summed = adapted(kind, delta) if adapters else (None, delta.float())
+    eps = 1e-5
+    rounded = summed.to(kind[1]).float()
+    normed = rounded / (rounded.square().mean(-1, keepdim=True) + eps).sqrt()
+    wide = x.float() + 2.0 * (normed * delta_weight.float()).to(kind[1]).float()
+
+    for operators in (reference, fused):
+        changed = x.clone()
+        same = operators.add_rms_norm(changed, delta.clone(), None, eps, lora, 2.0, delta_weight)
+        assert same is changed
+        assert_close(changed, wide)
+        changed = x.clone()
+        y = operators.add_rms_norm(changed, delta.clone(), weight, eps, lora, 2.0, delta_weight)
+        assert torch.equal(changed, same)
+        assert_close(y, reference.add_rms_norm(same.clone(), torch.zeros_like(x), weight, eps))
+
+
+@sizes
+@pytest.mark.parametrize("kind", DEVICES)
 def test_what_is_added_is_multiplied_before(kind, tokens):
     x, delta, weight = (random(kind, tokens + 1, 60) for _ in range(3))
     lora, summed = adapted(kind, delta)
@@ -69,14 +93,16 @@ def test_what_is_added_is_multiplied_before(kind, tokens):
     [(1, 1, 16, 16), (10, 2, 128, 128), (6, 3, 96, 96), (3, 2, 128, 96), (5, 1, 96, 24),
      (3, 1, 32, 0)],
 )  # fmt: skip
-def test_rotary_and_store_kv(kind, heads, kv_heads, dim, rotary_dim, tokens):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_and_store_kv(kind, heads, kv_heads, dim, rotary_dim, interleaved, tokens):
     qkv = random(kind, tokens, heads + 2 * kv_heads, dim)
     angles = random((kind[0], torch.float32), tokens, rotary_dim // 2)
     slots = torch.randperm(48, generator=torch.Generator().manual_seed(1))[:tokens].to(kind[0])
     kv = random(kind, 2, 3, 16, kv_heads, dim)
     turned, filled = qkv.clone(), kv.clone()
-    fused.rotary_and_store_kv(turned, angles.cos(), angles.sin(), filled, slots)
-    reference.rotary_and_store_kv(qkv, angles.cos(), angles.sin(), kv, slots)
+    at = angles.cos(), angles.sin()
+    fused.rotary_and_store_kv(turned, *at, filled, slots, interleaved=interleaved)
+    reference.rotary_and_store_kv(qkv, *at, kv, slots, interleaved=interleaved)
     assert_equal(turned[:, :heads], qkv[:, :heads])
     assert_equal(filled, kv)
 
@@ -144,16 +170,18 @@ def test_what_adapters_add_to_queries_keys_and_values(kind, tokens):
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary_dim"),
     [(10, 2, 128, 128), (6, 3, 96, 48), (5, 1, 64, 64), (2, 1, 32, 0)],
 )
 def test_queries_and_keys_are_normed_before_they_turn(
-    kind, heads, kv_heads, dim, rotary_dim, adapters, tokens
+    kind, heads, kv_heads, dim, rotary_dim, whole, adapters, tokens
 ):
     qkv = random(kind, tokens + 1, heads + 2 * kv_heads, dim)
     lora, summed = adapted(kind, qkv) if adapters else (None, qkv.float())
-    norm = QkNorm(random(kind, dim), random(kind, dim + 2)[2:], 1e-5)
+    widths = (heads * dim, kv_heads * dim) if whole else (dim, dim)
+    norm = QkNorm(random(kind, widths[0]), random(kind, widths[1] + 2)[2:], 1e-5)
     angles = random((kind[0], torch.float32), tokens + 1, rotary_dim // 2)
     slots = torch.arange(tokens + 1, device=kind[0])
     slots[0] = -1  # a padded row
@@ -162,8 +190,9 @@ def test_queries_and_keys_are_normed_before_they_turn(
     wide, wide_kv = summed.to(kind[1]).float(), kv.float()
     for part, weight in ((slice(heads), norm.query_weight), (slice(heads, -kv_heads), None)):
         x = wide[:, part]
-        weight = (norm.key_weight if weight is None else weight).float()
-        x *= weight / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        weight = (norm.key_weight if weight is None else weight).float().view(-1, dim)
+        over = (-2, -1) if whole else -1
+        x *= weight / (x.square().mean(over, keepdim=True) + 1e-5).sqrt()
     wide = wide.to(kind[1]).float()
     reference.rotary_and_store_kv(wide, angles.cos(), angles.sin(), wide_kv, slots)
 

@@ -22,7 +22,11 @@ __all__ = ["QkNorm", "add_rms_norm", "rotary_and_store_kv", "silu_and_mul"]
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """RMS norms of each head's query and key, with weights [head_dim] like what they norm."""
+    """RMS norms of queries and keys, with weights like what they norm.
+
+    Of each head's, with weights [head_dim], or of all heads' together, with weights
+    [heads · head_dim] and [kv_heads · head_dim].
+    """
 
     query_weight: torch.Tensor
     key_weight: torch.Tensor
@@ -32,17 +36,20 @@ class QkNorm:
 def add_rms_norm(
     x: torch.Tensor,
     delta: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     lora: LoraDelta | None = None,
     scale: float = 1.0,
+    delta_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add scale · delta to x in place; returns x / sqrt(mean(x²) + eps) · weight.
 
     Both in float32 inside. x, delta [tokens, width], dense; weight [width] → like x. lora belongs
-    to delta.
+    to delta. With delta_weight [width], delta is delta / sqrt(mean(delta²) + eps) · delta_weight
+    before; it is rounded to its dtype before the norm and after it. Without weight, returns x.
     """
-    y: torch.Tensor = _operators(x.device.type).add_rms_norm(x, delta, weight, eps, lora, scale)
+    operator = _operators(x.device.type).add_rms_norm
+    y: torch.Tensor = operator(x, delta, weight, eps, lora, scale, delta_weight)
     return y
 
 
@@ -55,21 +62,23 @@ def rotary_and_store_kv(
     lora: LoraDelta | None = None,
     norm: QkNorm | None = None,
     scales: KvScales | None = None,
+    *,
+    interleaved: bool = False,
 ) -> None:
     """Turn the queries in place; put the turned keys, and the values, into their pages.
 
-    Of a head's first rotary_dim elements each pair (x[i], x[i + rotary_dim / 2]) turns by its
-    position's angle, in float32; the others stay. With norm, each head's query and key x is
-    x / sqrt(mean(x²) + eps) · weight before, in float32 inside; it is rounded to qkv's dtype before
-    the norm and after it.
+    Of a head's first rotary_dim elements each pair (x[i], x[i + rotary_dim / 2]), or interleaved
+    (x[2i], x[2i + 1]), turns by its position's angle, in float32; the others stay. With norm,
+    queries and keys x are x / sqrt(mean(x²) + eps) · weight before, in float32 inside; they are
+    rounded to qkv's dtype before the norm and after it.
     qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values;
     cos, sin [tokens, rotary_dim / 2] float32, dense, and of no columns where nothing turns;
     layer_kv [2, pages, page_size, kv_heads, head_dim] like qkv, contiguous; slots [tokens] int64:
     page · page_size + offset, −1 for no place. With scales, layer_kv is FP8, and what to_fp8
     (kernels/fp8_kv.py) makes of keys and values is stored. The keys in qkv are left undefined.
     """
-    operators = _operators(qkv.device.type)
-    operators.rotary_and_store_kv(qkv, cos, sin, layer_kv, slots, lora, norm, scales)
+    operator = _operators(qkv.device.type).rotary_and_store_kv
+    operator(qkv, cos, sin, layer_kv, slots, lora, norm, scales, interleaved=interleaved)
 
 
 def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None) -> torch.Tensor:

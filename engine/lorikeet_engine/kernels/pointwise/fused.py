@@ -20,24 +20,25 @@ COLUMNS = 1024  # gated by one program
 def add_rms_norm(
     x: torch.Tensor,
     delta: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     lora: LoraDelta | None = None,
     scale: float = 1.0,
+    delta_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Set x to x + scale · (delta + lora); returns x / sqrt(mean(x²) + eps) · weight.
+    """Set x to x + scale · (delta + lora); returns x / sqrt(mean(x²) + eps) · weight, or x.
 
-    In float32 inside. x, delta [tokens, width], weight [width] → like x. x is rounded before it is
-    normed, as in the reference.
+    In float32 inside. x, delta [tokens, width], weight [width] → like x. With delta_weight [width],
+    delta + lora is normed so before. What is normed is rounded before, as in the reference.
     """
     tokens, width = x.shape
-    y = torch.empty_like(x)
+    y = None if weight is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _add_rms_norm[(tokens,)](
-        x, delta, *_operands(lora), weight, y, eps, scale, width, block,
+        x, delta, *_operands(lora), delta_weight, weight, y, eps, scale, width, block,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
-    return y
+    return x if y is None else y
 
 
 def rotary_and_store_kv(
@@ -49,13 +50,16 @@ def rotary_and_store_kv(
     lora: LoraDelta | None = None,
     norm: QkNorm | None = None,
     scales: KvScales | None = None,
+    *,
+    interleaved: bool = False,
 ) -> None:
     """Turn the queries in place; put the turned keys, and the values, into their pages.
 
     Of the first rotary_dim elements of each head's query and key a = x[i] and b =
-    x[i + rotary_dim / 2] become a · cos − b · sin and b · cos + a · sin, after `norm` if there is
-    one; the others stay. A token's key goes to layer_kv[0], its value to
-    layer_kv[1], both to slots[token] = page · page_size + offset, to nowhere if that is below 0.
+    x[i + rotary_dim / 2], interleaved x[2i] and x[2i + 1], become a · cos − b · sin and
+    b · cos + a · sin, after `norm` if there is one; the others stay. A token's key goes to
+    layer_kv[0], its value to layer_kv[1], both to slots[token] = page · page_size + offset, to
+    nowhere if that is below 0.
     qkv [tokens, heads + 2 · kv_heads, head_dim]: queries, keys, values;
     layer_kv [2, pages, page_size, kv_heads, head_dim], FP8 with scales, by which keys and values
     are divided, and else like qkv.
@@ -64,10 +68,14 @@ def rotary_and_store_kv(
     kv_heads, half = layer_kv.shape[3], head_dim // 2
     weights = (None, None, 0.0) if norm is None else (norm.query_weight, norm.key_weight, norm.eps)
     inverses = (None, None) if scales is None else (1.0 / scales.key, 1.0 / scales.value)
-    _rotary_and_store_kv[(tokens, triton.cdiv(total, HEADS))](
-        qkv, *_operands(lora), *weights, cos, sin, layer_kv, *inverses, slots, qkv.stride(0),
-        layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, cos.shape[1],
-        HEADS, triton.next_power_of_2(half),
+    whole = norm is not None and len(norm.query_weight) != head_dim
+    block_heads = triton.next_power_of_2(total) if whole else HEADS
+    block_half = triton.next_power_of_2(half)
+    _rotary_and_store_kv[(tokens, triton.cdiv(total, block_heads))](
+        qkv, *_operands(lora), *weights, cos, sin, layer_kv, *inverses, slots,
+        qkv.stride(0), layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, cos.shape[1],
+        interleaved, whole, block_heads, block_half,
+        num_warps=min(16, max(4, block_heads * block_half // 512)),
     )  # fmt: skip
 
 
@@ -99,11 +107,21 @@ def _lora_at(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _rms_normed(
+    x: tl.tensor, weight: tl.tensor, columns: tl.tensor, eps: tl.tensor, width: tl.constexpr
+) -> tl.tensor:
+    """Norm a row of float32, which is 0 behind its width."""
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    return x * scale * tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _add_rms_norm(
     x: tl.tensor,
     delta: tl.tensor,
     lora: tl.tensor,
     adapted: tl.tensor,
+    delta_weight: tl.tensor,
     weight: tl.tensor,
     y: tl.tensor,
     eps: tl.tensor,
@@ -117,28 +135,46 @@ def _add_rms_norm(
     token = tl.program_id(0).to(tl.int64)
     at = token * width + columns
     total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    total += scale * tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-    if lora is not None:
-        total += scale * _lora_at(lora, adapted, token, at, inside)
+    added = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+    if delta_weight is None:
+        total += scale * added
+        if lora is not None:
+            total += scale * _lora_at(lora, adapted, token, at, inside)
+    else:
+        if lora is not None:
+            added += _lora_at(lora, adapted, token, at, inside)
+        added = added.to(x.dtype.element_ty).to(tl.float32)
+        added = _rms_normed(added, delta_weight, columns, eps, width)
+        total += scale * added.to(x.dtype.element_ty).to(tl.float32)
     rounded = total.to(x.dtype.element_ty)
     tl.store(x + at, rounded, mask=inside)
-    total = rounded.to(tl.float32)
-    norm = 1.0 / tl.sqrt(tl.sum(total * total, 0) / width + eps)
-    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, (total * norm * weights).to(y.dtype.element_ty), mask=inside)
+    if weight is not None:
+        normed = _rms_normed(rounded.to(tl.float32), weight, columns, eps, width)
+        tl.store(y + at, normed.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weight(
     query_weight: tl.tensor,
     key_weight: tl.tensor,
-    query: tl.tensor,
+    head: tl.tensor,
     column: tl.tensor,
     inside: tl.tensor,
+    heads: tl.constexpr,
+    width: tl.constexpr,
 ) -> tl.tensor:
-    """The norm's weights for a head's columns: the queries' or the keys'."""
-    of_query = tl.load(query_weight + column, mask=inside, other=0.0).to(tl.float32)
-    of_key = tl.load(key_weight + column, mask=inside, other=0.0).to(tl.float32)
+    """The norm's weights for columns of a head: the queries' or the keys'.
+
+    inside: whether there is a query or key, if each head has weights of its own, which lie `width`
+    apart; with a width of 0 whether there is a column.
+    """
+    query, in_query, in_key = head < heads, inside, inside
+    if width:
+        in_query, in_key = inside & query, inside & (head >= heads)
+        query_weight += head * width
+        key_weight += (head - heads) * width
+    of_query = tl.load(query_weight + column, mask=in_query, other=0.0).to(tl.float32)
+    of_key = tl.load(key_weight + column, mask=in_key, other=0.0).to(tl.float32)
     return tl.where(query, of_query, of_key)
 
 
@@ -169,6 +205,8 @@ def _rotary_and_store_kv(
     kv_heads: tl.constexpr,
     half: tl.constexpr,
     rotary_half: tl.constexpr,
+    interleaved: tl.constexpr,
+    whole: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ) -> None:
@@ -178,7 +216,10 @@ def _rotary_and_store_kv(
     column = tl.arange(0, block_half)[None, :]
     inside = (head < heads + 2 * kv_heads) & (column < half)
     left, right = column, column + half  # where a pair stands in its head
-    if rotary_half != half:  # behind those that turn come the others, in pairs like them
+    if interleaved:
+        left = tl.where(column < rotary_half, 2 * column, column + rotary_half)
+        right = tl.where(column < rotary_half, 2 * column + 1, column + half)
+    elif rotary_half != half:  # behind those that turn come the others, in pairs like them
         left = tl.where(column < rotary_half, column, column + rotary_half)
         right = tl.where(column < rotary_half, column + rotary_half, column + half)
     place = token * token_stride + head * (2 * half)
@@ -192,9 +233,16 @@ def _rotary_and_store_kv(
         first = first.to(qkv.dtype.element_ty).to(tl.float32)
         second = second.to(qkv.dtype.element_ty).to(tl.float32)
         squares = tl.sum(first * first + second * second, 1)[:, None]
+        if whole:
+            of_queries = tl.sum(tl.where(head < heads, squares, 0.0), 0)[None, :] / heads
+            of_keys = tl.where((head >= heads) & (head < heads + kv_heads), squares, 0.0)
+            of_keys = tl.sum(of_keys, 0)[None, :] / kv_heads
+            squares = tl.where(head < heads, of_queries, of_keys)
         scale = 1.0 / tl.sqrt(squares / (2 * half) + eps)
-        low = _weight(query_weight, key_weight, head < heads, left, column < half)
-        high = _weight(query_weight, key_weight, head < heads, right, column < half)
+        weighed = turns if whole else column < half
+        width: tl.constexpr = 2 * half if whole else 0
+        low = _weight(query_weight, key_weight, head, left, weighed, heads, width)
+        high = _weight(query_weight, key_weight, head, right, weighed, heads, width)
         first = tl.where(turns, (first * scale * low).to(qkv.dtype.element_ty), first)
         second = tl.where(turns, (second * scale * high).to(qkv.dtype.element_ty), second)
     turns = turns & (column < rotary_half)

@@ -11,14 +11,19 @@ from lorikeet_engine.kernels.pointwise import QkNorm
 def add_rms_norm(
     x: torch.Tensor,
     delta: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     lora: LoraDelta | None = None,
     scale: float = 1.0,
+    delta_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See kernels.pointwise."""
     _add_lora_delta(delta, lora)
+    if delta_weight is not None:
+        delta = F.rms_norm(delta, delta_weight.shape, delta_weight, eps)
     x += delta if scale == 1.0 else delta * scale
+    if weight is None:
+        return x
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -31,18 +36,23 @@ def rotary_and_store_kv(
     lora: LoraDelta | None = None,
     norm: QkNorm | None = None,
     scales: KvScales | None = None,
+    *,
+    interleaved: bool = False,
 ) -> None:
     """See kernels.pointwise."""
     _add_lora_delta(qkv.flatten(1), lora)
     kv_heads = layer_kv.shape[3]
     if norm is not None:
         queries, keys = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]
-        queries.copy_(F.rms_norm(queries, qkv.shape[-1:], norm.query_weight, norm.eps))
-        keys.copy_(F.rms_norm(keys, qkv.shape[-1:], norm.key_weight, norm.eps))
+        _rms_norm(queries, norm.query_weight, norm.eps)
+        _rms_norm(keys, norm.key_weight, norm.eps)
     turned = qkv[:, :-kv_heads, : 2 * cos.shape[1]]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = turned.float().chunk(2, dim=-1)
-    turned.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+    half = cos.shape[-1]
+    pairs = turned.view(*turned.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)  # [tokens, heads, half, 2]
+    first, second = pairs.float().unbind(-1)
+    pairs.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1))
     keys, values = layer_kv.flatten(1, 2)  # [pages * page_size, kv_heads, head_dim]
     stored = slots >= 0
     new_keys, new_values = qkv[stored, -2 * kv_heads : -kv_heads], qkv[stored, -kv_heads:]
@@ -52,6 +62,12 @@ def rotary_and_store_kv(
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     keys.index_copy_(0, slots[stored], new_keys)
     values.index_copy_(0, slots[stored], new_values)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Norm x [tokens, heads, head_dim] in place: each head, or all of them as weight is as long."""
+    rows = x.reshape(len(x), -1, len(weight))
+    x.copy_(F.rms_norm(rows, weight.shape, weight, eps).view_as(x))
 
 
 def silu_and_mul(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
