@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
-from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, MISTRAL, syntax_of
+from lorikeet.answer_stream.tool_syntax import GRANITE, HERMES, LLAMA, MISTRAL, syntax_of
 from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.tool_grammar import call_grammar
 
@@ -30,6 +30,7 @@ NOW = '{"name": "time", "arguments": {}}'
 PARIS_LLAMA, NOW_LLAMA = (text.replace('"arguments"', '"parameters"') for text in (PARIS, NOW))
 BOTH = [("weather", {"place": "Paris {}]"}), ("time", {})]
 
+SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "granite": GRANITE, "llama": LLAMA}
 WRITTEN = {
     "hermes": (
         HERMES,
@@ -41,6 +42,7 @@ WRITTEN = {
         f"</tool_call><tool_call>{NOW}</tool_call>\n",
     ),
     "mistral": (MISTRAL, f"Let me look.[TOOL_CALLS] [{PARIS}, {NOW}]"),
+    "granite": (GRANITE, f"Let me look.<|tool_call|>[{PARIS}, {NOW}]"),
     "llama": (LLAMA, f"{PARIS_LLAMA}; {NOW_LLAMA}"),
 }
 
@@ -126,6 +128,7 @@ def test_one_call_is_enough_where_several_are_not_wanted():
         ("{{ '<tool_call>\\n' + call | tojson + '\\n</tool_call>' }}", HERMES),
         ("{{ '<tool_call>\\n<function=' + call.name + '>' }}", None),
         ("{{ '[TOOL_CALLS] ' + calls | tojson }}", MISTRAL),
+        ("{{ 'Call with <|tool_call|> followed by a JSON list.' }}", GRANITE),
         ("{{ '[TOOL_CALLS]' + call.name + '[ARGS]' }}", None),
         ("""{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""", LLAMA),
         ("{{ message.content }}", None),
@@ -159,7 +162,9 @@ def allows(demo, grammar):
     return allowed
 
 
-@pytest.mark.parametrize("syntax", [HERMES, MISTRAL, LLAMA], ids=["hermes", "mistral", "llama"])
+@pytest.mark.parametrize(
+    "syntax", [HERMES, MISTRAL, GRANITE, LLAMA], ids=["hermes", "mistral", "granite", "llama"]
+)
 def test_a_grammar_allows_calls_of_the_forced_tools_and_nothing_else(demo, syntax):
     grammar = call_grammar(
         ToolUse(TOOLS, forced=("weather", "time")), syntax, Vocabulary(demo.backend_tokenizer)
@@ -175,7 +180,7 @@ def test_a_grammar_allows_calls_of_the_forced_tools_and_nothing_else(demo, synta
     assert not allowed("")
 
 
-@pytest.mark.parametrize("syntax", [HERMES, MISTRAL], ids=["hermes", "mistral"])
+@pytest.mark.parametrize("syntax", [HERMES, MISTRAL, GRANITE], ids=["hermes", "mistral", "granite"])
 def test_calls_may_be_an_alternative_to_an_answer_in_a_format(demo, syntax):
     answer = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     vocabulary = Vocabulary(demo.backend_tokenizer)
@@ -212,7 +217,9 @@ def test_marks_that_are_special_tokens_are_forced_as_tokens(demo):
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
-@pytest.mark.parametrize("syntax", [HERMES, MISTRAL, LLAMA], ids=["hermes", "mistral", "llama"])
+@pytest.mark.parametrize(
+    "syntax", [HERMES, MISTRAL, GRANITE, LLAMA], ids=["hermes", "mistral", "granite", "llama"]
+)
 def test_forced_calls_are_read_as_they_come(syntax, size):
     assert read(ForcedCallParser(syntax), forced(syntax, *BOTH), size) == ("", BOTH)
 

@@ -1,7 +1,7 @@
 """How models write calls of tools: as their chat templates show them.
 
-Three syntaxes cover the families that this engine runs; which one a model has is read off its
-template.
+These syntaxes cover most families that this engine runs; which one a model has is read off its
+template. Phi's, OLMo 2's and GLM 4's templates show none of them.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ HERMES = ToolSyntax(
     opens="<tool_call>",
     closes="</tool_call>",
 )
-"""Hermes, Qwen 2.5, Qwen 3."""
+"""Hermes, Qwen 2.5, Qwen 3, SmolLM 3."""
 MISTRAL = ToolSyntax(
     before="[TOOL_CALLS] [",
     between=", ",
@@ -47,6 +47,14 @@ MISTRAL = ToolSyntax(
     opens="[TOOL_CALLS]",
 )
 """Mistral: one list of all calls."""
+GRANITE = ToolSyntax(
+    before="<|tool_call|>[",
+    between=", ",
+    after="]",
+    arguments="arguments",
+    opens="<|tool_call|>",
+)
+"""Granite 3: one list of all calls."""
 LLAMA = ToolSyntax(before="", between="; ", after="", arguments="parameters")
 """Llama 3.1 and later; <|python_tag|>, which may come first, is a special token and no text."""
 
@@ -57,6 +65,8 @@ def syntax_of(template: str) -> ToolSyntax | None:
         return HERMES
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return MISTRAL
+    if "<|tool_call|>" in template:
+        return GRANITE
     if '"parameters": ' in template:
         return LLAMA
     return None
