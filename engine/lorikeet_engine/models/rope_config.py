@@ -116,6 +116,9 @@ def _section(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     rope = raw.get(name) or {}
     if not isinstance(rope, Mapping):
         raise refusal(name, rope, "an object")
+    for key, value in rope.items():
+        if isinstance(value, Mapping):  # transformers 5 writes so what differs from layer to layer
+            raise refusal(f"{name}.{key}", value, "one rotary embedding for all layers")
     return name, rope
 
 

@@ -72,6 +72,11 @@ def test_the_older_way_to_write_rope_means_the_same(variant_checkpoints, edited)
             "rope_scaling.rope_type",
         ),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "factor"),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_parameters.full_attention",
+        ),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "factor"),
         (
             "llama",

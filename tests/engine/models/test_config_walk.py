@@ -1,0 +1,126 @@
+"""Every key of a family's config in transformers is read, refused by name, or known as idle."""
+
+import json
+from dataclasses import MISSING, fields
+
+import pytest
+import transformers
+
+from lorikeet_engine.adapter_format import FAMILIES
+from lorikeet_engine.errors import ModelError
+from lorikeet_engine.models.config import ModelConfig
+from tests.engine.conftest import SIZES
+
+# What changes no answer: training's, and what transformers does with memory and padding.
+IDLE = {
+    "attention_dropout",
+    "bos_token_id",
+    "embd_pdrop",
+    "initializer_range",
+    "pad_token_id",
+    "pretraining_tp",
+    "resid_pdrop",
+    "use_cache",
+}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
+# What else has to be set for a key to mean something.
+WITH = {
+    "layer_types": {
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "max_window_layers": {"use_sliding_window": True, "sliding_window": 64, "layer_types": None},
+    "original_max_position_embeddings": {"rope_parameters": LONGROPE},
+    "sliding_window": {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None},
+    "use_sliding_window": {"sliding_window": 64, "max_window_layers": 0, "layer_types": None},
+    "no_rope_layer_interval": {"no_rope_layers": None},
+}
+SHOWN_AS_WINDOWS = {"layer_types", "max_window_layers", "use_sliding_window"}
+OTHERWISE = {
+    "head_dim": 32,
+    "hidden_act": "gelu",
+    "hidden_size": 128,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "max_window_layers": 0,
+    "no_rope_layer_interval": 2,
+    "no_rope_layers": [0, 1],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {"rope_type": "linear", "factor": 3.0},
+    "sliding_window": 32,
+}
+
+
+def config_class(family):
+    return type(transformers.AutoConfig.for_model(family))
+
+
+def keys_of(family):
+    """What the family's class has beside every model's keys, with its defaults."""
+    every = {field.name for field in fields(transformers.PreTrainedConfig)}
+    return {
+        field.name: None if field.default is MISSING else field.default
+        for field in fields(config_class(family))
+        if field.name not in every
+    }
+
+
+@pytest.fixture
+def parse(tmp_path):
+    def parse(raw):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        return ModelConfig.from_folder(tmp_path)
+
+    return parse
+
+
+def outcome(parse, raw):
+    """(the config, no refusal) or (None, what the refusal says)."""
+    try:
+        return parse(raw), ""
+    except ModelError as error:
+        return None, str(error)
+
+
+def otherwise(key, value):
+    if key in OTHERWISE:
+        return OTHERWISE[key]
+    return not value if isinstance(value, bool) else 2 * value
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [(f, key) for f in FAMILIES for key in keys_of(f) if key not in IDLE]
+)
+def test_another_value_of_a_key_changes_the_model_or_is_refused_by_name(family, key, parse):
+    plain = {**keys_of(family), **SIZES, "model_type": family, "sliding_window": None}
+    plain = {name: value for name, value in plain.items() if name in keys_of(family)}
+    plain |= {"model_type": family} | ({"head_dim": 16} if "head_dim" in plain else {})
+    plain |= {k: v for k, v in WITH.get(key, {}).items() if k in plain}
+    other = {**plain, key: otherwise(key, plain[key])}
+    before, (after, refusal) = parse(plain), outcome(parse, other)
+    assert after != before
+    shown_as = "sliding_window" if key in SHOWN_AS_WINDOWS else key
+    assert after is not None or shown_as in refusal
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
+    known = keys_of(family)
+    outside = {"partial_rotary_factor": {"glm4": 0.5}.get(family, 1.0)}
+    outside["rope_theta"] = config_class(family).default_theta
+    for key, value in FAMILIES[family].switches.items():
+        assert value == (outside[key] if key in outside else known[key]), key
+    sizes = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
+    config = parse({**sizes, "model_type": family, "sliding_window": None})
+    assert config.norm_eps == known["rms_norm_eps"]
+    assert config.tied_embeddings == known["tie_word_embeddings"]
+    assert config.rope.theta == config_class(family).default_theta
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_other_tools_add_are_ignored(family, parse):
+    plain = {**SIZES, "model_type": family, "sliding_window": None}
+    added = {"unsloth_fixed": True, "lm_head_bias": False, "auto_map": {"a": "b"}, "dtype": "half"}
+    assert parse(plain | added) == parse(plain)
