@@ -226,7 +226,7 @@ class Conflict(LorikeetError):
 
 
 class LimitStatus(NamedTuple):
-    """How a limit per minute stands. kind: "requests" or "tokens".
+    """How a limit per minute stands. kind: "requests", "tokens" or "bytes".
 
     remaining: what may pass at once; reset_s: until all may again that may at once.
     """

@@ -20,6 +20,7 @@ TERMS: dict[str, Any] = {
     "burst_s": 30.0,
     "max_concurrent": 8,
     "max_context": 8192,
+    "bytes_per_min": 2**33,
     "tokens_per_month": 10**9,
     "weight": 2.0,
     "max_adapters": 20,
@@ -54,6 +55,7 @@ def test_every_term_is_kept_in_log_and_snapshots(
         "full", [Scope.INFER], name="ci", expires=5000.0, priority=-1, actor="ann", **of_key
     )
     catalog.rotate_key(key.id, 60.0, actor="ann")
+    catalog.create_key("full", [Scope.PUBLISH], adapters=("policy-*", "draft"), actor="ann")
     record = catalog.state.tenant("full")
     assert record.limits == Limits(**limits)
     assert {name: getattr(record, name) for name in TERMS.keys() - limits} == {
@@ -200,5 +202,40 @@ def test_keys_with_terms_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(InvalidInput) as refused:
         catalog.create_key("acme", [Scope.INFER], actor="ann", **options)
+
+    assert refused.value.param == param
+
+
+def test_a_publish_key_is_for_adapters_of_its_patterns(catalog: AdapterCatalog) -> None:
+    key, _ = catalog.create_key(
+        "acme", [Scope.PUBLISH], adapters=("policy-*", "draft"), actor="ann"
+    )
+
+    assert [name for name in ("policy-7", "policy", "draft", "drafts") if key.may_push(name)] == [
+        "policy-7",
+        "draft",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "scopes", "adapters", "param"),
+    [
+        ("acme", [Scope.PUBLISH], (), "adapters"),
+        ("acme", [Scope.PUBLISH], ("Policy",), "adapters"),
+        ("acme", [Scope.PUBLISH], ("[a-z]",), "adapters"),
+        ("acme", [Scope.PUBLISH, Scope.INFER], ("policy",), "scopes"),
+        (None, [Scope.PUBLISH], ("policy",), "scopes"),
+        ("acme", [Scope.INFER], ("policy",), "adapters"),
+    ],
+)
+def test_a_publish_key_needs_a_tenant_and_patterns_and_has_no_other_scope(
+    catalog: AdapterCatalog,
+    tenant: str | None,
+    scopes: list[Scope],
+    adapters: tuple[str, ...],
+    param: str,
+) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        catalog.create_key(tenant, scopes, adapters=adapters, actor="ann")
 
     assert refused.value.param == param

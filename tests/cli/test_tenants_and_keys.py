@@ -131,6 +131,18 @@ def test_a_key_has_a_name_an_end_and_limits_of_its_own(lorikeet: Lorikeet) -> No
     assert " ci " in lorikeet.do("keys", "list")
 
 
+def test_a_publish_key_is_for_adapters_of_some_names(lorikeet: Lorikeet) -> None:
+    words = ["--tenant", "acme", "--publish", "policy-*", "--publish", "draft"]
+    limited = ["--requests-per-min", "60", "--bytes-per-min", "10GiB", "--json"]
+    key = json.loads(lorikeet.do("keys", "create", *words, *limited))
+    assert (key["scopes"], key["adapters"]) == (["publish"], ["policy-*", "draft"])
+    assert (key["requests_per_min"], key["bytes_per_min"]) == (60, 10 * 2**30)
+    assert models(lorikeet, key["key"]) == httpx.codes.FORBIDDEN
+    assert "publish policy-* draft" in lorikeet.do("keys", "list")
+    refused = lorikeet.run("keys", "create", *words, "--read-only")
+    assert (refused.exit_code, "for nothing else" in refused.stderr) == (2, True)
+
+
 def test_a_key_is_rotated_with_overlap(lorikeet: Lorikeet) -> None:
     words = ["--tenant", "acme", "--name", "ci", "--concurrent", "2"]
     old = json.loads(lorikeet.do("keys", "create", *words, "--json"))

@@ -157,8 +157,10 @@ class Keys:
         self.gateway = gateway
         catalog = gateway.catalog
 
-        def make(tenant: str | None, scope: Scope) -> tuple[str, str]:
-            record, secret = catalog.create_key(tenant, {scope}, actor="test")
+        def make(
+            tenant: str | None, scope: Scope, adapters: tuple[str, ...] = ()
+        ) -> tuple[str, str]:
+            record, secret = catalog.create_key(tenant, {scope}, adapters=adapters, actor="test")
             return record.id, secret
 
         revoked_id, self.revoked = make("acme", Scope.INFER)
@@ -172,6 +174,7 @@ class Keys:
         self.acme_id, self.reading = make("acme", Scope.READ_ONLY)
         _, self.others_reading = make("globex", Scope.READ_ONLY)
         _, self.admins_reading = make(None, Scope.READ_ONLY)
+        _, self.publishing = make("acme", Scope.PUBLISH, ("support",))
         self.infer, self.others_infer = gateway.keys["acme"], gateway.keys["globex"]
         self.asked: dict[str, str] = {}
 
@@ -191,7 +194,8 @@ class Keys:
 
     def of_tenants(self) -> list[str]:
         """Good ones of the tenants' plane."""
-        return [self.infer, self.reading, self.others_infer, self.others_reading]
+        of_acme = [self.infer, self.reading, self.publishing]
+        return [*of_acme, self.others_infer, self.others_reading]
 
 
 class Ask(Protocol):
@@ -280,7 +284,7 @@ def test_the_tenants_plane_is_for_tenants(
     at, body = make("acme/support", keys.asked["acme/support"])
     for key in keys.invalid():
         assert error_of(ask(method, at, key, body), 401)
-    for key in (unchanged.admin_key, keys.admins_reading):
+    for key in (unchanged.admin_key, keys.admins_reading, keys.publishing):
         assert error_of(ask(method, at, key, body), 403)
     read = ask(method, at, keys.reading, body)
     assert read.status_code == (200 if method == "GET" else 403)

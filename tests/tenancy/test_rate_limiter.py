@@ -57,6 +57,26 @@ def test_who_waits_as_long_as_told_passes(gateway: Gateway, clock: Clock, limits
     assert waits > 50
 
 
+def test_pushed_bytes_pass_up_to_the_burst_and_then_at_the_rate(
+    gateway: Gateway, clock: Clock
+) -> None:
+    limits = Limits(bytes_per_min=6000)
+    for _ in range(3):
+        gateway.enter(limits).take_bytes(2000)
+    with pytest.raises(RateLimited) as refused:
+        gateway.enter(limits).take_bytes(1000)
+    assert refused.value.retry_after_s == pytest.approx(10)
+    assert "6000 bytes per minute is this tenant's limit" in refused.value.message
+    clock.now += 10
+    gateway.enter(limits).take_bytes(1000)
+
+
+def test_a_debt_of_pushed_bytes_stops_no_request(gateway: Gateway) -> None:
+    limits = Limits(bytes_per_min=60, requests_per_min=10)
+    gateway.enter(limits).take_bytes(10_000)
+    gateway.enter(limits).release()
+
+
 def test_tokens_are_reserved_and_settled_by_what_was_used(gateway: Gateway) -> None:
     limits = Limits(tokens_per_min=600)
     hold = gateway.enter(limits, 500)

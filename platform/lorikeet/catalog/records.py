@@ -4,16 +4,22 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from fnmatch import fnmatchcase
 
 from lorikeet_engine.adapter import AdapterRef, Residency, TouchedModules
 
 
 class Scope(Enum):
-    """What a key allows. READ_ONLY: to look at all that an admin or its tenant may look at."""
+    """What a key allows.
+
+    READ_ONLY: to look at all that an admin or its tenant may look at. PUBLISH: to push versions of
+    a tenant's adapters, and nothing else.
+    """
 
     INFER = "infer"
     ADMIN = "admin"
     READ_ONLY = "read-only"
+    PUBLISH = "publish"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,7 @@ class Limits:
     requests_per_min, tokens_per_min: on the average; burst_s: how many seconds' worth may come at
     once. A prompt's tokens and an answer's count alike. max_concurrent: requests at once.
     max_context: tokens of prompt and answer. tokens_per_month: the budget, by UTC's calendar.
+    bytes_per_min: of pushed adapters, averaged as the first two.
     """
 
     requests_per_min: int | None = None
@@ -31,6 +38,7 @@ class Limits:
     max_concurrent: int | None = None
     max_context: int | None = None
     tokens_per_month: int | None = None
+    bytes_per_min: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,8 @@ class KeyRecord:
     tenant None: an administrator's key that belongs to no tenant. limits: hold beside the tenant's,
     and are of one key all but tokens_per_month. priority: of its tenant's requests those of the
     higher one begin first. name: what people call it, "" is nothing. expires: Unix seconds, None is
-    never. replaced_by: the id of the key that a rotation put into its place.
+    never. replaced_by: the id of the key that a rotation put into its place. adapters: patterns of
+    the names that a publish key may push, in which * stands for any characters.
     """
 
     id: str
@@ -76,6 +85,12 @@ class KeyRecord:
     priority: int = 0
     expires: float | None = None
     replaced_by: str | None = None
+    adapters: tuple[str, ...] = ()
+
+    def may_push(self, name: str) -> bool:
+        """Whether it is a publish key for adapters of this name."""
+        allowed = any(fnmatchcase(name, pattern) for pattern in self.adapters)
+        return Scope.PUBLISH in self.scopes and allowed
 
     def expired(self, now: float) -> bool:
         """Whether it ended at or before `now`, Unix seconds."""

@@ -14,6 +14,7 @@ from lorikeet.catalog.rules.limits import (
     TenantOptions,
     check_key_options,
     check_options,
+    check_publish_options,
 )
 from lorikeet.catalog.writer import CatalogWriter
 from lorikeet.errors import InvalidInput
@@ -65,6 +66,7 @@ class TenantCatalog(CatalogWriter):
         if tenant is None and Scope.INFER in scopes:
             raise InvalidInput("scope 'infer' is for a tenant's key: name one", param="scopes")
         check_key_options(tenant, options, self._clock())
+        check_publish_options(tenant, scopes, options.get("adapters", ()))
         secret = _new_secret()
         change = KeyCreated(
             id=_new_key_id(),

@@ -14,9 +14,11 @@ from lorikeet.gateway.services import Services
 from lorikeet_engine.adapter import AdapterRef
 
 _UNKNOWN = "this API key is unknown or was revoked: ask your admin for another"
+_SHOWN = 64  # characters of a name that may be any text
 _READ_ONLY = "this key is read-only: use one that may change things"
 _REFUSALS = {
     Scope.INFER: "this key may not infer: use a tenant's key with scope infer",
+    Scope.PUBLISH: "this key may not push: use one that `lorikeet keys create --publish` made",
     Scope.ADMIN: "this key is not an admin's: use one that `lorikeet init` or another admin made",
 }
 
@@ -60,10 +62,19 @@ class RequestAuthenticator:
 
     async def caller(self, request: Request) -> Caller:
         """Return who sends a generate request. Raises InvalidKey, Forbidden, Unavailable."""
-        key = await self._authenticate(request, Scope.INFER)
-        tenant = key.tenant
-        assert tenant is not None
-        return Caller(await self._catalog_view.ask(lambda state: state.tenant(tenant)), key)
+        return await self._caller(request, Scope.INFER)
+
+    async def publisher(self, request: Request, name: str) -> Caller:
+        """Return who pushes an adapter of this name, or asks about one with a read-only key.
+
+        Raises InvalidKey, Forbidden, Unavailable.
+        """
+        caller = await self._caller(request, Scope.PUBLISH)
+        key = caller.key
+        if Scope.PUBLISH in key.scopes and not key.may_push(name):
+            allowed = ", ".join(key.adapters)
+            raise Forbidden(f"this key may not push {name[:_SHOWN]!r}: it may push {allowed}")
+        return caller
 
     async def tenant(self, request: Request) -> TenantRecord:
         """Return the tenant whose key a request has. Raises InvalidKey, Forbidden, Unavailable."""
@@ -100,6 +111,12 @@ class RequestAuthenticator:
             )
         return found
 
+    async def _caller(self, request: Request, scope: Scope) -> Caller:
+        key = await self._authenticate(request, scope)
+        tenant = key.tenant
+        assert tenant is not None
+        return Caller(await self._catalog_view.ask(lambda state: state.tenant(tenant)), key)
+
     async def _authenticate(self, request: Request, scope: Scope) -> KeyRecord:
         authorization = _authorization(request, scope)
         reading = request.method in ("GET", "HEAD")
@@ -118,7 +135,7 @@ def _authorization(request: Request, scope: Scope) -> str | None:
     Raises InvalidKey where the two name different keys.
     """
     authorization = request.headers.get("authorization")
-    api_key = request.headers.get("x-api-key") if scope is Scope.INFER else None
+    api_key = request.headers.get("x-api-key") if scope is not Scope.ADMIN else None
     if not api_key:
         return authorization
     if authorization is None:
@@ -138,13 +155,13 @@ def authenticate(
 ) -> KeyRecord:
     """The key of an `Authorization: Bearer lk_…` header, if it may do what is asked.
 
-    scope: INFER on tenants' routes, ADMIN on admins'. Admins do not infer and tenants do not
-    administer, whatever scopes their keys were given. reading: a request that changes and computes
-    nothing, so a read-only key will do as well. now: Unix seconds. Raises InvalidKey, Forbidden;
-    EndedKey for a key that no later view of the catalog will accept.
+    scope: INFER on tenants' routes, PUBLISH where they push, ADMIN on admins'. Admins do not infer
+    and tenants do not administer, whatever scopes their keys were given. reading: a request that
+    changes and computes nothing, so a read-only key will do as well. now: Unix seconds. Raises
+    InvalidKey, Forbidden; EndedKey for a key that no later view of the catalog will accept.
     """
     key = _key(state, authorization, now)
-    of_this_plane = (key.tenant is not None) is (scope is Scope.INFER)
+    of_this_plane = (key.tenant is not None) is (scope is not Scope.ADMIN)
     enough = {scope, Scope.READ_ONLY} if reading else {scope}
     if not of_this_plane or not enough & key.scopes:
         read_only = of_this_plane and Scope.READ_ONLY in key.scopes

@@ -23,8 +23,8 @@ class MinuteLimit:
     afterwards. In any T seconds at most capacity + rate * T passes, and what the last one that
     passed was larger than the level. Every bucket holds one, however small the share.
 
-    kind: "requests" or "tokens". burst_s: how many seconds' worth it holds. `now` is in seconds and
-    never goes back.
+    kind: "requests", "tokens" or "bytes". burst_s: how many seconds' worth it holds. `now` is in
+    seconds and never goes back.
     """
 
     def __init__(self, kind: str, per_min: int, burst_s: float, share: float, now: float) -> None:
@@ -73,7 +73,7 @@ class MinuteLimit:
 
 
 class Allowance:
-    """Requests and tokens per minute, and requests at once, of which this gateway has a share.
+    """Requests, tokens and bytes per minute, and requests at once, of which this has a share.
 
     The share is a number that LimitSync (gateway/limit_sync.py) moves between requests; a request
     reads it. For one event loop; `now` is in seconds.
@@ -84,6 +84,7 @@ class Allowance:
         self._who = "tenant" if subject.key_id is None else "key"
         self._requests: MinuteLimit | None = None
         self._tokens: MinuteLimit | None = None
+        self._bytes: MinuteLimit | None = None
         self._usual_s = _USUAL_S
         # as if it had been here from the gateway's start
         began = now - shares.settled_s(now)
@@ -102,6 +103,15 @@ class Allowance:
         """Why so much may not begin now, if it may not; without a request, its tokens only."""
         over_minute = self._over_minute(requests, tokens, now)
         return over_minute or (self._over_concurrent(now) if requests else None)
+
+    def bytes_refusal(self, size: int, now: float) -> RateLimited | None:
+        """Why so many bytes may not be pushed now, if they may not."""
+        return self._refusal_of(((self._bytes, size),), now)
+
+    def count_bytes(self, size: int, now: float) -> None:
+        """Count pushed bytes."""
+        if self._bytes is not None:
+            self._bytes.count(size, now)
 
     def count(self, requests: int, tokens: int, now: float) -> None:
         """Count this, whatever is left; what is negative is given back."""
@@ -137,15 +147,22 @@ class Allowance:
             self._requests, "requests", limits.requests_per_min, burst_s, share, now
         )
         self._tokens = _changed(self._tokens, "tokens", limits.tokens_per_min, burst_s, share, now)
+        self._bytes = _changed(self._bytes, "bytes", limits.bytes_per_min, burst_s, share, now)
 
     def _per_minute(self) -> list[MinuteLimit]:
-        return [limit for limit in (self._requests, self._tokens) if limit is not None]
+        kinds = (self._requests, self._tokens, self._bytes)
+        return [limit for limit in kinds if limit is not None]
 
     def _over_minute(self, requests: int, tokens: int, now: float) -> RateLimited | None:
+        return self._refusal_of(((self._requests, requests), (self._tokens, tokens)), now)
+
+    def _refusal_of(
+        self, amounts: Iterable[tuple[MinuteLimit | None, int]], now: float
+    ) -> RateLimited | None:
         even = self._shares.even()
         waits = [
             (limit.wait_s(amount, even, now), limit)
-            for limit, amount in ((self._requests, requests), (self._tokens, tokens))
+            for limit, amount in amounts
             if limit is not None
         ]
         wait_s, limit = max(waits, key=lambda each: each[0], default=(0.0, None))

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
 from lorikeet.errors import LimitStatus, Overloaded, RateLimited
@@ -171,6 +171,16 @@ class RateLimitHold:
         if not reading[tenant]:
             del reading[tenant]
 
+    def take_bytes(self, size: int) -> None:
+        """Count the bytes of a body that is a pushed adapter, before it comes.
+
+        Raises RateLimited.
+        """
+        now = self._limiter.clock()
+        self._refuse([one.bytes_refusal(size, now) for one in self._allowances])
+        for allowance in self._allowances:
+            allowance.count_bytes(size, now)
+
     def reserve(self, tokens: int, base_model: str) -> None:
         """Begin to wait, and reserve so many tokens. Raises Overloaded, RateLimited."""
         self._refuse_over_limits(0, tokens)
@@ -221,11 +231,11 @@ class RateLimitHold:
     def _refuse_over_limits(self, requests: int, tokens: int) -> None:
         """Raises the RateLimited that lasts longest where so much may not begin now."""
         now = self._limiter.clock()
-        refusals = [
-            refusal
-            for allowance in self._allowances
-            if (refusal := allowance.refusal(requests, tokens, now)) is not None
-        ]
+        self._refuse([one.refusal(requests, tokens, now) for one in self._allowances])
+
+    def _refuse(self, found: Sequence[RateLimited | None]) -> None:
+        """Raises the one that lasts longest, if there is any."""
+        refusals = [refusal for refusal in found if refusal is not None]
         if refusals:
             longest = max(refusals, key=lambda refusal: refusal.retry_after_s or 0.0)
             longest.limits = self.limit_statuses()
@@ -234,5 +244,5 @@ class RateLimitHold:
 
 def _any_limit(limits: Limits) -> bool:
     """Whether there is one that a gateway counts for."""
-    counted = (limits.requests_per_min, limits.tokens_per_min, limits.max_concurrent)
-    return counted != (None, None, None)
+    per_min = (limits.requests_per_min, limits.tokens_per_min, limits.bytes_per_min)
+    return any(limit is not None for limit in (*per_min, limits.max_concurrent))

@@ -3,13 +3,14 @@
 Options are what one decision names; what it leaves out stays as it is. None takes a limit away.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from typing_extensions import TypedDict  # typing's own is not read by pydantic before Python 3.12
 
-from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
+from lorikeet.catalog.records import KeyRecord, Limits, Scope, TenantRecord
 from lorikeet.errors import InvalidInput
 
 LONGEST_BURST_S = 86400
@@ -19,6 +20,8 @@ LONGEST_KEY_NAME = 64  # characters
 HIGHEST_PRIORITY = 1000
 """The highest priority of a key or a pin; the lowest is -1000, and 0 the default."""
 LIGHTEST, HEAVIEST = 0.001, 1000.0
+_MOST_PATTERNS = 16
+_PATTERN = re.compile(r"[a-z0-9._*-]{1,64}")
 _LARGEST = 10**15  # exact as a float too, which some clients read
 
 
@@ -30,6 +33,7 @@ class LimitOptions(TypedDict, total=False):
     burst_s: float
     max_concurrent: int | None
     max_context: int | None
+    bytes_per_min: int | None
 
 
 class TenantOptions(LimitOptions, total=False):
@@ -51,10 +55,11 @@ class KeyLimitOptions(LimitOptions, total=False):
 
 
 class KeyOptions(KeyLimitOptions, total=False):
-    """What a key may begin with. expires: Unix seconds."""
+    """What a key may begin with. expires: Unix seconds. adapters: as KeyRecord's."""
 
     name: str
     expires: float | None
+    adapters: tuple[str, ...]
 
 
 Record = TypeVar("Record", TenantRecord, KeyRecord)
@@ -81,6 +86,36 @@ def check_options(options: Mapping[str, Any]) -> None:
         want = _unmet(name, value)
         if want is not None:
             raise InvalidInput(f"{name}={value}: want {want}", param=name)
+
+
+def check_publish_options(
+    tenant: str | None, scopes: Collection[Scope], adapters: Collection[str]
+) -> None:
+    """Whether a key of these scopes may push adapters of these patterns. Raises InvalidInput.
+
+    A publish key is a tenant's, has no other scope, and has patterns; other keys have none.
+    """
+    if Scope.PUBLISH not in scopes:
+        if adapters:
+            raise InvalidInput("adapters: only publish keys have patterns", param="adapters")
+        return
+    if tenant is None or len(scopes) > 1:
+        raise InvalidInput(
+            "scope 'publish' is for a tenant's key that has no other: name a tenant", param="scopes"
+        )
+    if not 1 <= len(adapters) <= _MOST_PATTERNS:
+        raise InvalidInput(
+            f"a publish key wants 1 to {_MOST_PATTERNS} patterns of adapters' names, such as "
+            "policy-*",
+            param="adapters",
+        )
+    for pattern in adapters:
+        if not _PATTERN.fullmatch(pattern):
+            raise InvalidInput(
+                f"adapters={pattern[:80]!a}: want the name of an adapter, in which * stands "
+                "for any characters: policy-*",
+                param="adapters",
+            )
 
 
 def check_may_have_limits(tenant: str | None, options: Mapping[str, Any]) -> None:
@@ -133,7 +168,7 @@ def _unmet(name: str, value: Any) -> str | None:
             return None if fine else f"-{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
         case "burst_s":
             return None if 1 <= value <= LONGEST_BURST_S else f"1 to {LONGEST_BURST_S} seconds"
-        case "name" | "expires":
+        case "name" | "expires" | "adapters":
             return None
         case _:
             fine = value is None or 1 <= value <= _LARGEST

@@ -103,6 +103,8 @@ def key_row(key: KeyRecord) -> Json:
 def key_of(key_id: str, row: Json) -> KeyRecord:
     """What key_row wrote."""
     tenant, scopes, sha256, created, revoked, replaced_by, options = row
+    if "adapters" in options:
+        options["adapters"] = tuple(options["adapters"])
     key = KeyRecord(key_id, tenant, frozenset(map(Scope, scopes)), sha256, created, bool(revoked))
     return with_options(replace(key, replaced_by=replaced_by), options)
 

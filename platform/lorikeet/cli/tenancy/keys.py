@@ -20,6 +20,14 @@ ForTenant = Annotated[
         show_default=False,
     ),
 ]
+Publish = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Only for pushing adapters of such names, such as 'policy-*'. May be repeated.",
+        show_default=False,
+    ),
+]
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -44,6 +52,7 @@ def create(
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Only for looking at things.")
     ] = False,
+    publish: Publish = None,
     name: Annotated[str, typer.Option(help="What people call it.", show_default=False)] = "",
     expires: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Until 15m, 2h or 90d from now.")
@@ -58,11 +67,14 @@ def create(
     """
     if (tenant is None) != for_admin:
         raise typer.BadParameter("want either --tenant NAME or --admin")
+    if publish and (read_only or for_admin):
+        raise typer.BadParameter("a publish key is a tenant's, and for nothing else")
     scope = "read-only" if read_only else "admin" if for_admin else "infer"
     answer = admin(ctx).post(
         "/keys" if tenant is None else f"/tenants/{tenant}/keys",
         {
-            "scopes": [scope],
+            "scopes": ["publish" if publish else scope],
+            **({"adapters": publish} if publish else {}),
             "name": name,
             "expires_s": None if expires is None else parse_duration(expires),
             **limits,
@@ -162,7 +174,7 @@ def _row(key: dict[str, Any]) -> list[Any]:
         key["id"],
         key["name"],
         key["tenant"],
-        ", ".join(key["scopes"]),
+        " ".join([*key["scopes"], *key["adapters"]]),
         moment(key["created"]),
         moment(key["expires"]),
         _state(key),

@@ -109,6 +109,12 @@ LIMITS = (
         "Requests in flight, over all gateways.",
     ),
     _amounts("max_context", "--context", "Context", "Tokens of a prompt with its answer."),
+    _bytes(
+        "bytes_per_min",
+        "--bytes-per-min",
+        "Pushed bytes a minute",
+        "Of pushed adapters, on the average, such as 10GiB.",
+    ),
 )
 """Limits of tenants, and of keys beside their tenants'."""
 

@@ -28,6 +28,7 @@ class LimitsBody(Body):
     burst_s: float | None = None
     max_concurrent: int | None = None
     max_context: int | None = None
+    bytes_per_min: int | None = None
 
     def given(self) -> dict[str, Any]:
         """Return the limits that were given."""

@@ -155,6 +155,7 @@ def key_json(key: KeyRecord) -> Json:
         "scopes": sorted(scope.value for scope in key.scopes),
         **{name: value for name, value in asdict(key.limits).items() if name in _KEY_LIMITS},
         "priority": key.priority,
+        "adapters": list(key.adapters),
         "created": key.created,
         "expires": key.expires,
         "replaced_by": key.replaced_by,

@@ -27,11 +27,20 @@ class NewTenant(TenantLimitsBody):
 
 
 class TenantKey(NewKeyBody):
-    """A tenant's key. Tenants infer; they do not administer."""
+    """A tenant's key. Tenants infer and push; they do not administer.
 
-    scopes: list[Literal["infer", "read-only"]] = Field(
+    adapters: patterns of the names that a publish key may push.
+    """
+
+    scopes: list[Literal["infer", "read-only", "publish"]] = Field(
         [Scope.INFER.value], min_length=1, max_length=1
     )
+    adapters: list[str] = Field(default_factory=list)
+
+    def given(self) -> dict[str, Any]:
+        """Return the limits and the key's other fields that were given."""
+        own = {"adapters": tuple(self.adapters)} if self.adapters else {}
+        return own | super().given()
 
 
 def tenant_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
