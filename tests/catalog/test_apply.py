@@ -72,9 +72,8 @@ def decide(state: CatalogState, act: tuple) -> adapter_rules.Changes:  # type: i
             return tenant_rules.revoke_key(state, f"k{number}")
         case ("register", tenant, name, digest, shared, promote):
             facts = BlobFacts(digest, 10, 8, "demo", 20)
-            return adapter_rules.register(
-                state, tenant, name, facts, shared=shared, promote=promote
-            )
+            alias = "prod" if promote else None
+            return adapter_rules.register(state, tenant, name, facts, shared=shared, alias=alias)
         case ("promote", *rest):
             return adapter_rules.promote(state, *rest)
         case ("rollback", *rest):
@@ -181,11 +180,11 @@ def test_what_entries_do_not_change_is_shared_with_the_state_before() -> None:
         CatalogState(), [Entry(seq=1, nonce="", actor="", time=1.0, changes=tuple(tenants))]
     )
     for tenant in "ab":
-        changes = adapter_rules.register(start, tenant, "x", facts, shared=None, promote=False)
+        changes = adapter_rules.register(start, tenant, "x", facts)
         entry = Entry(seq=start.seq + 1, nonce="", actor="", time=1.0, changes=tuple(changes))
         start = apply_entries(start, [entry])
 
-    changes = adapter_rules.register(start, "a", "y", facts, shared=None, promote=False)
+    changes = adapter_rules.register(start, "a", "y", facts)
     entry = Entry(seq=start.seq + 1, nonce="", actor="", time=1.0, changes=tuple(changes))
     after = apply_entries(start, [entry])
 

@@ -68,6 +68,12 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
 Path and body. None: it names nothing.
 """
 
+PUBLISHERS: set[Route] = {
+    ("PUT", "/v1/adapters/{name}/versions/{digest}"),
+    ("GET", "/v1/adapters/{name}/versions/{digest}"),
+}
+"""For publish keys; read-only ones may look."""
+
 ADMINS: set[Route] = {
     ("GET", "/adapters"),
     ("GET", "/adapters/{tenant}/{name}"),
@@ -250,7 +256,7 @@ def filled(path: str, keys: Keys) -> str:
 def test_every_route_is_in_the_matrix(unchanged: Gateway) -> None:
     there = routes_of(Services(unchanged.catalog, {}, LIMITS, ReplayEngines()))
     admins = {(method, f"/admin/v1{path}") for method, path in ADMINS}
-    assert there == OPEN | TENANTS.keys() | admins | SCRAPED
+    assert there == OPEN | TENANTS.keys() | PUBLISHERS | admins | SCRAPED
 
 
 def test_every_command_is_in_the_matrix() -> None:
@@ -288,6 +294,26 @@ def test_the_tenants_plane_is_for_tenants(
         assert error_of(ask(method, at, key, body), 403)
     read = ask(method, at, keys.reading, body)
     assert read.status_code == (200 if method == "GET" else 403)
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(PUBLISHERS))
+def test_pushing_is_for_publish_keys_and_the_names_they_are_for(
+    unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
+) -> None:
+    at, other = (path.format(name=n, digest="0" * 64) for n in ("support", "nothing"))
+    before = unchanged.catalog.state.seq
+    for key in keys.invalid():
+        assert error_of(ask(method, at, key), 401)["code"] == "invalid_api_key"
+    of_others = keys.infer, keys.others_infer, unchanged.admin_key, keys.admins_reading
+    for key in of_others:
+        assert error_of(ask(method, at, key), 403)["code"] == "forbidden"
+    assert error_of(ask(method, other, keys.publishing), 403)["code"] == "forbidden"
+    expected = (422, 404) if method == "PUT" else (404, 404)
+    answers = ask(method, at, keys.publishing, {}), ask("GET", at, keys.publishing)
+    assert tuple(answer.status_code for answer in answers) == expected
+    for key in (keys.reading, keys.others_reading):
+        assert ask(method, at, key).status_code == (403 if method == "PUT" else 404)
+    assert unchanged.catalog.state.seq == before
 
 
 @pytest.mark.parametrize(("method", "path"), sorted(TENANTS))

@@ -52,21 +52,22 @@ class AdapterCatalog(TenantCatalog):
         *,
         shared: bool | None = None,
         promote: bool = False,
+        alias: str | None = None,
         actor: str,
     ) -> VersionRecord:
         """Upload a validated blob and make it the adapter's next version.
 
-        The first version becomes prod, later ones with `promote`. A blob that already is a usable
-        version of this adapter gives that version. shared None leaves it as it is (at first not
-        shared). Raises InvalidInput, UnknownTenant, and Conflict beyond the tenant's limits.
+        The first version becomes prod, later ones with `promote`, or get another `alias`. A blob
+        that already is a usable version of this adapter gives that version. shared None leaves it
+        as it is (at first not shared). Raises InvalidInput, UnknownTenant, and Conflict beyond the
+        tenant's limits.
         """
         check_name(tenant, "tenant")
         check_name(name, "name")
+        alias = DEFAULT_ALIAS if promote else alias and check_alias(alias)
 
         def decide(state: CatalogState) -> adapter_rules.Changes:
-            return adapter_rules.register(
-                state, tenant, name, facts, shared=shared, promote=promote
-            )
+            return adapter_rules.register(state, tenant, name, facts, shared=shared, alias=alias)
 
         self.refresh()
         self.ask(decide)  # before a long upload

@@ -8,6 +8,7 @@ DEFAULT_ALIAS = "prod"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME_RULE = (
     "want 1 to 64 of a-z, 0-9, '.', '_' and '-', a letter or digit first, and no two dots in a row"
 )
@@ -22,11 +23,28 @@ def check_name(value: str, param: str) -> str:
 
 def check_alias(value: str, param: str = "alias") -> str:
     """Return an alias as it is. Raises InvalidInput."""
-    if not _is_name(value) or value.isdecimal():
+    if not _is_name(value) or value.isdecimal() or is_digest(value):
         raise InvalidInput(
-            f"{param}={_shown(value)}: {_NAME_RULE}; digits alone would be a version", param=param
+            f"{param}={_shown(value)}: {_NAME_RULE}; digits alone would be a version, 64 "
+            "hexadecimal ones a digest",
+            param=param,
         )
     return value
+
+
+def check_digest(value: str, param: str = "digest") -> str:
+    """Return a blob's SHA-256 as it is. Raises InvalidInput."""
+    if not is_digest(value):
+        raise InvalidInput(
+            f"{param}={_shown(value)}: want a SHA-256, 64 lower-case hexadecimal digits",
+            param=param,
+        )
+    return value
+
+
+def is_digest(value: str) -> bool:
+    """Whether this is a blob's SHA-256, 64 lower-case hexadecimal digits."""
+    return _DIGEST.fullmatch(value) is not None
 
 
 def check_selector(value: str, param: str = "selector") -> str:
@@ -35,9 +53,9 @@ def check_selector(value: str, param: str = "selector") -> str:
 
 
 def is_selector(value: str) -> bool:
-    """Whether this may be an alias or a version number."""
+    """Whether this may be an alias, a version number or a digest."""
     is_version = _VERSION.fullmatch(value) is not None
-    return is_version or (_is_name(value) and not value.isdecimal())
+    return is_version or is_digest(value) or (_is_name(value) and not value.isdecimal())
 
 
 def _is_name(value: str) -> bool:

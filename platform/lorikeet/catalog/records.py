@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
 
+from lorikeet.catalog.names import is_digest
 from lorikeet_engine.adapter import AdapterRef, Residency, TouchedModules
 
 
@@ -176,11 +177,13 @@ class AdapterRecord:
         return self.versions[number - 1] if 1 <= number <= len(self.versions) else None
 
     def select(self, selector: str, session: str | None = None) -> VersionRecord | None:
-        """The usable version that an alias or a version number names.
+        """The usable version that an alias, a version number or a digest names.
 
         session: where an alias shares its requests, the same session always gets the same version,
         and one that is with the second stays there while its share grows. None: the first.
         """
+        if is_digest(selector):
+            return self.with_digest(selector)
         number = int(selector) if selector.isdecimal() else self.aliases.get(selector)
         share = self.shares.get(selector) if session is not None else None
         if share and _hash_fraction(f"{self.label}@{selector} {session}") < share.fraction:

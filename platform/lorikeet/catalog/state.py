@@ -91,7 +91,7 @@ class CatalogState:
     def resolve(self, model: str, tenant: str, session: str | None = None) -> AdapterRef:
         """The version that `model` names for this tenant: its own adapter's or a shared one's.
 
-        model: owner/name, owner/name@alias or owner/name@version; without either, the alias prod.
+        model: owner/name, owner/name@alias, @version or @digest; without any, the alias prod.
         session: whose request it is, for aliases that share theirs; see AdapterRecord.select.
         Raises UnknownModel, alike for what is absent, retired, misspelt or another tenant's.
         """

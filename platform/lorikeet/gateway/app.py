@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.dialects import Dialect
+from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.apis.openapi import openapi_routes
 from lorikeet.gateway.auth import RequestAuthenticator
@@ -23,6 +24,7 @@ from lorikeet.gateway.error_responses import (
 )
 from lorikeet.gateway.generate import generate_routes
 from lorikeet.gateway.limit_sync import LimitSync
+from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
 from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
 from lorikeet.gateway.routes.models import model_routes
@@ -61,14 +63,21 @@ def create_app(services: Services) -> FastAPI:
 
     app = _application(services, catalog_view, limit_sync)
     stored = StoredResponses(services.responses, services.metrics)
+    registration = Registration(services, catalog_view)
+    pushes = PushEndpoints(
+        services, authenticator, rate_limiter, request_log, catalog_view, registration
+    )
     app.router.routes += generate_routes(services, authenticator, rate_limiter, request_log, stored)
     for router in (
         request_routes(authenticator, request_log),
         usage_routes(authenticator, usage),
         model_routes(services, authenticator, catalog_view),
         response_routes(authenticator, rate_limiter, request_log, stored),
+        push_routes(pushes),
         openapi_routes(authenticator),
-        admin_routes(services, authenticator, catalog_view, request_log, usage, traffic),
+        admin_routes(
+            services, authenticator, catalog_view, registration, request_log, usage, traffic
+        ),
         ui_routes(),
         metrics_routes(authenticator, Scrape(services)),
         health_routes(services.engines, catalog_view),

@@ -131,22 +131,27 @@ async def limited(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
         yield part
 
 
+async def in_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield a body's parts as they come. Raises RequestTimeout where they come too slowly."""
+    received, due_s = 0, asyncio.get_running_loop().time() + BODY_S
+    while True:
+        try:
+            async with asyncio.timeout_at(due_s + received / LEAST_BYTES_PER_S):
+                part = await anext(parts, None)
+        except TimeoutError:
+            raise RequestTimeout(
+                f"of the body {received} bytes have come in time: send all of it within "
+                f"{BODY_S:g} s, or at {LEAST_BYTES_PER_S // 2**10} KiB a second"
+            ) from None
+        if part is None:
+            return
+        received += len(part)
+        yield part
+
+
 async def _read_in_time(request: Request) -> bytes:
     """Return a JSON body. Raises RequestTooLarge, and RequestTimeout where it does not come."""
-    parts, received = list[bytes](), 0
-    due_s = asyncio.get_running_loop().time() + BODY_S
-    try:
-        async with asyncio.timeout_at(due_s) as limit:
-            async for part in limited(request, MAX_JSON_BYTES):
-                parts.append(part)
-                received += len(part)
-                limit.reschedule(due_s + received / LEAST_BYTES_PER_S)
-    except TimeoutError:
-        raise RequestTimeout(
-            f"of the body {received} bytes have come in time: send all of it within {BODY_S:g} s, "
-            f"or at {LEAST_BYTES_PER_S // 2**10} KiB a second"
-        ) from None
-    return b"".join(parts)
+    return b"".join([part async for part in in_time(limited(request, MAX_JSON_BYTES))])
 
 
 class ValueBudget:

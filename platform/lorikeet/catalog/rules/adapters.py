@@ -36,12 +36,13 @@ def register(
     name: str,
     facts: BlobFacts,
     *,
-    shared: bool | None,
-    promote: bool,
+    shared: bool | None = None,
+    alias: str | None = None,
 ) -> Changes:
     """Add a version with these facts, unless a usable one holds the same blob.
 
-    An adapter's only usable version becomes prod by itself. shared None leaves it as it is.
+    alias: points to it from then on. An adapter's only usable version becomes prod by itself.
+    shared None leaves it as it is.
     Raises UnknownTenant, and Conflict beyond the tenant's limits.
     """
     state.tenant(tenant)
@@ -54,8 +55,10 @@ def register(
         changes.append(VersionRegistered(tenant=tenant, name=name, version=number, **known))
     if shared is not None and shared != record.shared:
         changes.append(AdapterShared(tenant=tenant, name=name, shared=shared))
-    if (promote or record.retired) and record.aliases.get(DEFAULT_ALIAS) != number:
-        changes.append(AliasMoved(tenant=tenant, name=name, alias=DEFAULT_ALIAS, version=number))
+    moving = {alias} if alias else set()
+    for each in sorted(moving | {DEFAULT_ALIAS} if record.retired else moving):
+        if record.aliases.get(each) != number:
+            changes.append(AliasMoved(tenant=tenant, name=name, alias=each, version=number))
     if held is None:
         check_quota(state, tenant, changes)
     return changes

@@ -6,11 +6,9 @@ those that cannot go there; POST /adapters/…/versions makes the upload a versi
 be repeated at will.
 """
 
-import asyncio
 import base64
 import hashlib
 import tempfile
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,15 +17,14 @@ from pydantic import Field
 
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.uploads import Uploads
-from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge, StoreError
+from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge
 from lorikeet.gateway.admin.registration import RegisteredVersion, Registration, RegistrationRequest
 from lorikeet.gateway.admin.smoke import smoke_test
 from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body, limited
 from lorikeet.gateway.error_responses import CREATED, OK
+from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
-
-_WRITE_BYTES = 4 * 2**20
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Json = dict[str, Any]
@@ -93,7 +90,8 @@ class UploadEndpoints:
         limits = await registration.check(tenant, base_model)
         with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
             blob = Path(folder) / "adapter.safetensors"
-            await _receive(request, blob, limits.max_bytes, registration.workers)
+            body = limited(request, limits.max_bytes)
+            await receive_file(body, blob, registration.workers)
             facts = await registration.validate(order, blob)
             made = await registration.record(order, blob, facts)
         response.status_code = CREATED if made.is_new else OK
@@ -123,7 +121,7 @@ class UploadEndpoints:
         size = upload.part_size(number)
         with tempfile.TemporaryDirectory(prefix="lorikeet-part-") as folder:
             part = Path(folder) / "part"
-            await _receive(request, part, size, self._registration.workers)
+            await receive_file(limited(request, size), part, self._registration.workers)
             await run(_check_part, part, size, request.headers.get("content-md5"))
             await run(uploads.put, upload, number, part)
         return {"number": number, "size_bytes": size}
@@ -172,27 +170,6 @@ class UploadEndpoints:
             if error.param != "base_model":  # else it is right once the admin says which
                 await self._registration.run(self._uploads.end, digest, order.actor)
             raise
-
-
-async def _receive(request: Request, path: Path, max_bytes: int, workers: Executor) -> None:
-    """Write the body to `path`. Raises RequestTooLarge, and StoreError when the disk is full."""
-    loop = asyncio.get_running_loop()
-    try:
-        with path.open("wb") as file:
-            held: list[bytes] = []
-            held_bytes = 0
-            async for part in limited(request, max_bytes):
-                held.append(part)
-                held_bytes += len(part)
-                if held_bytes >= _WRITE_BYTES:
-                    await loop.run_in_executor(workers, file.write, b"".join(held))
-                    held, held_bytes = [], 0
-            await loop.run_in_executor(workers, file.write, b"".join(held))
-    except OSError as error:
-        raise StoreError(
-            f"the gateway could not keep the upload ({error.strerror}): free space in "
-            f"{path.parent.parent}, then send it again"
-        ) from error
 
 
 def _begin(uploads: Uploads, wanted: BeginUpload, actor: str) -> Json:

@@ -25,10 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRequest:
-    """A blob that an admin wants registered.
+    """A blob that somebody wants registered.
 
     base_model: the one it was trained on; None: the one it names. shared None leaves that as it
-    is. actor: the id of the admin's key.
+    is. promote: make it prod. alias: another alias that is to point to it. actor: the id of the
+    key that asks for it.
     """
 
     tenant: str
@@ -37,6 +38,7 @@ class RegistrationRequest:
     promote: bool = False
     shared: bool | None = None
     base_model: str | None = None
+    alias: str | None = None
 
 
 class RegisteredVersion(NamedTuple):
@@ -103,6 +105,7 @@ class Registration:
             self._services.catalog.register,
             shared=order.shared,
             promote=order.promote,
+            alias=order.alias,
             actor=order.actor,
         )
         version = await self.run(register, order.tenant, order.name, blob, facts)

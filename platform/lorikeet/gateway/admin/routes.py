@@ -29,6 +29,7 @@ def admin_routes(
     services: Services,
     authenticator: RequestAuthenticator,
     catalog_view: GatewayCatalogView,
+    registration: Registration,
     request_log: RequestLog,
     usage: UsageReports,
     traffic: RecentTraffic,
@@ -37,7 +38,6 @@ def admin_routes(
     checks = [Depends(authenticator.admin), Depends(_check_path)]
     router = APIRouter(prefix="/admin/v1", dependencies=checks)
     pins = PinReporter(services.catalog, services.engines, catalog_view)
-    registration = Registration(services, catalog_view)
     uploads = Uploads(services.catalog.store, services.part_bytes)
     router.include_router(upload_routes(services, uploads, registration))
     router.include_router(smoke_routes(services, catalog_view))

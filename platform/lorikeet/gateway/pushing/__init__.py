@@ -1,0 +1,1 @@
+"""Pushing: trainers send versions of adapters with publish keys (docs/pushing.md)."""

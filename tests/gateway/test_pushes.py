@@ -1,0 +1,163 @@
+"""Trainers push versions with publish keys: each is wholly there or not at all."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.records import Scope
+from tests.gateway.conftest import Gateway, chat, eventually, make_blob
+from tests.gateway.test_bad_requests import error_of
+
+
+@pytest.fixture
+def trainer(gateway: Gateway) -> "Trainer":
+    return Trainer(gateway)
+
+
+class Trainer:
+    """One with a publish key for acme's adapters whose names begin with policy."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.key_id, self.key = self.new_key()
+
+    def new_key(self, **limits: Any) -> tuple[str, str]:
+        record, secret = self.gateway.catalog.create_key(
+            "acme", {Scope.PUBLISH}, adapters=("policy*",), actor="test", **limits
+        )
+        return record.id, secret
+
+    def blob(self, seed: int = 1, **peft: Any) -> bytes:
+        return make_blob(self.gateway.folder / "pushed", seed=seed, **peft)
+
+    def push(
+        self,
+        blob: bytes | Iterator[bytes],
+        name: str = "policy",
+        key: str | None = None,
+        digest: str | None = None,
+        headers: Mapping[str, str] = {},
+        **query: Any,
+    ) -> httpx.Response:
+        if digest is None:
+            assert isinstance(blob, bytes)
+            digest = hashlib.sha256(blob).hexdigest()
+        path = f"/v1/adapters/{name}/versions/{digest}"
+        return self.gateway.request(
+            "PUT", path, key or self.key, content=blob, params=query, more_headers=headers
+        )
+
+    def show(self, digest: str, name: str = "policy") -> httpx.Response:
+        return self.gateway.request("GET", f"/v1/adapters/{name}/versions/{digest}", self.key)
+
+
+def digest_of(blob: bytes) -> str:
+    return hashlib.sha256(blob).hexdigest()
+
+
+def test_a_pushed_version_answers_by_its_digest(trainer: Trainer) -> None:
+    blob = trainer.blob()
+    pushed = trainer.push(blob, wait="durable")
+    assert pushed.status_code == 201
+    version = pushed.json()
+    assert version["model"] == f"acme/policy@{digest_of(blob)}"
+    assert (version["version"], version["durable"], version["aliases"]) == (1, True, ["prod"])
+    assert trainer.gateway.catalog.store.get(blob_key(digest_of(blob))) == blob
+    answer = trainer.gateway.post("/v1/chat/completions", chat(version["model"]))
+    assert answer.headers["x-lorikeet-adapter-digest"] == digest_of(blob)
+    assert trainer.show(digest_of(blob)).json() == version
+
+
+def test_the_same_push_again_changes_nothing(trainer: Trainer) -> None:
+    blob = trainer.blob()
+    first = trainer.push(blob, wait="durable")
+    before = trainer.gateway.catalog.refresh().seq
+    again = trainer.push(blob, wait="durable")
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json() == again.json()
+    assert trainer.gateway.catalog.refresh().seq == before
+
+
+def test_an_alias_moves_with_a_push(trainer: Trainer) -> None:
+    first, second, third = (trainer.blob(seed) for seed in (1, 2, 3))
+    trainer.push(first, wait="durable")
+    assert trainer.push(second, wait="durable").json()["aliases"] == []
+    assert trainer.push(third, wait="durable", alias="canary").json()["aliases"] == ["canary"]
+    moved = trainer.push(second, wait="durable", alias="prod").json()
+    assert (moved["version"], moved["aliases"]) == (2, ["prod"])
+
+
+def test_who_pushed_stands_in_the_log_and_the_push_can_be_explained(trainer: Trainer) -> None:
+    blob = trainer.blob()
+    pushed = trainer.push(blob, wait="durable")
+    (entry, *_) = trainer.gateway.admin("GET", "/log").json()["data"]
+    assert (entry["actor"], entry["changes"][0]["digest"]) == (trainer.key_id, digest_of(blob))
+    told = trainer.gateway.admin("GET", f"/requests/{pushed.headers['x-request-id']}").json()
+    assert told["request"] == "PUT /v1/adapters/{name}/versions/{digest}"
+    assert (told["key_id"], told["model"]) == (trainer.key_id, pushed.json()["model"])
+    assert told["outcome"] == "finished"
+
+
+def test_a_bad_adapter_says_why_and_changes_nothing(trainer: Trainer) -> None:
+    before = trainer.gateway.catalog.refresh().seq
+    too_high = trainer.blob(rank=8)
+    error = error_of(trainer.push(too_high), 422)
+    assert error["code"] == "invalid_adapter"
+    assert "rank" in error["message"]
+    assert error_of(trainer.push(trainer.blob()[:-4]), 422)["code"] == "invalid_adapter"
+    damaged = error_of(trainer.push(trainer.blob(), digest="0" * 64), 422)
+    assert (damaged["code"], damaged["param"]) == ("invalid_adapter", "digest")
+    assert trainer.gateway.catalog.refresh().seq == before
+    assert trainer.show("0" * 64).status_code == 404
+
+
+def test_a_key_pushes_adapters_of_its_names_alone(trainer: Trainer, tmp_path: Path) -> None:
+    before = trainer.gateway.catalog.refresh().seq
+    refused = error_of(trainer.push(trainer.blob(), name="support"), 403)
+    assert refused["code"] == "forbidden"
+    assert "policy*" in refused["message"]
+    for key in (trainer.gateway.keys["acme"], trainer.gateway.admin_key):
+        assert error_of(trainer.push(trainer.blob(), key=key), 403)["code"] == "forbidden"
+    assert trainer.gateway.catalog.refresh().seq == before
+
+
+def test_pushes_and_their_bytes_are_limited_each_minute(trainer: Trainer) -> None:
+    blob = trainer.blob()
+    _, often = trainer.new_key(requests_per_min=1)
+    assert trainer.push(blob, key=often).is_success
+    assert error_of(trainer.push(blob, key=often), 429)["code"] == "rate_limit_exceeded"
+    _, much = trainer.new_key(bytes_per_min=20 * len(blob), burst_s=1)
+    eventually(lambda: trainer.push(blob, key=much).is_success)  # the bucket of a new gateway fills
+    refused = trainer.push(blob, key=much)
+    assert "bytes per minute" in error_of(refused, 429)["message"]
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+
+
+@pytest.mark.parametrize(
+    ("query", "digest", "param"),
+    [
+        ({"alias": "7"}, None, "alias"),
+        ({"alias": "Prod"}, None, "alias"),
+        ({"base_model": "other"}, None, "base_model"),
+        ({}, "0" * 63, "digest"),
+        ({}, "A" * 64, "digest"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(
+    trainer: Trainer, query: dict[str, str], digest: str | None, param: str
+) -> None:
+    assert error_of(trainer.push(trainer.blob(), digest=digest, **query), 400)["param"] == param
+
+
+def test_a_body_of_unknown_length_is_refused(trainer: Trainer) -> None:
+    blob = trainer.blob()
+    refused = trainer.push(iter([blob]), digest=digest_of(blob))
+    assert error_of(refused, 400)["param"] == "content-length"
+    length = {"content-length": str(len(blob))}
+    streamed = trainer.push(iter([blob[:99], blob[99:]]), digest=digest_of(blob), headers=length)
+    assert streamed.status_code == 201
