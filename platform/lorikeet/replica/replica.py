@@ -27,12 +27,14 @@ from lorikeet.protocol.messages import (
     SmokeTest,
 )
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
+from lorikeet.protocol.pushing import HoldState, PushMessage
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.replica.base_copies import changed_copies
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.replica.metering import Metering
 from lorikeet.replica.output_dispatcher import OutputDispatcher
 from lorikeet.replica.prompts import PromptEncoder
+from lorikeet.replica.pushed_adapters import PushedAdapters
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.replica.smoke import Completions, run_smoke_test
 from lorikeet.replica.status_feed import StatusFeed
@@ -83,6 +85,9 @@ class Replica:
             build, self._outputs.dispatch, self.engine_ended, self._status_changed
         )
         self._feed = StatusFeed(self._engine.status)
+        self._pushed = PushedAdapters(
+            settings.cache_dir, self._engine, self._feed.residency, lambda at: self._pins.get(at)
+        )
         context = self._engine.info.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model], context)
         self._requests = RequestBuilder(self._encoder, settings.base_models[base_model], context)
@@ -159,6 +164,7 @@ class Replica:
             return None
         for digest in self._pins.keys() - decision.pins.keys():
             self._engine.unpin(digest)
+            self._pushed.unpinned(digest)
         for digest, target in decision.pins.items():
             if digest not in self._pins or self._pins[digest].tier != target.tier:
                 self._engine.pin(target.ref, target.tier)
@@ -167,6 +173,10 @@ class Replica:
         for each in decision.prefetches:
             self._engine.prefetch(each.ref, each.tier, each.uses)
         return self.name
+
+    async def push(self, message: PushMessage) -> HoldState:
+        """Do what a gateway asks for an adapter that was pushed to it."""
+        return await self._pushed.answer(message)
 
     async def report(self, tier: Residency = Residency.DISK) -> ReplicaReport:
         """Return the engine's status and the adapters at `tier` or nearer, or in the arena."""

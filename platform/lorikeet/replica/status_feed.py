@@ -47,6 +47,10 @@ class StatusFeed:
             subscriber.moved.update(status.moved)
             subscriber.woken.set()
 
+    def residency(self, digest: str) -> Residency:
+        """Where the engine has an adapter, as it said last."""
+        return self._held.get(digest, Residency.REMOTE)
+
     def update(self) -> StatusUpdate:
         """Return the live stats as they are, to go with an answer."""
         self._seq += 1

@@ -1,0 +1,56 @@
+"""What a gateway asks of replicas to have a pushed adapter in their host memory."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lorikeet_engine.adapter import AdapterRef
+
+
+class HoldState(Enum):
+    """How far a replica is: LACKING the blob, LOADING it to the host, or HELD there or nearer."""
+
+    LACKING = "lacking"
+    LOADING = "loading"
+    HELD = "held"
+
+
+@dataclass(frozen=True, slots=True)
+class PushedPart:
+    """Some bytes of a blob from `offset` on; transfer: names the file that they go into."""
+
+    digest: str
+    transfer: str
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PushedEnd:
+    """All parts of a transfer were sent: verify the blob and keep it."""
+
+    digest: str
+    transfer: str
+
+
+@dataclass(frozen=True, slots=True)
+class HoldPushed:
+    """Keep an adapter in host memory until it is released, or not asked for any more."""
+
+    ref: AdapterRef
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePushed:
+    """Let an adapter be evicted again: it is in the store."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Say how far an adapter is, and change nothing."""
+
+    digest: str
+
+
+PushMessage = PushedPart | PushedEnd | HoldPushed | ReleasePushed | LookUp

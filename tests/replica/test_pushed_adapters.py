@@ -1,0 +1,129 @@
+"""A replica takes a pushed adapter that no store has, and keeps it on the host as it is asked."""
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from demo.fill_catalog import ADAPTERS
+from demo.tasks import TASKS
+from lorikeet.protocol.pushing import (
+    HoldPushed,
+    HoldState,
+    LookUp,
+    PushedEnd,
+    PushedPart,
+    ReleasePushed,
+)
+from lorikeet.replica import pushed_adapters
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter_format import write_blob
+from tests.replica.test_replica import CALL, items_of, run, until
+
+TASK = TASKS[0]
+
+
+@pytest.fixture
+def settings(tmp_path):
+    (tmp_path / "catalog").mkdir()
+    given = {
+        "LORIKEET_CATALOG": str(tmp_path / "catalog"),
+        "LORIKEET_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    return Settings.from_env(given)
+
+
+@pytest.fixture
+def pushed(tmp_path):
+    """A new adapter, and its blob."""
+    folder = shutil.copytree(ADAPTERS / TASK.tenant / TASK.name, tmp_path / "peft")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 77}))
+    digest = write_blob(folder, tmp_path / "blob")
+    return AdapterRef(TASK.tenant, TASK.name, 9, digest), (tmp_path / "blob").read_bytes()
+
+
+async def send(replica, ref, blob, transfer="t1", part_bytes=10_000):
+    """Send a blob's parts, the last ones first, and their end."""
+    for offset in reversed(range(0, len(blob), part_bytes)):
+        data = blob[offset : offset + part_bytes]
+        await replica.push(PushedPart(ref.digest, transfer, offset, data))
+    return await replica.push(PushedEnd(ref.digest, transfer))
+
+
+def is_pinned(ref):
+    def holds(report):
+        return any(each.digest == ref.digest and each.pinned for each in report.adapters)
+
+    return holds
+
+
+def test_a_pushed_adapter_is_on_the_host_and_answers_without_any_store(settings, pushed):
+    ref, blob = pushed
+
+    async def scenario(replica):
+        before = await replica.push(HoldPushed(ref))
+        sent = await send(replica, ref, blob)
+        held = await replica.push(HoldPushed(ref))
+        found = await replica.push(LookUp(ref.digest))
+        await until(is_pinned(ref), replica)
+        items = await items_of(replica, replace(CALL, adapter=ref))
+        return before, sent, held, found, items[0]
+
+    before, sent, held, found, header = run(settings, scenario)
+    assert (before, sent) == (HoldState.LACKING, HoldState.LOADING)
+    assert (held, found) == (HoldState.HELD, HoldState.HELD)
+    assert (header.digest, header.residency) == (ref.digest, Residency.HOST)
+
+
+def test_a_released_adapter_may_be_evicted_again(settings, pushed):
+    ref, blob = pushed
+
+    async def scenario(replica):
+        await send(replica, ref, blob)
+        await replica.push(HoldPushed(ref))
+        await until(is_pinned(ref), replica)
+        await replica.push(ReleasePushed(ref.digest))
+        await until(lambda report: not is_pinned(ref)(report), replica)
+
+    run(settings, scenario)
+
+
+def test_what_nobody_asks_for_any_more_is_released(settings, pushed, monkeypatch):
+    monkeypatch.setattr(pushed_adapters, "HELD_S", 0.5)
+    ref, blob = pushed
+
+    async def scenario(replica):
+        await send(replica, ref, blob)
+        await replica.push(HoldPushed(ref))
+        await until(is_pinned(ref), replica)
+        await until(lambda report: not is_pinned(ref)(report), replica)
+
+    run(settings, scenario)
+
+
+def test_a_blob_that_was_damaged_or_did_not_come_whole_is_not_there(settings, pushed):
+    ref, blob = pushed
+
+    async def scenario(replica):
+        damaged = await send(replica, ref, blob[:-1] + b"?")
+        half = await send(replica, ref, blob[:100], transfer="t2")
+        never = await replica.push(PushedEnd(ref.digest, "t3"))
+        return damaged, half, never, await replica.push(HoldPushed(ref))
+
+    assert set(run(settings, scenario)) == {HoldState.LACKING}
+    assert not [path for path in settings.cache_dir.iterdir() if path.name.startswith(ref.digest)]
+
+
+def test_two_gateways_may_send_one_blob_at_the_same_time(settings, pushed):
+    ref, blob = pushed
+
+    async def scenario(replica):
+        sent = (send(replica, ref, blob, transfer) for transfer in ("t1", "t2"))
+        return *await asyncio.gather(*sent), await replica.push(HoldPushed(ref))
+
+    *sent, held = run(settings, scenario)
+    assert (set(sent), held) == ({HoldState.LOADING}, HoldState.HELD)
