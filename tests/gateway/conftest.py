@@ -192,6 +192,8 @@ class ReplayEngines:
         self.maps: list[ReplicaReport] = []
         self.base_matrices: set[str] = set()
         self.serves = True
+        self.takes_pushes = True
+        self.held: dict[str, bytes] = {}  # blobs that replicas hold, by digest
 
     async def stream_answer(self, base_model: str, call: Call) -> Items:
         self.calls.append((base_model, call))
@@ -209,6 +211,17 @@ class ReplayEngines:
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
         return [copy.module for copy in copies if copy.sha256 not in self.base_matrices]
+
+    async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
+        if self.takes_pushes:
+            self.held[ref.digest] = blob.read_bytes()
+        return self.takes_pushes
+
+    async def holds(self, base_model: str, digest: str) -> bool:
+        return digest in self.held
+
+    async def release(self, base_model: str, digest: str) -> None:
+        """What is released stays until room is wanted."""
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
         if tier is Residency.GPU:

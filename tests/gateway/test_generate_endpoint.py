@@ -19,6 +19,7 @@ from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.generate import GenerateEndpoint
+from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.request_log.request_log import RequestLog
@@ -56,7 +57,9 @@ class Walks:
                 kind,
                 services,
                 RequestAuthenticator(
-                    services, GatewayCatalogView(services.catalog, interval_s=3600.0)
+                    services,
+                    GatewayCatalogView(services.catalog, interval_s=3600.0),
+                    PushedVersions(),
                 ),
                 RateLimiter(LimitShares("g0", 1, 0.0), MonthlyBudget(None)),
                 RequestLog(services.peers),

@@ -24,6 +24,8 @@ from lorikeet.gateway.error_responses import (
 )
 from lorikeet.gateway.generate import generate_routes
 from lorikeet.gateway.limit_sync import LimitSync
+from lorikeet.gateway.pushing.push_lane import PushLane
+from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
 from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
@@ -51,7 +53,9 @@ def create_app(services: Services) -> FastAPI:
     any: then it answers 503 until the store is back.
     """
     catalog_view = GatewayCatalogView(services.catalog, services.refresh_s, services.kept_view)
-    authenticator = RequestAuthenticator(services, catalog_view)
+    pushed = PushedVersions()
+    authenticator = RequestAuthenticator(services, catalog_view, pushed)
+    lane = PushLane(services, catalog_view, pushed)
     shares = LimitShares(services.name, services.gateways, time.monotonic())
     rate_limiter = _rate_limiter(services, shares)
     limit_sync = LimitSync(services.peers, shares, rate_limiter)
@@ -61,11 +65,11 @@ def create_app(services: Services) -> FastAPI:
     add_gauges(services, request_log, catalog_view)
     usage = UsageReports(services.catalog.store)
 
-    app = _application(services, catalog_view, limit_sync)
+    app = _application(services, catalog_view, limit_sync, lane)
     stored = StoredResponses(services.responses, services.metrics)
     registration = Registration(services, catalog_view)
     pushes = PushEndpoints(
-        services, authenticator, rate_limiter, request_log, catalog_view, registration
+        services, authenticator, rate_limiter, request_log, catalog_view, registration, lane, pushed
     )
     app.router.routes += generate_routes(services, authenticator, rate_limiter, request_log, stored)
     for router in (
@@ -87,12 +91,12 @@ def create_app(services: Services) -> FastAPI:
 
 
 def _application(
-    services: Services, catalog_view: GatewayCatalogView, limit_sync: LimitSync
+    services: Services, catalog_view: GatewayCatalogView, limit_sync: LimitSync, lane: PushLane
 ) -> FastAPI:
     """Build the application without its routes."""
     app = FastAPI(
         title="Lorikeet",
-        lifespan=lambda _: _running(services, catalog_view, limit_sync),
+        lifespan=lambda _: _running(services, catalog_view, limit_sync, lane),
         openapi_url=None,  # nothing is told to who has no key
         # FastAPI's own would tell what exceptions say, and they may quote prompts.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
@@ -122,7 +126,7 @@ def _subscribe(request_log: RequestLog, services: Services, traffic: RecentTraff
 
 @asynccontextmanager
 async def _running(
-    services: Services, catalog_view: GatewayCatalogView, limit_sync: LimitSync
+    services: Services, catalog_view: GatewayCatalogView, limit_sync: LimitSync, lane: PushLane
 ) -> AsyncGenerator[None, None]:
     await catalog_view.start()
     work = (catalog_view.follow(), catalog_view.keep(), limit_sync.run())
@@ -130,6 +134,7 @@ async def _running(
     try:
         yield
     finally:
+        await lane.close()
         for task in tasks:
             task.cancel()
         if services.traces is not None:

@@ -10,6 +10,7 @@ from lorikeet.catalog.records import KeyRecord, Scope, TenantRecord, secret_sha2
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import EndedKey, Forbidden, InvalidKey, Unavailable
 from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import Services
 from lorikeet_engine.adapter import AdapterRef
 
@@ -56,9 +57,12 @@ class RequestAuthenticator:
     Its questions are CatalogState's (catalog/state.py): a key, a tenant, an adapter's version.
     """
 
-    def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
+    def __init__(
+        self, services: Services, catalog_view: GatewayCatalogView, pushed: PushedVersions
+    ) -> None:
+        """pushed: versions that the log does not have yet, which requests can name too."""
         self._base_models = services.base_models
-        self._catalog_view = catalog_view
+        self._catalog_view, self._pushed = catalog_view, pushed
 
     async def caller(self, request: Request) -> Caller:
         """Return who sends a generate request. Raises InvalidKey, Forbidden, Unavailable."""
@@ -98,6 +102,8 @@ class RequestAuthenticator:
             return ResolvedModel(model)
 
         def find(state: CatalogState) -> ResolvedModel:
+            if not model.partition("@")[2].isdecimal():  # numbers are for ever, and the log's
+                state = self._pushed.applied_to(state)
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
             size = version.max_rank, version.gpu_bytes

@@ -24,6 +24,7 @@ from lorikeet.tenancy.allowance import limit_headers
 
 OK = 200
 CREATED = 201
+ACCEPTED = 202
 
 _INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
 

@@ -16,7 +16,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.responses.store import ResponseStore
 from lorikeet.settings import Settings
 from lorikeet.tenancy.monthly_budget import RecordedUsage
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import (
     FLOAT32_MEMORY,
     AdapterLimits,
@@ -49,6 +49,22 @@ class EngineClient(Protocol):
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> Sequence[str]:
         """Ask a replica which copies are not the base model's matrices. Raises LorikeetError."""
+        ...
+
+    async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
+        """Have all replicas keep an adapter on their hosts until `release`; whether all have it.
+
+        Replicas keep it for a minute: this is called again for as long as they should. Those that
+        lack it are sent the blob.
+        """
+        ...
+
+    async def holds(self, base_model: str, digest: str) -> bool:
+        """Ask whether all replicas have an adapter on their hosts, or nearer."""
+        ...
+
+    async def release(self, base_model: str, digest: str) -> None:
+        """Let replicas evict an adapter again that was delivered."""
         ...
 
     async def reports(self, tier: Residency = Residency.DISK) -> Sequence[ReplicaReport]:

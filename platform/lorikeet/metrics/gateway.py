@@ -7,6 +7,7 @@ from prometheus_client.core import Metric
 
 from lorikeet.metrics.metric_builders import residency_label
 from lorikeet.metrics.named_counters import BusiestNameCounters, NamedCounter
+from lorikeet.metrics.pushes import PushMetrics
 from lorikeet.request_log.record import RequestRecord
 
 OUTCOMES = ("finished", "refused", "failed", "cancelled")
@@ -58,6 +59,7 @@ class GatewayMetrics:
             "From a finished request's arrival to its end.",
             _REQUEST_S,
         )
+        self.pushes = PushMetrics(self._registry)
         self._tenants = _tenants(min(_TENANTS, _TENANTS_OF_ALL // gateways))
         self._adapters = _adapters(_ADAPTERS)
         self._registry.register(self._tenants)

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from ray.exceptions import RayTaskError
@@ -27,6 +28,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
 from lorikeet.serving.fleet_registry import fleet_of
+from lorikeet.serving.push_delivery import PushDelivery
 from lorikeet.serving.replica_calls import (
     REPLICA_LOST,
     ReplicaStreams,
@@ -35,7 +37,7 @@ from lorikeet.serving.replica_calls import (
     streaming_handle,
 )
 from lorikeet.serving.status_subscriber import StatusSubscriber
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseCopy
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class ServeEngineClient:
 
     def __init__(self, handles: Mapping[str, DeploymentHandle[Any]], gateway: str) -> None:
         self._handles = handles
+        self._deliveries = {name: PushDelivery(each) for name, each in handles.items()}
         self._run_call = {name: streaming_handle(each).run_call for name, each in handles.items()}
         self._gateway = gateway
         self._buffers = ResponseBuffers()
@@ -114,6 +117,18 @@ class ServeEngineClient:
             return cast("list[str]", await self._handles[base_model].changed_copies.remote(copies))
         except (RayTaskError, *REPLICA_LOST) as error:
             raise _lost(error, "changed_copies") from error
+
+    async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
+        """Have all replicas keep an adapter on their hosts; whether all have it."""
+        return await self._deliveries[base_model].deliver(ref, blob)
+
+    async def holds(self, base_model: str, digest: str) -> bool:
+        """Whether all replicas have an adapter on their hosts, or nearer."""
+        return await self._deliveries[base_model].holds(digest)
+
+    async def release(self, base_model: str, digest: str) -> None:
+        """Let replicas evict an adapter again that was delivered."""
+        await self._deliveries[base_model].release(digest)
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
         """What every replica of every base model holds; one that does not answer is left out."""

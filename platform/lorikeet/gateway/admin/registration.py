@@ -28,8 +28,7 @@ class RegistrationRequest:
     """A blob that somebody wants registered.
 
     base_model: the one it was trained on; None: the one it names. shared None leaves that as it
-    is. promote: make it prod. alias: another alias that is to point to it. actor: the id of the
-    key that asks for it.
+    is. promote: make it prod. actor: the id of the key that asks for it.
     """
 
     tenant: str
@@ -38,7 +37,6 @@ class RegistrationRequest:
     promote: bool = False
     shared: bool | None = None
     base_model: str | None = None
-    alias: str | None = None
 
 
 class RegisteredVersion(NamedTuple):
@@ -76,7 +74,7 @@ class Registration:
         if tenant is None:
             return self._services.limits
         await self._catalog_view.refresh()
-        return await self._limits(tenant)
+        return await self.limits(tenant)
 
     async def validate(self, order: RegistrationRequest, blob: Path) -> BlobFacts:
         """Find out all that could make a blob fail later. Raises InvalidAdapter.
@@ -88,7 +86,7 @@ class Registration:
             validate_blob,
             blob,
             self._services.base_models,
-            await self._limits(order.tenant),
+            await self.limits(order.tenant),
             order.base_model,
             self._services.adapter_memory,
         )
@@ -105,7 +103,6 @@ class Registration:
             self._services.catalog.register,
             shared=order.shared,
             promote=order.promote,
-            alias=order.alias,
             actor=order.actor,
         )
         version = await self.run(register, order.tenant, order.name, blob, facts)
@@ -143,7 +140,8 @@ class Registration:
                 param=module,
             )
 
-    async def _limits(self, tenant: str) -> AdapterLimits:
+    async def limits(self, tenant: str) -> AdapterLimits:
+        """Return the limits of a tenant's blobs. Raises UnknownTenant."""
         record = await self._catalog_view.ask(lambda state: state.tenant(tenant))
         return self._services.limits.lowered_to(record.max_rank, record.max_adapter_bytes)
 

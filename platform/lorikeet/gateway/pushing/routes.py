@@ -2,27 +2,34 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from lorikeet.catalog.names import check_alias, check_digest, check_name
-from lorikeet.catalog.records import AdapterRecord, VersionRecord
-from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound
+from lorikeet.catalog.records import AdapterRecord, BlobFacts, VersionRecord
+from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound, RequestTooLarge
+from lorikeet.gateway.admin.blob_validation import check_base_model
 from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
 from lorikeet.gateway.admin.serializers import Json
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import in_time, limited
 from lorikeet.gateway.catalog_view import GatewayCatalogView
-from lorikeet.gateway.error_responses import CREATED, OK
+from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
+from lorikeet.gateway.pushing.push_lane import BLOB, Push, PushLane
+from lorikeet.gateway.pushing.pushed_versions import PushedVersion, PushedVersions
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
+
+Wait = Literal["none", "ready", "durable"]
+Timeout = Annotated[float, Query(ge=0, le=600)]
 
 
 class Pusher(NamedTuple):
@@ -32,11 +39,33 @@ class Pusher(NamedTuple):
     hold: RateLimitHold
 
 
-class FoundVersion(NamedTuple):
-    """A usable version and its adapter."""
+class PushOrder(NamedTuple):
+    """What is pushed: a name, the body's digest, the alias to move and the base model, if named."""
+
+    pusher: Pusher
+    name: str
+    digest: str
+    alias: str | None
+    base_model: str | None
+
+    def registration(self) -> RegistrationRequest:
+        """Return what it is checked as."""
+        tenant, key = self.pusher.caller
+        return RegistrationRequest(tenant.name, self.name, key.id, base_model=self.base_model)
+
+
+class Progress(NamedTuple):
+    """How far a version is. number: its own in the catalog's log; None until it is durable."""
 
     adapter: AdapterRecord
     version: VersionRecord
+    number: int | None
+    ready: bool
+
+    def reached(self, wanted: Wait) -> bool:
+        """Whether this is as far as a client wants to wait."""
+        states = {"none": True, "ready": self.ready, "durable": self.number is not None}
+        return states[wanted]
 
 
 def push_routes(endpoints: "PushEndpoints") -> APIRouter:
@@ -49,7 +78,7 @@ def push_routes(endpoints: "PushEndpoints") -> APIRouter:
 
 
 class PushEndpoints:
-    """What publish keys can ask. A tenant's pushes are checked and recorded one after another."""
+    """What publish keys can ask. A tenant's pushes are checked one after another."""
 
     def __init__(
         self,
@@ -59,10 +88,13 @@ class PushEndpoints:
         request_log: RequestLog,
         catalog_view: GatewayCatalogView,
         registration: Registration,
+        lane: PushLane,
+        pushed: PushedVersions,
     ) -> None:
         self._services, self._authenticator = services, authenticator
         self._rate_limiter, self._request_log = rate_limiter, request_log
         self._catalog_view, self._registration = catalog_view, registration
+        self._lane, self._pushed = lane, pushed
         self._turns = WeakValueDictionary[str, asyncio.Lock]()
 
     async def push(
@@ -73,42 +105,68 @@ class PushEndpoints:
         digest: str,
         alias: str | None = None,
         base_model: str | None = None,
+        wait: Wait = "ready",
+        timeout_s: Timeout = 60.0,
     ) -> Json:
         """Take the body, a blob with this SHA-256, as a version. The same again changes nothing."""
         async with self._limited(request, name, digest) as pusher:
-            tenant, key = pusher.caller
             check_name(name, "name")
             check_digest(digest)
-            alias = alias and check_alias(alias)
-            order = RegistrationRequest(
-                tenant.name, name, key.id, base_model=base_model, alias=alias
-            )
-            limits = await self._registration.check(tenant.name, base_model)
-            size = _content_length(request)
-            body = in_time(limited(request, limits.max_bytes))
-            pusher.hold.take_bytes(size)
-            with tempfile.TemporaryDirectory(prefix="lorikeet-push-") as folder:
-                blob = Path(folder) / "adapter.safetensors"
-                found = await receive_file(body, blob, self._registration.workers)
-                pusher.hold.body_is_here()
-                if found != digest:
-                    raise InvalidAdapter(
-                        f"the body has the digest {found} and not the address's: send it again",
-                        param="digest",
-                    )
-                async with self._turns.setdefault(tenant.name, asyncio.Lock()):
-                    facts = await self._registration.validate(order, blob)
-                    made = await self._registration.record(order, blob, facts)
-        response.status_code = CREATED if made.is_new else OK
-        return _version_json(await self._found(tenant.name, name, digest))
+            order = PushOrder(pusher, name, digest, alias and check_alias(alias), base_model)
+            is_new = await self._progress(pusher.caller.tenant.name, name, digest) is None
+            push = await self._take(request, order)
+            wanted = push.ready if wait == "ready" else push.ended
+            await push.wait_for(wanted, 0.0 if wait == "none" else timeout_s)
+            progress = await self._progress(pusher.caller.tenant.name, name, digest)
+        if progress is None or not progress.reached(wait):
+            response.status_code = ACCEPTED
+        else:
+            response.status_code = CREATED if is_new else OK
+        return _taken_json(push.version) if progress is None else _json(progress)
 
     async def show(self, request: Request, name: str, digest: str) -> Json:
         """Tell how far a pushed version is."""
         async with self._limited(request, name, digest) as pusher:
             pusher.hold.body_is_here()
             tenant = pusher.caller.tenant.name
-            await self._catalog_view.refresh()
-            return _version_json(await self._found(tenant, name, digest))
+            progress = await self._progress(tenant, name, digest)
+            if progress is None:
+                raise NotFound(
+                    f"there is no version {digest[:64]} of {tenant}/{name}, or it was lost before "
+                    "it was durable: push it",
+                    param="digest",
+                )
+            return _json(progress)
+
+    async def _take(self, request: Request, order: PushOrder) -> Push:
+        """Receive and check a blob, and begin to carry it. Raises LorikeetError."""
+        tenant, hold = order.pusher.caller.tenant, order.pusher.hold
+        if order.base_model:
+            check_base_model(order.base_model, self._services.base_models)
+        self._lane.check_room(tenant.name)
+        limits = await self._registration.limits(tenant.name)
+        hold.take_bytes(_content_length(request, limits.max_bytes))
+        folder = tempfile.TemporaryDirectory(prefix="lorikeet-push-")
+        with ExitStack() as refused:
+            refused.callback(folder.cleanup)
+            blob = Path(folder.name) / BLOB
+            body = in_time(limited(request, limits.max_bytes))
+            found = await receive_file(body, blob, self._registration.workers)
+            hold.body_is_here()
+            if found != order.digest:
+                raise InvalidAdapter(
+                    f"the body has the digest {found} and not the address's: send it again",
+                    param="digest",
+                )
+            async with self._turns.setdefault(tenant.name, asyncio.Lock()):
+                facts = await self._registration.validate(order.registration(), blob)
+                version = PushedVersion(tenant.name, order.name, facts, order.alias, time.time())
+                await self._lane.check_quota(version)
+                push = self._lane.begin(version, order.pusher.caller.key.id, folder)
+            if push.folder is folder:
+                refused.pop_all()  # from here on the lane removes it
+        self._services.metrics.pushes.taken(facts.size_bytes)
+        return push
 
     @asynccontextmanager
     async def _limited(
@@ -128,38 +186,69 @@ class PushEndpoints:
             finally:
                 hold.release()
 
-    async def _found(self, tenant: str, name: str, digest: str) -> FoundVersion:
-        """Return the usable version with this digest. Raises NotFound."""
-        record = await self._catalog_view.ask(lambda state: state.find(tenant, name))
-        version = record.with_digest(digest) if record else None
-        if record is None or version is None:
-            raise NotFound(
-                f"there is no version {digest} of {tenant}/{name}: push it", param="digest"
-            )
-        return FoundVersion(record, version)
+    async def _progress(self, tenant: str, name: str, digest: str) -> Progress | None:
+        """Return how far a usable version is; None where no gateway knows it."""
+        view = self._catalog_view
+        known = await view.ask(lambda state: self._pushed.applied_to(state).find(tenant, name))
+        version = known.with_digest(digest) if known else None
+        if known is None or version is None:
+            return None
+        recorded = await view.ask(lambda state: state.find(tenant, name))
+        numbered = recorded.with_digest(digest) if recorded else None
+        ready = await self._lane.is_ready((tenant, name, digest), version.base_model)
+        return Progress(known, version, numbered.version if numbered else None, ready)
 
 
-def _content_length(request: Request) -> int:
-    """Return the size of the body. Raises InvalidInput."""
+def _content_length(request: Request, max_bytes: int) -> int:
+    """Return the size of the body. Raises InvalidInput, RequestTooLarge."""
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal():
         raise InvalidInput("send Content-Length, the size of the body", param="content-length")
+    if int(declared) > max_bytes:
+        raise RequestTooLarge(f"the body is larger than {max_bytes} bytes, the limit here")
     return int(declared)
 
 
-def _version_json(found: FoundVersion) -> Json:
-    record, version = found
+def _json(progress: Progress) -> Json:
+    record, version = progress.adapter, progress.version
+    aliases = record.aliases_of(version.version)
+    return _version_json(
+        record.label,
+        version,
+        version.created,
+        aliases,
+        version=progress.number,
+        ready=progress.ready,
+    )
+
+
+def _taken_json(version: PushedVersion) -> Json:
+    """Return a version that is carried, and that no request can name yet."""
+    label = f"{version.tenant}/{version.name}"
+    return _version_json(label, version.facts, version.created, (), version=None, ready=False)
+
+
+def _version_json(
+    label: str,
+    facts: BlobFacts,
+    created: float,
+    aliases: Sequence[str],
+    *,
+    version: int | None,
+    ready: bool,
+) -> Json:
     return {
         "object": "adapter.version",
-        "model": f"{record.label}@{version.digest}",
-        "adapter": record.label,
-        "digest": version.digest,
-        "version": version.version,
-        "durable": True,
-        "aliases": list(record.aliases_of(version.version)),
-        "base_model": version.base_model,
-        "size_bytes": version.size_bytes,
-        "max_rank": version.max_rank,
-        "gpu_bytes": version.gpu_bytes,
-        "created": version.created,
+        "model": f"{label}@{facts.digest}",
+        "adapter": label,
+        "digest": facts.digest,
+        "version": version,
+        "ready": ready,
+        "durable": version is not None,
+        "aliases": list(aliases),
+        "base_model": facts.base_model,
+        "size_bytes": facts.size_bytes,
+        "max_rank": facts.max_rank,
+        "gpu_bytes": facts.gpu_bytes,
+        "created": created,
     }

@@ -1,0 +1,223 @@
+"""Carries pushed versions: to all replicas first, then into the store.
+
+A push has two states that it reaches by itself. It is *ready* once all replicas of its base model
+hold it and all gateways answer for it; it is *durable* once blob and entry are in the store, for
+which a store that is away is asked again and again.
+"""
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from lorikeet.catalog.rules.adapters import register
+from lorikeet.errors import Conflict, LorikeetError, Overloaded, StoreError
+from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.pushing.pushed_versions import Key, PushedVersion, PushedVersions
+from lorikeet.gateway.services import Services
+from lorikeet.retry_after import STORE_AWAY_S
+from lorikeet_engine.adapter import AdapterRef
+
+log = logging.getLogger(__name__)
+
+_QUESTION = "pushed"
+_MOST_OF_TENANT = 16
+"""Versions of one tenant that a gateway carries at once: each lies on its disk and on all hosts."""
+_KEEP_S, _AGAIN_S = 2.0, 0.25
+_PATIENCE_S = 10.0
+"""After so long a version is recorded that not all replicas could take."""
+_CLOSING_S = 20.0
+_STORERS = 4
+
+
+class Push:
+    """One version that this gateway carries. folder: holds its blob, and goes with it.
+
+    ready: set when all replicas have it; ended: when it is carried no more. durable: whether it is
+    in the store.
+    """
+
+    def __init__(
+        self, version: PushedVersion, actor: str, folder: "tempfile.TemporaryDirectory[str]"
+    ) -> None:
+        self.version, self.actor = version, actor
+        self.folder = folder
+        self.blob = Path(folder.name) / BLOB
+        self.ready, self.ended = asyncio.Event(), asyncio.Event()
+        self.durable = False
+        self.failure: LorikeetError | None = None
+        self.begun_s = time.monotonic()
+
+    async def wait_for(self, event: asyncio.Event, timeout_s: float) -> None:
+        """Wait for the event or the end, so long at most. Raises the failure that ended it."""
+        waits = {asyncio.create_task(each.wait()) for each in (event, self.ended)}
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.failure is not None:
+            raise self.failure
+
+
+BLOB = "adapter.safetensors"
+
+
+class PushLane:
+    """The pushes of one gateway. For one event loop.
+
+    Store writes have threads of their own: a store that hangs keeps no push from being ready.
+    """
+
+    def __init__(
+        self, services: Services, catalog_view: GatewayCatalogView, pushed: PushedVersions
+    ) -> None:
+        self._services, self._catalog_view, self._pushed = services, catalog_view, pushed
+        self._pushes: dict[Key, Push] = {}
+        self._tasks = set[asyncio.Task[None]]()
+        self._storing = ThreadPoolExecutor(_STORERS, thread_name_prefix="push-store")
+        self._turns = WeakValueDictionary[tuple[str, str], asyncio.Lock]()
+        services.peers.register(_QUESTION, self._learn)
+
+    def check_room(self, tenant: str) -> None:
+        """Raises Overloaded where a tenant has as many pushes on their way as it may."""
+        if sum(key[0] == tenant for key in self._pushes) >= _MOST_OF_TENANT:
+            raise Overloaded(
+                f"{_MOST_OF_TENANT} pushed versions of this tenant are not durable yet, as many as "
+                "may be: wait for the store to take one",
+                retry_after_s=STORE_AWAY_S,
+            )
+
+    async def check_quota(self, version: PushedVersion) -> None:
+        """Raises Conflict where the tenant's limits have no room for a version."""
+        tenant, name, _ = version.key
+        await self._catalog_view.ask(
+            lambda state: register(self._pushed.applied_to(state), tenant, name, version.facts)
+        )
+
+    def begin(
+        self, version: PushedVersion, actor: str, folder: "tempfile.TemporaryDirectory[str]"
+    ) -> Push:
+        """Carry a version whose blob lies in a folder, or go on with one that is carried already.
+
+        Raises Conflict where that one is to get another alias.
+        """
+        held = self._pushes.get(version.key)
+        if held is None:
+            held = self._pushes[version.key] = Push(version, actor, folder)
+            task = asyncio.create_task(self._carry(held))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif version.alias not in (None, held.version.alias):
+            raise Conflict(
+                "this version was pushed a moment ago without this alias: send it again once it is "
+                "durable",
+                param="alias",
+            )
+        return held
+
+    async def is_ready(self, key: Key, base_model: str) -> bool:
+        """Whether all replicas have a version, and, if it is carried here, all gateways know it."""
+        push = self._pushes.get(key)
+        if push is not None:
+            return push.ready.is_set()
+        return await self._services.engines.holds(base_model, key[2])
+
+    async def close(self) -> None:
+        """Wait for what is on its way, as long as a gateway has to end."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSING_S)
+        for task in self._tasks:
+            task.cancel()
+
+    async def _learn(self, versions: Sequence[PushedVersion]) -> None:
+        for version in versions:
+            self._pushed.add(version)
+
+    async def _carry(self, push: Push) -> None:
+        tenant, name, digest = key = push.version.key
+        keeping = asyncio.create_task(self._keep(push))
+        try:
+            await push.wait_for(push.ready, _PATIENCE_S)
+            async with self._turns.setdefault((tenant, name), asyncio.Lock()):
+                await self._store(push)
+            push.durable = True
+            self._services.metrics.pushes.durable(time.monotonic() - push.begun_s)
+        except LorikeetError as error:
+            push.failure = error
+            self._pushed.remove(key)
+            log.warning("push_failed", extra={"adapter": f"{tenant}/{name}", "error": str(error)})
+        finally:
+            keeping.cancel()
+            del self._pushes[key]
+            push.ended.set()
+            push.folder.cleanup()
+        await self._services.engines.release(push.version.facts.base_model, digest)
+
+    async def _keep(self, push: Push) -> None:
+        """Have all replicas hold a version and all gateways know it, until cancelled."""
+        version = push.version
+        ref = AdapterRef(
+            version.tenant, version.name, await self._number(version), version.facts.digest
+        )
+        deliver = self._services.engines.deliver
+        while True:
+            held = await _or_false(
+                partial(deliver, version.facts.base_model, ref, push.blob), str(ref)
+            )
+            if held and await self._announce(version) and not push.ready.is_set():
+                push.ready.set()
+                self._services.metrics.pushes.ready(time.monotonic() - push.begun_s)
+            await asyncio.sleep(_KEEP_S if push.ready.is_set() else _AGAIN_S)
+
+    async def _announce(self, version: PushedVersion) -> bool:
+        """Tell all gateways, this one first; whether all have heard it."""
+        poll = await self._services.peers.ask(_QUESTION, (version,))
+        return poll.silent == 0
+
+    async def _number(self, version: PushedVersion) -> int:
+        record = await self._catalog_view.ask(
+            lambda state: self._pushed.applied_to(state).find(version.tenant, version.name)
+        )
+        held = record and record.with_digest(version.facts.digest)
+        return held.version if held else len(record.versions) + 1 if record else 1
+
+    async def _store(self, push: Push) -> None:
+        """Write blob and entry, however long the store is away. Raises Conflict for good."""
+        away = False
+        while True:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._storing, self._write, push)
+            except StoreError as error:
+                if not away:
+                    log.warning("push_waits_for_store", extra={"error": str(error)})
+                away = True
+            except Conflict:
+                await self.check_quota(push.version)
+            else:
+                return
+            await asyncio.sleep(_KEEP_S)
+
+    def _write(self, push: Push) -> None:
+        tenant, name, _ = push.version.key
+        self._services.catalog.register(
+            tenant,
+            name,
+            push.blob,
+            push.version.facts,
+            alias=self._pushed.alias_of(push.version),
+            actor=push.actor,
+        )
+
+
+async def _or_false(work: Callable[[], Awaitable[bool]], adapter: str) -> bool:
+    try:
+        return await work()
+    except Exception as error:  # a replica is lost, or the disk: it is tried again
+        log.warning("push_not_delivered", extra={"adapter": adapter, "error": repr(error)})
+        return False

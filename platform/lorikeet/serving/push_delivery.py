@@ -1,0 +1,89 @@
+"""Brings a pushed adapter into the host memory of every replica of a deployment."""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from lorikeet.protocol.pushing import (
+    HoldPushed,
+    HoldState,
+    LookUp,
+    PushedEnd,
+    PushedPart,
+    PushMessage,
+    ReleasePushed,
+)
+from lorikeet.serving.replica_calls import REPLICA_LOST, broadcast_with_failures
+from lorikeet_engine.adapter import AdapterRef
+
+_PART_BYTES = 2**19  # Serve's gRPC takes 4 MiB, and may be set to less
+_IN_FLIGHT = 8
+"""Parts on their way at once: 4 MiB in the gateway's memory."""
+_END_S = 30.0
+"""How long replicas may take to verify a blob: one of 8 GiB takes 5 s."""
+
+
+class PushDelivery:
+    """One deployment's replicas, asked all at once; one that does not answer has nothing."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+
+    async def deliver(self, ref: AdapterRef, blob: Path) -> bool:
+        """Have all replicas hold an adapter; send its blob if any lacks it. Whether all do."""
+        states = await self._ask(HoldPushed(ref))
+        if HoldState.LACKING in states:
+            await self._send(ref.digest, blob)
+            states = await self._ask(HoldPushed(ref))
+        return _all_hold(states)
+
+    async def holds(self, digest: str) -> bool:
+        """Whether all replicas hold an adapter."""
+        return _all_hold(await self._ask(LookUp(digest)))
+
+    async def release(self, digest: str) -> None:
+        """Let all replicas evict an adapter again."""
+        await self._ask(ReleasePushed(digest))
+
+    async def _send(self, digest: str, blob: Path) -> None:
+        transfer, size = uuid.uuid4().hex, blob.stat().st_size
+        room = asyncio.Semaphore(_IN_FLIGHT)
+
+        async def send(offset: int) -> None:
+            try:
+                data = await asyncio.to_thread(_read, blob, offset)
+                await self._ask(PushedPart(digest, transfer, offset, data))
+            finally:
+                room.release()
+
+        async with asyncio.TaskGroup() as parts:
+            for offset in range(0, size, _PART_BYTES):
+                await room.acquire()
+                parts.create_task(send(offset))
+        await self._ask(PushedEnd(digest, transfer), _END_S)
+
+    async def _ask(self, message: PushMessage, timeout_s: float = 2.0) -> Sequence[HoldState]:
+        """Return what each replica says; LACKING where one does not answer."""
+        try:
+            answers, failures = await broadcast_with_failures(
+                self._handle, "push", message, timeout_s=timeout_s
+            )
+        except (DeploymentUnavailableError, RayError, *REPLICA_LOST):
+            return ()
+        return [*answers, *(HoldState.LACKING for _ in failures)]
+
+
+def _all_hold(states: Sequence[HoldState]) -> bool:
+    return bool(states) and all(state is HoldState.HELD for state in states)
+
+
+def _read(blob: Path, offset: int) -> bytes:
+    with blob.open("rb") as file:
+        file.seek(offset)
+        return file.read(_PART_BYTES)

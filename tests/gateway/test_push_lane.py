@@ -1,0 +1,242 @@
+"""A pushed version is ready before the store has it, and durable as soon as the store takes it."""
+
+import hashlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.errors import StoreError
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.pushing import push_lane
+from lorikeet.gateway.services import ServedModel, Services
+from lorikeet.protocol.peers import Peers, Poll
+from tests.gateway.conftest import (
+    LIMITS,
+    SHAPE,
+    Gateway,
+    chat,
+    eventually,
+    listening,
+    serving,
+)
+from tests.gateway.test_bad_requests import error_of
+from tests.gateway.trainer import Trainer, digest_of
+
+
+class RemoteStore(LocalStore):
+    """A store that is away as long as a test says so."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.is_away = threading.Event()
+
+    def first(self, prefix: str, start_after: str = "") -> str | None:
+        self._check()
+        return super().first(prefix, start_after)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
+        self._check()
+        return super().list(prefix, start_after)
+
+    def get(self, key: str) -> bytes:
+        self._check()
+        return super().get(key)
+
+    def put_file(self, key: str, path: Path) -> None:
+        self._check()
+        super().put_file(key, path)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self._check()
+        super().put_if_absent(key, data)
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        self.is_away.set()
+        try:
+            yield
+        finally:
+            self.is_away.clear()
+
+    def _check(self) -> None:
+        if self.is_away.is_set():
+            raise StoreError("the store does not answer")
+
+
+class NeighbourPeers(Peers):
+    """Gateways of one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[Peers] = []
+        self.silent = 0
+
+    async def poll(self, question: str, *arguments: Any) -> Poll:
+        answers = [await each.answer(question, *arguments) for each in self.others]
+        return Poll(answers, self.silent)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_lane, "_KEEP_S", 0.1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RemoteStore:
+    return RemoteStore(tmp_path / "store")
+
+
+@pytest.fixture
+def peers() -> NeighbourPeers:
+    return NeighbourPeers()
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, store: RemoteStore, peers: NeighbourPeers) -> Iterator[Gateway]:
+    with serving(tmp_path, store, peers=peers) as running:
+        yield running
+
+
+@pytest.fixture
+def trainer(gateway: Gateway) -> Trainer:
+    made = Trainer(gateway)
+    warm = made.push(made.blob(seed=100), name="policy-warm", wait="durable")
+    assert warm.is_success  # the gateway knows the key now
+    return made
+
+
+def is_durable(trainer: Trainer, blob: bytes) -> bool:
+    return bool(trainer.show(digest_of(blob)).json().get("durable"))
+
+
+def digest_that_answers(gateway: Gateway, model: str) -> str:
+    answer = gateway.post("/v1/chat/completions", chat(model))
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-lorikeet-adapter-digest"]
+
+
+def test_a_store_that_is_away_delays_durable_and_not_ready(
+    trainer: Trainer, store: RemoteStore
+) -> None:
+    gateway, blob = trainer.gateway, trainer.blob()
+    with store.away():
+        began_s = time.monotonic()
+        pushed = trainer.push(blob)
+        assert time.monotonic() - began_s < 2
+        version = pushed.json()
+        assert (pushed.status_code, version["aliases"]) == (201, ["prod"])
+        assert (version["ready"], version["durable"], version["version"]) == (True, False, None)
+        for model in (version["model"], "acme/policy", "acme/policy@prod"):
+            assert digest_that_answers(gateway, model) == digest_of(blob)
+        waited = trainer.push(blob, wait="durable", timeout_s=0.3)
+        assert (waited.status_code, waited.json()) == (202, version)
+    eventually(lambda: is_durable(trainer, blob))
+    now = trainer.show(digest_of(blob)).json()
+    assert now | {"created": None} == version | {"durable": True, "version": 1, "created": None}
+    assert digest_that_answers(gateway, version["model"]) == digest_of(blob)
+
+
+def test_a_number_names_no_version_before_it_is_durable(
+    trainer: Trainer, store: RemoteStore
+) -> None:
+    with store.away():
+        assert trainer.push(trainer.blob()).is_success
+        answer = trainer.gateway.post("/v1/chat/completions", chat("acme/policy@1"))
+        assert answer.status_code in (404, 503)
+
+
+def test_nothing_shows_before_every_replica_has_it(trainer: Trainer) -> None:
+    gateway = trainer.gateway
+    first, second = trainer.blob(1), trainer.blob(2)
+    trainer.push(first, wait="durable")
+    gateway.engines.takes_pushes = False
+    pushed = trainer.push(second, alias="prod", timeout_s=0.3)
+    assert (pushed.status_code, pushed.json()["aliases"]) == (202, [])
+    assert not pushed.json()["ready"]
+    assert trainer.show(digest_of(second)).status_code == 404
+    assert digest_that_answers(gateway, "acme/policy") == digest_of(first)
+    gateway.engines.takes_pushes = True
+    eventually(lambda: trainer.show(digest_of(second)).status_code == 200)
+    assert digest_that_answers(gateway, "acme/policy") == digest_of(second)
+    eventually(lambda: is_durable(trainer, second))
+
+
+def test_of_two_pushes_with_one_alias_the_later_one_keeps_it(
+    trainer: Trainer, store: RemoteStore
+) -> None:
+    first, second = trainer.blob(1), trainer.blob(2)
+    with store.away():
+        for blob in (first, second):
+            assert trainer.push(blob, alias="prod").json()["aliases"] == ["prod"]
+            assert digest_that_answers(trainer.gateway, "acme/policy") == digest_of(blob)
+        assert trainer.show(digest_of(first)).json()["aliases"] == []
+    eventually(lambda: is_durable(trainer, first) and is_durable(trainer, second))
+    record = trainer.gateway.catalog.refresh().adapter("acme", "policy")
+    assert [version.digest for version in record.versions] == [digest_of(first), digest_of(second)]
+    assert record.aliases == {"prod": 2}
+
+
+def test_a_push_without_room_is_refused_before_anything_shows(trainer: Trainer) -> None:
+    catalog = trainer.gateway.catalog
+    catalog.limit_tenant("acme", max_adapters=2, actor="test")
+    eventually(lambda: trainer.push(trainer.blob()).status_code == 409)
+    assert "acme/policy" not in {record.label for record in catalog.refresh().adapters("acme")}
+
+
+def test_a_tenant_has_so_many_pushes_on_their_way(
+    trainer: Trainer, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push_lane, "_MOST_OF_TENANT", 2)
+    with store.away():
+        for seed in (1, 2):
+            assert trainer.push(trainer.blob(seed)).is_success
+        error = error_of(trainer.push(trainer.blob(3)), 503)
+        assert error["code"] == "overloaded"
+    eventually(lambda: trainer.push(trainer.blob(3)).is_success)
+
+
+def test_every_gateway_answers_for_what_is_ready(
+    trainer: Trainer, store: RemoteStore, peers: NeighbourPeers, tmp_path: Path
+) -> None:
+    gateway, blob = trainer.gateway, trainer.blob()
+    served = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
+    other_peers = NeighbourPeers()
+    other = Services(AdapterCatalog(store), served, LIMITS, gateway.engines, peers=other_peers)
+    with listening(create_app(other)) as url:
+        peers.others = [other_peers]
+        peers.silent = 1
+        assert trainer.push(blob, timeout_s=0.3).status_code == 202
+        peers.silent = 0
+        with store.away():
+            blob = trainer.blob(2)
+            version = trainer.push(blob, alias="prod").json()
+            assert (version["ready"], version["durable"]) == (True, False)
+            there = Gateway(url, gateway.catalog, gateway.engines, "", tmp_path, gateway.keys)
+            for model in (version["model"], "acme/policy"):
+                assert digest_that_answers(there, model) == digest_of(blob)
+    peers.others = []
+
+
+def test_a_client_that_leaves_in_the_middle_changes_nothing(trainer: Trainer) -> None:
+    blob, gateway = trainer.blob(), trainer.gateway
+    at = urlsplit(gateway.url)
+    head = (
+        f"PUT /v1/adapters/policy/versions/{hashlib.sha256(blob).hexdigest()} HTTP/1.1\r\n"
+        f"host: x\r\nauthorization: Bearer {trainer.key}\r\ncontent-length: {len(blob)}\r\n\r\n"
+    )
+    before = gateway.catalog.refresh().seq
+    with socket.create_connection((at.hostname or "", at.port or 0)) as connection:
+        connection.sendall(head.encode() + blob[:100])
+    time.sleep(0.2)
+    assert trainer.show(digest_of(blob)).status_code == 404
+    assert gateway.catalog.refresh().seq == before
+    assert trainer.push(blob, wait="durable").status_code == 201
