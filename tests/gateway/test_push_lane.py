@@ -139,6 +139,8 @@ def test_a_store_that_is_away_delays_durable_and_not_ready(
             assert digest_that_answers(gateway, model) == digest_of(blob)
         waited = trainer.push(blob, wait="durable", timeout_s=0.3)
         assert (waited.status_code, waited.json()) == (202, version)
+        card = gateway.openai().models.retrieve(version["model"])
+        assert (card.id, card.created) == (version["model"], int(version["created"]))
     eventually(lambda: is_durable(trainer, blob))
     now = trainer.show(digest_of(blob)).json()
     assert now | {"created": None} == version | {"durable": True, "version": 1, "created": None}

@@ -25,7 +25,6 @@ from lorikeet.gateway.error_responses import (
 from lorikeet.gateway.generate import generate_routes
 from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.gateway.pushing.push_lane import PushLane
-from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
 from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
@@ -53,9 +52,8 @@ def create_app(services: Services) -> FastAPI:
     any: then it answers 503 until the store is back.
     """
     catalog_view = GatewayCatalogView(services.catalog, services.refresh_s, services.kept_view)
-    pushed = PushedVersions()
-    authenticator = RequestAuthenticator(services, catalog_view, pushed)
-    lane = PushLane(services, catalog_view, pushed)
+    lane = PushLane(services, catalog_view)
+    authenticator = RequestAuthenticator(services, catalog_view, lane.pushed)
     shares = LimitShares(services.name, services.gateways, time.monotonic())
     rate_limiter = _rate_limiter(services, shares)
     limit_sync = LimitSync(services.peers, shares, rate_limiter)
@@ -68,16 +66,14 @@ def create_app(services: Services) -> FastAPI:
     app = _application(services, catalog_view, limit_sync, lane)
     stored = StoredResponses(services.responses, services.metrics)
     registration = Registration(services, catalog_view)
-    pushes = PushEndpoints(
-        services, authenticator, rate_limiter, request_log, catalog_view, registration, lane, pushed
-    )
-    app.router.routes += generate_routes(services, authenticator, rate_limiter, request_log, stored)
+    checks = services, authenticator, rate_limiter, request_log
+    app.router.routes += generate_routes(*checks, stored)
     for router in (
         request_routes(authenticator, request_log),
         usage_routes(authenticator, usage),
         model_routes(services, authenticator, catalog_view),
         response_routes(authenticator, rate_limiter, request_log, stored),
-        push_routes(pushes),
+        push_routes(PushEndpoints(*checks, catalog_view, registration, lane)),
         openapi_routes(authenticator),
         admin_routes(
             services, authenticator, catalog_view, registration, request_log, usage, traffic

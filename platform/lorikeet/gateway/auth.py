@@ -27,14 +27,15 @@ _REFUSALS = {
 class ResolvedModel(NamedTuple):
     """The base model and adapter that a request's `model` means.
 
-    rank: the adapter's largest; image_bytes: its size on a GPU; both 0 for a base model.
-    trained_on: as VersionRecord's; None for a base model.
+    rank: the adapter's largest; image_bytes: its size on a GPU; created: its version, in Unix
+    seconds. All are 0 for a base model. trained_on: as VersionRecord's; None for a base model.
     """
 
     base_model: str
     adapter: AdapterRef | None = None
     rank: int = 0
     image_bytes: int = 0
+    created: float = 0.0
     trained_on: str | None = None
 
 
@@ -106,8 +107,9 @@ class RequestAuthenticator:
                 state = self._pushed.applied_to(state)
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
-            size = version.max_rank, version.gpu_bytes
-            return ResolvedModel(version.base_model, ref, *size, version.trained_on)
+            sizes = version.max_rank, version.gpu_bytes
+            base_model, trained_on = version.base_model, version.trained_on
+            return ResolvedModel(base_model, ref, *sizes, version.created, trained_on)
 
         found = await self._catalog_view.find(find, (tenant, model))
         if found.base_model not in self._base_models:

@@ -116,6 +116,7 @@ def document() -> dict[str, Any]:
                 _OBJECT,
                 _path("request_id", "x-request-id, or the answer's own id"),
             ),
+            "/v1/adapters/{name}/versions/{digest}": _pushing(),
             "/v1/usage": _get(
                 "get_usage",
                 "Sum up what was used",
@@ -126,13 +127,17 @@ def document() -> dict[str, Any]:
             ),
             "/v1/openapi.json": _get("get_openapi", "Describe the API", _OBJECT),
         },
-        "components": {
-            "securitySchemes": {
-                "key": {"type": "http", "scheme": "bearer"},
-                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-            },
-            "schemas": _schemas(),
+        "components": _components(),
+    }
+
+
+def _components() -> dict[str, Any]:
+    return {
+        "securitySchemes": {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
         },
+        "schemas": _schemas(),
     }
 
 
@@ -183,6 +188,34 @@ def _stored_responses() -> dict[str, Any]:
         _query("order", "", "asc or desc; else desc, the newest first"),
     )
     return {path: get | {"delete": delete["get"]}, f"{path}/input_items": listed}
+
+
+def _pushing() -> dict[str, Any]:
+    named = _path("name", "an adapter's name"), _path("digest", "SHA-256 of its blob")
+    get = _get("show_version", "Tell how far a pushed version is", _OBJECT, *named)
+    answers = _answers(_OBJECT)
+    put = {
+        "operationId": "push_version",
+        "summary": "Push a version of an adapter",
+        "parameters": [
+            *named,
+            _query("alias", "", "the alias that moves to it"),
+            _query("base_model", "", "the base model it was trained on; else what the blob says"),
+            _query("wait", "", "none, ready or durable; else ready"),
+            _query("timeout_s", "", "seconds to wait for that, 0 to 600; else 60"),
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string"}}},
+        },
+        "responses": {
+            **answers,
+            "201": {**answers["200"], "description": "It is new."},
+            "202": {**answers["200"], "description": "It is not as far yet as was waited for."},
+            "409": {**answers["404"], "description": "The tenant's limits have no room for it."},
+        },
+    }
+    return get | {"put": put}
 
 
 def _generate(

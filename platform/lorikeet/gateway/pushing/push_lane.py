@@ -72,12 +72,12 @@ class PushLane:
     """The pushes of one gateway. For one event loop.
 
     Store writes have threads of their own: a store that hangs keeps no push from being ready.
+    pushed: what is ready, here or at another gateway, and not durable.
     """
 
-    def __init__(
-        self, services: Services, catalog_view: GatewayCatalogView, pushed: PushedVersions
-    ) -> None:
-        self._services, self._catalog_view, self._pushed = services, catalog_view, pushed
+    def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
+        self._services, self._catalog_view = services, catalog_view
+        self.pushed = PushedVersions()
         self._pushes: dict[Key, Push] = {}
         self._tasks = set[asyncio.Task[None]]()
         self._storing = ThreadPoolExecutor(_STORERS, thread_name_prefix="push-store")
@@ -97,7 +97,7 @@ class PushLane:
         """Raises Conflict where the tenant's limits have no room for a version."""
         tenant, name, _ = version.key
         await self._catalog_view.ask(
-            lambda state: register(self._pushed.applied_to(state), tenant, name, version.facts)
+            lambda state: register(self.pushed.applied_to(state), tenant, name, version.facts)
         )
 
     def begin(
@@ -126,7 +126,8 @@ class PushLane:
         push = self._pushes.get(key)
         if push is not None:
             return push.ready.is_set()
-        return await self._services.engines.holds(base_model, key[2])
+        served = base_model in self._services.base_models
+        return served and await self._services.engines.holds(base_model, key[2])
 
     async def close(self) -> None:
         """Wait for what is on its way, as long as a gateway has to end."""
@@ -137,7 +138,7 @@ class PushLane:
 
     async def _learn(self, versions: Sequence[PushedVersion]) -> None:
         for version in versions:
-            self._pushed.add(version)
+            self.pushed.add(version)
 
     async def _carry(self, push: Push) -> None:
         tenant, name, digest = key = push.version.key
@@ -150,7 +151,7 @@ class PushLane:
             self._services.metrics.pushes.durable(time.monotonic() - push.begun_s)
         except LorikeetError as error:
             push.failure = error
-            self._pushed.remove(key)
+            self.pushed.remove(key)
             log.warning("push_failed", extra={"adapter": f"{tenant}/{name}", "error": str(error)})
         finally:
             keeping.cancel()
@@ -182,7 +183,7 @@ class PushLane:
 
     async def _number(self, version: PushedVersion) -> int:
         record = await self._catalog_view.ask(
-            lambda state: self._pushed.applied_to(state).find(version.tenant, version.name)
+            lambda state: self.pushed.applied_to(state).find(version.tenant, version.name)
         )
         held = record and record.with_digest(version.facts.digest)
         return held.version if held else len(record.versions) + 1 if record else 1
@@ -210,7 +211,7 @@ class PushLane:
             name,
             push.blob,
             push.version.facts,
-            alias=self._pushed.alias_of(push.version),
+            alias=self.pushed.alias_of(push.version),
             actor=push.actor,
         )
 

@@ -22,7 +22,7 @@ from lorikeet.gateway.body import in_time, limited
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
 from lorikeet.gateway.pushing.push_lane import BLOB, Push, PushLane
-from lorikeet.gateway.pushing.pushed_versions import PushedVersion, PushedVersions
+from lorikeet.gateway.pushing.pushed_versions import PushedVersion
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
 from lorikeet.request_log.request_log import RequestLog
@@ -89,12 +89,11 @@ class PushEndpoints:
         catalog_view: GatewayCatalogView,
         registration: Registration,
         lane: PushLane,
-        pushed: PushedVersions,
     ) -> None:
         self._services, self._authenticator = services, authenticator
         self._rate_limiter, self._request_log = rate_limiter, request_log
         self._catalog_view, self._registration = catalog_view, registration
-        self._lane, self._pushed = lane, pushed
+        self._lane = lane
         self._turns = WeakValueDictionary[str, asyncio.Lock]()
 
     async def push(
@@ -189,7 +188,7 @@ class PushEndpoints:
     async def _progress(self, tenant: str, name: str, digest: str) -> Progress | None:
         """Return how far a usable version is; None where no gateway knows it."""
         view = self._catalog_view
-        known = await view.ask(lambda state: self._pushed.applied_to(state).find(tenant, name))
+        known = await view.ask(lambda state: self._lane.pushed.applied_to(state).find(tenant, name))
         version = known.with_digest(digest) if known else None
         if known is None or version is None:
             return None

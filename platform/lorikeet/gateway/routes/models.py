@@ -1,20 +1,17 @@
 """GET /v1/models: what a tenant may ask for, and nothing else; in the words of its client's API."""
 
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from lorikeet.catalog.names import DEFAULT_ALIAS
-from lorikeet.catalog.records import AdapterRecord, VersionRecord
-from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.records import AdapterRecord
 from lorikeet.dialects import Dialect
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import dialect_of
 from lorikeet.gateway.services import Services
-from lorikeet_engine.adapter import AdapterRef
 
 _OWNER = "lorikeet"
 
@@ -36,10 +33,10 @@ def model_routes(
     @router.get("/{model:path}")
     async def get_model(request: Request, model: str) -> dict[str, Any]:
         tenant = await authenticator.tenant(request)
-        ref = (await authenticator.resolve_model(model, tenant.name)).adapter
+        found = await authenticator.resolve_model(model, tenant.name)
         entry = _base_entry(model)
-        if ref is not None:
-            entry = _entry(model, ref.tenant, await catalog_view.ask(partial(_version, ref)))
+        if (ref := found.adapter) is not None:
+            entry = _entry(model, ref.tenant, found.created, found.base_model)
         is_anthropics = dialect_of(request.scope) is Dialect.ANTHROPIC
         return _anthropics_entry(entry) if is_anthropics else entry
 
@@ -67,25 +64,20 @@ def _adapter_entries(record: AdapterRecord) -> list[dict[str, Any]]:
         _entry(
             record.label if alias == DEFAULT_ALIAS else f"{record.label}@{alias}",
             record.tenant,
-            record.versions[number - 1],
+            record.versions[number - 1].created,
+            record.versions[number - 1].base_model,
         )
         for alias, number in sorted(record.aliases.items())
     ]
 
 
-def _version(ref: AdapterRef, state: CatalogState) -> VersionRecord:
-    version = state.adapter(ref.tenant, ref.name).version(ref.version)
-    assert version is not None
-    return version
-
-
-def _entry(model: str, owner: str, version: VersionRecord) -> dict[str, Any]:
+def _entry(model: str, owner: str, created: float, parent: str) -> dict[str, Any]:
     return {
         "id": model,
         "object": "model",
-        "created": int(version.created),
+        "created": int(created),
         "owned_by": owner,
-        "parent": version.base_model,
+        "parent": parent,
     }
 
 

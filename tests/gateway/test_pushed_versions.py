@@ -1,0 +1,94 @@
+"""What gateways know of pushed versions shows in the catalog's state, until the log has it."""
+
+from pathlib import Path
+
+import pytest
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import BlobFacts
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.errors import UnknownModel
+from lorikeet.gateway.pushing.pushed_versions import FORGOTTEN_S, PushedVersion, PushedVersions
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def pushed(clock: list[float]) -> PushedVersions:
+    return PushedVersions(lambda: clock[0])
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> AdapterCatalog:
+    made = AdapterCatalog.init(LocalStore(tmp_path / "store"))
+    made.create_tenant("acme", actor="test")
+    (tmp_path / "blob").write_bytes(b"blob")
+    return made
+
+
+def version(letter: str, created: float, alias: str | None = None) -> PushedVersion:
+    return PushedVersion("acme", "policy", BlobFacts(letter * 64, 4, 2, "tiny", 8), alias, created)
+
+
+def digest_at(pushed: PushedVersions, catalog: AdapterCatalog, model: str = "acme/policy") -> str:
+    return pushed.applied_to(catalog.state).resolve(model, "acme").digest[0]
+
+
+def test_without_pushed_versions_the_state_is_the_catalogs_own(
+    pushed: PushedVersions, catalog: AdapterCatalog
+) -> None:
+    assert pushed.applied_to(catalog.state) is catalog.state
+
+
+def test_a_pushed_version_is_found_by_its_digest_and_its_alias(
+    pushed: PushedVersions, catalog: AdapterCatalog
+) -> None:
+    pushed.add(version("a", 1))
+    pushed.add(version("b", 2, "canary"))
+    assert digest_at(pushed, catalog) == "a"
+    assert digest_at(pushed, catalog, "acme/policy@canary") == "b"
+    assert digest_at(pushed, catalog, f"acme/policy@{'b' * 64}") == "b"
+    with pytest.raises(UnknownModel):
+        digest_at(pushed, catalog, f"acme/policy@{'c' * 64}")
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_an_alias_is_the_later_ones_in_whatever_order_they_are_heard_of(
+    pushed: PushedVersions, catalog: AdapterCatalog, order: str
+) -> None:
+    created = {"a": 1.0, "b": 2.0}
+    for letter in order:
+        pushed.add(version(letter, created[letter], "prod"))
+    assert digest_at(pushed, catalog) == "b"
+    assert pushed.alias_of(version("a", 1, "prod")) is None
+    assert pushed.alias_of(version("b", 2, "prod")) == "prod"
+
+
+def test_what_is_not_told_again_is_forgotten(
+    pushed: PushedVersions, catalog: AdapterCatalog, clock: list[float]
+) -> None:
+    pushed.add(version("a", 1))
+    pushed.add(version("b", 2, "prod"))
+    clock[0] = FORGOTTEN_S - 1
+    pushed.add(version("a", 1))
+    clock[0] = FORGOTTEN_S + 1
+    assert digest_at(pushed, catalog) == "a"
+    with pytest.raises(UnknownModel):
+        digest_at(pushed, catalog, f"acme/policy@{'b' * 64}")
+
+
+def test_what_the_log_has_is_the_logs(
+    pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    ours = version("a", 1, "prod")
+    pushed.add(ours)
+    assert digest_at(pushed, catalog) == "a"
+    catalog.register("acme", "policy", tmp_path / "blob", ours.facts, alias="prod", actor="test")
+    catalog.register(
+        "acme", "policy", tmp_path / "blob", version("b", 2).facts, promote=True, actor="test"
+    )
+    assert digest_at(pushed, catalog) == "b"
+    assert len(pushed) == 0
