@@ -43,7 +43,7 @@ def run(
     )
     with full_engine(adapters=most, room=most, heads=heads, **model_of(options)) as engine:
         rows = measure_all(engine, works)
-    about = {"config": options.config, "weight_dtype": options.weight_dtype}
+    about = {name: getattr(options, name) for name in ("config", "weight_dtype", "kv_dtype")}
     write(options.json, known, **about, **{part: rows})
 
 
@@ -61,12 +61,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-dtype", choices=("auto", "fp8"), default="auto", help="of the linears"
     )
+    add_kv_dtype(parser)
     parser.add_argument("--rows", nargs="+", help="patterns of rows' labels; without: the usual")
 
 
 def model_of(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of random_engine that add_model_arguments has asked for."""
-    settings = replace(SETTINGS, weight_dtype=options.weight_dtype)
+    settings = replace(SETTINGS, weight_dtype=options.weight_dtype, kv_dtype=options.kv_dtype)
     return {"config": CONFIGS[options.config], "settings": settings}
 
 
@@ -80,6 +81,13 @@ def chosen(
     if not found:
         parser.error(f"no such row: want some of {', '.join(work.label for work in works)}")
     return found
+
+
+def add_kv_dtype(parser: argparse.ArgumentParser) -> None:
+    """Let EngineSettings.kv_dtype be asked for."""
+    parser.add_argument(
+        "--kv-dtype", choices=("auto", "fp8"), default="auto", help="of the KV cache"
+    )
 
 
 def facts(commit: str) -> dict[str, str]:

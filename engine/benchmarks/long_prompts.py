@@ -1,6 +1,6 @@
 """What streams notice of long prompts beside them, and what an inter-token goal costs the prompts.
 
-python -m engine.benchmarks.long_prompts --json long_prompts.json
+python -m engine.benchmarks.long_prompts --json long_prompts.json [--kv-dtype fp8]
 
 64 streams decode on Llama-3.1-8B's shapes while prompts of 100,000 tokens come one after another,
 without a goal and with one of 40 ms; then while 64 prompts of 32,000 tokens come at once. Prompts
@@ -151,11 +151,14 @@ def measure_all(engine: Engine, works: Iterable[LongPrompts]) -> list[Row]:
 
 def main() -> None:
     """Start one engine, and measure all on it."""
-    options = harness.arguments(__doc__).parse_args()
+    parser = harness.arguments(__doc__)
+    harness.add_kv_dtype(parser)
+    options = parser.parse_args()
     facts = harness.facts(options.commit)
-    with harness.full_engine(adapters=ADAPTERS, room=ADAPTERS, settings=SETTINGS) as engine:
+    settings = replace(SETTINGS, kv_dtype=options.kv_dtype)
+    with harness.full_engine(adapters=ADAPTERS, room=ADAPTERS, settings=settings) as engine:
         rows = measure_all(engine, WORKS)
-    harness.write(options.json, facts, long_prompts=rows)
+    harness.write(options.json, facts, kv_dtype=options.kv_dtype, long_prompts=rows)
 
 
 def _rows(engine: Engine, works: Iterable[LongPrompts]) -> Iterator[Row]:

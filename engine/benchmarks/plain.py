@@ -35,6 +35,8 @@ PAGE = 16
 # Rows of logits at a time: 2 GB at a vocabulary of 128,256.
 _ROWS = 4096
 _LOADED_WITHIN_S = 60.0
+# Where the engine's KV cache is FP8, whose numbers are up to 6% off: the plain path's is not.
+_FP8_TOLERANCE = 0.125
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ def check(engine: Engine, answers: Series[Answer]) -> float:
     model = engine._runner.model
     found = shortfalls(model, engine._tiers, answers)
     most = tolerance(model.dtype, engine._settings.rounding)
+    if engine._settings.kv_dtype == "fp8":
+        most = max(most, _FP8_TOLERANCE)
     for answer, shortfall in zip(answers, found, strict=True):
         assert shortfall <= most, (
             f"request {answer.request.request_id}: a token's logit is {shortfall:.4f} under the "

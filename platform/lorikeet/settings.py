@@ -90,6 +90,7 @@ Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)
 ByModel = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_by_model)]
 """A number by base model."""
 WeightDtypes = Annotated[dict[str, Literal["auto", "nf4", "fp8"]], BeforeValidator(_by_model)]
+KvDtypes = Annotated[dict[str, Literal["auto", "fp8"]], BeforeValidator(_by_model)]
 
 
 class Settings(BaseModel):
@@ -140,6 +141,12 @@ class Settings(BaseModel):
         description="what the linears' weights are rounded to: auto, nothing; fp8, for half of "
         "bfloat16's memory and time; nf4, what QLoRA trains adapters on, in as much memory as "
         "before; a=nf4 for some base models",
+    )
+    kv_dtype: KvDtypes = Field(
+        "auto",
+        validate_default=True,
+        description="data type of the KV cache: auto, the base model's, or fp8 (E4M3), of which "
+        "twice as many tokens fit as of 16 bits; a=fp8 for some base models",
     )
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="data type of adapters on the device; auto: the base model's"

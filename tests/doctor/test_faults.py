@@ -44,6 +44,9 @@ class Fault(NamedTuple):
     fix: str
 
 
+A100 = replace(H100, name="NVIDIA A100", capability=(8, 0))
+
+
 def gpus(count: int, **more: str) -> dict[str, object]:
     environ = {f"LORIKEET_{name.upper()}": value for name, value in more.items()}
     return {"cuda": Cuda((H100,) * count, (13, 0), (13, 0)), "more": environ}
@@ -105,6 +108,9 @@ PLANTED = {
     "a weight dtype that there is not": Fault(
         "settings", variable("WEIGHT_DTYPE", "nf8"), PROBLEM, "'auto', 'nf4' or 'fp8'", "correct it"
     ),
+    "a KV dtype that there is not": Fault(
+        "settings", variable("KV_DTYPE", "int8"), PROBLEM, "'auto' or 'fp8'", "correct it"
+    ),
     "bfloat16 weights as float16": Fault(
         "base models", variable("DTYPE", "float16"), WARNING, "bfloat16", "LORIKEET_DTYPE=bfloat16"
     ),
@@ -155,6 +161,16 @@ PLANTED = {
         PROBLEM,
         "no folder",
         "LORIKEET_CACHE_DIR",
+    ),
+    "an FP8 cache on GPUs that have no FP8": Fault(
+        "gpus",
+        {
+            "cuda": Cuda((A100,) * 2, (13, 0), (13, 0)),
+            "more": {"LORIKEET_KV_DTYPE": "fp8"},
+        },
+        PROBLEM,
+        "NVIDIA A100 is older than Ada",
+        "LORIKEET_KV_DTYPE=auto",
     ),
     "fewer GPUs than engines": Fault(
         "gpus", gpus(1), PROBLEM, "1 .NVIDIA H100., and 2 are wanted", "LORIKEET_REPLICAS=1"
@@ -295,6 +311,18 @@ def test_a_base_model_that_is_quantised_otherwise(patient: Patient) -> None:
 def test_what_linears_are_rounded_to_is_said(patient: Patient, rounding: str) -> None:
     found = patient.examined("base models", **variable("WEIGHT_DTYPE", rounding))
     assert f"linears rounded to {rounding}, served as float32" in found[0].message
+
+
+def test_the_memory_of_an_fp8_cache_is_planned(patient: Patient) -> None:
+    (auto,) = patient.examined("memory", **gpus(2))
+    (fp8,) = patient.examined("memory", **gpus(2, kv_dtype="fp8"))
+    (few,), (many,) = (
+        re.findall(r"KV [\d.]+ GiB(?: in FP8)? for ([\d,]+) tokens", found.message)
+        for found in (auto, fp8)
+    )
+    assert int(many.replace(",", "")) == pytest.approx(2 * int(few.replace(",", "")), rel=0.001)
+    assert "in FP8" in fp8.message
+    assert "in FP8" not in auto.message
 
 
 def test_heads_without_attention_kernels_are_named_where_there_is_a_gpu(patient: Patient) -> None:

@@ -32,6 +32,14 @@ def test_memory_that_is_set_is_the_same_on_every_device(device):
     assert (settings.kv_bytes, settings.adapter_gpu_bytes) == (MemoryShare(0.7), 2**30)
 
 
+def test_a_kv_cache_is_of_the_base_models_dtype_unless_it_is_to_be_fp8():
+    assert told().kv_dtype == "auto"
+    assert told(KV_DTYPE="fp8").kv_dtype == "fp8"
+    two = {"BASE_MODELS": "other=/m/other,lorikeet-demo=demo/model"}
+    assert told(**two, KV_DTYPE="other=fp8").kv_dtype == "auto"
+    assert told(**two, KV_DTYPE="lorikeet-demo=fp8").kv_dtype == "fp8"
+
+
 @pytest.mark.parametrize(
     ("device", "pool", "dtype", "holds"),
     [

@@ -145,14 +145,8 @@ def build_runner(
     Graphs cannot be kept, since they hold the address of the KV pages. Raises SettingsError.
     """
     device, c = model.device, model.config.shape
-    shape = AttentionShape(
-        c.heads,
-        c.kv_heads,
-        c.head_dim,
-        settings.page_size,
-        model.dtype,
-        fp8_kv=settings.torch_kv_dtype == FP8_KV,
-    )
+    page, fp8 = settings.page_size, settings.torch_kv_dtype == FP8_KV
+    shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, page, model.dtype, fp8)
     attention = choose_attention(shape, device)
 
     def build(pages: int) -> ModelRunner:

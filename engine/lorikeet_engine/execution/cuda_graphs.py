@@ -161,9 +161,11 @@ class CudaGraphs:
         return dict(reversed(ladder.items()))
 
     def _capture_piecewise(self, sizes: tuple[int, ...], attention: AttentionBackend) -> _Ladder:
-        c, m = self._model.config.shape, self._model
-        size = (2, sizes[-1], c.heads, c.head_dim)
-        queries, outputs = torch.zeros(size, dtype=m.dtype, device=m.device)
+        model, c = self._model, self._model.config.shape
+        both = torch.zeros(
+            2, sizes[-1], c.heads, c.head_dim, dtype=model.dtype, device=model.device
+        )
+        queries, outputs = both
         buffers = AttentionBuffers(queries, outputs)
         ladder: _Ladder = {}
         for size in reversed(sizes):

@@ -18,14 +18,15 @@ _CUDA_BYTES = 7 << 28  # CUDA's context, graphs, compiled kernels, FlashInfer's 
 class MemoryPlan:
     """The bytes of one device that each part of an engine takes.
 
-    kv_tokens: how many tokens' keys and values fit. max_context: tokens of prompt plus output that
-    model and settings allow.
+    kv_tokens: how many tokens' keys and values fit, in kv_dtype, as EngineSettings has it.
+    max_context: tokens of prompt plus output that model and settings allow.
     """
 
     weights: int
     slot_pool: int
     steps: int
     kv: int
+    kv_dtype: str
     kv_tokens: int
     max_context: int
 
@@ -54,6 +55,7 @@ def plan_memory(
         slot_pool=memory.bytes["slot pool"],
         steps=memory.bytes["steps and graphs"],
         kv=pages * page_bytes,
+        kv_dtype=settings.kv_dtype,
         kv_tokens=pages * settings.page_size,
         max_context=config.max_context,
     )

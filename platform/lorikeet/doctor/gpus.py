@@ -11,6 +11,7 @@ from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.doctor.versions import lacks, requirement_of_extra
 
 _FLASHINFER = "flashinfer-python"
+_FIRST_WITH_FP8: Version = (8, 9)
 _PREBUILT = "flashinfer_jit_cache"
 
 
@@ -33,6 +34,13 @@ def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
             "gpus",
             f"{old[0]} is older than Ampere, on which bfloat16 is fast",
             "LORIKEET_DTYPE=float16",
+        )
+    without_fp8 = [gpu.name for gpu in planned.cuda.gpus if gpu.capability < _FIRST_WITH_FP8]
+    if without_fp8 and "fp8" in planned.settings.kv_dtype.values():
+        yield problem(
+            "gpus",
+            f"{without_fp8[0]} is older than Ada and Hopper and has no FP8 for a KV cache",
+            "LORIKEET_KV_DTYPE=auto",
         )
 
 

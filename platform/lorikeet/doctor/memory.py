@@ -34,10 +34,11 @@ def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
 
 
 def _judge(check: str, plan: "MemoryPlan", device: str) -> Finding:
+    in_fp8 = " in FP8" if plan.kv_dtype == "fp8" else ""
     found = (
         f"on each {device}: weights {show_size(plan.weights)}, slot pool "
         f"{show_size(plan.slot_pool)}, steps about {show_size(plan.steps)}, "
-        f"KV {show_size(plan.kv)} for {plan.kv_tokens:,} tokens: "
+        f"KV {show_size(plan.kv)}{in_fp8} for {plan.kv_tokens:,} tokens: "
         f"{plan.kv_tokens / plan.max_context:.1f} requests of the full {plan.max_context:,}"
     )
     if plan.kv_tokens < plan.max_context:

@@ -29,6 +29,7 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
         device=device,
         dtype=_dtype(settings, device),
         weight_dtype=settings.weight_dtype[base_model],
+        kv_dtype=settings.kv_dtype[base_model],
         adapter_dtype=_adapter_dtype(settings, device),
         kv_bytes=_memory(settings.kv_cache_memory, _DEFAULT_KV[device]),
         max_context=settings.max_context.get(base_model),

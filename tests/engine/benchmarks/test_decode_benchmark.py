@@ -9,7 +9,8 @@ import pytest
 from engine.benchmarks import decode, harness, random_model
 from engine.benchmarks.gpu_time import gpu_time, read_trace
 from engine.benchmarks.offline import Work
-from tests.engine.tiny_engine import tiny_engine
+from lorikeet_engine.kernels.fp8_kv import FP8_KV
+from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
 
 def event(name, begin_us, length_us, cat="kernel"):
@@ -98,4 +99,25 @@ def test_the_shapes_of_another_model_can_be_asked_for(tmp_path, monkeypatch):
     harness.run(decode.__doc__, "decode", [Work("base", 9, 4, requests=2)], lambda *_: [1])
     written = json.loads(out.read_text())
     assert (written["config"], written["weight_dtype"]) == ("qwen3-8b", "fp8")
+
+
+def test_an_fp8_cache_can_be_asked_for(tmp_path, monkeypatch):
+    def tiny(folder, *, config, settings, **arguments):
+        assert config is random_model.QWEN3_8B
+        settings = replace(SETTINGS, kv_dtype=settings.kv_dtype)
+        return tiny_engine(folder, settings=settings, **arguments)
+
+    monkeypatch.setattr(harness, "random_engine", tiny)
+    out = tmp_path / "out.json"
+    asked = ["--config", "qwen3-8b", "--kv-dtype", "fp8"]
+    monkeypatch.setattr(sys, "argv", ["decode", "--json", str(out), *asked])
+
+    def measure_all(engine, works):
+        assert engine._runner._kv.dtype == FP8_KV
+        harness.check(engine, works[0])
+        return [1]
+
+    harness.run(decode.__doc__, "decode", [Work("base", 9, 4, requests=2)], measure_all)
+    written = json.loads(out.read_text())
+    assert (written["config"], written["kv_dtype"]) == ("qwen3-8b", "fp8")
     assert written["decode"] == [1]

@@ -1,20 +1,23 @@
 """The benchmark of predicted steps: which it measures, and how far off it says they are."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.benchmarks import step_costs
 from engine.benchmarks.step_costs import Point, measure_all, worst
 from lorikeet_engine.costs import RowsTime, StepCosts
 from lorikeet_engine.sampling.sampler import Sampler
-from tests.engine.tiny_engine import tiny_engine
+from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
 COSTS = StepCosts((RowsTime(1, 1e-3), RowsTime(101, 2e-3)), seen_token_s=1e-6, prompt_seen_s=1e-7)
 
 
-@pytest.fixture
-def engine(tmp_path, monkeypatch):
+@pytest.fixture(params=["auto", "fp8"])
+def engine(request, tmp_path, monkeypatch):
     monkeypatch.setattr(step_costs, "CHECKED", step_costs.Work("base", 20, 2, requests=2))
-    engine = tiny_engine(tmp_path, adapters=2, room=2)
+    settings = replace(SETTINGS, kv_dtype=request.param)
+    engine = tiny_engine(tmp_path, adapters=2, room=2, settings=settings)
     yield engine
     engine.close()
 

@@ -16,16 +16,22 @@ from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 
 log = logging.getLogger(__name__)
 
+FIRST_WITH_FP8 = (8, 9)  # compute capability
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
 def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBackend:
     """FlashInfer on CUDA, torch elsewhere and for what FlashInfer has no kernels for.
 
-    Raises SettingsError where FlashInfer is not installed.
+    Raises SettingsError where FlashInfer is not installed, or the GPU has no FP8 for such pages.
     """
     if device.type != "cuda":
         return SdpaAttention()
+    if shape.fp8_kv and torch.cuda.get_device_capability(device) < FIRST_WITH_FP8:
+        raise SettingsError(
+            f"kv_dtype=fp8: {torch.cuda.get_device_name(device)} is older than Ada and Hopper and "
+            "has no FP8: want auto, or a newer GPU"
+        )
     if reason := why_slow(shape.head_dim, shape.dtype):
         log.warning("attention_is_slow", extra={"reason": reason})
         return SdpaAttention()
