@@ -138,9 +138,9 @@ class Settings(BaseModel):
     weight_dtype: WeightDtypes = Field(
         "auto",
         validate_default=True,
-        description="what the linears' weights are rounded to: auto, nothing; fp8, for half of "
-        "bfloat16's memory and time; nf4, what QLoRA trains adapters on, in as much memory as "
-        "before; a=nf4 for some base models",
+        description="what the linears' weights are rounded to: auto, nothing; fp8, in half of "
+        "bfloat16's memory; nf4, what QLoRA trains adapters on, in as much memory as before; "
+        "a=fp8 for some base models",
     )
     kv_dtype: KvDtypes = Field(
         "auto",
