@@ -52,7 +52,25 @@ QWEN3_8B: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
 }
-CONFIGS = {"llama-3.1-8b": LLAMA_3_1_8B, "llama-3.1-70b": LLAMA_3_1_70B, "qwen3-8b": QWEN3_8B}
+
+PHI_4: Mapping[str, Any] = {
+    "model_type": "phi3",
+    "vocab_size": 100352,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 10,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 250000.0,
+}
+CONFIGS = {
+    "llama-3.1-8b": LLAMA_3_1_8B,
+    "llama-3.1-70b": LLAMA_3_1_70B,
+    "qwen3-8b": QWEN3_8B,
+    "phi-4": PHI_4,
+}
 
 
 class RandomCheckpoint(Checkpoint):

@@ -53,9 +53,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
     "granite": {
         "attention_multiplier": 1 / 16,
-        "embedding_multiplier": 12.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.22,
+        "embedding_multiplier": 1.5,
+        "logits_scaling": 0.8,
+        "residual_multiplier": 0.6,
     },
     "smollm3": {
         "no_rope_layers": [1, 1, 1, 0],

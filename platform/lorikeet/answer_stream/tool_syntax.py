@@ -1,7 +1,7 @@
 """How models write calls of tools: as their chat templates show them.
 
-These syntaxes cover most families that this engine runs; which one a model has is read off its
-template. Phi's, OLMo 2's and GLM 4's templates show none of them.
+These syntaxes cover most families that this engine runs; which one a model has, if it has one of
+them, is read off its template.
 """
 
 from dataclasses import dataclass
