@@ -35,11 +35,18 @@ def add_adapter(task, folder):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_fine_tune_does_its_task_in_one_batch_on_the_gpu(dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8")]
+)
+def test_every_fine_tune_does_its_task_in_one_batch_on_the_gpu(dtype, kv_dtype, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
     settings = EngineSettings(
-        DEMO / "model", tmp_path / "cache", device="cuda", dtype=dtype, adapter_dtype=dtype
+        DEMO / "model",
+        tmp_path / "cache",
+        device="cuda",
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        adapter_dtype=dtype,
     )
     engine = Engine(settings, Folder(tmp_path))
     wanted, made = {}, {}

@@ -136,6 +136,13 @@ def test_torch_attends_where_flashinfer_cannot(shape, device, caplog):
     assert ("attention_is_slow" in caplog.text) == (device == CUDA), "a CPU has nothing else"
 
 
+def test_pages_of_fp8_are_refused_on_a_gpu_that_has_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10")
+    with pytest.raises(SettingsError, match="kv_dtype=fp8: NVIDIA A10 is older than Ada"):
+        choose_attention(replace(LARGE, fp8_kv=True), CUDA)
+
+
 def test_the_warning_names_what_is_in_the_way(caplog):
     choose_attention(replace(LARGE, head_dim=80), CUDA)
     choose_attention(replace(LARGE, dtype=torch.float32), CUDA)
