@@ -3,11 +3,14 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 import pytest
 
+from demo.fill_catalog import ADAPTERS
+from lorikeet_engine.adapter_format import write_blob
 from tests.e2e.conftest import Service, free_port
 
 PER_MIN, BURST_S = 240, 3
@@ -106,3 +109,27 @@ def test_two_gateways_let_through_what_one_would(service: Service, two_gateways:
     assert 0.7 * whole <= len(passed) <= whole + 2
     assert refused[-1].headers["x-ratelimit-limit-requests"] == str(PER_MIN)
     assert 1 <= int(refused[-1].headers["retry-after"]) <= 2
+
+
+def test_either_gateway_answers_for_a_version_that_one_was_pushed(
+    service: Service, two_gateways: Urls, tmp_path: Path
+) -> None:
+    tenant = "kestrel"
+    wanted = {"scopes": ["publish"], "adapters": ["pushed"]}
+    made = service.admin("POST", f"/tenants/{tenant}/keys", json=wanted).raise_for_status()
+    digest = write_blob(ADAPTERS / tenant / "spell", tmp_path / "blob")
+    pushed = httpx.put(
+        f"{two_gateways.public}/v1/adapters/pushed/versions/{digest}",
+        headers={"authorization": f"Bearer {made.json()['key']}"},
+        content=(tmp_path / "blob").read_bytes(),
+        params={"lifetime_s": 60},
+        timeout=60,
+    )
+    assert (pushed.status_code, pushed.json()["ready"]) == (201, True), pushed.text
+    headers = {"authorization": f"Bearer {service.tenant_keys[tenant]}"}
+    for _ in range(12):
+        body = BODY | {"model": pushed.json()["model"]}
+        url = f"{two_gateways.public}/v1/completions"
+        answer = httpx.post(url, json=body, headers=headers, timeout=30)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-lorikeet-adapter-digest"] == digest

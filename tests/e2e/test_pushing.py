@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +16,7 @@ from demo.fill_catalog import ADAPTERS
 from demo.tasks import TASKS
 from lorikeet_engine.adapter_format import write_blob
 from tests.e2e.conftest import REPLICAS, eventually
-from tests.e2e.service_processes import actor_named
+from tests.e2e.service_processes import actor_named, complete, engine_processes
 
 TASK = TASKS[0]
 GATEWAY = "default#gateway#"
@@ -119,6 +121,27 @@ def test_a_gateway_that_dies_leaves_a_push_wholly_there_or_not_at_all(
     assert prod.headers["x-lorikeet-adapter-digest"] == version["digest"]
     again = push(service, key, made, name="policy-killed", alias="prod", wait="durable")
     assert (again.status_code, again.json()["version"]) == (201, 2)
+
+
+def test_a_replica_that_lost_a_passing_version_is_sent_it_again(service, key, blob):
+    pushed = push(service, key, blob(5), name="policy-passing", lifetime_s=120)
+    assert pushed.status_code == 201, pushed.text
+    version = pushed.json()
+    victim = min(engine_processes(service))
+    os.kill(victim, signal.SIGKILL)
+    assert eventually(lambda: victim not in engine_processes(service), within_s=20)
+    assert complete(service)
+
+    def all_hold():
+        held = [{each["digest"] for each in r["adapters"]} for r in service.replicas()]
+        return len(held) == REPLICAS and all(version["digest"] in each for each in held)
+
+    assert eventually(all_hold, within_s=30)
+    with ThreadPoolExecutor(9) as pool:
+        answers = list(pool.map(lambda _: ask(service, version["model"]), range(18)))
+    assert {answer.status_code for answer in answers} == {200}
+    now = show(service, key, version).json()
+    assert (now["version"], now["durable"]) == (None, False)
 
 
 def test_tenants_requests_go_on_while_versions_are_pushed(service, key, blob):

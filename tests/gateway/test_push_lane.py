@@ -197,7 +197,7 @@ def test_a_push_without_room_is_refused_before_anything_shows(trainer: Trainer) 
 def test_a_tenant_has_so_many_pushes_on_their_way(
     trainer: Trainer, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push_lane, "_MOST_OF_TENANT", 2)
+    monkeypatch.setattr(push_lane, "MOST_OF_TENANT", 2)
     with store.away():
         for seed in (1, 2):
             assert trainer.push(trainer.blob(seed)).is_success
@@ -242,3 +242,45 @@ def test_a_client_that_leaves_in_the_middle_changes_nothing(trainer: Trainer) ->
     assert trainer.show(digest_of(blob)).status_code == 404
     assert gateway.catalog.refresh().seq == before
     assert trainer.push(blob, wait="durable").status_code == 201
+
+
+def test_a_version_with_a_lifetime_goes_by_itself_and_is_never_recorded(trainer: Trainer) -> None:
+    gateway, first, passing = trainer.gateway, trainer.blob(1), trainer.blob(2)
+    trainer.push(first, wait="durable")
+    before = gateway.catalog.refresh().seq
+    version = trainer.push(passing, alias="prod", lifetime_s=1.5).json()
+    assert (version["ready"], version["durable"], version["aliases"]) == (True, False, ["prod"])
+    assert version["expires"] == pytest.approx(version["created"] + 1.5)
+    assert digest_that_answers(gateway, "acme/policy") == digest_of(passing)
+    eventually(lambda: trainer.show(digest_of(passing)).status_code == 404)
+    assert gateway.post("/v1/chat/completions", chat(version["model"])).status_code == 404
+    assert digest_that_answers(gateway, "acme/policy") == digest_of(first)
+    assert gateway.catalog.refresh().seq == before
+
+
+def test_newer_versions_take_the_place_of_older_ones_with_a_lifetime(trainer: Trainer) -> None:
+    blobs = [trainer.blob(seed) for seed in (1, 2, 3)]
+    kept = trainer.blob(4)
+    trainer.push(kept, wait="durable")
+    for blob in blobs:
+        assert trainer.push(blob, lifetime_s=60, keep=2).json()["ready"]
+    there = [trainer.show(digest_of(blob)).status_code for blob in (*blobs, kept)]
+    assert there == [404, 200, 200, 200]
+    time.sleep(0.5)  # what is gone is not told again
+    assert trainer.show(digest_of(blobs[0])).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ({"keep": 2}, "keep"),
+        ({"lifetime_s": 60, "wait": "durable"}, "wait"),
+        ({"lifetime_s": 0}, "lifetime_s"),
+        ({"wait": "long"}, "wait"),
+        ({"timeout_s": 601}, "timeout_s"),
+    ],
+)
+def test_a_push_that_cannot_be_is_refused_by_name(
+    trainer: Trainer, query: dict[str, Any], param: str
+) -> None:
+    assert error_of(trainer.push(trainer.blob(), **query), 400)["param"] == param

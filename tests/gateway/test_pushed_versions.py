@@ -92,3 +92,32 @@ def test_what_the_log_has_is_the_logs(
     )
     assert digest_at(pushed, catalog) == "b"
     assert len(pushed) == 0
+
+
+def test_an_alias_that_an_admin_moves_meanwhile_is_the_admins(
+    pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    for letter in "ab":
+        facts = version(letter, 0).facts
+        catalog.register("acme", "policy", tmp_path / "blob", facts, actor="test")
+    ours = version("c", 1, "prod")
+    pushed.add(ours)
+    assert digest_at(pushed, catalog) == "c"
+    catalog.promote("acme", "policy", 2, actor="test")
+    assert digest_at(pushed, catalog) == "b"
+    assert pushed.alias_of(ours) is None
+    assert digest_at(pushed, catalog, f"acme/policy@{'c' * 64}") == "c"
+
+
+def test_an_earlier_push_that_lands_late_takes_no_alias_from_a_later_one(
+    pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    catalog.register("acme", "policy", tmp_path / "blob", version("a", 0).facts, actor="test")
+    earlier, later = version("b", 1, "prod"), version("c", 2, "prod")
+    pushed.add(earlier)
+    assert digest_at(pushed, catalog) == "b"
+    pushed.add(later)
+    assert digest_at(pushed, catalog) == "c"
+    catalog.register("acme", "policy", tmp_path / "blob", earlier.facts, promote=True, actor="test")
+    assert digest_at(pushed, catalog) == "c"
+    assert pushed.alias_of(later) == "prod"

@@ -202,6 +202,8 @@ def _pushing() -> dict[str, Any]:
             _query("alias", "", "the alias that moves to it"),
             _query("base_model", "", "the base model it was trained on; else what the blob says"),
             _query("wait", "", "none, ready or durable; else ready"),
+            _query("lifetime_s", "", "seconds after which it goes, never durable, 1 to 86400"),
+            _query("keep", "", "with lifetime_s: how many of the newest such ones stay, 1 to 15"),
             _query("timeout_s", "", "seconds to wait for that, 0 to 600; else 60"),
         ],
         "requestBody": {

@@ -2,7 +2,8 @@
 
 A push has two states that it reaches by itself. It is *ready* once all replicas of its base model
 hold it and all gateways answer for it; it is *durable* once blob and entry are in the store, for
-which a store that is away is asked again and again.
+which a store that is away is asked again and again. One with a lifetime is never durable: it is
+carried until it ends, or newer ones take its place.
 """
 
 import asyncio
@@ -11,8 +12,10 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 from weakref import WeakValueDictionary
 
 from lorikeet.catalog.rules.adapters import register
@@ -26,7 +29,7 @@ from lorikeet_engine.adapter import AdapterRef
 log = logging.getLogger(__name__)
 
 _QUESTION = "pushed"
-_MOST_OF_TENANT = 16
+MOST_OF_TENANT = 16
 """Versions of one tenant that a gateway carries at once: each lies on its disk and on all hosts."""
 _KEEP_S, _AGAIN_S = 2.0, 0.25
 _PATIENCE_S = 10.0
@@ -38,8 +41,7 @@ _STORERS = 4
 class Push:
     """One version that this gateway carries. folder: holds its blob, and goes with it.
 
-    ready: set when all replicas have it; ended: when it is carried no more. durable: whether it is
-    in the store.
+    ready: set when all replicas have it; ended: when it is carried no more.
     """
 
     def __init__(
@@ -49,7 +51,6 @@ class Push:
         self.folder = folder
         self.blob = Path(folder.name) / BLOB
         self.ready, self.ended = asyncio.Event(), asyncio.Event()
-        self.durable = False
         self.failure: LorikeetError | None = None
         self.begun_s = time.monotonic()
 
@@ -86,10 +87,10 @@ class PushLane:
 
     def check_room(self, tenant: str) -> None:
         """Raises Overloaded where a tenant has as many pushes on their way as it may."""
-        if sum(key[0] == tenant for key in self._pushes) >= _MOST_OF_TENANT:
+        if sum(key[0] == tenant for key in self._pushes) >= MOST_OF_TENANT:
             raise Overloaded(
-                f"{_MOST_OF_TENANT} pushed versions of this tenant are not durable yet, as many as "
-                "may be: wait for the store to take one",
+                f"{MOST_OF_TENANT} pushed versions of this tenant are not durable yet, as many as "
+                "may be: wait for the store to take one, or for one to expire",
                 retry_after_s=STORE_AWAY_S,
             )
 
@@ -130,9 +131,12 @@ class PushLane:
         return served and await self._services.engines.holds(base_model, key[2])
 
     async def close(self) -> None:
-        """Wait for what is on its way, as long as a gateway has to end."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CLOSING_S)
+        """Wait for what is to be durable, as long as a gateway has to end."""
+        pushes = [push for push in self._pushes.values() if push.version.expires is None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING_S):
+                for push in pushes:
+                    await push.ended.wait()
         for task in self._tasks:
             task.cancel()
 
@@ -145,10 +149,12 @@ class PushLane:
         keeping = asyncio.create_task(self._keep(push))
         try:
             await push.wait_for(push.ready, _PATIENCE_S)
-            async with self._turns.setdefault((tenant, name), asyncio.Lock()):
-                await self._store(push)
-            push.durable = True
-            self._services.metrics.pushes.durable(time.monotonic() - push.begun_s)
+            if push.version.expires is None:
+                async with self._turns.setdefault((tenant, name), asyncio.Lock()):
+                    await self._store(push)
+                self._services.metrics.pushes.durable(time.monotonic() - push.begun_s)
+            else:
+                await self._outlive(push, push.version.expires)
         except LorikeetError as error:
             push.failure = error
             self.pushed.remove(key)
@@ -160,25 +166,34 @@ class PushLane:
             push.folder.cleanup()
         await self._services.engines.release(push.version.facts.base_model, digest)
 
+    async def _outlive(self, push: Push, expires: float) -> None:
+        """Wait until a version has expired or newer ones have taken its place."""
+        while time.time() < expires:
+            if push.ready.is_set() and self.pushed.get(push.version.key) is None:
+                return
+            await asyncio.sleep(_AGAIN_S)
+
     async def _keep(self, push: Push) -> None:
         """Have all replicas hold a version and all gateways know it, until cancelled."""
         version = push.version
         ref = AdapterRef(
             version.tenant, version.name, await self._number(version), version.facts.digest
         )
-        deliver = self._services.engines.deliver
-        while True:
-            held = await _or_false(
-                partial(deliver, version.facts.base_model, ref, push.blob), str(ref)
-            )
-            if held and await self._announce(version) and not push.ready.is_set():
-                push.ready.set()
-                self._services.metrics.pushes.ready(time.monotonic() - push.begun_s)
-            await asyncio.sleep(_KEEP_S if push.ready.is_set() else _AGAIN_S)
+        engines = self._services.engines
+        deliver = partial(_try, partial(engines.deliver, version.facts.base_model, ref, push.blob))
+        announce = partial(_try, partial(self._announce, version))
+        while not (await deliver() and await announce()):
+            await asyncio.sleep(_AGAIN_S)
+        push.ready.set()
+        self._services.metrics.pushes.ready(time.monotonic() - push.begun_s)
+        async with asyncio.TaskGroup() as both:  # a blob may take long, and is not to be forgotten
+            both.create_task(_repeat(deliver))
+            both.create_task(_repeat(announce))
 
     async def _announce(self, version: PushedVersion) -> bool:
         """Tell all gateways, this one first; whether all have heard it."""
-        poll = await self._services.peers.ask(_QUESTION, (version,))
+        now = self.pushed.get(version.key) or version  # its alias may be another's by now
+        poll = await self._services.peers.ask(_QUESTION, (now,))
         return poll.silent == 0
 
     async def _number(self, version: PushedVersion) -> int:
@@ -216,9 +231,16 @@ class PushLane:
         )
 
 
-async def _or_false(work: Callable[[], Awaitable[bool]], adapter: str) -> bool:
+async def _repeat(work: Callable[[], Awaitable[bool]]) -> NoReturn:
+    while True:
+        await asyncio.sleep(_KEEP_S)
+        await work()
+
+
+async def _try(work: Callable[[], Awaitable[bool]]) -> bool:
+    """Whether it has worked; what went wrong is logged, and it is tried again."""
     try:
         return await work()
-    except Exception as error:  # a replica is lost, or the disk: it is tried again
-        log.warning("push_not_delivered", extra={"adapter": adapter, "error": repr(error)})
+    except Exception as error:  # a replica is lost, or the disk
+        log.warning("push_delayed", extra={"error": repr(error)})
         return False

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, Field
 
 from lorikeet.catalog.names import check_alias, check_digest, check_name
 from lorikeet.catalog.records import AdapterRecord, BlobFacts, VersionRecord
@@ -21,7 +22,7 @@ from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import in_time, limited
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
-from lorikeet.gateway.pushing.push_lane import BLOB, Push, PushLane
+from lorikeet.gateway.pushing.push_lane import BLOB, MOST_OF_TENANT, Push, PushLane
 from lorikeet.gateway.pushing.pushed_versions import PushedVersion
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
@@ -29,7 +30,27 @@ from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
 
 Wait = Literal["none", "ready", "durable"]
-Timeout = Annotated[float, Query(ge=0, le=600)]
+_LONGEST_LIFE_S = 86400
+
+
+class PushQuery(BaseModel):
+    """How a version is pushed. lifetime_s, keep: of one that is never durable, as PushedVersion."""
+
+    alias: str | None = None
+    base_model: str | None = None
+    wait: Wait = "ready"
+    timeout_s: Annotated[float, Field(ge=0, le=600)] = 60.0
+    lifetime_s: Annotated[float, Field(ge=1, le=_LONGEST_LIFE_S)] | None = None
+    keep: Annotated[int, Field(ge=1, le=MOST_OF_TENANT - 1)] | None = None
+
+    def check(self) -> None:
+        """Raises InvalidInput where a field does not fit the others."""
+        if self.alias is not None:
+            check_alias(self.alias)
+        if self.keep is not None and self.lifetime_s is None:
+            raise InvalidInput("keep: is for versions with a lifetime_s", param="keep")
+        if self.wait == "durable" and self.lifetime_s is not None:
+            raise InvalidInput("wait: a version with a lifetime_s is never durable", param="wait")
 
 
 class Pusher(NamedTuple):
@@ -40,27 +61,37 @@ class Pusher(NamedTuple):
 
 
 class PushOrder(NamedTuple):
-    """What is pushed: a name, the body's digest, the alias to move and the base model, if named."""
+    """What is pushed: an adapter's name, the body's digest, and how."""
 
     pusher: Pusher
     name: str
     digest: str
-    alias: str | None
-    base_model: str | None
+    query: PushQuery
 
     def registration(self) -> RegistrationRequest:
         """Return what it is checked as."""
         tenant, key = self.pusher.caller
-        return RegistrationRequest(tenant.name, self.name, key.id, base_model=self.base_model)
+        base_model = self.query.base_model
+        return RegistrationRequest(tenant.name, self.name, key.id, base_model=base_model)
+
+    def version(self, facts: BlobFacts) -> PushedVersion:
+        """Return the version, once its blob was checked."""
+        tenant, now, query = self.pusher.caller.tenant.name, time.time(), self.query
+        expires = None if query.lifetime_s is None else now + query.lifetime_s
+        return PushedVersion(tenant, self.name, facts, query.alias, now, expires, query.keep)
 
 
 class Progress(NamedTuple):
-    """How far a version is. number: its own in the catalog's log; None until it is durable."""
+    """How far a version is. number: its own in the catalog's log; None until it is durable.
+
+    expires: when it goes by itself, Unix seconds; None is never.
+    """
 
     adapter: AdapterRecord
     version: VersionRecord
     number: int | None
     ready: bool
+    expires: float | None
 
     def reached(self, wanted: Wait) -> bool:
         """Whether this is as far as a client wants to wait."""
@@ -102,20 +133,18 @@ class PushEndpoints:
         response: Response,
         name: str,
         digest: str,
-        alias: str | None = None,
-        base_model: str | None = None,
-        wait: Wait = "ready",
-        timeout_s: Timeout = 60.0,
+        query: Annotated[PushQuery, Query()],
     ) -> Json:
         """Take the body, a blob with this SHA-256, as a version. The same again changes nothing."""
         async with self._limited(request, name, digest) as pusher:
             check_name(name, "name")
             check_digest(digest)
-            order = PushOrder(pusher, name, digest, alias and check_alias(alias), base_model)
+            query.check()
+            order, wait = PushOrder(pusher, name, digest, query), query.wait
             is_new = await self._progress(pusher.caller.tenant.name, name, digest) is None
             push = await self._take(request, order)
             wanted = push.ready if wait == "ready" else push.ended
-            await push.wait_for(wanted, 0.0 if wait == "none" else timeout_s)
+            await push.wait_for(wanted, 0.0 if wait == "none" else query.timeout_s)
             progress = await self._progress(pusher.caller.tenant.name, name, digest)
         if progress is None or not progress.reached(wait):
             response.status_code = ACCEPTED
@@ -140,8 +169,8 @@ class PushEndpoints:
     async def _take(self, request: Request, order: PushOrder) -> Push:
         """Receive and check a blob, and begin to carry it. Raises LorikeetError."""
         tenant, hold = order.pusher.caller.tenant, order.pusher.hold
-        if order.base_model:
-            check_base_model(order.base_model, self._services.base_models)
+        if order.query.base_model:
+            check_base_model(order.query.base_model, self._services.base_models)
         self._lane.check_room(tenant.name)
         limits = await self._registration.limits(tenant.name)
         hold.take_bytes(_content_length(request, limits.max_bytes))
@@ -159,7 +188,7 @@ class PushEndpoints:
                 )
             async with self._turns.setdefault(tenant.name, asyncio.Lock()):
                 facts = await self._registration.validate(order.registration(), blob)
-                version = PushedVersion(tenant.name, order.name, facts, order.alias, time.time())
+                version = order.version(facts)
                 await self._lane.check_quota(version)
                 push = self._lane.begin(version, order.pusher.caller.key.id, folder)
             if push.folder is folder:
@@ -195,7 +224,9 @@ class PushEndpoints:
         recorded = await view.ask(lambda state: state.find(tenant, name))
         numbered = recorded.with_digest(digest) if recorded else None
         ready = await self._lane.is_ready((tenant, name, digest), version.base_model)
-        return Progress(known, version, numbered.version if numbered else None, ready)
+        pushed = self._lane.pushed.get((tenant, name, digest))
+        expires = pushed.expires if pushed else None
+        return Progress(known, version, numbered.version if numbered else None, ready, expires)
 
 
 def _content_length(request: Request, max_bytes: int) -> int:
@@ -218,13 +249,15 @@ def _json(progress: Progress) -> Json:
         aliases,
         version=progress.number,
         ready=progress.ready,
+        expires=progress.expires,
     )
 
 
 def _taken_json(version: PushedVersion) -> Json:
     """Return a version that is carried, and that no request can name yet."""
     label = f"{version.tenant}/{version.name}"
-    return _version_json(label, version.facts, version.created, (), version=None, ready=False)
+    reached = version.facts, version.created, ()
+    return _version_json(label, *reached, version=None, ready=False, expires=version.expires)
 
 
 def _version_json(
@@ -235,6 +268,7 @@ def _version_json(
     *,
     version: int | None,
     ready: bool,
+    expires: float | None,
 ) -> Json:
     return {
         "object": "adapter.version",
@@ -250,4 +284,5 @@ def _version_json(
         "max_rank": facts.max_rank,
         "gpu_bytes": facts.gpu_bytes,
         "created": created,
+        "expires": expires,
     }
