@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from lorikeet_engine.adapter import Residency
+from tests.engine.conftest import FAMILIES
 from tests.engine.engine_driver import Answers, RecordingRunner, build, greedy
 from tests.engine.peft_world import PeftWorld, ask, bring_all
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite")
+TIED = ("llama", "mistral", "qwen2", "qwen3", "granite")
 ADAPTERS = {
     "plain": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     "head": {
@@ -36,7 +37,10 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=[(f, tied) for tied in (False, True) for f in FAMILIES])
+WORLDS = [*((family, False) for family in FAMILIES), *((family, True) for family in TIED)]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
 def world(request, tiny_checkpoints, tied_checkpoints, tmp_path_factory):
     family, tied = request.param
     checkpoint = (tied_checkpoints if tied else tiny_checkpoints)[family]
