@@ -44,6 +44,13 @@ def test_a_replica_says_what_its_base_model_was_rounded_to(lorikeet: Lorikeet) -
     assert said["base_quantization"] == "rounded to nf4"
 
 
+def test_a_replica_says_that_its_kv_cache_is_fp8(lorikeet: Lorikeet) -> None:
+    lorikeet.engines.said = [replace(replica("r1"), fp8_kv=True), replica("r2")]
+    said = lorikeet.do("status")
+    assert said.count("40 of 100 in FP8") == 1
+    assert said.count("40 of 100") == 2
+
+
 def test_each_adapter_says_where_it_is_resident(lorikeet: Lorikeet) -> None:
     lorikeet.engines.said = [
         replica(

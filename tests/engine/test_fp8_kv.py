@@ -92,7 +92,7 @@ def start(world, tmp_path):
 @pytest.mark.parametrize("mode", MODES)
 def test_every_adapter_in_a_mixed_batch_answers_as_the_rounded_reference_does(start, world, mode):
     engine = start(kv_dtype="fp8", **MODES[mode])
-    assert engine._runner._kv.dtype == torch.float8_e4m3fn
+    assert engine.info.fp8_kv
     witness, answers = RecordingRunner(engine), Answers(engine)
     bring_all(world, answers)
     answered = ask(world, answers)

@@ -198,6 +198,7 @@ def test_status_shows_every_replica(gateway: Gateway) -> None:
             "waiting": 2,
             "kv_pages_used": 3,
             "kv_pages_total": 4,
+            "fp8_kv": False,
             "arena_bytes_used": 5,
             "arena_bytes_total": 6,
             "adapters": [

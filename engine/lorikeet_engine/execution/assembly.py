@@ -8,12 +8,17 @@ from pathlib import Path
 
 import torch
 
+<<<<<<< ours
 from lorikeet_engine.adapter_format import (
     AdapterLimits,
     BaseShape,
     Quantization,
     served_quantization,
 )
+=======
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, served_quantization
+from lorikeet_engine.costs import StepCosts
+>>>>>>> theirs
 from lorikeet_engine.device.memory import resolve
 from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
@@ -28,6 +33,7 @@ from lorikeet_engine.kernels.attention.protocol import (
 )
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
@@ -90,16 +96,29 @@ def assemble(
     kv_tokens = kv_pages * settings.page_size
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_tokens})
     config, goal_s = model.config, settings.inter_token_goal_s
-    max_context = min(config.max_context, kv_tokens)
-    info = EngineInfo(
+    info = _info(config, settings, kv_tokens, step_costs)
+    step_budget = None
+    if goal_s is not None:
+        step_budget = StepBudget(goal_s, step_costs, runner.prompt_sizes)
+    return Assembly(runner, sampler, tiers, kv_pages, info, step_budget)
+
+
+def _info(
+    config: ModelConfig, settings: EngineSettings, kv_tokens: int, step_costs: StepCosts
+) -> EngineInfo:
+    return EngineInfo(
         config.vocab_size,
-        max_context,
+        min(config.max_context, kv_tokens),
         config.eos_token_ids,
         step_costs,
         served_quantization(config.quantized_linears, settings.weight_dtype),
+        fp8_kv=settings.torch_kv_dtype == FP8_KV,
     )
+<<<<<<< ours
     step_budget = None if goal_s is None else StepBudget(goal_s, step_costs, runner.prompt_sizes)
     return Assembly(runner, sampler, tiers, kv_pages, info, step_budget)
+=======
+>>>>>>> theirs
 
 
 def build_tiers(

@@ -13,7 +13,8 @@ class EngineInfo:
     """What callers must know of a started engine; never changes.
 
     max_context: tokens of prompt plus output. step_costs: as measured at start. quantization: what
-    the base model's linears were rounded to, in words; None: to nothing.
+    the base model's linears were rounded to, in words; None: to nothing. fp8_kv: whether the KV
+    cache is FP8, and not of the base model's dtype.
     """
 
     vocab_size: int
@@ -21,6 +22,7 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     step_costs: StepCosts
     quantization: str | None = None
+    fp8_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)

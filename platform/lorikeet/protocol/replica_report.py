@@ -11,7 +11,7 @@ class ReplicaReport:
     """One engine replica at one moment. base_model: the name it serves.
 
     status: as its engine reported it last. rows: fields of the adapters that were asked for.
-    quantization: EngineInfo's.
+    quantization, fp8_kv: EngineInfo's.
     """
 
     replica: str
@@ -19,6 +19,7 @@ class ReplicaReport:
     status: EngineStatus
     rows: AdapterRows = ()
     quantization: str | None = None
+    fp8_kv: bool = False
 
     @cached_property
     def adapters(self) -> tuple[AdapterStatus, ...]:

@@ -181,9 +181,9 @@ class Replica:
     async def report(self, tier: Residency = Residency.DISK) -> ReplicaReport:
         """Return the engine's status and the adapters at `tier` or nearer, or in the arena."""
         rows = await asyncio.wrap_future(self._engine.adapters(tier))
-        engine = self._engine
+        status, info = self._engine.status, self._engine.info
         return ReplicaReport(
-            self.name, self._base_model, engine.status, rows, engine.info.quantization
+            self.name, self._base_model, status, rows, info.quantization, info.fp8_kv
         )
 
     async def metrics(self) -> bytes:

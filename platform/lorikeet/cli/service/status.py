@@ -61,7 +61,8 @@ def _replica_row(replica: dict[str, Any]) -> list[Any]:
         replica["base_model"] + (f" ({quantization})" if quantization else ""),
         replica["running"],
         replica["waiting"],
-        f"{replica['kv_pages_used']} of {replica['kv_pages_total']}",
+        f"{replica['kv_pages_used']} of {replica['kv_pages_total']}"
+        + (" in FP8" if replica["fp8_kv"] else ""),
         f"{show_size(replica['arena_bytes_used'])} of {show_size(replica['arena_bytes_total'])}",
     ]
 

@@ -182,6 +182,7 @@ def replica_json(report: ReplicaReport) -> Json:
         "waiting": live.waiting,
         "kv_pages_used": live.kv_pages_used,
         "kv_pages_total": live.kv_pages_total,
+        "fp8_kv": report.fp8_kv,
         "arena_bytes_used": gpu.used_bytes,
         "arena_bytes_total": gpu.capacity_bytes,
         "adapters": [_resident_json(adapter) for adapter in report.adapters],
