@@ -18,6 +18,9 @@ from lorikeet_engine.adapter_format import (
 =======
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, served_quantization
 from lorikeet_engine.costs import StepCosts
+<<<<<<< ours
+>>>>>>> theirs
+=======
 >>>>>>> theirs
 from lorikeet_engine.device.memory import resolve
 from lorikeet_engine.execution.calibration import measure_step_costs
@@ -95,9 +98,14 @@ def assemble(
         raise
     kv_tokens = kv_pages * settings.page_size
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_tokens})
+<<<<<<< ours
     config, goal_s = model.config, settings.inter_token_goal_s
     info = _info(config, settings, kv_tokens, step_costs)
     step_budget = None
+=======
+    info = _info(model.config, settings, kv_tokens, step_costs)
+    step_budget, goal_s = None, settings.inter_token_goal_s
+>>>>>>> theirs
     if goal_s is not None:
         step_budget = StepBudget(goal_s, step_costs, runner.prompt_sizes)
     return Assembly(runner, sampler, tiers, kv_pages, info, step_budget)
@@ -115,8 +123,11 @@ def _info(
         fp8_kv=settings.torch_kv_dtype == FP8_KV,
     )
 <<<<<<< ours
+<<<<<<< ours
     step_budget = None if goal_s is None else StepBudget(goal_s, step_costs, runner.prompt_sizes)
     return Assembly(runner, sampler, tiers, kv_pages, info, step_budget)
+=======
+>>>>>>> theirs
 =======
 >>>>>>> theirs
 

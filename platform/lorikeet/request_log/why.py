@@ -26,11 +26,7 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         "tenant": record.tenant,
         "key_id": record.key_id,
         "model": record.model or "",
-        "base_model": record.base_model,
-        "base_quantization": record.base_quantization,
-        "base_warning": base_warning(
-            record.trained_on, record.base_model or "", record.base_quantization
-        ),
+        **_base_model(record),
         "adapter": str(record.adapter) if record.adapter else None,
         "digest": record.adapter.digest if record.adapter else None,
         "stream": record.stream,
@@ -54,6 +50,15 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         explanation["replica_status"] = {"running": record.running, "waiting": record.waiting}
         explanation["attempts"] = [_attempt(record, attempt) for attempt in record.attempts]
     return explanation
+
+
+def _base_model(record: RequestRecord) -> Json:
+    name, quantization = record.base_model, record.base_quantization
+    return {
+        "base_model": name,
+        "base_quantization": quantization,
+        "base_warning": base_warning(record.trained_on, name or "", quantization),
+    }
 
 
 def _tokens(usage: FinalUsage) -> Json:
