@@ -15,10 +15,10 @@ from lorikeet.answer_stream.openai_format import (
     CallDelta,
     Choice,
     EventStream,
-    WholeLogprobs,
     failed_completion_event,
     json_body,
 )
+from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 

@@ -16,7 +16,6 @@ from lorikeet.answer_stream.openai_format import (
     CallDelta,
     Choice,
     EventStream,
-    WholeLogprobs,
     json_body,
 )
 from lorikeet.answer_stream.reasoning import Thinking
@@ -24,6 +23,7 @@ from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
 from lorikeet.answer_stream.scored_prompt import ScoredPrompt
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
+from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.errors import engine_code
 from lorikeet.protocol.messages import (
     AnswerHeader,
@@ -68,8 +68,8 @@ class Answer:
         thinking: Thinking = Thinking.NEVER,
     ) -> None:
         self._call = call
-        self._prompt_tokens = [len(prompt) for prompt in prompts]
-        self._events = event_stream(call, self)
+        self._prompts = prompts
+        self._events = event_stream(call, self, prompts)
         stop = StopStrings(call.stop)
         self._choices = [
             open_choice(call, index, prompt, vocabulary, syntax, thinking, stop)
@@ -80,6 +80,7 @@ class Answer:
         self._texts: list[list[str]] = [[] for _ in self._choices]
         self._calls: list[list[CallDelta]] = [[] for _ in self._choices]
         self._logprobs = [WholeLogprobs(call.endpoint) for _ in self._choices]
+        self._token_ids: list[list[int]] = [[] for _ in self._choices]
         self._scored: list[ScoredPrompt] = []
         if call.sampling.prompt_logprobs is not None:
             self._scored = [ScoredPrompt(call, prompt, vocabulary) for prompt in prompts]
@@ -117,11 +118,11 @@ class Answer:
         )
         timings = tuple(self._timings.get(i, EngineTimings()) for i in range(len(self._choices)))
         thought = sum(choice.reasoning_tokens for choice in self._choices)
-        return FinalUsage(sum(self._prompt_tokens), cached, made, timings, thought)
+        return FinalUsage(sum(map(len, self._prompts)), cached, made, timings, thought)
 
     def choice_usage(self, choice: int) -> FinalUsage:
         """Return what one choice and its prompt have taken until now."""
-        prompt_tokens = self._prompt_tokens[choice // self._call.n]
+        prompt_tokens = len(self._prompts[choice // self._call.n])
         made, cached = self._choices[choice], self._cached.get(choice, 0)
         return FinalUsage(
             prompt_tokens, cached, made.tokens, reasoning_tokens=made.reasoning_tokens
@@ -151,11 +152,19 @@ class Answer:
             self._texts[index].append(delta.text)
             self._calls[index] += delta.calls
             self._logprobs[index].add(delta.logprobs)
+            self._token_ids[index] += delta.token_ids
             return b""
-        if not (delta.text or delta.calls or delta.logprobs or delta.reasoning or choice.finish):
+        said = delta.text or delta.calls or delta.logprobs or delta.reasoning or delta.token_ids
+        if not (said or choice.finish):
             return b""
         return self._events.delta(
-            index, delta.text, choice.finish, delta.calls, delta.logprobs, delta.reasoning
+            index,
+            delta.text,
+            choice.finish,
+            delta.calls,
+            delta.logprobs,
+            delta.reasoning,
+            delta.token_ids,
         )
 
     def _end(self, usage: FinalUsage) -> bytes:
@@ -176,7 +185,11 @@ class Answer:
                 prompt_logprobs = scored.json()
             if logprobs is not None and self._call.echo:
                 logprobs = scored.echoed.before(logprobs)
-        return Choice(text, finish, calls, logprobs, stop, thought, prompt_logprobs)
+        whole = Choice(text, finish, calls, logprobs, stop, thought, prompt_logprobs)
+        if not self._call.return_token_ids:
+            return whole
+        prompt = self._prompts[index // self._call.n]
+        return replace(whole, token_ids=self._token_ids[index], prompt_token_ids=prompt)
 
 
 class AnswerSender:
@@ -239,7 +252,7 @@ class AnswerSender:
 
 
 def event_stream(
-    call: Call, progress: AnswerProgress
+    call: Call, progress: AnswerProgress, prompts: Sequence[Sequence[int]] = ()
 ) -> EventStream | ResponseEventStream | MessageEventStream:
     """Return what makes the events of a streamed call, in the shape of the API that was asked."""
     match call.endpoint:
@@ -247,7 +260,8 @@ def event_stream(
             return ResponseEventStream(call)
         case Endpoint.MESSAGES:
             return MessageEventStream(call, progress)
-    return EventStream(call, progress.choice_usage if call.continuous_usage else None)
+    usage = progress.choice_usage if call.continuous_usage else None
+    return EventStream(call, usage, prompts if call.return_token_ids else ())
 
 
 def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:

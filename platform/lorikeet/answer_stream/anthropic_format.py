@@ -67,10 +67,12 @@ class MessageEventStream:
         calls: Sequence[CallDelta] = (),
         logprobs: Sequence[SampledToken] | None = None,  # noqa: ARG002
         reasoning: str = "",
+        token_ids: Sequence[int] = (),  # noqa: ARG002
     ) -> bytes:
         """Return events for new text, then calls, and, with `finish`, for the last block's end.
 
         choice: always 0. logprobs: not told in this API. reasoning: what is thought before text.
+        token_ids: not told in this API.
         """
         assert choice == 0
         if not self._started:

@@ -18,13 +18,15 @@ from lorikeet_engine.request import FinishReason, TokenLogprobs, Tokens
 class OutputDelta:
     """What is new in a choice: what was thought, then text, then calls.
 
-    logprobs: those of the tokens of this text, where asked for.
+    logprobs: those of the tokens of this text, where asked for. token_ids: all new tokens, where
+    they are asked for; then logprobs are those of all of them.
     """
 
     text: str
     calls: Sequence[CallDelta] = ()
     logprobs: Sequence[SampledToken] = ()
     reasoning: str = ""
+    token_ids: Sequence[int] = ()
 
 
 class ChoiceStream:
@@ -33,7 +35,7 @@ class ChoiceStream:
     parser: where the model may call tools. vocabulary: where logprobs are asked for. echo: what
     the text begins with; then special tokens have logprobs too: clients that know how many tokens a
     prompt has count on one each. reasoning: where the model may think; `text` hands it what it
-    decodes. thinking_shown: it is told what it takes.
+    decodes. thinking_shown: it is told what it takes. tells_tokens: whether deltas have token ids.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ChoiceStream:
         reasoning: ReasoningParser | None = None,
         *,
         thinking_shown: bool = True,
+        tells_tokens: bool = False,
     ) -> None:
         self._text = text
         self._parser = parser
@@ -53,7 +56,7 @@ class ChoiceStream:
         self._echoed = len(self._echo)
         self._untold = vocabulary.special if vocabulary is not None and echo is None else ()
         self._reasoning = reasoning
-        self._thinking_shown = thinking_shown
+        self._thinking_shown, self._tells_tokens = thinking_shown, tells_tokens
         self._sampled: list[tuple[int, TokenLogprobs]] = []
         self._sent_tokens = 0
         self.finish: FinishReason | None = None
@@ -80,6 +83,7 @@ class ChoiceStream:
 
     def take(self, output: Tokens) -> OutputDelta:
         """Take new tokens."""
+        begin = self.tokens
         text = self._text.push(output.token_ids)
         if self._text.stopped:
             self.finish = FinishReason.STOP
@@ -96,10 +100,17 @@ class ChoiceStream:
         thought = "" if self._reasoning is None else self._reasoning.take()
         if not self._thinking_shown:
             thought = ""
+        # none behind a stop string
+        token_ids = output.token_ids[: self.tokens - begin] if self._tells_tokens else ()
         if self._vocabulary is None:
-            return OutputDelta(text, calls, reasoning=thought)
+            return OutputDelta(text, calls, reasoning=thought, token_ids=token_ids)
         self._sampled += zip(output.token_ids, output.logprobs, strict=True)
-        return OutputDelta(text, calls, self._sent_logprobs(self._vocabulary), thought)
+        if self._tells_tokens:
+            vocabulary, new = self._vocabulary, range(begin, self.tokens)
+            logprobs = [self._describe(vocabulary, at) for at in new]
+        else:
+            logprobs = self._sent_logprobs(self._vocabulary)
+        return OutputDelta(text, calls, logprobs, thought, token_ids)
 
     def _sent_logprobs(self, vocabulary: Vocabulary) -> list[SampledToken]:
         """Return the tokens whose text is sent now, as far as they are text and of no call."""
@@ -152,7 +163,7 @@ def open_choice(
     parsed = parser is not None or reasoning is not None
     hidden = vocabulary.special_except(shown) if parsed else None
     if call.sampling.keep_stop_token:  # which is told among the logprobs, but is no text
-        hidden = vocabulary.special.union(call.sampling.stop_token_ids)
+        hidden = (hidden or vocabulary.special).union(call.sampling.stop_token_ids)
     echo = None
     if call.echo:
         given = call.prompts[index]
@@ -160,5 +171,11 @@ def open_choice(
     text = Detokenizer(vocabulary.tokenizer, prompt, stop, call.min_tokens, hidden, reasoning)
     logprob_vocabulary = vocabulary if call.sampling.logprobs is not None else None
     return ChoiceStream(
-        text, parser, logprob_vocabulary, echo, reasoning, thinking_shown=call.thinking_shown
+        text,
+        parser,
+        logprob_vocabulary,
+        echo,
+        reasoning,
+        thinking_shown=call.thinking_shown,
+        tells_tokens=call.return_token_ids,
     )

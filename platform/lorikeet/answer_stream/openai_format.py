@@ -6,28 +6,17 @@ str.splitlines does.
 
 import json
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from lorikeet.answer_stream.logprobs import (
-    SampledToken,
-    chat_logprobs,
-    completion_logprobs,
-    response_logprobs,
-)
+from lorikeet.answer_stream.logprobs import SampledToken, chat_logprobs, completion_logprobs
+from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.dialects import error_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"
-_LOGPROBS = {
-    Endpoint.CHAT: chat_logprobs,
-    Endpoint.COMPLETIONS: completion_logprobs,
-    Endpoint.RESPONSES: response_logprobs,
-    Endpoint.MESSAGES: chat_logprobs,  # none are asked for
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,50 +32,13 @@ class CallDelta:
     name: str | None = None
 
 
-class WholeLogprobs:
-    """The logprobs of one choice that is not streamed, as JSON that grows with its tokens.
-
-    Encoding all of them at the end would hold up every stream of the replica: 15,000 tokens with 20
-    alternatives each take 2 s.
-    """
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._shape = _LOGPROBS[endpoint]
-        self._lists: dict[str, list[bytes]] = {
-            field: [] for field, values in self._shape(()).items() if values is not None
-        }
-
-    def add(self, tokens: Sequence[SampledToken]) -> None:
-        """Add the next tokens, which may be none."""
-        if tokens:
-            shaped = self._shape(tokens)
-            for field, parts in self._lists.items():
-                parts.append(_dump(shaped[field])[1:-1])
-
-    def before(self, later: "WholeLogprobs") -> "WholeLogprobs":
-        """Return these with those of later tokens behind them."""
-        joined = copy(self)
-        joined._lists = {name: parts + later._lists[name] for name, parts in self._lists.items()}
-        return joined
-
-    def json(self) -> bytes:
-        """Return the choice's `logprobs`."""
-        fields = [_dump(name) + b":" + self.values(name) for name in self._lists]
-        refusal = [b'"refusal":null'] if self._shape is chat_logprobs else []
-        return b"{%s}" % b",".join(fields + refusal)
-
-    def values(self, field: str) -> bytes:
-        """Return one of the lists that `logprobs` has."""
-        return b"[%s]" % b",".join(self._lists[field])
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One finished choice: all its text and calls, and why it ended.
 
     logprobs: those of the text's tokens; None if not asked for. stop: the stop string that ended
     it, if one did. reasoning: what was thought before. prompt_logprobs: JSON of its prompt's; None
-    if not asked for.
+    if not asked for. token_ids, prompt_token_ids: all its tokens and its prompt's; likewise.
     """
 
     text: str
@@ -96,6 +48,8 @@ class Choice:
     stop: str | None = None
     reasoning: str = ""
     prompt_logprobs: bytes | None = None
+    token_ids: Sequence[int] | None = None
+    prompt_token_ids: Sequence[int] | None = None
 
 
 class EventStream:
@@ -103,9 +57,16 @@ class EventStream:
 
     Call `delta` for each delta of text, then `end` once. The chat role chunk goes before a choice's
     first delta by itself. choice_usage: what a choice has taken until now, for each event to show.
+    prompts: token ids to tell with the first event of a chat, or of each choice of a completion.
     """
 
-    def __init__(self, call: Call, choice_usage: Callable[[int], FinalUsage] | None = None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        choice_usage: Callable[[int], FinalUsage] | None = None,
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self._untold_prompts = {i: prompts[i // call.n] for i in range(len(prompts) * call.n)}
         self._chat = call.endpoint is Endpoint.CHAT
         self._functions = _has_functions(call)
         self._include_usage, self._choice_usage = call.include_usage, choice_usage
@@ -124,17 +85,19 @@ class EventStream:
         calls: Sequence[CallDelta] = (),
         logprobs: Sequence[SampledToken] | None = None,
         reasoning: str = "",
+        token_ids: Sequence[int] = (),
     ) -> bytes:
         """Return events for new text of a choice, then calls, and, with `finish`, for its end.
 
         choice: the answer's index, prompt_index * n + j. logprobs: those of this text's tokens.
         Text may be empty; b"" when there is nothing to send. reasoning: what is thought before it.
+        token_ids: the new tokens, where they are asked for.
         """
         if not self._chat:
-            if not (text or finish or logprobs):
+            if not (text or finish or logprobs or token_ids):
                 return b""
             known = _dump(completion_logprobs(logprobs)) if logprobs else b"null"
-            return self._event(choice, _dump(text), finish, known)
+            return self._event(choice, _dump(text), finish, known, token_ids)
         events = b""
         if choice not in self._started:
             self._started.add(choice)
@@ -143,9 +106,10 @@ class EventStream:
             events += self._event(choice, role)
         if reasoning:
             events += self._event(choice, b'{"reasoning_content":' + _dump(reasoning) + b"}")
-        if text or logprobs:
+        if text or logprobs or token_ids:
             known = _dump(chat_logprobs(logprobs)) if logprobs else b"null"
-            events += self._event(choice, b'{"content":' + _dump(text) + b"}", None, known)
+            content = b'{"content":' + _dump(text) + b"}"
+            events += self._event(choice, content, None, known, token_ids)
         for call in calls:
             self._called.add(choice)
             events += self._event(choice, _dump(_call_delta(call, functions=self._functions)))
@@ -165,6 +129,7 @@ class EventStream:
         delta: bytes,
         finish: FinishReason | None = None,
         logprobs: bytes = b"null",
+        token_ids: Sequence[int] = (),
     ) -> bytes:
         field = b',"delta":' if self._chat else b',"text":'
         called = choice in self._called
@@ -175,7 +140,18 @@ class EventStream:
         close = self._close
         if self._choice_usage is not None:
             close = self._close_with(self._choice_usage(choice))
-        return b"".join((self._open, *event, b',"finish_reason":', reason, b"}", close))
+        ids = _member("token_ids", token_ids or None)
+        if self._untold_prompts:
+            ids, close = self._with_prompt(choice, ids, close)
+        return b"".join((self._open, *event, b',"finish_reason":', reason, ids, b"}", close))
+
+    def _with_prompt(self, choice: int, of_choice: bytes, close: bytes) -> tuple[bytes, bytes]:
+        """Return more members of a choice, and an event's end, with a prompt that is untold yet."""
+        prompt = _member("prompt_token_ids", self._untold_prompts.pop(choice, None))
+        if not self._chat:
+            return of_choice + prompt, close
+        self._untold_prompts.clear()  # it is that of all choices
+        return of_choice, close[:1] + prompt + close[1:]
 
     def _close_with(self, usage: FinalUsage) -> bytes:
         return b'],"usage":' + _dump(_usage(usage, chat=self._chat)) + b"}\n\n"
@@ -191,7 +167,7 @@ def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes
     functions = _has_functions(call)
     bodies = [_choice(chat, functions, index, choice) for index, choice in enumerate(choices)]
     used = _dump(_usage(usage, chat=chat))
-    prompt = _prompt_logprobs(choices[0]) if chat else b""
+    prompt = _of_prompt(choices[0]) if chat else b""
     return b'%s,"choices":[%s]%s,"usage":%s}' % (head[:-1], b",".join(bodies), prompt, used)
 
 
@@ -213,14 +189,20 @@ def _choice(chat: bool, functions: bool, index: int, choice: Choice) -> bytes:
     )
     logprobs = b"null" if choice.logprobs is None else choice.logprobs.json()
     reason = _dump(_reason(choice.finish, called=bool(choice.calls), functions=functions))
-    prompt = b"" if chat else _prompt_logprobs(choice)
-    known = (index, said, logprobs, prompt, reason)
-    return b'{"index":%d,%s,"logprobs":%s%s,"finish_reason":%s}' % known
+    prompt = b"" if chat else _of_prompt(choice)
+    known = (index, said, logprobs, prompt, reason, _member("token_ids", choice.token_ids))
+    return b'{"index":%d,%s,"logprobs":%s%s,"finish_reason":%s%s}' % known
 
 
-def _prompt_logprobs(choice: Choice) -> bytes:
+def _of_prompt(choice: Choice) -> bytes:
     known = choice.prompt_logprobs
-    return b"" if known is None else b',"prompt_logprobs":' + known
+    scored = b"" if known is None else b',"prompt_logprobs":' + known
+    return scored + _member("prompt_token_ids", choice.prompt_token_ids)
+
+
+def _member(name: str, token_ids: Sequence[int] | None) -> bytes:
+    """Return token ids as one more member of an object; none for None."""
+    return b"" if token_ids is None else b",%s:%s" % (_dump(name), _dump(token_ids))
 
 
 def _message(choice: Choice, functions: bool) -> dict[str, Any]:

@@ -53,10 +53,12 @@ class ResponseEventStream:
         calls: Sequence[CallDelta] = (),
         logprobs: Sequence[SampledToken] | None = None,
         reasoning: str = "",
+        token_ids: Sequence[int] = (),  # noqa: ARG002
     ) -> bytes:
         """Return events for new text, then calls, and, with `finish`, for the last item's end.
 
         choice: always 0. logprobs: those of this text's tokens. reasoning: what is thought before.
+        token_ids: not told in this API.
         """
         assert choice == 0
         if not self._sent:

@@ -17,7 +17,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from lorikeet.answer_stream.logprobs import SampledToken, response_logprobs
-from lorikeet.answer_stream.openai_format import CallDelta, WholeLogprobs
+from lorikeet.answer_stream.openai_format import CallDelta
+from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.protocol.messages import Call, Endpoint
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # which json.dumps would make for each value

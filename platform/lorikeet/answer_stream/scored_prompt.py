@@ -6,7 +6,7 @@ from typing import Any
 
 from lorikeet.answer_stream.detokenizer import Detokenizer, Vocabulary
 from lorikeet.answer_stream.logprobs import finite
-from lorikeet.answer_stream.openai_format import WholeLogprobs
+from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.protocol.messages import Call
 from lorikeet_engine.request import TokenLogprobs
 

@@ -80,7 +80,8 @@ class Call:
     key_id: whose request it is. max_context: what a prompt and an answer to it may have together,
     beside the model's own limit. format, tools: None asks for neither. echo: each text
     begins with its prompt. prompt_logprobs: how many the field of that name has, vLLM's;
-    `sampling` has the most that it or an echo needs. template_args: further variables for the chat
+    `sampling` has the most that it or an echo needs. return_token_ids: the prompt's and the
+    answer's are told. template_args: further variables for the chat
     template, and template_defaults those that nobody asked for. thinking_shown: what the model
     thinks is told.
     generation_prompt: the template begins the assistant's message. continue_final: the answer goes
@@ -108,6 +109,7 @@ class Call:
     tools: ToolUse | None = None
     echo: bool = False
     prompt_logprobs: int | None = None
+    return_token_ids: bool = False
     template_args: Mapping[str, Any] = field(default_factory=dict)
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     thinking_shown: bool = True

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 MOST_LOGPROBS = 2**19
 """In one body, which a replica and a gateway hold whole: 40 MB of short tokens."""
+MOST_PROMPT_IDS = 2**20
+"""In one answer, whose choices repeat their prompt's: 7 MB."""
 _ENCODERS = 2
 _SHORT_PROMPT_TOKENS = 256
 """Prompts up to about this long take less time than a thread waits beside a busy event loop."""
@@ -96,6 +98,7 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     """
     prompts = encoder.encode(call)
     room = max_answer_tokens(call, prompts, max_context)
+    check_told_prompts(call, prompts)
     room = fit_body(call, len(prompts) * call.n, room, prompts_logprobs(call, prompts))
     thinking = encoder.thinking(call, prompts)
     answer_grammar = grammar = encoder.grammar(call)
@@ -141,6 +144,19 @@ def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_conte
             param=param,
         )
     return max(1, min(engine_context, limit) - longest)
+
+
+def check_told_prompts(call: Call, prompts: Sequence[Sequence[int]]) -> None:
+    """Check that one body holds the prompts' token ids, where asked for. Raises InvalidInput."""
+    if not call.return_token_ids or call.endpoint is not Endpoint.COMPLETIONS:
+        return  # a chat's prompt is told once
+    told = call.n * sum(map(len, prompts))
+    if told > MOST_PROMPT_IDS:
+        raise InvalidInput(
+            f"{call.n} choices that tell the {told // call.n} tokens of their prompts: "
+            f"{MOST_PROMPT_IDS} is the most of one answer. Send fewer prompts, or a smaller n",
+            param="return_token_ids",
+        )
 
 
 def prompts_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:

@@ -129,6 +129,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool = False
 
     @model_validator(mode="after")
     def _fits_together(self) -> "GenerateRequest":
@@ -177,9 +178,10 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
                 logit_bias=self.logit_bias or (),
                 logprobs=self.alternatives(),
                 prompt_logprobs=max(of_prompts, default=None),
-                keep_stop_token=echoed is not None,
+                keep_stop_token=echoed is not None or self.return_token_ids,
             ),
             "prompt_logprobs": self.prompt_logprobs,
+            "return_token_ids": self.return_token_ids,
             "stop": self.stop,
             "n": self.n,
             "stream": self.stream,

@@ -112,6 +112,7 @@ class ChatChoice(TypedDict):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
+    token_ids: NotRequired[list[int]]
     finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
 
 
@@ -125,6 +126,7 @@ class ChatCompletion(TypedDict):
     service_tier: Literal["default"]
     choices: list[ChatChoice]
     prompt_logprobs: NotRequired[PromptTokens]
+    prompt_token_ids: NotRequired[list[int]]
     usage: Usage
 
 
@@ -161,6 +163,7 @@ class ChunkChoice(TypedDict):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
+    token_ids: NotRequired[list[int]]
     finish_reason: Literal["stop", "length", "tool_calls", "function_call"] | None
 
 
@@ -173,6 +176,7 @@ class ChatCompletionChunk(TypedDict):
     model: str
     service_tier: Literal["default"]
     choices: list[ChunkChoice]
+    prompt_token_ids: NotRequired[list[int]]
     usage: NotRequired[Usage | None]
 
 
@@ -183,6 +187,8 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_logprobs: NotRequired[PromptTokens]
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
     finish_reason: Literal["stop", "length"] | None
 
 

@@ -1,0 +1,97 @@
+"""`return_token_ids`, vLLM's field: an answer tells the tokens that it was made of and from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.conftest import Gateway, chat
+from tests.gateway.scripted_replica import ScriptedReplica
+from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, error_of
+
+TEXT = "é fine 😀<|eos|>"
+
+
+@pytest.fixture
+def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+    """The gateway's replica, whose model writes TEXT and ends it with an end of sequence."""
+    scripted = ScriptedReplica(tmp_path)
+    gateway.engines.replay = scripted.writes(TEXT)
+    return scripted
+
+
+def ids_of(replica: ScriptedReplica, text: str) -> list[int]:
+    return list(replica.encoder.backend.encode(text, add_special_tokens=False).ids)
+
+
+def events(gateway: Gateway, path: str, body: dict[str, Any]) -> list[Any]:
+    lines = gateway.post(path, body | {"stream": True}).raise_for_status().text.split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def test_a_chat_tells_its_prompt_once_and_each_choices_tokens(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    answer = gateway.post(CHAT, chat("tiny", "hi", n=2, return_token_ids=True)).json()
+    assert answer["prompt_token_ids"] == ids_of(replica, "<|bos|><|user|>hi<|eos|><|assistant|>")
+    assert [choice["token_ids"] for choice in answer["choices"]] == [ids_of(replica, TEXT)] * 2
+    assert answer["choices"][0]["message"]["content"] == TEXT.removesuffix("<|eos|>")
+
+
+def test_each_choice_of_a_completion_tells_its_prompt(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    prompts = [ids_of(replica, "one"), ids_of(replica, "another")]
+    asked = {"model": "tiny", "prompt": prompts, "n": 2, "return_token_ids": True}
+    choices = gateway.post(COMPLETIONS, asked).json()["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [
+        prompt for prompt in prompts for _ in range(2)
+    ]
+    assert all(choice["token_ids"] == ids_of(replica, TEXT) for choice in choices)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_tells_the_prompt_first_and_then_all_tokens(
+    gateway: Gateway, replica: ScriptedReplica, path: str
+) -> None:
+    asked = chat("tiny", "hi") if path == CHAT else {"model": "tiny", "prompt": "hi"}
+    whole = gateway.post(path, asked | {"return_token_ids": True}).json()
+    streamed = events(gateway, path, asked | {"return_token_ids": True})
+    choices = [event["choices"][0] for event in streamed]
+    at = whole if path == CHAT else whole["choices"][0]
+    told = [e if path == CHAT else c for e, c in zip(streamed, choices, strict=True)]
+    assert told[0]["prompt_token_ids"] == at["prompt_token_ids"]
+    assert not any("prompt_token_ids" in each for each in told[1:])
+    assert [i for c in choices for i in c.get("token_ids", ())] == ids_of(replica, TEXT)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_there_is_a_logprob_for_every_token_that_is_told(
+    gateway: Gateway, replica: ScriptedReplica, stream: bool
+) -> None:
+    asked = chat("tiny", "hi", logprobs=True, return_token_ids=True, stop="😀")
+    if stream:
+        choices = [event["choices"][0] for event in events(gateway, CHAT, asked)]
+    else:
+        choices = gateway.post(CHAT, asked).json()["choices"]
+    for choice in choices:
+        known = choice["logprobs"]["content"] if choice["logprobs"] else ()
+        assert len(known) == len(choice.get("token_ids", ()))
+    told = [i for choice in choices for i in choice.get("token_ids", ())]
+    assert told == ids_of(replica, TEXT)[:-1], "with the stop string, and nothing behind it"
+
+
+def test_nothing_is_told_unasked(gateway: Gateway, replica: ScriptedReplica) -> None:
+    for path, asked in ((CHAT, chat("tiny", "hi")), (COMPLETIONS, {"prompt": "hi"})):
+        body = {"model": "tiny", **asked, "return_token_ids": False}
+        assert "token_ids" not in gateway.post(path, body).text
+        assert "token_ids" not in json.dumps(events(gateway, path, body))
+
+
+def test_prompts_that_would_be_told_too_often_are_refused(gateway: Gateway, tmp_path: Path) -> None:
+    replica = ScriptedReplica(tmp_path, max_context=100_000)
+    gateway.engines.replay = replica.writes(TEXT)
+    body = {"model": "tiny", "prompt": [1] * 70_000, "n": 16, "return_token_ids": True}
+    assert error_of(gateway.post(COMPLETIONS, body), 400)["param"] == "return_token_ids"
+    assert gateway.post(COMPLETIONS, body | {"n": 1}).is_success
