@@ -128,6 +128,14 @@ def test_a_shared_prefix_is_computed_once_for_a_hundred_requests(make_checked):
     assert checked.model.tokens == 1000 + 100 * 2
 
 
+def test_the_prompt_of_128_choices_is_computed_once_but_for_its_last_page(make_checked):
+    checked = make_checked(kv_pages=1200, max_running=64, max_batch_tokens=256)
+    prompt, sampling = tuple(i % 60 for i in range(1003)), SamplingParams(1, temperature=0.0)
+    checked.submit(prompt, sampling=sampling, adapter=GOOD, n=128)
+    checked.drain()
+    assert checked.model.tokens == 1003 // PAGE * PAGE + 128 * (1003 % PAGE)
+
+
 @pytest.mark.parametrize("other", [{"salt": "globex"}, {"adapter": OTHER}, {"adapter": None}])
 def test_another_tenant_or_adapter_never_hits_it(make_checked, other):
     checked = make_checked(kv_pages=1200, max_running=64, max_batch_tokens=256)

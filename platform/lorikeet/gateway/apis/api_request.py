@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field, model_validator
 
-from lorikeet.gateway.apis.fields import INT32, Biases, Metadata, Stop, TokenId
+from lorikeet.gateway.apis.fields import INT32, MAX_CHOICES, Biases, Metadata, Stop, TokenId
 from lorikeet.gateway.apis.no_ops import STREAM_OPTIONS_NO_OPS
 from lorikeet.gateway.apis.responses_items import StoredItems
 from lorikeet.gateway.apis.structured_outputs import StructuredFields
@@ -28,7 +28,6 @@ from lorikeet_engine.request import (
     SchedulingParams,
 )
 
-MAX_N = 16
 _INT64 = 2**63 - 1
 _TEMPLATE_TOKENS = 5  # what chat templates put around each message, roughly
 
@@ -125,7 +124,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
     seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     stop: Stop = ()
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

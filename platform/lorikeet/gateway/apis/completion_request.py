@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from lorikeet.gateway.apis.api_request import MAX_N, CallContext, GenerateRequest, prompt_tokens
+from lorikeet.gateway.apis.api_request import CallContext, GenerateRequest, prompt_tokens
 from lorikeet.gateway.apis.fields import INT32, MAX_CHOICES, Prompts
 from lorikeet.gateway.apis.no_ops import COMPLETIONS_NO_OPS
 from lorikeet.gateway.body import NoOps, misfit, unsupported
@@ -25,7 +25,7 @@ class CompletionRequest(GenerateRequest):
     max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool = False
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> "CompletionRequest":
