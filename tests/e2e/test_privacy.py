@@ -80,7 +80,7 @@ class Planted:
         self, client: httpx.Client, path: str, content: bytes, status: int | None = None
     ) -> None:
         headers = {
-            "x-lorikeet-session": self.mark("session header"),
+            "x-session-id": self.mark("session header"),
             "x-request-id": self.mark("request id header"),
             "user-agent": self.mark("user agent"),
             "cookie": self.mark("cookie"),

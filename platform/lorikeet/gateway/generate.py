@@ -43,7 +43,7 @@ SCHEMAS: Mapping[str, type[ApiRequest]] = {
 }
 """The request schema of each path; every one of them becomes a Call."""
 
-SESSION_HEADER = "x-lorikeet-session"
+SESSION_HEADER = "x-session-id"
 """Names a session, which keeps to one version where an alias shares its requests between two; else
 the body's `user` does; a request without either may get either version."""
 LOAD_HEADER = "x-lorikeet-max-adapter-wait-ms"

@@ -38,7 +38,7 @@ def promote(
     """Point an alias at a version, or give it a share of the alias's requests.
 
     New requests use it; those in flight finish on the old one. With a share, a session (the header
-    x-lorikeet-session, or OpenAI's `user`) stays with its version; a promotion without a share
+    x-session-id, or OpenAI's `user`) stays with its version; a promotion without a share
     ends it, and so does a rollback.
 
     Example: `lorikeet promote acme/support@3 --expect 2`
