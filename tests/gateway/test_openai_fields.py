@@ -48,6 +48,8 @@ def test_logprobs_reach_the_engine(gateway: Gateway) -> None:
     assert sent(gateway, logprobs=True, top_logprobs=20).sampling.logprobs == 20
     assert sent(gateway, COMPLETIONS).sampling.logprobs is None
     assert sent(gateway, COMPLETIONS, logprobs=0).sampling.logprobs == 0
+    assert sent(gateway, COMPLETIONS, logprobs=True).sampling.logprobs == 0
+    assert sent(gateway, COMPLETIONS, logprobs=False).sampling.logprobs is None
     assert sent(gateway, COMPLETIONS, logprobs=5).sampling.logprobs == 5
 
 
@@ -217,7 +219,7 @@ def test_a_bad_value_of_a_chat_is_named(
     [
         ({"logprobs": 6}, "logprobs", "less than or equal to 5"),
         ({"logprobs": -1}, "logprobs", "greater"),
-        ({"logprobs": True}, "logprobs", "integer"),
+        ({"logprobs": "1"}, "logprobs", "integer"),
         ({"echo": 1}, "echo", "boolean"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream to be false"),

@@ -2,13 +2,28 @@
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from lorikeet.gateway.apis.api_request import CallContext, GenerateRequest, prompt_tokens
 from lorikeet.gateway.apis.fields import INT32, MAX_CHOICES, Prompts
 from lorikeet.gateway.apis.no_ops import COMPLETIONS_NO_OPS
 from lorikeet.gateway.body import NoOps, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
+
+_Count = Annotated[int, Field(ge=0, le=5)]
+
+
+def _parse_logprobs(value: object) -> object:
+    """Take true as a chat's, which asks for those of the answer's tokens alone."""
+    if isinstance(value, bool):
+        return 0 if value else None
+    return value
+
+
+_Logprobs = Annotated[
+    _Count | None,
+    BeforeValidator(_parse_logprobs, json_schema_input_type=_Count | bool | None),
+]
 
 
 class CompletionRequest(GenerateRequest):
@@ -23,7 +38,7 @@ class CompletionRequest(GenerateRequest):
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: _Logprobs = None
     echo: bool = False
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
