@@ -1,9 +1,11 @@
 """What OpenAI's own client gets from the two generate endpoints."""
 
 import asyncio
+import json
 
 import httpx
 import openai
+import pytest
 
 from lorikeet.routing.ranking import Work
 from tests.gateway.conftest import Gateway, chat
@@ -172,6 +174,24 @@ def test_headers_say_which_weights_answered_and_where(gateway: Gateway) -> None:
         assert answer.headers["x-lorikeet-replica"] == "replica-7"
         assert answer.headers["x-lorikeet-adapter-digest"] == call.adapter.digest
         assert answer.headers["x-lorikeet-residency"] == "host"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_answer_itself_says_which_weights_it_is_of(gateway: Gateway, stream: bool) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    for path, asked in (
+        ("/v1/chat/completions", chat("acme/support")),
+        ("/v1/completions", {"model": "acme/support", "prompt": "hi"}),
+    ):
+        text = gateway.post(path, asked | options).raise_for_status().text
+        answer = json.loads(text.split("data: ")[-2] if stream else text)
+        ref = gateway.engines.last.adapter
+        assert ref is not None
+        known = {"name": "acme/support", "version": 1, "digest": ref.digest}
+        assert answer["adapter"] == known
+        assert answer["usage"]["completion_tokens"]
+        base = gateway.post(path, asked | options | {"model": "tiny"}).text
+        assert '"adapter"' not in base
 
 
 def test_a_base_model_answers_without_an_adapter(gateway: Gateway) -> None:

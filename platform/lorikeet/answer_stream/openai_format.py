@@ -70,6 +70,7 @@ class EventStream:
         self._chat = call.endpoint is Endpoint.CHAT
         self._functions = _has_functions(call)
         self._include_usage, self._choice_usage = call.include_usage, choice_usage
+        self._adapter = _adapter(call)
         self._started: set[int] = set()
         self._called: set[int] = set()
         head = _head(call, "chat.completion.chunk" if self._chat else "text_completion")
@@ -121,7 +122,7 @@ class EventStream:
         """Return the last events: usage with no choices if the client asked for it, then [DONE]."""
         if not self._include_usage:
             return DONE
-        return self._open + self._close_with(usage) + DONE
+        return self._open + self._close_with(usage, self._adapter) + DONE
 
     def _event(
         self,
@@ -153,8 +154,8 @@ class EventStream:
         self._untold_prompts.clear()  # it is that of all choices
         return of_choice, close[:1] + prompt + close[1:]
 
-    def _close_with(self, usage: FinalUsage) -> bytes:
-        return b'],"usage":' + _dump(_usage(usage, chat=self._chat)) + b"}\n\n"
+    def _close_with(self, usage: FinalUsage, adapter: bytes = b"") -> bytes:
+        return b"]" + adapter + b',"usage":' + _dump(_usage(usage, chat=self._chat)) + b"}\n\n"
 
 
 def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
@@ -168,7 +169,17 @@ def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes
     bodies = [_choice(chat, functions, index, choice) for index, choice in enumerate(choices)]
     used = _dump(_usage(usage, chat=chat))
     prompt = _of_prompt(choices[0]) if chat else b""
-    return b'%s,"choices":[%s]%s,"usage":%s}' % (head[:-1], b",".join(bodies), prompt, used)
+    known = (head[:-1], b",".join(bodies), prompt, _adapter(call), used)
+    return b'%s,"choices":[%s]%s%s,"usage":%s}' % known
+
+
+def _adapter(call: Call) -> bytes:
+    """Return which weights answer, as one more member of an answer; none for the base model."""
+    ref = call.adapter
+    if ref is None:
+        return b""
+    known = {"name": f"{ref.tenant}/{ref.name}", "version": ref.version, "digest": ref.digest}
+    return b',"adapter":' + _dump(known)
 
 
 def failed_completion_event(code: str, message: str, param: str | None = None) -> bytes:

@@ -106,6 +106,14 @@ class AssistantMessage(TypedDict):
     function_call: NotRequired[CalledFunction]
 
 
+class AnsweringAdapter(TypedDict):
+    """Which weights answered; absent for a base model. digest: of the adapter's blob, SHA-256."""
+
+    name: str
+    version: int
+    digest: str
+
+
 class ChatChoice(TypedDict):
     """One answer."""
 
@@ -127,6 +135,7 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     prompt_logprobs: NotRequired[PromptTokens]
     prompt_token_ids: NotRequired[list[int]]
+    adapter: NotRequired[AnsweringAdapter]
     usage: Usage
 
 
@@ -177,6 +186,7 @@ class ChatCompletionChunk(TypedDict):
     service_tier: Literal["default"]
     choices: list[ChunkChoice]
     prompt_token_ids: NotRequired[list[int]]
+    adapter: NotRequired[AnsweringAdapter]
     usage: NotRequired[Usage | None]
 
 
@@ -200,6 +210,7 @@ class Completion(TypedDict):
     created: int
     model: str
     choices: list[CompletionChoice]
+    adapter: NotRequired[AnsweringAdapter]
     usage: NotRequired[Usage | None]
 
 
