@@ -1,0 +1,208 @@
+"""A trainer's client: push versions of an adapter, and sample from exactly one of them.
+
+lorikeet = Client("http://127.0.0.1:8000", key="lk_…", publish_key="lk_…")
+version = lorikeet.push(Path("checkpoint-500"), "policy")
+choices = lorikeet.sample(version, prompt_ids, n=8, max_tokens=64)
+"""
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import httpx
+
+from lorikeet.errors import LorikeetError, Unavailable
+from lorikeet_engine.adapter_format import write_blob
+
+_AGAIN_S, _POLL_S = 0.5, 0.05
+_AWAY = frozenset({429, 502, 503, 504})
+
+Wait = Literal["none", "ready", "durable"]
+
+
+class LoraConfig(Protocol):
+    """PEFT's LoraConfig, as far as a push needs it."""
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write adapter_config.json into a folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushedVersion:
+    """A version as the service told of it last.
+
+    model: what requests write as `model`. version: its number, None until it is durable.
+    ready: every replica has it. durable: it is in the store.
+    """
+
+    adapter: str
+    model: str
+    digest: str
+    version: int | None
+    ready: bool
+    durable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SampledChoice:
+    """One answer. logprobs: of each of token_ids, the token that ended it included.
+
+    digest: of the adapter that made it; None if that was the base model.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: str
+    digest: str | None
+
+
+class Client:
+    """One service, at the address of its tenants' API. Threads may share it; `close` ends it."""
+
+    def __init__(
+        self, address: str, key: str, publish_key: str | None = None, timeout_s: float = 600.0
+    ) -> None:
+        """key: for samples. publish_key: for pushes; `lorikeet keys create --publish` makes one."""
+        self._key, self._publish_key = key, publish_key
+        self._http = httpx.Client(base_url=address, timeout=timeout_s)
+
+    def push(
+        self,
+        weights: Path | Mapping[str, Any],
+        name: str,
+        *,
+        config: LoraConfig | None = None,
+        alias: str | None = None,
+        wait: Wait = "ready",
+        timeout_s: float = 60.0,
+    ) -> PushedVersion:
+        """Send a version of an adapter, and return once it is what `wait` says.
+
+        weights: PEFT's folder, or get_peft_model_state_dict's tensors with their config. A service
+        that is busy or away is asked again, which is safe: equal bytes are one version. Raises
+        AdapterRejected, LorikeetError with the service's code, and Unavailable after timeout_s.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with tempfile.TemporaryDirectory() as work:
+            blob, folder = Path(work, "blob"), Path(work)
+            if isinstance(weights, Path):
+                folder = weights
+            else:
+                _save(weights, config, folder)
+            digest = write_blob(folder, blob)
+            path, query = _path(name, digest), {"wait": wait, "timeout_s": f"{timeout_s:g}"}
+            query |= {} if alias is None else {"alias": alias}
+            told = self._ask("PUT", path, deadline_s, self._publish_key, query, blob)
+        return self._awaited(told, wait, deadline_s)
+
+    def status(self, version: PushedVersion) -> PushedVersion:
+        """Return what has become of a version. Raises LorikeetError if it is gone."""
+        path = _path(version.adapter.partition("/")[2], version.digest)
+        return _version(self._ask("GET", path, time.monotonic(), self._publish_key))
+
+    def sample(
+        self, model: PushedVersion | str, prompt: str | Sequence[int], **fields: Any
+    ) -> list[SampledChoice]:
+        """Return n choices for a prompt, with token ids and log probabilities.
+
+        fields: as in a completion, such as n, max_tokens and temperature. Raises LorikeetError.
+        """
+        name = model if isinstance(model, str) else model.model
+        body = {"model": name, "prompt": prompt, "logprobs": 0, "return_token_ids": True, **fields}
+        answer = self._ask("POST", "/v1/completions", time.monotonic(), self._key, body=body)
+        digest = answer.get("adapter", {}).get("digest")
+        return [
+            SampledChoice(
+                prompt_ids=tuple(choice["prompt_token_ids"]),
+                token_ids=tuple(choice["token_ids"]),
+                logprobs=tuple(choice["logprobs"]["token_logprobs"]),
+                text=choice["text"],
+                finish_reason=choice["finish_reason"],
+                digest=digest,
+            )
+            for choice in answer["choices"]
+        ]
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._http.close()
+
+    def _awaited(self, told: Mapping[str, Any], wait: Wait, deadline_s: float) -> PushedVersion:
+        version = _version(told)
+        while wait != "none" and not getattr(version, wait):
+            if time.monotonic() >= deadline_s:
+                raise Unavailable(f"{version.model} is not {wait} in time: ask its status later")
+            time.sleep(_POLL_S)
+            version = self.status(version)
+        return version
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        deadline_s: float,
+        key: str | None,
+        query: Mapping[str, str] | None = None,
+        blob: Path | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Send a request, again while the service is busy or away and the deadline not past."""
+        headers = {"authorization": f"Bearer {key}"}
+        while True:
+            content = blob.open("rb") if blob else None
+            try:
+                answer = self._http.request(
+                    method, path, params=query, headers=headers, content=content, json=body
+                )
+                failure, retry_s = _failure(answer), float(answer.headers.get("retry-after", 0))
+                away = answer.status_code in _AWAY
+            except httpx.TransportError as error:
+                failure, retry_s, away = Unavailable(f"no answer: {error}"), 0.0, True
+            finally:
+                if content is not None:
+                    content.close()
+            if failure is None:
+                return dict(answer.json())
+            pause_s = max(retry_s, _AGAIN_S)
+            if not away or time.monotonic() + pause_s > deadline_s:
+                raise failure
+            time.sleep(pause_s)
+
+
+def _save(weights: Mapping[str, Any], config: LoraConfig | None, folder: Path) -> None:
+    """Write tensors and their config as PEFT does."""
+    from safetensors.torch import save_file  # torch, which a trainer has and a folder needs not
+
+    if config is None:
+        raise LorikeetError("tensors alone: give their config, as model.peft_config['default']")
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()},
+        folder / "adapter_model.safetensors",
+    )
+    config.save_pretrained(str(folder))
+
+
+def _path(name: str, digest: str) -> str:
+    return f"/v1/adapters/{name}/versions/{digest}"
+
+
+def _version(told: Mapping[str, Any]) -> PushedVersion:
+    return PushedVersion(**{field: told[field] for field in PushedVersion.__slots__})
+
+
+def _failure(answer: httpx.Response) -> LorikeetError | None:
+    """Return the error in an answer, in the service's words; None for none."""
+    if not answer.is_error:
+        return None
+    try:
+        problem = answer.json()["error"]
+        failure = LorikeetError(problem["message"], param=problem.get("param"))
+        failure.code = problem["code"]
+    except (ValueError, KeyError, TypeError):
+        failure = Unavailable(f"{answer.request.url} answered {answer.status_code}")
+    return failure
