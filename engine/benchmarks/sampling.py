@@ -22,9 +22,10 @@ from engine.benchmarks.offline import GREEDY, Work, abort, begin, request_of, st
 from engine.benchmarks.random_engine import SETTINGS as SMALL
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import Request, SamplingParams
+from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.penalties import Penalties
-from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
+from lorikeet_engine.sampling.sampler import Sampler
 
 ROUNDS = 5
 STEPS = 20

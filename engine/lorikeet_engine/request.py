@@ -18,6 +18,17 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
+class LogprobsMode(Enum):
+    """Of which distribution log probabilities are, in vLLM's words.
+
+    RAW: the model's own. PROCESSED: the one that tokens are drawn from, behind penalties, biases,
+    bans, grammar, temperature and filters; greedy tokens have neither temperature nor filters.
+    """
+
+    RAW = "raw_logprobs"
+    PROCESSED = "processed_logprobs"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens. Validated when built; raises InvalidRequest.
@@ -32,7 +43,8 @@ class SamplingParams:
     frequency_penalty once for each time that it occurs; logit_bias is added to the logits of its
     ids. Before them, repetition_penalty divides the logit of every token of prompt and output where
     it is above 0, and multiplies it elsewhere. logprobs: how many of the most likely tokens to
-    report at each step beside the sampled one; None reports none. prompt_logprobs: how many to
+    report at each step beside the sampled one; None reports none. logprobs_mode: of which
+    distribution these are. prompt_logprobs: how many to
     report at each token of a prompt but its first, beside that token; None reports none, and the
     prompt may be found in the prefix cache, which a prompt that is scored is not. grammar: what the
     output must follow, in the language of the engine's Grammars.
@@ -52,6 +64,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
     prompt_logprobs: int | None = None
     keep_stop_token: bool = False
     grammar: str | None = None
@@ -147,8 +160,8 @@ class Request:
 class TokenLogprobs:
     """Log probabilities of one token, sampled or a prompt's, and of the most likely in its place.
 
-    top: (token id, log probability), the most likely first. They are of the model's own
-    distribution, before temperature, penalties, biases, bans and grammar.
+    top: (token id, log probability), the most likely first. They are of the distribution that
+    LogprobsMode names, for a prompt's tokens of the model's own.
     """
 
     logprob: float

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import FinishReason, Request
-from lorikeet_engine.sampling.sampler import SamplingRow
+from lorikeet_engine.sampling.draws import SamplingRow
 from tests.engine import engine_driver
 from tests.engine.engine_driver import Answers
 from tests.engine.peft_adapters import BlobShelf, save_adapter

@@ -22,8 +22,9 @@ from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.request import FinishReason, SamplingParams
 from lorikeet_engine.residency.disk.cache import AdapterSource
+from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.penalties import Penalties
-from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
+from lorikeet_engine.sampling.sampler import Sampler
 from tests.engine.descending_grammar import DescendingGrammars
 
 PAGE = 4

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lorikeet.protocol.messages import Call, Format, ToolUse
+from lorikeet_engine.request import LogprobsMode
 from tests.gateway.conftest import Gateway, chat
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN, error_of
 
@@ -49,6 +50,9 @@ def test_logprobs_reach_the_engine(gateway: Gateway) -> None:
     assert sent(gateway, COMPLETIONS).sampling.logprobs is None
     assert sent(gateway, COMPLETIONS, logprobs=0).sampling.logprobs == 0
     assert sent(gateway, COMPLETIONS, logprobs=True).sampling.logprobs == 0
+    assert sent(gateway, logprobs=True).sampling.logprobs_mode is LogprobsMode.RAW
+    asked = {"logprobs": True, "logprobs_mode": "processed_logprobs"}
+    assert sent(gateway, **asked).sampling.logprobs_mode is LogprobsMode.PROCESSED
     assert sent(gateway, COMPLETIONS, logprobs=False).sampling.logprobs is None
     assert sent(gateway, COMPLETIONS, logprobs=5).sampling.logprobs == 5
 

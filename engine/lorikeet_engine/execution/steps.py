@@ -20,10 +20,12 @@ from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.llama import LlamaModel
-from lorikeet_engine.request import TokenLogprobs
+from lorikeet_engine.request import LogprobsMode, TokenLogprobs
+from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.grammar import Grammars, TokenBitmask
 from lorikeet_engine.sampling.logprobs import Logprobs
-from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler, SamplingRow
+from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
+from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler
 from lorikeet_engine.scheduling.scheduler import StepPlan
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.scheduling.step_budget import ExpectedStep
@@ -131,7 +133,7 @@ class PendingSample:
         self,
         sequences: list[Sequence],
         tokens: torch.Tensor,
-        logprobs: Logprobs | None,
+        logprobs: list[Logprobs | ProcessedLogprobs],
         errors: Mapping[int, EngineError],
     ) -> None:
         self.tokens = tokens.clamp(min=0)
@@ -143,7 +145,7 @@ class PendingSample:
     def wait(self) -> SampledTokens:
         """The tokens once they are on the host. Raises what went wrong on the device meanwhile."""
         tokens = self._download.wait().tolist()
-        logprobs = self._logprobs.read() if self._logprobs else {}
+        logprobs = {row: told for some in self._logprobs for row, told in some.read().items()}
         errors = dict(self._errors)
         if NOT_FINITE in tokens:
             for row, token in enumerate(tokens):
@@ -227,12 +229,18 @@ def sample(
     for sequence in special.values():
         _count_tokens(sampler, sequence)
     rows = [_row(sequence, allowed.bitmasks.get(i)) for i, sequence in enumerate(sequences)]
-    counts = {i: n for i, s in special.items() if (n := s.request.sampling.logprobs) is not None}
+    told: list[Logprobs | ProcessedLogprobs] = []
+    counts = _logprobs_counts(special, LogprobsMode.RAW)
     logprobs = Logprobs(logits, counts) if counts else None
-    tokens = sampler.sample(logits, rows)
+    of_drawn = _logprobs_counts(special, LogprobsMode.PROCESSED)
+    processed = ProcessedLogprobs(of_drawn) if of_drawn else None
+    tokens = sampler.sample(logits, rows, processed)
     if logprobs is not None:
         logprobs.download(logits, tokens)
-    pending = PendingSample(sequences, tokens, logprobs, allowed.errors)
+        told.append(logprobs)
+    if processed is not None:
+        told.append(processed)
+    pending = PendingSample(sequences, tokens, told, allowed.errors)
     return InFlightStep(forward.chunks, pending, forward.launch, forward.scores)
 
 
@@ -253,6 +261,16 @@ def _count_tokens(sampler: Sampler, sequence: Sequence) -> None:
         assert not sequence.pending_rows, "a token that nobody can count"
         at, tokens = sequence.prompt_length, sequence.tokens
         sequence.penalty_slot = sampler.penalties.begin(params, tokens[:at], tokens[at:])
+
+
+def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> dict[int, int]:
+    """How many of the likeliest tokens the rows that want log probabilities of a mode report."""
+    params = {i: sequence.request.sampling for i, sequence in sequences.items()}
+    return {
+        i: p.logprobs
+        for i, p in params.items()
+        if p.logprobs is not None and p.logprobs_mode is mode
+    }
 
 
 def _row(sequence: Sequence, allowed: TokenBitmask | None) -> SamplingRow:

@@ -15,8 +15,10 @@ from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.lora.tuning import FEW_TOKENS, PREFILL_TOKENS
 from lorikeet_engine.request import MAX_LOGPROBS, Request, SamplingParams
+from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.logprobs import Logprobs
-from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
+from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
+from lorikeet_engine.sampling.sampler import Sampler
 from lorikeet_engine.scheduling.kv_cache import PageKeys
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.settings import EngineSettings
@@ -118,7 +120,7 @@ def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]
             rows[i] = rows[i]._replace(slot=slot, allowed=all_tokens)
     counts = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
     logprobs = Logprobs(logits, counts) if counts else None
-    tokens = sampler.sample(logits, rows)
+    tokens = sampler.sample(logits, rows, ProcessedLogprobs(counts) if counts else None)
     if logprobs is not None:
         logprobs.download(logits, tokens)
     for row in rows:

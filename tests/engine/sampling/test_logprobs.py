@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.logprobs import Logprobs
-from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
+from lorikeet_engine.sampling.sampler import Sampler
 from tests.engine.sampling.draws import VOCAB, logits_of, pool
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,8 +5,8 @@ import torch
 import transformers
 
 from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.penalties import Penalties
-from lorikeet_engine.sampling.sampler import SamplingRow
 from tests.engine.sampling.draws import (
     DRAWS,
     VOCAB,

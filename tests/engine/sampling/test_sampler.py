@@ -8,7 +8,8 @@ import torch
 
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import SamplingParams
-from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler, SamplingRow
+from lorikeet_engine.sampling.draws import SamplingRow
+from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler
 from tests.engine.sampling.draws import (
     DRAWS,
     VOCAB,

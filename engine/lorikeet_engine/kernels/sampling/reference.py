@@ -49,6 +49,25 @@ def draw_tokens(
     tokens[rows] = drawn
 
 
+def kept_tokens(x: torch.Tensor, draws: torch.Tensor, *, ranked: bool) -> torch.Tensor:
+    """Which of logits x [rows, vocab] float32 the filters keep, on any device: [rows, vocab] bool.
+
+    draws: the rows' columns but ROW and UNIFORM. ranked: whether any has top_k or top_p. The host
+    waits for nothing.
+    """
+    scale = draws[:, SCALE].to(torch.int32).view(torch.float32)
+    weights = _weights(x, x.amax(-1), scale)
+    kept = weights >= draws[:, LEAST, None]
+    if not ranked:
+        return kept
+    top_k, top_p = draws[:, TOP_K, None], draws[:, TOP_P, None].contiguous().view(torch.float64)
+    ranks, before = _ranked(x, weights)
+    in_k = (ranks < top_k) | (top_k == 0)
+    total = weights.where(in_k, 0).sum(-1, keepdim=True)
+    reach = (top_p * total.double()).long().clamp(min=1)
+    return kept & in_k & ((before < reach) | (top_p >= 1.0))
+
+
 def _mix(bits: int) -> int:
     """64 bits of which each depends on all of these 64."""
     for shift, factor in zip((30, 27), MIXERS, strict=True):
@@ -75,7 +94,7 @@ def _ranked(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as the floats are
     order = keys.sort(dim=-1, descending=True, stable=True).indices
     ranks = torch.empty_like(order)
-    ranks.scatter_(1, order, torch.arange(x.shape[-1]).expand_as(order))
+    ranks.scatter_(1, order, torch.arange(x.shape[-1], device=x.device).expand_as(order))
     ordered = weights.gather(1, order)
     return ranks, (ordered.cumsum(-1) - ordered).gather(1, ranks)
 

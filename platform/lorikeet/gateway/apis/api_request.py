@@ -7,7 +7,7 @@ is refused by name, unless its value asks for nothing (no_ops.py).
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,7 @@ from lorikeet_engine.request import (
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
+    LogprobsMode,
     SamplingParams,
     SchedulingParams,
 )
@@ -129,6 +130,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
     ignore_eos: bool = False
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool = False
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
 
     @model_validator(mode="after")
     def _fits_together(self) -> "GenerateRequest":
@@ -176,6 +178,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
                 repetition_penalty=self.repetition_penalty,
                 logit_bias=self.logit_bias or (),
                 logprobs=self.alternatives(),
+                logprobs_mode=LogprobsMode(self.logprobs_mode),
                 prompt_logprobs=max(of_prompts, default=None),
                 keep_stop_token=echoed is not None or self.return_token_ids,
             ),

@@ -1,0 +1,72 @@
+"""How the next token of each choice is drawn, and the numbers that kernels.sampling takes of it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet_engine.kernels.sampling import (
+    DRAW_FIELDS,
+    LEAST,
+    MIXERS,
+    NEXT_UNIFORM,
+    ONE,
+    ROW,
+    SCALE,
+    TOP_K,
+    TOP_P,
+    UNIFORM,
+)
+from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.sampling.grammar import TokenBitmask
+from lorikeet_engine.sampling.penalties import PenaltySlot
+
+_LEAST_TEMPERATURE = 1e-30  # below it, its inverse is no float32; greedy long since
+_64_BITS = (1 << 64) - 1
+
+
+class SamplingRow(NamedTuple):
+    """How to sample the next token of one choice.
+
+    seed: the choice's own, of any size. step: the length of its output. These two alone decide
+    which point of the distribution is taken. banned: ids that may not be sampled now, such as the
+    stop ids below min_tokens. slot: the choice's own of the sampler's Penalties, if params change
+    logits. allowed: the only ids that may be sampled, as Grammars sets them; None for all.
+    """
+
+    params: SamplingParams
+    seed: int
+    step: int
+    banned: tuple[int, ...] = ()
+    slot: PenaltySlot | None = None
+    allowed: TokenBitmask | None = None
+
+
+def draws_of(rows: Mapping[int, SamplingRow], vocab: int) -> npt.NDArray[np.int64]:
+    """Return the columns of kernels.sampling for rows that are not greedy."""
+    draws = np.empty((len(rows), DRAW_FIELDS), np.int64)
+    params = [row.params for row in rows.values()]
+    temperatures = np.array([max(p.temperature, _LEAST_TEMPERATURE) for p in params])
+    draws[:, ROW] = list(rows)
+    draws[:, UNIFORM] = _uniforms([(row.seed, row.step) for row in rows.values()])
+    draws[:, SCALE] = (math.log2(math.e) / temperatures).astype(np.float32).view(np.int32)
+    draws[:, TOP_K] = [p.top_k if p.top_k < vocab else 0 for p in params]
+    draws[:, TOP_P] = np.array([p.top_p for p in params], np.float64).view(np.int64)
+    draws[:, LEAST] = [max(1, math.ceil(p.min_p * ONE)) for p in params]
+    return draws
+
+
+def _uniforms(choices: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """64 random bits for each pair of seed and step."""
+    seeds = np.array([seed & _64_BITS for seed, _ in choices], np.uint64)
+    steps = np.array([step + 1 for _, step in choices], np.uint64)
+    return _mix(_mix(seeds) + steps * np.uint64(NEXT_UNIFORM)).view(np.int64)
+
+
+def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's function: each bit depends on all 64."""
+    for shift, factor in zip((30, 27), MIXERS, strict=True):
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+    return bits ^ (bits >> np.uint64(31))
