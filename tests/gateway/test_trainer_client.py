@@ -103,7 +103,7 @@ def test_tensors_and_their_config_are_the_same_version_as_the_folder_of_them(
     model = peft.get_peft_model(
         transformers.AutoModelForCausalLM.from_config(config), peft.LoraConfig(r=2)
     )
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     with at(BusyService()) as client:
         of_folder = client.push(tmp_path, "policy")
         weights = peft.get_peft_model_state_dict(model)
@@ -130,10 +130,8 @@ def test_a_sample_has_a_log_probability_for_each_token(gateway: Gateway, tmp_pat
 
 def test_what_is_pushed_to_a_gateway_is_what_answers(gateway: Gateway, tmp_path: Path) -> None:
     """Only where the gateway takes pushes."""
-    pytest.importorskip("lorikeet.gateway.pushing")
-    from tests.gateway.trainer import Trainer
-
-    folder, trainer = make_peft(gateway.folder / "pushed", seed=3), Trainer(gateway)
+    trainer = pytest.importorskip("tests.gateway.trainer").Trainer(gateway)
+    folder = make_peft(gateway.folder / "pushed", seed=3)
     client = Client(gateway.url, gateway.keys["acme"], publish_key=trainer.key)
     version = client.push(folder, "policy", wait="durable")
     assert client.status(version) == version
