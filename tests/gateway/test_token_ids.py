@@ -95,3 +95,30 @@ def test_prompts_that_would_be_told_too_often_are_refused(gateway: Gateway, tmp_
     body = {"model": "tiny", "prompt": [1] * 70_000, "n": 16, "return_token_ids": True}
     assert error_of(gateway.post(COMPLETIONS, body), 400)["param"] == "return_token_ids"
     assert gateway.post(COMPLETIONS, body | {"n": 1}).is_success
+
+
+def test_what_skyrls_tinker_server_asks_an_external_engine_is_answered(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    """What its ExternalInferenceClient sends for a sample, and what it reads of the answer."""
+    prompt = ids_of(replica, "one and one")
+    body = {
+        "model": "acme/support",
+        "prompt": prompt,
+        "n": 2,
+        "seed": None,
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "logprobs": True,
+        "stream": False,
+        "return_token_ids": True,
+        "prompt_logprobs": 0,
+    }
+    answer = gateway.post(COMPLETIONS, body, more_headers={"X-Session-ID": "session-1"})
+    for choice in answer.raise_for_status().json()["choices"]:
+        assert choice["token_ids"] == ids_of(replica, TEXT)
+        assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
+        assert len(choice["prompt_logprobs"]) == len(prompt)
+        assert choice["finish_reason"] == "stop"

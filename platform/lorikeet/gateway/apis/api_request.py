@@ -116,7 +116,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
 
     max_tokens: Tokens | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32)] = 0
-    top_k: TopK = 0
+    top_k: Annotated[int, Field(ge=-1, le=INT32)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -168,7 +168,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
             "sampling": SamplingParams(
                 temperature=self.temperature,
                 top_p=self.top_p,
-                top_k=self.top_k,
+                top_k=max(0, self.top_k),
                 min_p=self.min_p,
                 seed=self.seed,
                 stop_token_ids=tuple(self.stop_token_ids),
