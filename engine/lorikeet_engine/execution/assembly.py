@@ -8,20 +8,13 @@ from pathlib import Path
 
 import torch
 
-<<<<<<< ours
 from lorikeet_engine.adapter_format import (
     AdapterLimits,
     BaseShape,
     Quantization,
     served_quantization,
 )
-=======
-from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, served_quantization
 from lorikeet_engine.costs import StepCosts
-<<<<<<< ours
->>>>>>> theirs
-=======
->>>>>>> theirs
 from lorikeet_engine.device.memory import resolve
 from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
@@ -98,14 +91,8 @@ def assemble(
         raise
     kv_tokens = kv_pages * settings.page_size
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_tokens})
-<<<<<<< ours
-    config, goal_s = model.config, settings.inter_token_goal_s
-    info = _info(config, settings, kv_tokens, step_costs)
-    step_budget = None
-=======
     info = _info(model.config, settings, kv_tokens, step_costs)
     step_budget, goal_s = None, settings.inter_token_goal_s
->>>>>>> theirs
     if goal_s is not None:
         step_budget = StepBudget(goal_s, step_costs, runner.prompt_sizes)
     return Assembly(runner, sampler, tiers, kv_pages, info, step_budget)
@@ -122,14 +109,6 @@ def _info(
         served_quantization(config.quantized_linears, settings.weight_dtype),
         fp8_kv=settings.torch_kv_dtype == FP8_KV,
     )
-<<<<<<< ours
-<<<<<<< ours
-    step_budget = None if goal_s is None else StepBudget(goal_s, step_costs, runner.prompt_sizes)
-    return Assembly(runner, sampler, tiers, kv_pages, info, step_budget)
-=======
->>>>>>> theirs
-=======
->>>>>>> theirs
 
 
 def build_tiers(
