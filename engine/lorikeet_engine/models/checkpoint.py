@@ -52,8 +52,14 @@ class Checkpoint:
         """Read the files' headers. quantized: how linears are stored, if they are.
 
         rounding: what read_linear rounds to, NF4 or FP8. Raises ModelError, whose `field` names
-        the file at fault.
+        the file at fault, or weight_dtype where it rounds to NF4 what is quantised.
         """
+        if quantized is not None and rounding is Quantization.NF4:
+            raise ModelError(
+                f"weight_dtype=nf4: the checkpoint is quantised already, as {quantized.format}: "
+                "want auto, or a checkpoint of floats",
+                field="weight_dtype",
+            )
         self.folder = folder
         self.device = device
         self.dtype = dtype

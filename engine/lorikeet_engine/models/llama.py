@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from lorikeet_engine.adapter_format import BaseShape, Linear, Quantization
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
-from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.linear import (
+    Inputs,
     add_embedding_lora,
     add_lora,
     begin_step,
@@ -155,19 +155,9 @@ def rehearse_load(
     Takes no memory and little time. Raises ModelError as load_model does.
     """
     config, meta = ModelConfig.from_folder(folder, max_context), torch.device("meta")
-    _check_rounding(config, rounding)
     with Checkpoint(folder, meta, dtype, config.quantized_linears, rounding) as checkpoint:
         _read(config, checkpoint)
         return config, checkpoint.nbytes
-
-
-def _check_rounding(config: ModelConfig, rounding: Quantization | None) -> None:
-    if rounding is Quantization.NF4 and config.quantized_linears is not None:
-        raise ModelError(
-            f"weight_dtype=nf4: the checkpoint is quantised already, as "
-            f"{config.quantized_linears.format}: want auto, or a checkpoint of floats",
-            field="weight_dtype",
-        )
 
 
 def _read(config: ModelConfig, checkpoint: Checkpoint) -> LlamaModel:
@@ -204,8 +194,9 @@ class _Layer:
         self, x: torch.Tensor, delta: Product, layer_kv: torch.Tensor, step: _Step
     ) -> Product:
         """Add delta, and attention's output, to x in place; return what is yet to be added."""
-        delta = self.attention(self.attention_norm.add_and_norm(x, delta), layer_kv, step)
-        return self.mlp(self.mlp_norm.add_and_norm(x, delta), step)
+        qkv, gate_up = self.attention.qkv, self.mlp.gate_up
+        delta = self.attention(self.attention_norm.inputs_of(qkv.weight, x, delta), layer_kv, step)
+        return self.mlp(self.mlp_norm.inputs_of(gate_up.weight, x, delta), step)
 
 
 class _Attention:
@@ -222,9 +213,9 @@ class _Attention:
         self.interleaved = config.rope.interleaved
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
-    def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> Product:
+    def __call__(self, x: Inputs, layer_kv: torch.Tensor, step: _Step) -> Product:
         y, lora = self.qkv(x, step.lora)
-        qkv = y.view(len(x), -1, self.head_dim)
+        qkv = y.view(len(y), -1, self.head_dim)
         columns = None if self.turns else 0  # of no columns, nothing turns
         cos, sin = step.cos[:, :columns], step.sin[:, :columns]
         slots, scales = step.batch.kv_slots, self.kv_scales if layer_kv.dtype == FP8_KV else None
@@ -245,7 +236,7 @@ class _Mlp:
         self.down = LoraLinear(checkpoint, config.shape, layer, "down", bias=bias)
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
-    def __call__(self, x: torch.Tensor, step: _Step) -> Product:
+    def __call__(self, x: Inputs, step: _Step) -> Product:
         gated = silu_and_mul(*self.gate_up.before_silu(x, step.lora))
         return Product(*self.down(gated, step.lora), self.output_weight)
 
@@ -270,14 +261,12 @@ class LoraLinear:
         self.weight = checkpoint.read_linear([f"{path}.weight" for path in paths], d_outs, d_in)
         self.bias = checkpoint.read([f"{path}.bias" for path in paths], d_outs) if bias else None
 
-    def __call__(
-        self, x: torch.Tensor, lora: LoraStep | None
-    ) -> tuple[torch.Tensor, LoraDelta | None]:
+    def __call__(self, x: Inputs, lora: LoraStep | None) -> tuple[torch.Tensor, LoraDelta | None]:
         """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and what is yet to be added to it."""
         return linear_with_lora(x, self.weight, self.bias, lora, self.layer, self.group)
 
     def before_silu(
-        self, x: torch.Tensor, lora: LoraStep | None
+        self, x: Inputs, lora: LoraStep | None
     ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
         """Do what __call__ does, for silu_and_mul alone to read: the delta may be unexpanded."""
         return linear_with_lora_before_silu(x, self.weight, self.bias, lora, self.layer, self.group)

@@ -9,9 +9,10 @@ import torch
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.kernels.fp8 import DTYPE, fused, reference
+from lorikeet_engine.kernels.fp8 import DTYPE, Activations, fused, reference
 from lorikeet_engine.kernels.gemv import gemv
 from lorikeet_engine.kernels.lora.linear import linear
+from lorikeet_engine.kernels.pointwise import fused as pointwise
 from tests.engine.interpreter import INTERPRETED
 
 on_gpu = [
@@ -43,10 +44,23 @@ def nearest(scaled):
     return (scaled / step).round() * step
 
 
+def floats(rounded):
+    return rounded.rows.double() * rounded.scales[:, None]
+
+
+def assert_same(got, want):
+    assert torch.equal(got.scales, want.scales)
+    assert got.rows.shape == want.rows.shape
+    assert got.rows.is_contiguous()
+    if not INTERPRETED:
+        assert torch.equal(got.rows.view(torch.uint8), want.rows.view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_are_rounded_to_the_nearest_numbers_of_their_scale(dtype):
     x = numbers(7, 100).to(dtype)
-    rounded, scales = reference.quantize_rows(x)
+    got = reference.quantize_rows(x)
+    rounded, scales = got.rows, got.scales
     assert rounded.dtype == DTYPE
     torch.testing.assert_close(scales, x.float().abs().amax(1) / 448, rtol=EPS, atol=0)
     assert torch.equal(rounded.float(), nearest(x.float() / scales[:, None]))
@@ -54,15 +68,14 @@ def test_rows_are_rounded_to_the_nearest_numbers_of_their_scale(dtype):
 
 
 def test_a_row_of_zeros_stays_one():
-    rounded, scales = reference.quantize_rows(torch.zeros(2, 16))
-    assert torch.equal(rounded.float() * scales[:, None], torch.zeros(2, 16))
+    assert torch.equal(floats(reference.quantize_rows(torch.zeros(2, 16))), torch.zeros(2, 16))
 
 
 def test_a_weight_is_rounded_row_by_row_however_many_there_are():
     weight = numbers(2500, 32)
-    got, (rows, scales) = reference.quantize_weight(weight), reference.quantize_rows(weight)
-    assert torch.equal(got.rows.view(torch.uint8), rows.view(torch.uint8))
-    assert torch.equal(got.scales, scales)
+    got, want = reference.quantize_weight(weight), reference.quantize_rows(weight)
+    assert torch.equal(got.rows.view(torch.uint8), want.rows.view(torch.uint8))
+    assert torch.equal(got.scales, want.scales)
     assert got.nbytes == 2500 * (32 + 4)
 
 
@@ -72,8 +85,7 @@ def test_a_weight_is_rounded_row_by_row_however_many_there_are():
 def test_a_linear_multiplies_the_rounded_numbers(tokens, biased, dtype):
     x, weight = numbers(tokens, 96).to(dtype), reference.quantize_weight(numbers(40, 96, seed=1))
     bias = torch.randn(40).to(dtype) if biased else None
-    rounded, scales = reference.quantize_rows(x)
-    want = (rounded.double() * scales[:, None]) @ (weight.rows.double() * weight.scales[:, None]).T
+    want = floats(reference.quantize_rows(x)) @ floats(weight).T
     got = linear(x, weight, bias)
     assert got.dtype == dtype
     want = want if bias is None else want + bias
@@ -86,12 +98,23 @@ def test_a_linear_multiplies_the_rounded_numbers(tokens, biased, dtype):
 @pytest.mark.parametrize("width", [16, 100, 4096, 14336])
 def test_the_kernel_rounds_rows_as_the_reference_does(device, dtype, width):
     x = numbers(17, 2 * width).to(device, dtype)[:, :width]  # rows that do not follow one another
-    rounded, scales = fused.quantize_rows(x)
-    want, want_scales = reference.quantize_rows(x)
-    assert torch.equal(scales, want_scales)
-    assert rounded.is_contiguous()
-    if not INTERPRETED:
-        assert torch.equal(rounded.view(torch.uint8), want.view(torch.uint8))
+    assert_same(fused.quantize_rows(x), reference.quantize_rows(x))
+
+
+@pytest.mark.parametrize(("device", "dtype"), KINDS)
+@pytest.mark.parametrize("width", [16, 100, 4096])
+def test_a_norm_rounds_its_own_rows(device, dtype, width):
+    x, delta, weight = (numbers(n, width, seed=n).to(device, dtype) for n in (5, 5, 1))
+    both = pointwise.add_rms_norm_fp8(x.clone(), delta, weight[0], 1e-5)
+    assert torch.equal(both.rows, pointwise.add_rms_norm(x, delta, weight[0], 1e-5))
+    assert_same(both.fp8, reference.quantize_rows(both.rows))
+
+
+def test_rows_that_are_rounded_already_are_multiplied_as_they_are():
+    x, weight = numbers(5, 96), reference.quantize_weight(numbers(40, 96, seed=1))
+    rounded = reference.quantize_rows(x)
+    unread = torch.full_like(x, torch.nan)
+    assert torch.equal(linear(Activations(unread, rounded), weight), linear(x, weight))
 
 
 @pytest.mark.parametrize(("device", "dtype"), KINDS)
@@ -102,7 +125,7 @@ def test_one_row_is_multiplied_unrounded(device, dtype, d_out, d_in, biased):
     weight = reference.quantize_weight(numbers(d_out, d_in, seed=1).to(device))
     bias = bias if biased else None
     got = gemv(x, weight.rows, bias, weight.scales)
-    want = x.double() @ (weight.rows.double() * weight.scales[:, None]).T
+    want = x.double() @ floats(weight).T
     want = want if bias is None else want + bias
     atol = 2 * torch.finfo(dtype).eps * want.abs().max().item()
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
@@ -120,7 +143,7 @@ def test_cuda_multiplies_what_the_reference_does(d_out, d_in, tokens, biased, dt
     weight = reference.quantize_weight(torch.randn(d_out, d_in, device="cuda") * d_in**-0.5)
     got, want = fp8.linear(x, weight, bias), reference.linear(x.float(), weight, bias)
     if tokens == 1:  # x itself is multiplied
-        want = x.float() @ (weight.rows.float() * weight.scales[:, None]).T
+        want = x.float() @ floats(weight).float().T
         want = want if bias is None else want + bias
     # a sum loses up to a 2^13th of itself with each 32 products; then it is rounded
     bound = d_in / 32 * 2.0**-13 + torch.finfo(dtype).eps

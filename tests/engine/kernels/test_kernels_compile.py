@@ -127,6 +127,7 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
 
     angles = empty(8, 64, dtype=torch.float32)
     fused.add_rms_norm(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
+    fused.add_rms_norm_fp8(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
     fused.silu_and_mul(empty(8, 2 * 14336), delta(2 * 14336))
     slots = empty(8, dtype=torch.int64)
     kv = empty(2, 100, 16, 8, 128)

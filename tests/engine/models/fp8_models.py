@@ -15,8 +15,8 @@ class RoundedLinear(torch.nn.Linear):
     """A linear whose input is rounded to FP8, token by token; its weight is what it is."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rounded, scales = quantize_rows(x.flatten(0, -2))
-        y = F.linear(rounded.float() * scales[:, None], self.weight, self.bias)
+        tokens = quantize_rows(x.flatten(0, -2))
+        y = F.linear(tokens.rows.float() * tokens.scales[:, None], self.weight, self.bias)
         return y.view(*x.shape[:-1], -1)
 
 

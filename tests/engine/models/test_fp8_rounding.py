@@ -6,25 +6,21 @@ once or twice in a test's 20,000 inputs, so most tokens' logits are equal, and a
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.lora.types import Segments
-from lorikeet_engine.models import staging
-from lorikeet_engine.models.checkpoint import Checkpoint
+from lorikeet_engine.models import checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
-from lorikeet_engine.models.stored_tensors import SINGLE
 from tests.engine.conftest import FAMILIES, PagedTokens
 from tests.engine.engine_driver import Answers, RecordingRunner, build
 from tests.engine.models.fp8_models import rounded_model
-from tests.engine.models.test_model_loading import host_bytes
 from tests.engine.models.test_models import EPS, Run, prompt_of, random_adapter
 from tests.engine.peft_world import PeftWorld, ask, bring_all
 
@@ -144,18 +140,14 @@ def test_a_rehearsal_knows_what_fp8_takes(tiny_checkpoints, dtype):
         assert found == plain - saved
 
 
-def test_no_copy_of_the_model_in_floats_is_held_while_it_is_rounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "STAGING_BYTES", 1 << 20)
-    names, size = [f"w{i}" for i in range(8)], (2048, 4096)
-    save_file({name: torch.ones(size, dtype=torch.bfloat16) for name in names}, tmp_path / SINGLE)
-    load_file(tmp_path / SINGLE)  # what the library takes at its first use is not counted
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, _ = host_bytes()
-    rounding = Quantization.FP8
-    with Checkpoint(tmp_path, CPU, torch.bfloat16, rounding=rounding) as checkpoint:
-        weights = [checkpoint.read_linear([name], [size[0]], size[1]) for name in names]
-    _, peak = host_bytes()
-    assert checkpoint.nbytes == sum(w.nbytes for w in weights) == 8 * 2048 * (4096 + 4)
-    # one linear in bfloat16, some of its rows in float32, a few times, and what else is
-    allowed = (16 << 20) + 3 * (16 << 20) + (16 << 20)
-    assert peak - before < checkpoint.nbytes + allowed < 8 * (16 << 20) + checkpoint.nbytes
+def test_no_linear_in_floats_is_held_when_the_next_is_rounded(tiny_checkpoints, monkeypatch):
+    seen, round_it = [], checkpoint.quantize_weight
+
+    def watched(weight):
+        assert all(floats.expired() for floats in seen)
+        seen.append(StorageWeakRef(weight.untyped_storage()))
+        return round_it(weight)
+
+    monkeypatch.setattr(checkpoint, "quantize_weight", watched)
+    load(tiny_checkpoints["llama"], torch.bfloat16)
+    assert len(seen) == 2 * 2 * 4  # once on the meta device

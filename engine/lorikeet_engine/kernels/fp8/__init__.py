@@ -16,7 +16,7 @@ import torch
 
 from lorikeet_engine.errors import SettingsError
 
-__all__ = ["DTYPE", "LARGEST", "LEAST_SCALE", "Fp8Rows", "check_device", "linear"]
+__all__ = ["DTYPE", "LARGEST", "LEAST_SCALE", "Activations", "Fp8Rows", "check_device", "linear"]
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -25,7 +25,10 @@ LEAST_SCALE = 2.0**-100  # of a row of zeros
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """A weight W[o, i] = rows[o, i] · scales[o]: rows [d_out, d_in] FP8, scales [d_out] float32."""
+    """A matrix M[r, c] = rows[r, c] · scales[r]: a weight's outputs, or the tokens of an input.
+
+    rows [rows, width] FP8, dense; scales [rows] float32.
+    """
 
     rows: torch.Tensor
     scales: torch.Tensor
@@ -36,12 +39,26 @@ class Fp8Rows:
         return self.rows.nbytes + self.scales.nbytes
 
 
-def linear(x: torch.Tensor, weight: Fp8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What linears read: rows [tokens, width], and fp8, these rounded."""
+
+    rows: torch.Tensor
+    fp8: Fp8Rows
+
+
+def linear(
+    x: torch.Tensor,
+    weight: Fp8Rows,
+    bias: torch.Tensor | None = None,
+    rounded: Fp8Rows | None = None,
+) -> torch.Tensor:
     """Q(x)·Wᵀ + b, with Q(x) each token of x rounded to FP8 times its scale; sums are float32.
 
-    x [tokens, d_in], dense in a token; bias [d_out] → [tokens, d_out] like x.
+    x [tokens, d_in], dense in a token; bias [d_out] → [tokens, d_out] like x. rounded: Q(x), where
+    it is at hand.
     """
-    y: torch.Tensor = _operators(x.device.type).linear(x, weight, bias)
+    y: torch.Tensor = _operators(x.device.type).linear(x, weight, bias, rounded)
     return y
 
 

@@ -9,7 +9,12 @@ from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, LEAST_SCALE, Fp8Rows
 from lorikeet_engine.kernels.gemv import gemv
 
 
-def linear(x: torch.Tensor, weight: Fp8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: Fp8Rows,
+    bias: torch.Tensor | None = None,
+    rounded: Fp8Rows | None = None,
+) -> torch.Tensor:
     """Compute what kernels.fp8.linear does; one row is multiplied as it is, unrounded.
 
     Both sides of a weight are multiples of 16. Sums stay in the tensor cores, some 14 bits wide
@@ -19,11 +24,11 @@ def linear(x: torch.Tensor, weight: Fp8Rows, bias: torch.Tensor | None = None) -
     """
     if len(x) == 1:
         return gemv(x, weight.rows, bias, weight.scales)
-    tokens, scales = quantize_rows(x)
+    tokens = rounded or quantize_rows(x)
     y: torch.Tensor = torch._scaled_mm(
-        tokens,
+        tokens.rows,
         weight.rows.t(),
-        scale_a=scales[:, None],
+        scale_a=tokens.scales[:, None],
         scale_b=weight.scales[None, :],
         out_dtype=x.dtype,
         use_fast_accum=True,
@@ -32,19 +37,26 @@ def linear(x: torch.Tensor, weight: Fp8Rows, bias: torch.Tensor | None = None) -
     return y if bias is None else y.add_(bias)
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor) -> Fp8Rows:
     """Round each row as reference.quantize_rows does; x [rows, width], dense in a row."""
     if x.dim() != 2 or x.stride(1) != 1:
         raise ShapeError(f"x is {tuple(x.shape)} with strides {x.stride()}: want dense rows")
     rows, width = x.shape
-    y = torch.empty((rows, width), dtype=DTYPE, device=x.device)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    out = empty_rows(x)
     block = triton.next_power_of_2(width)
     _quantize_rows[(rows,)](
-        x, y, scales, x.stride(0), width, block, LARGEST, LEAST_SCALE,
+        x, out.rows, out.scales, x.stride(0), width, block, LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
-    return y, scales
+    return out
+
+
+def empty_rows(x: torch.Tensor) -> Fp8Rows:
+    """Room for what x [rows, width] is rounded to."""
+    return Fp8Rows(
+        torch.empty(x.shape, dtype=DTYPE, device=x.device),
+        torch.empty(len(x), dtype=torch.float32, device=x.device),
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -58,11 +70,30 @@ def _quantize_rows(
     largest: tl.constexpr,
     least_scale: tl.constexpr,
 ) -> None:
-    """Round one row as the reference does: by a product for the scale, IEEE's division by it."""
+    """Round one row."""
     columns = tl.arange(0, block)
     inside = columns < width
     row = tl.program_id(0).to(tl.int64)
     values = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    store_rounded(values, inside, columns, row, y, scales, width, largest, least_scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_rounded(
+    values: tl.tensor,
+    inside: tl.tensor,
+    columns: tl.tensor,
+    row: tl.tensor,
+    y: tl.tensor,
+    scales: tl.tensor,
+    width: tl.constexpr,
+    largest: tl.constexpr,
+    least_scale: tl.constexpr,
+) -> None:
+    """Store a row of float32 rounded, and its scale; values are zero outside of it.
+
+    As in torch: by a product for the scale, by IEEE's division for what is rounded.
+    """
     scale = tl.maximum(tl.max(tl.abs(values), 0) * (1.0 / largest), least_scale)
     rounded = tl.div_rn(values, tl.zeros_like(values) + scale).to(y.dtype.element_ty)
     tl.store(y + row * width + columns, rounded, mask=inside)

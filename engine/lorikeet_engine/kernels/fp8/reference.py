@@ -8,28 +8,36 @@ from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, LEAST_SCALE, Fp8Rows
 _ROWS_AT_ONCE = 1024  # whose float32 copies a device must hold beside a weight
 
 
-def linear(x: torch.Tensor, weight: Fp8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: Fp8Rows,
+    bias: torch.Tensor | None = None,
+    rounded: Fp8Rows | None = None,
+) -> torch.Tensor:
     """Compute what kernels.fp8.linear does: the product of the rounded numbers in float32."""
-    tokens, scales = quantize_rows(x)
-    y = F.linear(tokens.float(), weight.rows.float()) * scales[:, None] * weight.scales
+    tokens = rounded or quantize_rows(x)
+    y = F.linear(tokens.rows.float(), weight.rows.float()) * tokens.scales[:, None] * weight.scales
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor) -> Fp8Rows:
     """Round each row to FP8 times a scale, with which its largest element becomes LARGEST.
 
-    x [rows, width], any float dtype → FP8 like x, and scales [rows] float32: x ≈ FP8 · scale.
+    x [rows, width], any float dtype.
     """
     values = x.float()
     scales = (values.abs().amax(dim=1) * (1.0 / LARGEST)).clamp(min=LEAST_SCALE)
-    return (values / scales[:, None]).to(DTYPE), scales
+    return Fp8Rows((values / scales[:, None]).to(DTYPE), scales)
 
 
 def quantize_weight(weight: torch.Tensor) -> Fp8Rows:
     """Round a weight [d_out, d_in] of floats, some rows at a time: on its device, of any kind."""
-    rows = torch.empty_like(weight, dtype=DTYPE)
-    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    out = Fp8Rows(
+        torch.empty_like(weight, dtype=DTYPE),
+        torch.empty(len(weight), dtype=torch.float32, device=weight.device),
+    )
     for first in range(0, len(weight), _ROWS_AT_ONCE):
         part = slice(first, first + _ROWS_AT_ONCE)
-        rows[part], scales[part] = quantize_rows(weight[part])
-    return Fp8Rows(rows, scales)
+        rounded = quantize_rows(weight[part])
+        out.rows[part], out.scales[part] = rounded.rows, rounded.scales
+    return out

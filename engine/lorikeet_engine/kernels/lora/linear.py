@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.kernels.fp8 import Fp8Rows
+from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.lora import reference
 from lorikeet_engine.kernels.lora.types import (
     LoraDelta,
@@ -40,18 +40,29 @@ Weight = torch.Tensor | Fp8Rows
 """The weight of a linear [d_out, d_in]."""
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+Inputs = torch.Tensor | Activations
+"""The tokens that a linear reads [tokens, d_in]; where it is FP8, they may be rounded already."""
+
+
+def linear(x: Inputs, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x·Wᵀ + b: x [tokens, d_in], weight [d_out, d_in], bias [d_out] → [tokens, d_out].
 
     By cuBLAS, or for a single row of 16-bit numbers on CUDA by a Triton kernel of our own, which is
     faster there (kernels/gemv.py). With an FP8 weight x is rounded to FP8 before (kernels/fp8).
     """
     if isinstance(weight, Fp8Rows):
-        return fp8.linear(x, weight, bias)
+        rounded = x.fp8 if isinstance(x, Activations) else None
+        return fp8.linear(rows_of(x), weight, bias, rounded)
+    x = rows_of(x)
     if x.is_cuda and len(x) == 1 and x.dtype.itemsize == 2:
         y: torch.Tensor = _cuda("gemv").gemv(x, weight, bias)
         return y
     return F.linear(x, weight, bias)
+
+
+def rows_of(x: Inputs) -> torch.Tensor:
+    """The tokens as they are, unrounded: what LoRA reads."""
+    return x.rows if isinstance(x, Activations) else x
 
 
 def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraStep:
@@ -63,7 +74,7 @@ def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraSte
 
 
 def linear_with_lora(
-    x: torch.Tensor,
+    x: Inputs,
     weight: Weight,
     bias: torch.Tensor | None,
     step: LoraStep | None,
@@ -76,12 +87,13 @@ def linear_with_lora(
     is rounded to x's dtype once more than a sum in float32 would be. Raises ShapeError.
     """
     if step is not None and step.tiles is not None:
-        delta = x.new_empty((len(x), sum(group.d_outs)))
+        rows = rows_of(x)
+        delta = rows.new_empty((len(rows), sum(group.d_outs)))
         y, _ = linear_and_lora(x, weight, bias, step, layer, group, delta)
         return y, LoraDelta(delta, step.tiles.tokens)
     y = linear(x, weight, bias)
     if step is not None:
-        reference.add_lora(y, x, step.weights, step.segments, layer, group)
+        reference.add_lora(y, rows_of(x), step.weights, step.segments, layer, group)
     return y, None
 
 
@@ -106,7 +118,7 @@ def add_lora(
 
 
 def linear_with_lora_before_silu(
-    x: torch.Tensor,
+    x: Inputs,
     weight: Weight,
     bias: torch.Tensor | None,
     step: LoraStep | None,
@@ -123,7 +135,7 @@ def linear_with_lora_before_silu(
 
 
 def linear_and_lora(
-    x: torch.Tensor,
+    x: Inputs,
     weight: Weight,
     bias: torch.Tensor | None,
     step: LoraStep,
@@ -135,17 +147,19 @@ def linear_and_lora(
 
     The results may be used on the current stream.
     """
-    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    rows = rows_of(x)
+    main, side = torch.cuda.current_stream(rows.device), _side_stream(rows.device)
     tiles = step.tiles
     # A single row is multiplied by many small programs, which LoRA's can run among.
-    sms = 0 if len(x) == 1 else tiles.config.sms_for_lora(tiles.segments * tiles.max_rank)
+    sms = 0 if len(rows) == 1 else tiles.config.sms_for_lora(tiles.segments * tiles.max_rank)
     side.wait_stream(main)
     if sms:
         reserve = _reserve_sms_of_lt if isinstance(weight, Fp8Rows) else _reserve_sms
-        with reserve(sms, x.device):
+        with reserve(sms, rows.device):
             y = linear(x, weight, bias)
     with torch.cuda.stream(side):
-        shrunk: UnexpandedDelta = _cuda("lora.shrink").shrink(x, step.weights, tiles, layer, group)
+        shrink = _cuda("lora.shrink").shrink
+        shrunk: UnexpandedDelta = shrink(rows, step.weights, tiles, layer, group)
         if delta is not None:
             _cuda("lora.expand").expand(shrunk, delta)
     if not sms:

@@ -14,10 +14,11 @@ from types import ModuleType
 
 import torch
 
+from lorikeet_engine.kernels.fp8 import Activations
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 
-__all__ = ["QkNorm", "add_rms_norm", "rotary_and_store_kv", "silu_and_mul"]
+__all__ = ["QkNorm", "add_rms_norm", "add_rms_norm_fp8", "rotary_and_store_kv", "silu_and_mul"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,21 @@ def add_rms_norm(
     """
     operator = _operators(x.device.type).add_rms_norm
     y: torch.Tensor = operator(x, delta, weight, eps, lora, scale, delta_weight)
+    return y
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+    scale: float = 1.0,
+    delta_weight: torch.Tensor | None = None,
+) -> Activations:
+    """Do what add_rms_norm does, and round each of its rows to FP8 as well."""
+    operator = _operators(x.device.type).add_rms_norm_fp8
+    y: Activations = operator(x, delta, weight, eps, lora, scale, delta_weight)
     return y
 
 

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet_engine.kernels.fp8 import LARGEST, LEAST_SCALE, Activations, Fp8Rows
+from lorikeet_engine.kernels.fp8.fused import empty_rows, store_rounded
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
@@ -31,11 +33,41 @@ def add_rms_norm(
     In float32 inside. x, delta [tokens, width], weight [width] → like x. With delta_weight [width],
     delta + lora is normed so before. What is normed is rounded before, as in the reference.
     """
+    return _launch_add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, None)
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+    scale: float = 1.0,
+    delta_weight: torch.Tensor | None = None,
+) -> Activations:
+    """Do what add_rms_norm does, and round each of its rows to FP8 in the same launch."""
+    rounded = empty_rows(x)
+    y = _launch_add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, rounded)
+    return Activations(y, rounded)
+
+
+def _launch_add_rms_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    lora: LoraDelta | None,
+    scale: float,
+    delta_weight: torch.Tensor | None,
+    rounded: Fp8Rows | None,
+) -> torch.Tensor:
     tokens, width = x.shape
     y = None if weight is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
+    fp8 = (None, None) if rounded is None else (rounded.rows, rounded.scales)
     _add_rms_norm[(tokens,)](
-        x, delta, *_operands(lora), delta_weight, weight, y, eps, scale, width, block,
+        x, delta, *_operands(lora), delta_weight, weight, y, *fp8, eps, scale, width, block,
+        LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return x if y is None else y
@@ -124,10 +156,14 @@ def _add_rms_norm(
     delta_weight: tl.tensor,
     weight: tl.tensor,
     y: tl.tensor,
+    rounded_y: tl.tensor,
+    scales: tl.tensor,
     eps: tl.tensor,
     scale: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
+    largest: tl.constexpr,
+    least_scale: tl.constexpr,
 ) -> None:
     """Compute one token."""
     columns = tl.arange(0, block)
@@ -151,6 +187,11 @@ def _add_rms_norm(
     if weight is not None:
         normed = _rms_normed(rounded.to(tl.float32), weight, columns, eps, width)
         tl.store(y + at, normed.to(y.dtype.element_ty), mask=inside)
+        if scales is not None:
+            values = normed.to(y.dtype.element_ty).to(tl.float32)
+            store_rounded(
+                values, inside, columns, token, rounded_y, scales, width, largest, least_scale
+            )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -3,6 +3,8 @@
 import torch
 from torch.nn import functional as F
 
+from lorikeet_engine.kernels.fp8 import Activations
+from lorikeet_engine.kernels.fp8.reference import quantize_rows
 from lorikeet_engine.kernels.fp8_kv import KvScales, to_fp8
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm
@@ -25,6 +27,20 @@ def add_rms_norm(
     if weight is None:
         return x
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+    scale: float = 1.0,
+    delta_weight: torch.Tensor | None = None,
+) -> Activations:
+    """See kernels.pointwise."""
+    y = add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight)
+    return Activations(y, quantize_rows(y))
 
 
 def rotary_and_store_kv(
