@@ -26,13 +26,15 @@ class TouchedModules:
     """What of its base model an adapter changes.
 
     linears: by name, in the model's order, lm_head and embed_tokens among them. layers: how many
-    have any of the others. min_rank: the smallest rank. parameters: the numbers in all its A and B.
+    have any of the others. min_rank: the smallest rank. parameters: the numbers in all its A and B,
+    and in the rows of trained tokens. tokens: how many those are.
     """
 
     linears: tuple[str, ...]
     layers: int
     min_rank: int
     parameters: int
+    tokens: int = 0
 
 
 class Residency(IntEnum):

@@ -265,7 +265,7 @@ def test_a_shared_adapter_that_was_retired_comes_back_private(
 def test_what_is_known_of_a_version_is_kept_in_log_and_snapshot_and_need_not_be(
     catalog: AdapterCatalog, store: ObjectStore, tmp_path: Path
 ) -> None:
-    touches = TouchedModules(("q_proj", "v_proj"), 2, 4, 1024)
+    touches = TouchedModules(("q_proj", "v_proj"), 2, 4, 1024, tokens=3)
     blob = tmp_path / "blob"
     kinds = (None, None), (touches, None), (touches, "org/Demo-bnb-4bit")
     for number, (known, trained_on) in enumerate(kinds):

@@ -10,8 +10,7 @@ Build = Callable[[Draft], object]
 
 EQUAL = ""
 # What LoRA outside the decoder's linears comes to. Once one is served, EQUAL stands here.
-LM_HEAD = EMBEDDINGS = EQUAL
-TRAINED_TOKENS = "change the embeddings"
+LM_HEAD = EMBEDDINGS = TRAINED_TOKENS = EQUAL
 
 
 class Axis(IntEnum):

@@ -63,7 +63,7 @@ def _features() -> Iterator[Case]:
         ("bias", 3, "train with bias='none'"),
         ("fan_in_fan_out", True, "Conv1D"),
         ("loftq_config", {"loftq_bits": 4}, "changes the base model"),
-        ("trainable_token_indices", [5, 6], "change the embeddings"),
+        ("trainable_token_indices", [5, 6], "not in the file"),
         ("target_parameters", ["experts.up"], "bare parameters"),
         ("layer_replication", [[0, 1]], "another base model"),
         ("alora_invocation_tokens", [1, 2], "activated LoRA"),

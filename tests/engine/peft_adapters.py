@@ -35,6 +35,8 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
         for name, weight in model.named_parameters():
             if "lora_B" in name or "lora_embedding_A" in name:
                 weight.data.normal_(0.0, 0.1)
+            if "trainable_tokens_delta" in name:
+                weight.data += torch.randn_like(weight) * weight.std()
     model.save_pretrained(folder)
     return folder
 

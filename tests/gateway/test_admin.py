@@ -28,7 +28,7 @@ def test_an_adapter_is_shown_with_its_versions(three_versions: Gateway) -> None:
         *("created", "retired", "aliases", "gpu_bytes", "touches", "trained_on"),
         *("base_quantization", "base_warning"),
     }
-    assert first["touches"].keys() == {"linears", "layers", "min_rank", "parameters"}
+    assert first["touches"].keys() == {"linears", "layers", "min_rank", "parameters", "tokens"}
     assert (first["adapter"], first["aliases"]) == ("acme/support", ["prod"])
     assert (first["max_rank"], first["base_model"]) == (2, "tiny")
     assert abs(first["created"] - time.time()) < 60

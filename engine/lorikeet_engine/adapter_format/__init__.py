@@ -6,13 +6,12 @@ is the adapter's digest.
 
 `blob` makes one of a PEFT folder: `saved_weights` reads its tensors, whose names `tensor_names`
 understands, and `lora_config` reduces adapter_config.json, with `targets` and `expressions`, which
-runs those of strangers in a process (`expression_child`); `mlx` reads MLX's folders, `trtllm` and
-`peft_folder` convert to PEFT's. `base_copies` describes what trainers save of the base model
-itself. `base_names` says which names are of one base model, `base_quantization` how its linears are
-stored. `spec`
-validates a blob by its `header` against a base model's `shape`, whose linears are its family's
-(`families`) and whose config.json `base_config` reads; `image` checks values and sizes. The
-gateway, the CLI and `residency` call it.
+runs those of strangers in a process (`expression_child`); `mlx` reads MLX's folders, `trtllm`
+converts to PEFT's. `base_copies` describes what trainers save of the base model itself,
+`token_rows` the rows of tokens that were trained. `base_names` says which names are of one base
+model, `base_quantization` how its linears are stored. `spec` validates a blob by its `header`
+against a base model's `shape`, whose linears are its family's (`families`) and whose config.json
+`base_config` reads; `image` checks values and sizes. The gateway, the CLI and `residency` call it.
 """
 
 from lorikeet_engine.adapter_format.base_config import read_json
@@ -25,7 +24,13 @@ from lorikeet_engine.adapter_format.base_quantization import (
     quantized_linears,
     served_quantization,
 )
-from lorikeet_engine.adapter_format.blob import blob_digest, trained_on, write_blob
+from lorikeet_engine.adapter_format.blob import (
+    Tensor,
+    blob_digest,
+    trained_on,
+    write_blob,
+    write_peft_folder,
+)
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.families import (
     FAMILIES,
@@ -38,7 +43,6 @@ from lorikeet_engine.adapter_format.families import (
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory, check_values
 from lorikeet_engine.adapter_format.mlx import MLX_WEIGHTS_FILE
-from lorikeet_engine.adapter_format.peft_folder import Tensor, write_peft_folder
 from lorikeet_engine.adapter_format.saved_weights import INDEX_FILE, WEIGHTS_FILE, shard_names
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.spec import (
@@ -49,6 +53,7 @@ from lorikeet_engine.adapter_format.spec import (
     aligned,
     read_spec,
 )
+from lorikeet_engine.adapter_format.token_rows import TokenRows
 from lorikeet_engine.adapter_format.trtllm import has_pair, read_pair
 
 __all__ = [
@@ -74,6 +79,7 @@ __all__ = [
     "QuantizedLinears",
     "Tensor",
     "TensorSpan",
+    "TokenRows",
     "aligned",
     "base_copies",
     "blob_digest",

@@ -1,8 +1,17 @@
-"""Turns PEFT's folder into a blob: one safetensors file, the same for the same adapter."""
+"""Turns PEFT's folder into a blob: one safetensors file, the same for the same adapter.
+
+Writes such a folder, too: what other formats are made into.
+"""
 
 import hashlib
+import json
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, copies_metadata, describe_copy
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
@@ -14,15 +23,21 @@ from lorikeet_engine.adapter_format.header import (
 )
 from lorikeet_engine.adapter_format.lora_config import LoraConfig, refuse_unsupported
 from lorikeet_engine.adapter_format.mlx import is_mlx, mlx_tensors, peft_config
-from lorikeet_engine.adapter_format.saved_weights import SavedTensor, saved_tensors
+from lorikeet_engine.adapter_format.saved_weights import WEIGHTS_FILE, SavedTensor, saved_tensors
 from lorikeet_engine.adapter_format.spec import METADATA_KEY, check_rank, pair_tensors
 from lorikeet_engine.adapter_format.tensor_names import (
     copied_module,
     module_in_blobs,
     split_saved_name,
     tensor_name,
+    token_rows_module,
+    token_rows_name,
 )
+from lorikeet_engine.adapter_format.token_rows import tokens_metadata, trained_tokens
 from lorikeet_engine.errors import AdapterRejected
+
+Tensor = tuple[str, np.ndarray]
+"""A dtype as safetensors calls it, and an array of the tensor's shape that holds its bytes."""
 
 
 def write_blob(folder: Path, out: Path) -> str:
@@ -39,9 +54,11 @@ def write_blob(folder: Path, out: Path) -> str:
     tensors = mlx_tensors(folder) if mlx else saved_tensors(folder)
     copies = _copies(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not copied_module(name)}
+    rows = _take_rows(tensors)
+    tokens = trained_tokens(raw, rows)
     pairs = pair_tensors(tensors, split_saved_name)
     config = LoraConfig.from_peft(raw, pairs)
-    named: dict[str, SavedTensor] = {}
+    named = {token_rows_name(module): tensor for module, tensor in rows.items()}
     for saved, sides in pairs.items():
         module = module_in_blobs(saved)
         check_rank(module, sides, want=config.rank(module))
@@ -54,12 +71,35 @@ def write_blob(folder: Path, out: Path) -> str:
         with out.open("wb") as file:
             places = {name: (tensor.blob_dtype, tensor.shape) for name, tensor in named.items()}
             metadata = {METADATA_KEY: config.to_json()} | copies_metadata(copies)
+            metadata |= tokens_metadata(tokens)
             file.write(header_bytes(places, metadata))
             for tensor in named.values():
                 file.writelines(tensor.pieces())
         return blob_digest(out)
     except BaseException:
         out.unlink(missing_ok=True)
+        raise
+
+
+def write_peft_folder(
+    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> None:
+    """Write a folder that is not there yet, which PEFT reads and write_blob takes.
+
+    Raises AdapterRejected for what write_blob refuses, and then leaves no folder behind.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+        with (folder / WEIGHTS_FILE).open("wb") as file:
+            places = {name: (dtype, array.shape) for name, (dtype, array) in tensors.items()}
+            file.write(header_bytes(places, {"format": "pt"}))
+            for _, array in tensors.values():
+                file.write(array.tobytes())
+        with tempfile.TemporaryDirectory() as scratch:
+            write_blob(folder, Path(scratch) / "blob")
+    except BaseException:
+        shutil.rmtree(folder)
         raise
 
 
@@ -76,6 +116,18 @@ def blob_digest(blob: Path) -> str:
     """SHA-256 of the file's bytes, 64 lower-case hex digits."""
     with blob.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _take_rows(tensors: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
+    """Take the rows of trained tokens out of the tensors; by module, as blobs call it."""
+    rows: dict[str, SavedTensor] = {}
+    for name in list(tensors):
+        module = token_rows_module(name)
+        if module in rows:
+            raise AdapterRejected(f"two tensors are rows of {module}", field=name)
+        if module is not None:
+            rows[module] = tensors.pop(name)
+    return rows
 
 
 def _copies(tensors: Mapping[str, SavedTensor]) -> list[BaseCopy]:

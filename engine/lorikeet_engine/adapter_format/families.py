@@ -21,6 +21,7 @@ class Width(StrEnum):
     KEYS = "num_key_value_heads"  # and as wide: values
     INTERMEDIATE = "intermediate_size"
     VOCABULARY = "vocab_size"
+    TOKEN = "token"  # an id, to the base of 256
 
 
 class Parallel(StrEnum):
@@ -28,6 +29,7 @@ class Parallel(StrEnum):
 
     COLUMN = "column"  # its outputs
     ROW = "row"  # its inputs
+    WHOLE = "whole"  # neither
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +205,9 @@ EMBEDDINGS = Linear(
     "model.embed_tokens", Width.VOCABULARY, (Width.HIDDEN,), "embed_tokens", Parallel.ROW
 )
 OUTER_MODULES = (HEAD.name, EMBEDDINGS.name)
+# Rows of these two that an adapter has in place of the base model's: as if of a linear that has for
+# each of its tokens, the rank, the row as A's and the id's digits as B's.
+HEAD_ROWS, EMBEDDING_ROWS = (
+    Linear(name, Width.HIDDEN, (Width.TOKEN,), name, Parallel.WHOLE)
+    for name in ("lm_head_rows", "embed_tokens_rows")
+)

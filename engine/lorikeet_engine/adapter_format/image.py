@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from lorikeet_engine.adapter_format.header import TensorSpan
-from lorikeet_engine.adapter_format.spec import AdapterSpec, LinearLora
+from lorikeet_engine.adapter_format.spec import AdapterSpec
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
 _SCAN_BYTES = 4 << 20
@@ -60,16 +60,21 @@ def check_values(blob: Path, spec: AdapterSpec, dtype: str) -> None:
 
     Reads a few megabytes at a time. Raises AdapterRejected, whose field is the tensor.
     """
-    most = _IMAGE_DTYPES[dtype][1]
     for part in spec.linears:
-        for side, span, factor in (("A", part.a, 1.0), ("B", part.b, part.scaling)):
-            largest = _largest(blob, span)
-            if not np.isfinite(largest):
-                raise _rejected(part, side, "holds NaN or Inf: the training diverged")
-            with np.errstate(over="ignore"):
-                packed = abs(largest * np.float32(factor))
-            if not packed < most:
-                raise _rejected(part, side, f"holds {packed:g}, which {dtype} cannot hold")
+        _check_matrix(blob, part.matrix("A"), part.a, 1.0, dtype)
+        _check_matrix(blob, part.matrix("B"), part.b, part.scaling, dtype)
+    for rows in spec.token_rows:
+        _check_matrix(blob, rows.matrix(), rows.rows, 1.0, dtype)
+
+
+def _check_matrix(blob: Path, name: str, span: TensorSpan, factor: float, dtype: str) -> None:
+    largest = _largest(blob, span)
+    if not np.isfinite(largest):
+        raise AdapterRejected(f"{name} holds NaN or Inf: the training diverged", field=name)
+    with np.errstate(over="ignore"):
+        packed = abs(largest * np.float32(factor))
+    if not packed < _IMAGE_DTYPES[dtype][1]:
+        raise AdapterRejected(f"{name} holds {packed:g}, which {dtype} cannot hold", field=name)
 
 
 def _largest(blob: Path, span: TensorSpan) -> np.float32:
@@ -86,8 +91,3 @@ def _pieces(blob: Path, span: TensorSpan, kind: str) -> Iterator[np.ndarray]:
         file.seek(span.begin)
         for begin in range(span.begin, span.end, _SCAN_BYTES):
             yield np.frombuffer(file.read(min(_SCAN_BYTES, span.end - begin)), dtype=kind)
-
-
-def _rejected(part: LinearLora, side: str, fault: str) -> AdapterRejected:
-    name = part.matrix(side)
-    return AdapterRejected(f"{name} {fault}", field=name)

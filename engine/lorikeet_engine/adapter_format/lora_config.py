@@ -34,6 +34,7 @@ _UNDERSTOOD = frozenset(
         "bias",
         "finetuning_type",
         "init_lora_weights",
+        "trainable_token_indices",
     }
 )
 _WITHOUT_EFFECT = frozenset(
@@ -63,7 +64,6 @@ _REASONS = {
     "lora_bias": "LoRA biases are not supported; train with lora_bias=False",
     "fan_in_fan_out": "it is for Conv1D layers, as GPT-2 has; no base model served here has them",
     "loftq_config": "LoftQ changes the base model; train without it",
-    "trainable_token_indices": "trained tokens change the embeddings; train without them",
     "target_parameters": "LoRA on bare parameters, such as experts, is not supported; "
     "target linear layers",
     "layer_replication": "replicated layers make another base model; train without them",

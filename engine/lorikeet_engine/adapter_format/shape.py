@@ -6,7 +6,15 @@ from itertools import groupby
 from typing import Any
 
 from lorikeet_engine.adapter_format.base_config import integer, refusal
-from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear, Width
+from lorikeet_engine.adapter_format.families import (
+    EMBEDDING_ROWS,
+    EMBEDDINGS,
+    FAMILIES,
+    HEAD,
+    HEAD_ROWS,
+    Linear,
+    Width,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +22,8 @@ class BaseShape:
     """One base model's shape. Widths in elements.
 
     Tables of all that adapters can change have a row for each decoder layer and one more,
-    outer_layer, and a column for each of `modules`. The last two of these are outer_layer's alone.
+    outer_layer, and a column for each of `modules`. The last four of these are outer_layer's alone.
+    tied: whether lm_head's weights are those of the embeddings.
     """
 
     family: str
@@ -25,6 +34,7 @@ class BaseShape:
     kv_heads: int
     head_dim: int
     vocabulary: int
+    tied: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
@@ -50,6 +60,7 @@ class BaseShape:
             kv_heads=kv_heads,
             head_dim=head_dim,
             vocabulary=integer(config, "vocab_size"),
+            tied=bool(config.get("tie_word_embeddings")),
         )
 
     @property
@@ -60,7 +71,7 @@ class BaseShape:
     @property
     def modules(self) -> tuple[Linear, ...]:
         """A layer's linears, then what the model has once; indices elsewhere count them."""
-        return (*self.linears, HEAD, EMBEDDINGS)
+        return (*self.linears, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS)
 
     @property
     def outer_layer(self) -> int:
@@ -90,6 +101,7 @@ class BaseShape:
             Width.KEYS: (self.kv_heads, self.head_dim),
             Width.INTERMEDIATE: (self.intermediate, 1),
             Width.VOCABULARY: (self.vocabulary, 1),
+            Width.TOKEN: (3, 1),
         }[width]
 
     def _elements(self, width: Width) -> int:

@@ -16,7 +16,9 @@ from lorikeet_engine.adapter_format.tensor_names import (
     locate_module,
     split_tensor_name,
     tensor_name,
+    token_rows_module,
 )
+from lorikeet_engine.adapter_format.token_rows import TokenRows, parse_tokens, read_token_rows
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
 METADATA_KEY = "lorikeet"
@@ -64,12 +66,16 @@ class LinearLora:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """A blob that was found good. linears is sorted by layer, then linear."""
+    """A blob that was found good. linears is sorted by layer, then linear.
+
+    token_rows: of trained tokens; of a base model whose head is tied, the embeddings' are both's.
+    """
 
     base_model: str
     linears: tuple[LinearLora, ...]
     max_rank: int
     size_bytes: int
+    token_rows: tuple[TokenRows, ...] = ()
 
     @property
     def touches(self) -> TouchedModules:
@@ -79,7 +85,9 @@ class AdapterSpec:
             linears=tuple(names[linear] for linear in sorted(names)),
             layers=len({p.layer for p in self.linears if names[p.linear] not in OUTER_MODULES}),
             min_rank=min(part.rank for part in self.linears),
-            parameters=sum(math.prod(p.a.shape) + math.prod(p.b.shape) for p in self.linears),
+            parameters=sum(math.prod(p.a.shape) + math.prod(p.b.shape) for p in self.linears)
+            + sum(math.prod(part.rows.shape) for part in self.token_rows),
+            tokens=len({each for part in self.token_rows for each in part.ids}),
         )
 
     def packed_elements(self) -> int:
@@ -87,6 +95,9 @@ class AdapterSpec:
         return sum(
             aligned(part.a.shape[0] * part.a.shape[1]) + aligned(part.b.shape[0] * part.b.shape[1])
             for part in self.linears
+        ) + sum(
+            aligned(math.prod(part.rows.shape)) + aligned(3 * len(part.ids))
+            for part in self.token_rows
         )
 
 
@@ -117,7 +128,8 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     config = LoraConfig.from_json(header.metadata[METADATA_KEY])
     for copy in parse_copies(header.metadata):
         _check_copy(copy, shape)
-    pairs = pair_tensors(header.tensors)
+    rows = {name: span for name, span in header.tensors.items() if token_rows_module(name)}
+    pairs = pair_tensors({n: span for n, span in header.tensors.items() if n not in rows})
     for key in (*config.rank_pattern, *config.alpha_pattern):
         if key not in pairs:
             raise AdapterRejected(f"a pattern names {key}, which has no weights", field=key)
@@ -127,6 +139,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         linears=tuple(sorted(linears, key=lambda part: (part.layer, part.linear))),
         max_rank=max(part.rank for part in linears),
         size_bytes=size,
+        token_rows=read_token_rows(parse_tokens(header.metadata), rows, pairs, shape),
     )
 
 

@@ -20,6 +20,10 @@ _SAVED = re.compile(
     r"(?:lora_([AB])(?:\.[\w-]{1,64})?\.weight"
     r"|(?<=embed_tokens\.)lora_embedding_([AB])(?:\.[\w-]{1,64})?)"
 )
+_SAVED_ROWS = re.compile(
+    r"(?:base_model\.model\.)?([\w.]{1,256})\.token_adapter\.trainable_tokens_delta"
+    r"(?:\.[\w-]{1,64})?"
+)
 # Of torch.compile, FSDP, activation checkpointing and data parallelism.
 _WRAPPERS = re.compile(
     r"^(?:_orig_mod\.)?module\.|\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
@@ -34,7 +38,6 @@ _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
 _REFUSED = {
     "lora_magnitude_vector": "DoRA is not supported; train with use_dora=False",
     "lora_embedding_": "only embed_tokens can have such weights",
-    "trainable_tokens_delta": "trained tokens are not supported; train without them",
     "modules_to_save": "whole modules cannot be served; train without modules_to_save",
     ".bias": "biases are not supported; train with bias='none' and lora_bias=False",
     "original_module": "whole modules cannot be served; train without modules_to_save",
@@ -63,6 +66,22 @@ def copied_module(name: str) -> str | None:
     """The module of the base model, lm_head or embed_tokens, of which a saved tensor is a copy."""
     match = _COPY.fullmatch(_WRAPPERS.sub("", name))
     return match[1] if match else None
+
+
+def token_rows_module(name: str) -> str | None:
+    """The module, as blobs call it, of which a saved tensor is rows; None for other tensors."""
+    match = _SAVED_ROWS.fullmatch(_WRAPPERS.sub("", name))
+    if match is None:
+        return None
+    module = module_in_blobs(match[1])
+    if module not in (HEAD.module, EMBEDDINGS.module):
+        raise AdapterRejected(f"tensor {name}: only embed_tokens and lm_head have rows", field=name)
+    return module
+
+
+def token_rows_name(module: str) -> str:
+    """The one name that a module's rows of trained tokens have in a blob."""
+    return f"base_model.model.{module}.token_adapter.trainable_tokens_delta"
 
 
 def module_in_blobs(saved: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lorikeet_engine.adapter_format.peft_folder import Tensor
+from lorikeet_engine.adapter_format.blob import Tensor
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.tensor_names import tensor_name
 from lorikeet_engine.errors import AdapterRejected

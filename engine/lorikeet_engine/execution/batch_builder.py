@@ -24,7 +24,8 @@ class StepInput:
     not be read yet: pending [tokens of this kind] int64 are the places of such tokens in token_ids,
     where 0 stands, and pending_rows [as many] int64 their rows in the step before.
     segments and head_segments [3, segments] int32: slots, starts and lengths of Batch's; none
-    without adapters. max_rank and head_rank: at least the rank of every adapter in them.
+    without adapters. max_rank and head_rank: at least the rank of every adapter in them; head_rows:
+    Segments' max_rows of the latter.
     """
 
     token_ids: Int64s
@@ -40,6 +41,7 @@ class StepInput:
     max_rank: int
     head_segments: Int32s
     head_rank: int
+    head_rows: int
 
     def upload(self, device: torch.device, previous: torch.Tensor | None = None) -> Batch:
         """The step's tensors on the device; the host waits for nothing.
@@ -66,7 +68,9 @@ class StepInput:
             kv_lengths=self.kv_lengths,
             page_table=self.page_table,
             segments=_upload_segments(self.segments, self.max_rank, device),
-            head_segments=_upload_segments(self.head_segments, self.head_rank, device),
+            head_segments=_upload_segments(
+                self.head_segments, self.head_rank, device, self.head_rows
+            ),
         )
 
 
@@ -76,7 +80,7 @@ def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
     First come those whose adapters change lm_head, last those without an adapter.
     """
     leased = [
-        (lease.head_rank == 0, lease.slot, chunk)
+        (not _changes_head(lease), lease.slot, chunk)
         for chunk in chunks
         if (lease := chunk.sequence.lease)
     ]
@@ -115,22 +119,28 @@ def build_step_input(chunks: list[Chunk], page_size: int) -> StepInput:
         max_rank=max((lease.rank for lease in leases), default=0),
         head_segments=head_segments(chunks, rows),
         head_rank=max((lease.head_rank for lease in leases), default=0),
+        head_rows=max((lease.head_rows for lease in leases), default=0),
     )
 
 
 def head_segments(chunks: list[Chunk], rows: Int64s) -> Int32s:
     """StepInput's head_segments where chunk i has rows[i] rows of the logits, one after another."""
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
-    return _segments([lease for lease in leases if lease.head_rank], rows)
+    return _segments([lease for lease in leases if _changes_head(lease)], rows)
 
 
 def upload_head_segments(
     chunks: list[Chunk], rows: Int64s, device: torch.device
 ) -> Segments | None:
     """Batch's head_segments where chunk i has rows[i] rows of the logits, one after another."""
-    leases = (lease for chunk in chunks if (lease := chunk.sequence.lease))
+    leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
     rank = max((lease.head_rank for lease in leases), default=0)
-    return _upload_segments(head_segments(chunks, rows), rank, device)
+    token_rows = max((lease.head_rows for lease in leases), default=0)
+    return _upload_segments(head_segments(chunks, rows), rank, device, token_rows)
+
+
+def _changes_head(lease: AdapterLease) -> bool:
+    return lease.head_rank > 0 or lease.head_rows > 0
 
 
 def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
@@ -160,8 +170,10 @@ def _segments(leases: list[AdapterLease], lengths: Int64s) -> Int32s:
     return np.stack(list(parts)).astype(np.int32)
 
 
-def _upload_segments(segments: Int32s, max_rank: int, device: torch.device) -> Segments | None:
+def _upload_segments(
+    segments: Int32s, max_rank: int, device: torch.device, max_rows: int = 0
+) -> Segments | None:
     if not segments.size:
         return None
     slots, starts, lengths = upload(segments, device).unbind()
-    return Segments(slots, starts, lengths, max_rank)
+    return Segments(slots, starts, lengths, max_rank, max_rows)

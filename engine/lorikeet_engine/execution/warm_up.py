@@ -78,6 +78,7 @@ class DummyLease:
     slot: int
     rank: int
     head_rank: int = 0
+    head_rows: int = 0
 
     def release(self) -> None:
         """Do nothing: nothing is held."""
@@ -96,11 +97,12 @@ def _run(
 ) -> None:
     """Run a step of sequences of these lengths; the first `adapters` have one of `rank` each.
 
-    It is of that rank in lm_head too.
+    It is of that rank in lm_head too, and may replace rows of that.
 
     graphs: whether CUDA graphs may be used. Steps too large for one need their kernels as well.
     """
-    leases = [DummyLease(i, rank, rank) if i < adapters else None for i in range(len(lengths))]
+    each = (rank, rank, min(rank, 1))
+    leases = [DummyLease(i, *each) if i < adapters else None for i in range(len(lengths))]
     chunks = [
         dummy_chunk(length, settings.page_size, lease)
         for length, lease in zip(lengths, leases, strict=True)

@@ -12,18 +12,19 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.adapter_format import BaseShape, Linear, Quantization
-from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
+from lorikeet_engine.adapter_format.families import EMBEDDING_ROWS, EMBEDDINGS, HEAD, HEAD_ROWS
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.linear import (
     Inputs,
-    add_embedding_lora,
     add_lora,
     begin_step,
+    embed_adapted,
     linear,
     linear_with_lora,
     linear_with_lora_before_silu,
+    replace_logits,
 )
 from lorikeet_engine.kernels.lora.types import (
     LoraDelta,
@@ -74,7 +75,8 @@ class LlamaModel:
             else checkpoint.read(["lm_head.weight"], *size)
         )
         self._head_group = _outer_group(HEAD, shape)
-        self._embeddings_group = _outer_group(EMBEDDINGS, shape)
+        self._head_rows = _outer_group(HEAD_ROWS, shape)
+        self._embeddings_groups = [_outer_group(o, shape) for o in (EMBEDDINGS, EMBEDDING_ROWS)]
         self._rotary = RotaryEmbedding(config.rope, config.max_context, self.device)
 
     def forward(
@@ -100,7 +102,7 @@ class LlamaModel:
         x = F.embedding(batch.token_ids, self._embeddings)
         if lora is not None:
             layer = self.config.shape.outer_layer
-            add_embedding_lora(x, batch.token_ids, lora, layer, self._embeddings_group)
+            embed_adapted(x, batch.token_ids, lora, layer, *self._embeddings_groups)
         multiplier = self.config.embedding_multiplier
         return x if multiplier == 1.0 else x.mul_(multiplier)
 
@@ -116,7 +118,9 @@ class LlamaModel:
         if segments is not None:
             assert lora is not None, "segments without adapter weights"
             layer = self.config.shape.outer_layer
-            add_lora(logits, hidden, lora, segments, layer, self._head_group)
+            if segments.max_rank > 0:
+                add_lora(logits, hidden, lora, segments, layer, self._head_group)
+            replace_logits(logits, hidden, lora, segments, layer, self._head_rows)
         scaling = self.config.logits_scaling
         return logits if scaling == 1.0 else logits.div_(scaling)
 

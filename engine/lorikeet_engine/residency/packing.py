@@ -2,8 +2,9 @@
 
 For each layer, and once more for what the model has once, and each fused group come the group's A
 matrices, then its B matrices transposed, every matrix at a multiple of ALIGNMENT elements and of
-its true rank. A of the embeddings is transposed, too, since a token reads a column of it. Where
-processes share the layers, each packs its own shard's part of every matrix and reads nothing else.
+its true rank. A of the embeddings is transposed, too, since a token reads a column of it. Last are
+the rows of trained tokens as A, with their ids as B. Where processes share the layers, each packs
+its own shard's part of every matrix and reads nothing else.
 """
 
 import math
@@ -22,7 +23,8 @@ from lorikeet_engine.adapter_format import (
     TensorSpan,
     aligned,
 )
-from lorikeet_engine.adapter_format.families import HEAD
+from lorikeet_engine.adapter_format.families import EMBEDDING_ROWS, HEAD, HEAD_ROWS
+from lorikeet_engine.adapter_format.token_rows import digits
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.checksums import LayerSums, layer_sums
 from lorikeet_engine.residency.shard import WHOLE, Shard, ShardRange
@@ -39,6 +41,7 @@ class PackedLayout:
     image's size. ranges: for each of the shape's modules, what of its matrices is in the image; the
     rank is the adapter's, and A may have fewer rows. layers: where in the image each layer begins,
     and then the outer one; one that has nothing there, where the next does. head_rank: lm_head's.
+    head_rows: how many rows of it are replaced. Neither counts as the other.
     """
 
     rows: torch.Tensor
@@ -47,6 +50,7 @@ class PackedLayout:
     ranges: tuple[ShardRange, ...]
     layers: tuple[int, ...]
     head_rank: int
+    head_rows: int
 
     @classmethod
     def of(cls, spec: AdapterSpec, shape: BaseShape, shard: Shard = WHOLE) -> "PackedLayout":
@@ -55,6 +59,7 @@ class PackedLayout:
         Raises SettingsError when the base model cannot be cut so.
         """
         ranks = {(part.layer, part.linear): part.rank for part in spec.linears}
+        ranks |= {(shape.outer_layer, part.linear): len(part.ids) for part in spec.token_rows}
         return cls.of_ranks(ranks, shape, shard)
 
     @classmethod
@@ -63,8 +68,14 @@ class PackedLayout:
     ) -> "PackedLayout":
         """The layout of ranks by (layer, module), which may be 0.
 
-        Raises SettingsError when the base model cannot be cut so.
+        A head that is tied to the embeddings has the embeddings' rows. Raises SettingsError when
+        the base model cannot be cut so.
         """
+        ranks, outer = dict(ranks), shape.outer_layer
+        of_head, of_embeddings = shape.index(HEAD_ROWS.name), shape.index(EMBEDDING_ROWS.name)
+        shared = shape.tied and ranks.get((outer, of_embeddings), 0) > 0
+        if shared:
+            ranks.pop((outer, of_head), None)
         ranges, groups = shard.ranges(shape), list(shape.groups.values())
         groups += [(n,) for n in range(len(shape.linears), len(shape.modules))]
         modules = range(len(shape.modules))
@@ -81,8 +92,17 @@ class PackedLayout:
                         layer[n][side] = end
                         end += aligned(ranges[n].elements(rank)[side])
         table = torch.tensor(rows, dtype=torch.int64)
-        head_rank = ranks.get((shape.outer_layer, shape.index(HEAD.name)), 0)
-        return cls(table, end, int(table[..., 2].max()), ranges, tuple(layers), head_rank)
+        if shared:
+            table[outer, of_head] = table[outer, of_embeddings]
+        return cls(
+            table,
+            end,
+            int(table[..., :of_head, 2].max()),
+            ranges,
+            tuple(layers),
+            head_rank=int(table[outer, shape.index(HEAD.name), 2]),
+            head_rows=int(table[outer, of_head, 2]),
+        )
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
         """The table's rows for an image that begins at this element of the arena.
@@ -112,6 +132,7 @@ def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor)
     # One buffer each for all matrices: memory that is new for each costs more than the copies.
     stored = torch.empty(max(max(_size(p.a), _size(p.b)) for p in spec.linears), dtype=torch.uint8)
     wide = torch.empty(max(math.prod(m.shape) for p in spec.linears for m in (p.a, p.b)))
+    _pack_token_rows(blob, spec, layout, out)
     with blob.open("rb", buffering=0) as file:
         for part in spec.linears:
             kept = layout.ranges[part.linear]
@@ -130,6 +151,21 @@ def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor)
                 if not _finite(matrix):
                     raise _overflow(part, side, out.dtype)
     return layer_sums(out, layout.layers)
+
+
+def _pack_token_rows(
+    blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor
+) -> None:
+    with blob.open("rb", buffering=0) as file:
+        for part in spec.token_rows:
+            at, ids_at, count = layout.rows[-1, part.linear].tolist()
+            rows = _matrix(out, at, *part.rows.shape)
+            stored = torch.empty(_size(part.rows), dtype=torch.uint8)
+            _read(file, part.rows, range(count), range(part.rows.shape[1]), rows, stored)
+            _matrix(out, ids_at, count, 3).copy_(torch.tensor(list(digits(part.ids))))
+            if not _finite(rows):
+                name = part.matrix()
+                raise AdapterRejected(f"{name} does not fit {out.dtype}", field=name)
 
 
 def _size(span: TensorSpan) -> int:

@@ -63,6 +63,9 @@ class Shard:
         return tuple(self._range(linear, shape) for linear in shape.modules)
 
     def _range(self, linear: Linear, shape: BaseShape) -> ShardRange:
+        if linear.parallel is Parallel.WHOLE:
+            inputs = WHOLE._share((linear.inputs,), shape)
+            return ShardRange(inputs, WHOLE._share(linear.outputs, shape))
         if linear.parallel is Parallel.ROW:
             b_shard = self if self.fully else WHOLE
             inputs = self._share((linear.inputs,), shape)

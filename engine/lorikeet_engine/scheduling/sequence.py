@@ -32,6 +32,10 @@ class AdapterLease(Protocol):
     def head_rank(self) -> int:
         """The rank of what it adds to lm_head, 0 for nothing."""
 
+    @property
+    def head_rows(self) -> int:
+        """How many rows of lm_head it replaces."""
+
     def release(self) -> None:
         """Give it back; a second time does nothing."""
 

@@ -268,10 +268,6 @@ def test_a_blob_made_by_hand_is_checked_like_any_other(change, field, folder):
         (peft.LoraConfig(bias="all", target_modules=["q_proj"]), "bias"),
         (peft.LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"]), "whole modules"),
         (
-            peft.LoraConfig(trainable_token_indices=[1], target_modules=["q_proj"]),
-            "change the embeddings",
-        ),
-        (
             peft.LoraConfig(layer_replication=[[0, 2], [1, 2]], target_modules=["q_proj"]),
             "base model",
         ),

@@ -27,6 +27,7 @@ from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
 from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.linear import linear_with_lora
 from lorikeet_engine.kernels.lora.shrink import shrink
+from lorikeet_engine.kernels.lora.token_rows import place_logits
 from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, LoraWeights, Segments
 from lorikeet_engine.kernels.penalties import PENALTIES, PenaltyState
@@ -36,12 +37,14 @@ from lorikeet_engine.kernels.sampling import DRAW_FIELDS
 from lorikeet_engine.kernels.sampling.fused import draw_tokens
 
 MOST_SHARED = 227 << 10  # bytes of a Hopper multiprocessor's that one program may have
-QKV, GATE_UP, DOWN, HEAD, EMBEDDINGS = (
+QKV, GATE_UP, DOWN, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS = (
     LoraGroup((0, 1, 2), 4096, (4096, 1024, 1024)),
     LoraGroup((4, 5), 4096, (14336, 14336)),
     LoraGroup((6,), 14336, (4096,)),
     LoraGroup((7,), 4096, (128_256,)),
     LoraGroup((8,), 128_256, (4096,)),
+    LoraGroup((9,), 4096, (3,)),
+    LoraGroup((10,), 4096, (3,)),
 )
 
 
@@ -84,7 +87,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def lora(tokens: int, segments: int, max_rank: int) -> tuple[LoraWeights, tiles.Tiles]:
-    weights = LoraWeights(empty(1 << 20), empty(300, 33, 9, 3, dtype=torch.int64))
+    weights = LoraWeights(empty(1 << 20), empty(300, 33, 11, 3, dtype=torch.int64))
     runs = [empty(segments, dtype=torch.int32) for _ in range(3)]
     return weights, tiles.list_tiles(Segments(*runs, max_rank), tokens)
 
@@ -100,9 +103,17 @@ def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None
         if group is GATE_UP and listed.silu_expands:
             expand_silu_and_mul(empty(tokens, 2 * 14336), shrunk)
     weights, listed = lora(tokens, segments, rank)
-    gather(empty(tokens, dtype=torch.int64), weights, listed, 32, EMBEDDINGS)
+    ids, y = empty(tokens, dtype=torch.int64), empty(tokens, 4096)
+    gather(ids, y, weights, listed, 32, EMBEDDINGS, EMBEDDING_ROWS)
+    place_logits(shrink(y, weights, listed, 32, HEAD_ROWS), empty(tokens, 128_256))
     few = listed.regime == Regime.FEW
-    assert compiled >= {"_gather", "_list_tiles", "_shrink", "_expand_few" if few else "_expand"}
+    assert compiled >= {
+        "_gather",
+        "_place_logits",
+        "_list_tiles",
+        "_shrink",
+        "_expand_few" if few else "_expand",
+    }
     assert ("_expand_silu_and_mul" in compiled) == (listed.regime == Regime.PREFILL)
 
 

@@ -59,6 +59,7 @@ GATE_UP_AS_ONE = LoraGroup((4,), d_in=96, d_outs=(260,))
 DOWN = LoraGroup((6,), d_in=130, d_outs=(72,))
 SMALL = LoraGroup((4, 5), d_in=40, d_outs=(36, 20))
 EMBEDDINGS = LoraGroup((6,), d_in=50, d_outs=(72,))
+NO_ROWS = LoraGroup((5,), d_in=72, d_outs=(3,))
 LONG = LoraGroup((6,), d_in=1300, d_outs=(24,))
 MIXED_RANKS = [4, 64, 12, 1, 16]
 MIXED_RUNS = [(3, 2), (0, 40), (4, 17), (1, 1), (2, 63)]
@@ -458,5 +459,6 @@ def test_embeddings_add_what_a_linear_adds_to_unit_vectors(
         step.weights.arena[at : at + rank * 50] = step.a[slot, 6].T.flatten().to(kind[1])
     product = torch.randn(len(step.x), 72).to(*kind)
     y = product.clone()
-    expand(gather(ids.to(kind[0]), step.weights, step.tiles(), LAYER, EMBEDDINGS), y, add=True)
+    ids = ids.to(kind[0])
+    expand(gather(ids, y, step.weights, step.tiles(), LAYER, EMBEDDINGS, NO_ROWS), y, add=True)
     check_sum(step, product, y)

@@ -85,7 +85,7 @@ def test_an_image_holds_each_matrix_once_and_is_read_back_from_its_file(
     sums = pack(blob, spec, layout, image)
     assert not image.isnan().any()
     assert layout.elements == spec.packed_elements()
-    assert layout.rows.shape == (3, 6, 3)
+    assert layout.rows.shape == (3, 8, 3)
 
     write_image(tmp_path / "image", "image", PackedImage(layout, image, sums))
     file = ImageFile.of(tmp_path / "image", shape)
@@ -124,7 +124,7 @@ def test_an_image_of_other_linears_has_another_fingerprint(shape: BaseShape) -> 
 def test_what_stores_several_linears_as_one_is_not_cut(shape: BaseShape) -> None:
     whole = Shard().ranges(shape)
     assert [(len(cut.inputs), len(cut.outputs)) for cut in whole] == [
-        shape.dims(index) for index in range(6)
+        shape.dims(index) for index in range(8)
     ]
     with pytest.raises(SettingsError, match="choose one GPU"):
         Shard(0, 2).ranges(shape)

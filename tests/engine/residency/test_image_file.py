@@ -27,6 +27,7 @@ OTHER_SHAPES = {
     "kv_heads": 2,
     "head_dim": 16,
     "vocabulary": 48,
+    "tied": True,
 }
 
 
@@ -61,7 +62,7 @@ def test_the_image_and_its_layout_come_back_to_the_bit(written, ranks, dtype, sh
     file.read(out)
     assert torch.equal(out.view(torch.uint8), image.view(torch.uint8))
     assert torch.equal(file.layout.rows, layout.rows)
-    for field in ("elements", "max_rank", "ranges", "layers", "head_rank"):
+    for field in ("elements", "max_rank", "ranges", "layers", "head_rank", "head_rows"):
         assert getattr(file.layout, field) == getattr(layout, field)
 
 

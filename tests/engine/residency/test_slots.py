@@ -64,7 +64,9 @@ def layout_of(*sizes: int) -> PackedLayout:
     for layer, (size, begin) in enumerate(zip(sizes, begins, strict=True)):
         if size:
             rows[layer, 0] = torch.tensor([begin, begin + size // 2, 1])
-    return PackedLayout(rows, sum(sizes), max_rank=1, ranges=(), layers=begins, head_rank=0)
+    return PackedLayout(
+        rows, sum(sizes), max_rank=1, ranges=(), layers=begins, head_rank=0, head_rows=0
+    )
 
 
 def whole(elements: int) -> PackedLayout:

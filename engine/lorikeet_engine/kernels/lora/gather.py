@@ -1,65 +1,92 @@
-"""Gather in Triton: shrink for embeddings, whose input is a token's id: a row of A, as it lies."""
+"""Gather in Triton: shrink for embeddings, whose input is a token's id: a row of A, as it lies.
+
+The same launch writes the rows of trained tokens (token_rows.py), so that these need none.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
+from lorikeet_engine.kernels.lora.token_rows import replace_rows
 from lorikeet_engine.kernels.lora.types import (
     LoraGroup,
     LoraWeights,
     UnexpandedDelta,
     check_group,
+    check_rows,
 )
 
 
 def gather(
-    token_ids: torch.Tensor, weights: LoraWeights, tiles: Tiles, layer: int, group: LoraGroup
+    token_ids: torch.Tensor,
+    y: torch.Tensor,
+    weights: LoraWeights,
+    tiles: Tiles,
+    layer: int,
+    group: LoraGroup,
+    rows: LoraGroup,
 ) -> UnexpandedDelta:
     """v[t, 0, 0, k] = A(t)[k, id of t], for the adapter of token t.
 
-    token_ids [tokens] int64 → v [tokens, 1, 1, tiles.rank_stride] float32, undefined for tokens
-    without an adapter, and from an adapter's own rank on. Raises ShapeError.
+    Where that has a row for this id among its `rows`, y[t] is that instead of the base model's;
+    y [tokens, hidden], dense in a row. token_ids [tokens] int64 → v [tokens, 1, 1,
+    tiles.rank_stride] float32, undefined for tokens without an adapter, and from an adapter's own
+    rank on. Raises ShapeError.
     """
     check_group(weights, group)
+    check_rows("y", y, rows.d_in, weights)
     v = torch.empty(
         (len(token_ids), 1, 1, tiles.rank_stride), dtype=torch.float32, device=token_ids.device
     )
     if v.numel() and len(tiles):
         _gather[(len(tiles),)](
-            token_ids, weights.arena, weights.table, tiles.rows, v,
+            token_ids, weights.arena, weights.table, tiles.rows, v, y,
             layer, weights.table.stride(0), weights.table.stride(1), tiles.rank_stride,
-            group.linears[0],
+            group.linears[0], rows.linears[0], y.stride(0), rows.d_in,
             block_tokens=triton.next_power_of_2(tiles.config.tokens),
             block_rank=16,
+            block_rows=32,
+            block_columns=64,
         )  # fmt: skip
     return UnexpandedDelta(v, weights, tiles, layer, group)
 
 
-@triton.jit(do_not_specialize=["layer", "linear"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["layer", "linear", "rows_linear"])  # type: ignore[untyped-decorator]
 def _gather(
     token_ids: tl.tensor,
     arena: tl.tensor,
     table: tl.tensor,
     tiles: tl.tensor,
     v: tl.tensor,
+    y: tl.tensor,
     layer: tl.tensor,
     slot_stride: tl.tensor,
     layer_stride: tl.tensor,
     rank_stride: tl.tensor,
     linear: tl.tensor,
+    rows_linear: tl.tensor,
+    y_stride: tl.tensor,
+    hidden: tl.tensor,
     block_tokens: tl.constexpr,
     block_rank: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
 ) -> None:
     """One tile of tokens, some ranks at a time; nothing for an adapter of rank 0."""
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):
         return
-    entry = table + slot * slot_stride + layer * layer_stride + linear * 3
+    of_layer = table + slot * slot_stride + layer * layer_stride
+    entry = of_layer + linear * 3
     rank = tl.load(entry + 2).to(tl.int32)
     token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
     row, real = (start + token).to(tl.int64), token < length
     ids = tl.load(token_ids + row, mask=real, other=0)
+    replace_rows(
+        of_layer + rows_linear * 3, arena, y + row[:, None] * y_stride, ids, real, hidden,
+        block_tokens, block_rows, block_columns,
+    )  # fmt: skip
     a_rows = arena + tl.load(entry) + ids[:, None] * rank + k[None, :]
     v_rows = v + row[:, None] * rank_stride + k[None, :]
     for done in range(0, rank, block_rank):

@@ -17,6 +17,7 @@ safe in main's hands: whatever it does next, it first waits for main.
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from lorikeet_engine.adapter_format.token_rows import MAX_TOKENS
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.lora import reference
@@ -168,17 +170,49 @@ def linear_and_lora(
     return y, shrunk
 
 
-def add_embedding_lora(
-    y: torch.Tensor, token_ids: torch.Tensor, step: LoraStep, layer: int, group: LoraGroup
+def replace_logits(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weights: LoraWeights,
+    segments: Segments,
+    layer: int,
+    group: LoraGroup,
 ) -> None:
-    """y[t] += B(t) A(t)[:, id of t], in place, as reference.add_embedding_lora does.
+    """Replace logits of trained tokens, as reference.replace_logits does.
 
-    On CUDA two launches, whose programs end at once where adapters leave the embeddings alone.
+    segments: lm_head's; nothing is done where their max_rows is 0.
+    """
+    if segments.max_rows == 0:
+        return
+    if y.device.type != "cuda":
+        reference.replace_logits(y, x, weights, segments, layer, group)
+        return
+    most = replace(segments, max_rank=MAX_TOKENS)  # always: warm-up compiles for no other
+    tiles = _cuda("lora.tiles").list_tiles(most, len(x))
+    made: UnexpandedDelta = _cuda("lora.shrink").shrink(x, weights, tiles, layer, group)
+    _cuda("lora.token_rows").place_logits(made, y)
+
+
+def embed_adapted(
+    y: torch.Tensor,
+    token_ids: torch.Tensor,
+    step: LoraStep,
+    layer: int,
+    group: LoraGroup,
+    rows: LoraGroup,
+) -> None:
+    """Change embeddings y [tokens, hidden] as adapters do, in place.
+
+    Replaces those of trained tokens, and adds LoRA's, as reference.replace_embeddings and
+    add_embedding_lora do; no adapter has both. rows: EMBEDDING_ROWS' group. On CUDA two launches,
+    whose programs end at once where adapters leave the embeddings alone.
     """
     if step.tiles is None:
+        reference.replace_embeddings(y, token_ids, step.weights, step.segments, layer, rows)
         reference.add_embedding_lora(y, token_ids, step.weights, step.segments, layer, group)
         return
-    gathered = _cuda("lora.gather").gather(token_ids, step.weights, step.tiles, layer, group)
+    weights, tiles = step.weights, step.tiles
+    gathered = _cuda("lora.gather").gather(token_ids, y, weights, tiles, layer, group, rows)
     _cuda("lora.expand").expand(gathered, y, add=True)
 
 

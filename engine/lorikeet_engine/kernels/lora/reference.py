@@ -45,6 +45,44 @@ def add_embedding_lora(
         y[rows] += a[token_ids[rows]].float() @ b.float()
 
 
+def replace_embeddings(
+    y: torch.Tensor,
+    token_ids: torch.Tensor,
+    weights: LoraWeights,
+    segments: Segments,
+    layer: int,
+    group: LoraGroup,
+) -> None:
+    """y[t] = the adapter's row for id of t, in place, where it has one.
+
+    token_ids [tokens] int64; y [tokens, hidden]; the group is the embeddings' rows alone.
+    """
+    for rows, _, a_start, b_start, count in _pieces(weights, segments, layer, group):
+        found = token_ids[rows, None] == _ids(weights, b_start, count)  # [tokens, count]
+        values = weights.arena[a_start : a_start + count * group.d_in].view(count, -1)
+        replaced = found.any(1)
+        y[rows][replaced] = values[found[replaced].int().argmax(1)].to(y.dtype)
+
+
+def replace_logits(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weights: LoraWeights,
+    segments: Segments,
+    layer: int,
+    group: LoraGroup,
+) -> None:
+    """y[r, id] = x[r] · the adapter's row for this id, in place, for each of its trained tokens.
+
+    x [rows, hidden]; y [rows, vocabulary], logits; the group is lm_head's rows alone. Sums are
+    float32 and rounded once.
+    """
+    for rows, _, a_start, b_start, count in _pieces(weights, segments, layer, group):
+        values = weights.arena[a_start : a_start + count * group.d_in].view(count, -1)
+        made = x[rows].float() @ values.float().T
+        y[rows][:, _ids(weights, b_start, count)] = made.to(y.dtype)
+
+
 def shrink(
     x: torch.Tensor, weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
 ) -> torch.Tensor:
@@ -86,6 +124,12 @@ def expand(
         d_out, column = group.d_outs[s], sum(group.d_outs[:s])
         b = weights.arena[b_start : b_start + rank * d_out].view(rank, d_out)
         y[rows, column : column + d_out] += v[rows, s, :rank] @ b.float()
+
+
+def _ids(weights: LoraWeights, start: int, count: int) -> torch.Tensor:
+    """The ids [count] int64 of an adapter's trained tokens."""
+    digits = weights.arena[start : start + 3 * count].view(count, 3).long()
+    return digits[:, 0] + (digits[:, 1] << 8) + (digits[:, 2] << 16)
 
 
 def _pieces(

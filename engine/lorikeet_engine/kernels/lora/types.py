@@ -17,7 +17,9 @@ class LoraWeights:
     embeddings A is transposed, too, [vocabulary, rank].
     table [slots, layers + 1, modules, 3] int64, as BaseShape says: for slot, layer and linear the
     element offsets of A and B in the arena, both multiples of 16, and the rank; rank 0 means that
-    the adapter leaves this linear as it is. The scaling is already inside B.
+    the adapter leaves this linear as it is. The scaling is already inside B. For rows of trained
+    tokens, which replace the base model's, A has the rows [tokens, hidden] and B [tokens, 3] the
+    tokens' ids to the base of 256, the lowest digit first.
     """
 
     arena: torch.Tensor
@@ -44,13 +46,15 @@ class Segments:
     For lm_head, which computes some of the tokens alone, runs of its rows instead.
     slots, starts, lengths: [segments] int32, dense, on the device of the step; at most one segment
     for each slot. They follow one another from token 0 on; tokens after the last have no adapter.
-    max_rank bounds the rank of every adapter in them.
+    max_rank bounds the rank of every adapter in them; max_rows, where they are lm_head's, how many
+    of its rows each replaces, 0 where none does.
     """
 
     slots: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
     max_rank: int
+    max_rows: int = 0
 
     def __len__(self) -> int:
         return self.slots.numel()

@@ -25,7 +25,7 @@ from lorikeet_engine.residency.packing import PackedImage, PackedLayout
 from lorikeet_engine.residency.shard import WHOLE, Shard
 
 # Raise this with every change to the file, or to what pack or PackedLayout makes of a blob.
-_VERSION = 2
+_VERSION = 3
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 

@@ -49,11 +49,11 @@ class GpuAdapter:
 class Lease:
     """While it lasts, the adapter stays on the GPU, in this slot of the table.
 
-    rank: the adapter's largest. head_rank: lm_head's, 0 if it leaves that alone. Use as a context
-    manager, or release once done.
+    rank: the adapter's largest. head_rank: lm_head's; head_rows: how many rows it replaces there.
+    Use as a context manager, or release once done.
     """
 
-    __slots__ = ("_adapter", "_ended", "_on_release", "head_rank", "rank", "slot")
+    __slots__ = ("_adapter", "_ended", "_on_release", "head_rank", "head_rows", "rank", "slot")
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Lease:
         self.slot = adapter.slot
         self.rank = adapter.layout.max_rank
         self.head_rank = adapter.layout.head_rank
+        self.head_rows = adapter.layout.head_rows
 
     def release(self) -> None:
         """End the lease; doing so again changes nothing."""

@@ -27,7 +27,8 @@ from lorikeet.catalog.rules.limits import options_of, with_options
 from lorikeet_engine.adapter import Residency, TouchedModules
 
 PARTITION_SCHEMA = 4
-# A version of schema 2 says nothing of what it touches, one of 3 nothing of what it was trained on.
+# A version of schema 2 says nothing of what it touches, one of 3 nothing of trained tokens and of
+# what it was trained on.
 READ_SCHEMAS = (2, 3, 4)
 """Raised whenever an older reader could misread what is written."""
 
@@ -163,8 +164,8 @@ def _adapter(tenant: str, name: str, row: Json) -> AdapterRecord:
 
 def _version(number: int, row: Json) -> VersionRecord:
     digest, size, rank, base_model, created, retired, gpu, *touched = row
-    touches = TouchedModules(_words(touched[0]), *touched[1:4]) if touched else None
-    trained_on = sys.intern(touched[4]) if len(touched) > 4 else None
+    touches = TouchedModules(_words(touched[0]), *touched[1:5]) if touched else None
+    trained_on = sys.intern(touched[5]) if len(touched) > 5 else None
     once = (digest, size, rank, base_model, gpu, number, created, bool(retired))
     return VersionRecord(*once, touches=touches, trained_on=trained_on)
 

@@ -89,6 +89,8 @@ def show_touched(version: dict[str, Any]) -> str:
     outer = [name for name in touches["linears"] if name in OUTER_MODULES]
     layers = f"{touches['layers']} layer{'s' * (touches['layers'] != 1)}"
     changed = [f"{', '.join(inner)} of {layers}"] * bool(inner) + outer
+    if count := touches["tokens"]:
+        changed.append(f"{count} trained token{'s' * (count != 1)}")
     return f"{', '.join(changed)}, {touches['parameters']:,} parameters"
 
 

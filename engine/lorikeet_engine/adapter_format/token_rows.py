@@ -1,0 +1,153 @@
+"""Trained tokens: the rows of embed_tokens, or of lm_head, that an adapter has in their place.
+
+PEFT's `trainable_token_indices`. A file holds a module's rows [tokens, hidden] in the order of the
+config's list of tokens, which a blob has under a key of its own.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lorikeet_engine.adapter_format.expressions import bad_config
+from lorikeet_engine.adapter_format.families import EMBEDDING_ROWS, EMBEDDINGS, HEAD, HEAD_ROWS
+from lorikeet_engine.adapter_format.header import TensorSpan, parse_json_object
+from lorikeet_engine.adapter_format.shape import BaseShape
+from lorikeet_engine.adapter_format.tensor_names import is_outer, token_rows_name
+from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
+
+TOKENS_KEY = "lorikeet_trained_tokens"
+MAX_TOKENS = 256
+_OPTION = "trainable_token_indices"
+
+TokensByModule = Mapping[str, tuple[int, ...]]
+"""Ids of trained tokens by module, "lm_head" and "model.embed_tokens", in the rows' order."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The rows of one module. linear: HEAD_ROWS' or EMBEDDING_ROWS' index in the shape's modules.
+
+    name: the module's, which errors call it by. ids: as many as rows.
+    """
+
+    linear: int
+    name: str
+    ids: tuple[int, ...]
+    rows: TensorSpan
+
+    def matrix(self) -> str:
+        """What errors call the rows."""
+        return f"{self.name}.trainable_tokens_delta"
+
+
+def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByModule:
+    """What PEFT's config says of trained tokens, checked against the modules that have rows.
+
+    saved: those modules, as blobs call them. PEFT saves no rows of an lm_head that is tied to the
+    embeddings: it may be listed with their tokens. Raises AdapterRejected, AdapterTooLarge.
+    """
+    option = raw.get(_OPTION) or {}
+    tokens = {}
+    for name, ids in (option if isinstance(option, Mapping) else {"embed_tokens": option}).items():
+        module = next((each.module for each in (HEAD, EMBEDDINGS) if is_outer(name, each)), None)
+        if module is None or module in tokens:
+            raise bad_config(f"{name!r}: want tokens of embed_tokens or of lm_head", _OPTION)
+        tokens[module] = _checked(ids, _OPTION)
+    for module in saved:
+        if module not in tokens:
+            raise bad_config(
+                f"it names no trained tokens of {module}, whose rows are in the file", _OPTION
+            )
+    for module, ids in tokens.items():
+        tied = module == HEAD.module and ids == tokens.get(EMBEDDINGS.module)
+        if module not in saved and not tied:
+            raise bad_config(
+                f"the rows of {module} are not in the file: save the adapter again", _OPTION
+            )
+    return tokens
+
+
+def tokens_metadata(tokens: TokensByModule) -> dict[str, str]:
+    """What a blob's metadata says of trained tokens; nothing where there are none."""
+    if not tokens:
+        return {}
+    return {TOKENS_KEY: json.dumps(tokens, sort_keys=True, separators=(",", ":"))}
+
+
+def parse_tokens(metadata: Mapping[str, str]) -> TokensByModule:
+    """The trained tokens that a blob's metadata lists. Raises AdapterRejected, AdapterTooLarge."""
+    text = metadata.get(TOKENS_KEY)
+    if text is None:
+        return {}
+    listed = parse_json_object(text, f"__metadata__.{TOKENS_KEY}")
+    if not listed.keys() <= {HEAD.module, EMBEDDINGS.module}:
+        raise AdapterRejected("trained tokens of an unknown module", field=TOKENS_KEY)
+    return {module: _checked(ids, TOKENS_KEY) for module, ids in listed.items()}
+
+
+def read_token_rows(
+    tokens: TokensByModule,
+    tensors: Mapping[str, TensorSpan],
+    adapted: Collection[str],
+    shape: BaseShape,
+) -> tuple[TokenRows, ...]:
+    """The rows of a blob, by what its metadata lists. adapted: the modules with LoRA.
+
+    Raises AdapterRejected for rows that do not fit the base model, and for what would be changed
+    twice.
+    """
+    if tensors.keys() - {token_rows_name(module) for module in tokens}:
+        raise AdapterRejected("there are rows of tokens that are not listed", field=TOKENS_KEY)
+    found = []
+    for module, ids in tokens.items():
+        span = tensors.get(token_rows_name(module))
+        if span is None:
+            _require(shape.tied and module == HEAD.module, module, "its rows are not in the file")
+            continue
+        name = EMBEDDINGS.name if module == EMBEDDINGS.module else HEAD.name
+        want = (len(ids), shape.hidden)
+        _require(span.shape == want, module, f"its rows are {list(span.shape)}, not {list(want)}")
+        _require(
+            max(ids) < shape.vocabulary,
+            module,
+            f"token {max(ids)} is not in the base model's vocabulary of {shape.vocabulary}, and "
+            "resized vocabularies cannot be served; train tokens that it has",
+        )
+        rows = EMBEDDING_ROWS if module == EMBEDDINGS.module else HEAD_ROWS
+        found.append(TokenRows(shape.index(rows.name), name, ids, span))
+    _require(
+        not (shape.tied and len(found) > 1),
+        HEAD.module,
+        "it has the embeddings' weights: train tokens of embed_tokens alone",
+    )
+    changed = set(tokens) | ({HEAD.module} if shape.tied and found else set())
+    for module in changed & set(adapted):
+        _require(False, module, "it has LoRA, too, and both cannot be served; train one of them")
+    return tuple(found)
+
+
+def _require(good: bool, module: str, fault: str) -> None:
+    if not good:
+        raise AdapterRejected(f"trained tokens of {module}: {fault}", field=module)
+
+
+def digits(ids: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """Each id to the base of 256, the lowest first: numbers that every dtype of images holds."""
+    return ((each & 255, each >> 8 & 255, each >> 16) for each in ids)
+
+
+def _checked(ids: Any, field: str) -> tuple[int, ...]:
+    good = isinstance(ids, list) and all(type(each) is int and 0 <= each < 2**24 for each in ids)
+    if not good or not ids or len(set(ids)) < len(ids):
+        raise AdapterRejected(
+            f"{field} wants a list of different token ids for each module", field=field
+        )
+    if len(ids) > MAX_TOKENS:
+        raise AdapterTooLarge(
+            f"{len(ids)} trained tokens in one module: the limit is {MAX_TOKENS}",
+            field=field,
+            tokens=len(ids),
+            max_tokens=MAX_TOKENS,
+        )
+    return tuple(ids)
