@@ -19,7 +19,7 @@ class FinishReason(Enum):
 
 
 class LogprobsMode(Enum):
-    """Of which distribution log probabilities are, in vLLM's words.
+    """Which distribution log probabilities are of, in vLLM's words.
 
     RAW: the model's own. PROCESSED: the one that tokens are drawn from, behind penalties, biases,
     bans, grammar, temperature and filters; greedy tokens have neither temperature nor filters.

@@ -17,13 +17,13 @@ import httpx
 from lorikeet.errors import LorikeetError, Unavailable
 from lorikeet_engine.adapter_format import write_blob
 
-_AGAIN_S, _POLL_S = 0.5, 0.05
+_AGAIN_S = 0.5
 _AWAY = frozenset({429, 502, 503, 504})
 
 Wait = Literal["none", "ready", "durable"]
 
 
-class LoraConfig(Protocol):
+class TrainersConfig(Protocol):
     """PEFT's LoraConfig, as far as a push needs it."""
 
     def save_pretrained(self, folder: str) -> None:
@@ -76,16 +76,20 @@ class Client:
         weights: Path | Mapping[str, Any],
         name: str,
         *,
-        config: LoraConfig | None = None,
+        config: TrainersConfig | None = None,
         alias: str | None = None,
         wait: Wait = "ready",
+        lifetime_s: int | None = None,
+        keep: int | None = None,
         timeout_s: float = 60.0,
     ) -> PushedVersion:
         """Send a version of an adapter, and return once it is what `wait` says.
 
         weights: PEFT's folder, or get_peft_model_state_dict's tensors with their config. A service
-        that is busy or away is asked again, which is safe: equal bytes are one version. Raises
-        AdapterRejected, LorikeetError with the service's code, and Unavailable after timeout_s.
+        that is busy or away is asked again, which is safe: equal bytes are one version. lifetime_s:
+        of an ephemeral version, which is never durable; keep: how many such the adapter has at
+        most. Raises AdapterRejected, LorikeetError with the service's code, and Unavailable after
+        timeout_s.
         """
         deadline_s = time.monotonic() + timeout_s
         with tempfile.TemporaryDirectory() as work:
@@ -95,10 +99,18 @@ class Client:
             else:
                 _save(weights, config, folder)
             digest = write_blob(folder, blob)
-            path, query = _path(name, digest), {"wait": wait, "timeout_s": f"{timeout_s:g}"}
-            query |= {} if alias is None else {"alias": alias}
-            told = self._ask("PUT", path, deadline_s, self._publish_key, query, blob)
-        return self._awaited(told, wait, deadline_s)
+            wanted: dict[str, object] = {
+                "wait": wait,
+                "timeout_s": f"{timeout_s:g}",
+                "alias": alias,
+            }
+            wanted |= {"lifetime_s": lifetime_s, "keep": keep}
+            query = {field: str(value) for field, value in wanted.items() if value is not None}
+            path = _path(name, digest)
+            version = _version(self._ask("PUT", path, deadline_s, self._publish_key, query, blob))
+        if wait != "none" and not getattr(version, wait):
+            raise Unavailable(f"{version.model} is not {wait} in time: ask its status later")
+        return version
 
     def status(self, version: PushedVersion) -> PushedVersion:
         """Return what has become of a version. Raises LorikeetError if it is gone."""
@@ -131,15 +143,6 @@ class Client:
     def close(self) -> None:
         """Close its connections."""
         self._http.close()
-
-    def _awaited(self, told: Mapping[str, Any], wait: Wait, deadline_s: float) -> PushedVersion:
-        version = _version(told)
-        while wait != "none" and not getattr(version, wait):
-            if time.monotonic() >= deadline_s:
-                raise Unavailable(f"{version.model} is not {wait} in time: ask its status later")
-            time.sleep(_POLL_S)
-            version = self.status(version)
-        return version
 
     def _ask(
         self,
@@ -174,7 +177,7 @@ class Client:
             time.sleep(pause_s)
 
 
-def _save(weights: Mapping[str, Any], config: LoraConfig | None, folder: Path) -> None:
+def _save(weights: Mapping[str, Any], config: TrainersConfig | None, folder: Path) -> None:
     """Write tensors and their config as PEFT does."""
     from safetensors.torch import save_file  # torch, which a trainer has and a folder needs not
 

@@ -23,7 +23,7 @@ FOLDER = ADAPTERS / "kestrel" / "spell"
 
 
 class BusyService:
-    """Answers pushes as docs/pushing.md says: busy at first, then taken, ready when asked again."""
+    """Answers pushes as their document says: busy at first, then the version is ready."""
 
     def __init__(self, busy: int = 0, refusal: int | None = None) -> None:
         self.busy, self.refusal = busy, refusal
@@ -40,8 +40,8 @@ class BusyService:
             return self.refusal, {"error": problem}
         digest = path.partition("?")[0].rpartition("/")[2]
         told = {"adapter": "acme/policy", "model": f"acme/policy@{digest}", "digest": digest}
-        known = {"version": None, "ready": method == "GET", "durable": False, "created": 0.0}
-        return 202 if method == "PUT" else 200, told | known
+        known = {"version": None, "ready": True, "durable": False, "created": 0.0}
+        return 202 if "wait=durable" in path else 201, told | known
 
 
 @contextmanager
@@ -67,17 +67,19 @@ def at(service: BusyService) -> Iterator[Client]:
         server.shutdown()
 
 
-def test_a_push_is_sent_again_while_the_service_is_busy_and_waits_until_it_is_ready() -> None:
+def test_a_push_is_sent_again_while_the_service_is_busy() -> None:
     service = BusyService(busy=1)
     with at(service) as client:
-        version = client.push(FOLDER, "policy", alias="prod")
+        version = client.push(FOLDER, "policy", alias="prod", lifetime_s=600, keep=2)
+        assert client.status(version) == version
     first, second, asked = service.bodies
     assert first == second
     assert asked == b""
     assert version.digest == hashlib.sha256(first).hexdigest()
     assert (version.ready, version.durable, version.version) == (True, False, None)
     path = f"/v1/adapters/policy/versions/{version.digest}"
-    assert service.paths[0] == f"PUT {path}?wait=ready&timeout_s=60&alias=prod"
+    query = "wait=ready&timeout_s=60&alias=prod&lifetime_s=600&keep=2"
+    assert service.paths[:2] == [f"PUT {path}?{query}"] * 2
     assert service.paths[2] == f"GET {path}"
 
 
@@ -90,7 +92,7 @@ def test_what_a_service_refuses_is_not_sent_again() -> None:
 
 
 @pytest.mark.parametrize("busy", [0, 100])
-def test_a_push_that_is_not_ready_in_time_says_so(busy: int) -> None:
+def test_a_push_that_is_not_durable_in_time_says_so(busy: int) -> None:
     with at(BusyService(busy)) as client, pytest.raises(LorikeetError) as late:
         client.push(FOLDER, "policy", wait="durable", timeout_s=0.2)
     assert late.value.code in (Unavailable.code, "overloaded")
