@@ -316,6 +316,16 @@ def test_pushing_is_for_publish_keys_and_the_names_they_are_for(
     assert unchanged.catalog.state.seq == before
 
 
+def test_a_version_is_told_to_its_own_tenant_alone(
+    unchanged: Gateway, keys: Keys, ask: Ask
+) -> None:
+    digest = unchanged.catalog.state.adapter("acme", "support").versions[0].digest
+    at = f"/v1/adapters/support/versions/{digest}"
+    assert ask("GET", at, keys.publishing).json()["version"] == 1
+    assert ask("GET", at, keys.reading).json()["version"] == 1
+    assert ask("GET", at, keys.others_reading).status_code == 404
+
+
 @pytest.mark.parametrize(("method", "path"), sorted(TENANTS))
 def test_a_tenants_key_may_come_as_x_api_key(
     unchanged: Gateway, keys: Keys, method: str, path: str
