@@ -31,7 +31,7 @@ class TrainersConfig(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PushedVersion:
+class PushResult:
     """A version as the service told of it last.
 
     model: what requests write as `model`. version: its number, None until it is durable.
@@ -82,7 +82,7 @@ class Client:
         lifetime_s: int | None = None,
         keep: int | None = None,
         timeout_s: float = 60.0,
-    ) -> PushedVersion:
+    ) -> PushResult:
         """Send a version of an adapter, and return once it is what `wait` says.
 
         weights: PEFT's folder, or get_peft_model_state_dict's tensors with their config. A service
@@ -112,13 +112,13 @@ class Client:
             raise Unavailable(f"{version.model} is not {wait} in time: ask its status later")
         return version
 
-    def status(self, version: PushedVersion) -> PushedVersion:
+    def status(self, version: PushResult) -> PushResult:
         """Return what has become of a version. Raises LorikeetError if it is gone."""
         path = _path(version.adapter.partition("/")[2], version.digest)
         return _version(self._ask("GET", path, time.monotonic(), self._publish_key))
 
     def sample(
-        self, model: PushedVersion | str, prompt: str | Sequence[int], **fields: Any
+        self, model: PushResult | str, prompt: str | Sequence[int], **fields: Any
     ) -> list[SampledChoice]:
         """Return n choices for a prompt, with token ids and log probabilities.
 
@@ -194,8 +194,8 @@ def _path(name: str, digest: str) -> str:
     return f"/v1/adapters/{name}/versions/{digest}"
 
 
-def _version(told: Mapping[str, Any]) -> PushedVersion:
-    return PushedVersion(**{field: told[field] for field in PushedVersion.__slots__})
+def _version(told: Mapping[str, Any]) -> PushResult:
+    return PushResult(**{field: told[field] for field in PushResult.__slots__})
 
 
 def _failure(answer: httpx.Response) -> LorikeetError | None:
