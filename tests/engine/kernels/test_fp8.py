@@ -9,7 +9,7 @@ import torch
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.kernels.fp8 import DTYPE, Activations, fused, reference
+from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, fused, reference
 from lorikeet_engine.kernels.gemv import gemv
 from lorikeet_engine.kernels.lora.linear import linear
 from lorikeet_engine.kernels.pointwise import fused as pointwise
@@ -48,7 +48,9 @@ def floats(rounded):
     return rounded.rows.double() * rounded.scales[:, None]
 
 
-def assert_same(got, want):
+def assert_rounded(got, x):
+    want = reference.quantize_rows(x.cpu())  # by a number, torch does not divide exactly on CUDA
+    got = Fp8Rows(got.rows.cpu(), got.scales.cpu())
     assert torch.equal(got.scales, want.scales)
     assert got.rows.shape == want.rows.shape
     assert got.rows.is_contiguous()
@@ -98,7 +100,7 @@ def test_a_linear_multiplies_the_rounded_numbers(tokens, biased, dtype):
 @pytest.mark.parametrize("width", [16, 100, 4096, 14336])
 def test_the_kernel_rounds_rows_as_the_reference_does(device, dtype, width):
     x = numbers(17, 2 * width).to(device, dtype)[:, :width]  # rows that do not follow one another
-    assert_same(fused.quantize_rows(x), reference.quantize_rows(x))
+    assert_rounded(fused.quantize_rows(x), x)
 
 
 @pytest.mark.parametrize(("device", "dtype"), KINDS)
@@ -107,7 +109,7 @@ def test_a_norm_rounds_its_own_rows(device, dtype, width):
     x, delta, weight = (numbers(n, width, seed=n).to(device, dtype) for n in (5, 5, 1))
     both = pointwise.add_rms_norm_fp8(x.clone(), delta, weight[0], 1e-5)
     assert torch.equal(both.rows, pointwise.add_rms_norm(x, delta, weight[0], 1e-5))
-    assert_same(both.fp8, reference.quantize_rows(both.rows))
+    assert_rounded(both.fp8, both.rows)
 
 
 def test_rows_that_are_rounded_already_are_multiplied_as_they_are():
@@ -133,11 +135,11 @@ def test_one_row_is_multiplied_unrounded(device, dtype, d_out, d_in, biased):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 17, 256])
 @pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336), (160, 96)])
-def test_cuda_multiplies_what_the_reference_does(d_out, d_in, tokens, biased, dtype):
+def test_cuda_multiplies_what_the_reference_does(d_out, d_in, tokens, biased):
+    dtype = torch.bfloat16
     x = torch.randn(tokens, d_in).to("cuda", dtype)
     bias = torch.randn(d_out).to("cuda", dtype) if biased else None
     weight = reference.quantize_weight(torch.randn(d_out, d_in, device="cuda") * d_in**-0.5)
@@ -167,7 +169,7 @@ def test_a_captured_product_reads_what_lies_there_at_its_replay(tokens):
 
 @pytest.mark.parametrize(
     ("capability", "dtype", "message"),
-    [((8, 6), torch.bfloat16, "8.9 or above"), ((9, 0), torch.float32, "bfloat16 or float16")],
+    [((8, 6), torch.bfloat16, "8.9 or above"), ((9, 0), torch.float16, "want bfloat16")],
 )
 def test_a_gpu_without_such_products_is_refused(monkeypatch, capability, dtype, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
