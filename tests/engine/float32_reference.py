@@ -142,10 +142,12 @@ class RecordingSampler:
         self.penalties = self._sampler.penalties
         self.engine._sampler = self  # type: ignore[assignment]
 
-    def sample(self, logits: torch.Tensor, rows: list[SamplingRow]) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, rows: list[SamplingRow], processed: Any = None
+    ) -> torch.Tensor:
         at = [(row.seed, row.step) for row in rows]
         self.logits.update(zip(at, logits.float().log_softmax(-1), strict=True))
-        drawn = self._sampler.sample(logits, rows)
+        drawn = self._sampler.sample(logits, rows, processed)
         self.tokens.update(zip(at, drawn.clone(), strict=True))
         return drawn
 
