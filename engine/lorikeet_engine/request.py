@@ -1,7 +1,7 @@
 """What goes into the engine and what comes out: plain, picklable messages about token ids."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import EngineError, InvalidRequest
@@ -18,7 +18,7 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
-class LogprobsMode(Enum):
+class LogprobsMode(StrEnum):
     """Which distribution log probabilities are of, in vLLM's words.
 
     RAW: the model's own. PROCESSED: the one that tokens are drawn from, behind penalties, biases,

@@ -310,6 +310,18 @@ def test_a_request_id_in_flight_is_refused_and_the_first_goes_on(settings):
     assert json.loads(first[-1])["usage"]["completion_tokens"] == 100
 
 
+def test_all_choices_end_when_their_caller_leaves(settings):
+    async def scenario(replica):
+        asked = asyncio.create_task(items_of(replica, replace(CALL, n=32, max_tokens=900)))
+        await until(lambda report: report.status.live.running == 32, replica)
+        asked.cancel()
+        await until(lambda report: not report.status.live.running, replica)
+        return (await replica.report()).status.live
+
+    live = run(settings, scenario)
+    assert (live.running, live.waiting) == (0, 0)
+
+
 def test_what_a_schema_waited_is_taken_off_the_engines_queue_time(settings, monkeypatch):
     submitted = []
 
