@@ -49,7 +49,7 @@ def _named_as_in(model: Any, lora: dict[str, Any]) -> dict[str, Any]:
         return renamed.get(key, key)
 
     named = dict(lora)
-    if isinstance(lora["target_modules"], list):
+    if isinstance(lora.get("target_modules"), list):
         named["target_modules"] = sorted({name(target) for target in lora["target_modules"]})
     for pattern in {"rank_pattern", "alpha_pattern"} & set(lora):
         named[pattern] = {

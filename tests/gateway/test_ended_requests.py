@@ -36,7 +36,7 @@ def story(request_id: str) -> RequestRecord:
         f"key-{tenant}",
         f"{tenant}/own",
         "base",
-        AdapterRef(tenant, "own", 1, digest),
+        adapter=AdapterRef(tenant, "own", 1, digest),
         validated_s=random.random(),
         until_s=random.random(),
         ended=True,

@@ -74,6 +74,8 @@ def test_the_past_is_answered_for(gateway: Gateway) -> None:
     then = ok(gateway.admin("GET", f"/adapters/acme/support?as_of_seq={seq}"))
     assert (now["aliases"], then["aliases"]) == ({"prod": 2}, {"prod": 1})
     assert ok(gateway.admin("GET", f"/adapters/acme/support?as_of_time={time}")) == then
+    for version in then["versions"]:  # a list leaves out what depends on what is served now
+        del version["base_quantization"], version["base_warning"]
     assert ok(gateway.admin("GET", f"/adapters?tenant=acme&as_of_seq={seq}"))["data"] == [then]
     assert error_of(gateway.admin("GET", "/adapters?as_of_seq=99999"), 400)
     assert error_of(gateway.admin("GET", "/adapters?as_of_time=5"), 400)
