@@ -102,7 +102,7 @@ class PacedModel:
             rows = zip(s.slots.tolist(), s.starts.tolist(), s.lengths.tolist(), strict=True)
             for slot, start, length in rows:
                 if not decoding.keys().isdisjoint(range(start, start + length)):
-                    ranks += int(lora.table[slot, :, :, 2].max())
+                    ranks += int(lora.table[slot, :, :-2, 2].max())
         return self._steps.step_s(
             len(batch.token_ids),
             ranks,

@@ -172,6 +172,16 @@ PLANTED = {
         "NVIDIA A100 is older than Ada",
         "LORIKEET_KV_DTYPE=auto",
     ),
+    "FP8 weights on GPUs that have no FP8": Fault(
+        "gpus",
+        {
+            "cuda": Cuda((A100,) * 2, (13, 0), (13, 0)),
+            "more": {"LORIKEET_WEIGHT_DTYPE": "fp8"},
+        },
+        PROBLEM,
+        "NVIDIA A100 is older than Ada",
+        "LORIKEET_WEIGHT_DTYPE=auto",
+    ),
     "fewer GPUs than engines": Fault(
         "gpus", gpus(1), PROBLEM, "1 .NVIDIA H100., and 2 are wanted", "LORIKEET_REPLICAS=1"
     ),

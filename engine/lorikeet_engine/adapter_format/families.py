@@ -34,7 +34,7 @@ class Parallel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear that every decoder layer has, HEAD or EMBEDDINGS.
+    """A linear that every decoder layer has, or what the model has once: head and embeddings.
 
     module: its path in the layer, or in the model. outputs: several where it stores several
     linears on top of one another. group: neighbouring linears of one group read one input, and are

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from lorikeet_engine.adapter_format.base_config import integer, refusal
+from lorikeet_engine.adapter_format.base_config import flag, integer, refusal
 from lorikeet_engine.adapter_format.families import (
     EMBEDDING_ROWS,
     EMBEDDINGS,
@@ -60,7 +60,7 @@ class BaseShape:
             kv_heads=kv_heads,
             head_dim=head_dim,
             vocabulary=integer(config, "vocab_size"),
-            tied=bool(config.get("tie_word_embeddings")),
+            tied=flag({**FAMILIES[family].switches, **config}, "tie_word_embeddings"),
         )
 
     @property

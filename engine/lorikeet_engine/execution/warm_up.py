@@ -97,7 +97,7 @@ def _run(
 ) -> None:
     """Run a step of sequences of these lengths; the first `adapters` have one of `rank` each.
 
-    It is of that rank in lm_head too, and may replace rows of that.
+    It is of that rank in lm_head too, and may replace a row of that.
 
     graphs: whether CUDA graphs may be used. Steps too large for one need their kernels as well.
     """

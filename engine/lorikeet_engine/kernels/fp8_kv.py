@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-FP8_KV = torch.float8_e4m3fn
-FP8_MAX = 448.0  # E4M3 has no infinity
+from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST
+
+FP8_KV = DTYPE  # E4M3 has no infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,5 +23,5 @@ def to_fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
     NaN for what is not finite, so that nobody mistakes an overflow for a large number.
     """
     scaled = x.float() * (1.0 / scale)
-    kept = scaled.clamp(-FP8_MAX, FP8_MAX).where(scaled.isfinite(), torch.nan)
+    kept = scaled.clamp(-LARGEST, LARGEST).where(scaled.isfinite(), torch.nan)
     return kept.to(FP8_KV)

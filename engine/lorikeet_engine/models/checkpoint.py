@@ -95,8 +95,19 @@ class Checkpoint:
             weight = self._rounded(self._read(names, rows, d_in), rows, Quantization.FP8)
         else:
             weight = self._read_fp8(names, rows, d_in, stored)
+        if isinstance(weight, Fp8Rows):
+            self._check_sides(names[0], sum(rows), d_in)
         self.nbytes += weight.nbytes
         return weight
+
+    def _check_sides(self, name: str, d_out: int, d_in: int) -> None:
+        """Raise ModelError where CUDA has no product of an FP8 weight of these sides."""
+        if self.device.type == "cuda" and (d_out % 16 or d_in % 16):
+            raise ModelError(
+                f"{name} [{d_out}, {d_in}]: FP8 on a GPU wants both sides to be multiples of 16: "
+                "want a checkpoint of floats, with weight_dtype=auto",
+                field=name,
+            )
 
     def part(self, name: str, dtype: str, *shape: int) -> torch.Tensor:
         """A tensor as it is stored; on the meta device without its values.
@@ -249,13 +260,14 @@ class Checkpoint:
         return stored
 
 
-def check_room(folder: Path, needed: int, device: torch.device) -> None:
+def check_room(folder: Path, needed: int, device: torch.device, *, is_fp8: bool) -> None:
     """Raise SettingsError if a folder's weights, in bytes, are larger than what is free there."""
     free = free_bytes(device)
     if needed > free:
         raise SettingsError(
             f"{folder}: its weights take {gib(needed)} as they are served, and {gib(free)} are "
-            f"free on {device}: want a smaller model, weight_dtype=fp8, or a larger device"
+            f"free on {device}: want a smaller model, {'' if is_fp8 else 'weight_dtype=fp8, '}or a "
+            "larger device"
         )
 
 

@@ -85,7 +85,7 @@ class ModelConfig:
             mlp_bias=_flag(raw, family, "mlp_bias"),
             norms=family.norms,
             qk_norm=family.qk_norm,
-            tied_embeddings=flag(raw, "tie_word_embeddings"),
+            tied_embeddings=shape.tied,
             embedding_multiplier=_multiplier(raw, family, "embedding_multiplier"),
             residual_multiplier=_multiplier(raw, family, "residual_multiplier"),
             logits_scaling=_multiplier(raw, family, "logits_scaling"),

@@ -9,7 +9,10 @@ from lorikeet_engine.adapter_format import QuantizedLinears
 from lorikeet_engine.models.weight_format import PartReader
 
 # What belongs to activations, or to keys and values: these are not rounded with fixed scales here.
-UNUSED = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
+UNUSED = (
+    *(".input_scale", ".output_scale", ".activation_scale"),
+    *(".q_scale", ".k_scale", ".v_scale", ".prob_scale"),
+)
 
 
 @dataclass(frozen=True, slots=True)

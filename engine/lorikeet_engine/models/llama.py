@@ -140,10 +140,11 @@ def load_model(
     weights, or no products of FP8.
     """
     config, nbytes = rehearse_load(folder, dtype, max_context, rounding)
-    check_room(folder, nbytes, device)
     stored = config.quantized_linears
-    if Quantization.FP8 in (rounding, stored and stored.format):
+    is_fp8 = Quantization.FP8 in (rounding, stored and stored.format)
+    if is_fp8:
         fp8.check_device(device, dtype)
+    check_room(folder, nbytes, device, is_fp8=is_fp8)
     with Checkpoint(folder, device, dtype, config.quantized_linears, rounding) as checkpoint:
         return _read(config, checkpoint)
 
@@ -220,8 +221,9 @@ class _Attention:
     def __call__(self, x: Inputs, layer_kv: torch.Tensor, step: _Step) -> Product:
         y, lora = self.qkv(x, step.lora)
         qkv = y.view(len(y), -1, self.head_dim)
-        columns = None if self.turns else 0  # of no columns, nothing turns
-        cos, sin = step.cos[:, :columns], step.sin[:, :columns]
+        cos, sin = step.cos, step.sin
+        if not self.turns:  # of no columns, nothing turns
+            cos, sin = cos[:, :0], sin[:, :0]
         slots, scales = step.batch.kv_slots, self.kv_scales if layer_kv.dtype == FP8_KV else None
         rotary_and_store_kv(
             qkv, cos, sin, layer_kv, slots, lora, self.qk_norm, scales, interleaved=self.interleaved

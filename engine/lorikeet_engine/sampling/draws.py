@@ -23,7 +23,7 @@ from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.sampling.grammar import TokenBitmask
 from lorikeet_engine.sampling.penalties import PenaltySlot
 
-_LEAST_TEMPERATURE = 1e-30  # below it, its inverse is no float32; greedy long since
+LEAST_TEMPERATURE = 1e-30  # below it, its inverse is no float32; greedy long since
 _64_BITS = (1 << 64) - 1
 
 
@@ -48,7 +48,7 @@ def draws_of(rows: Mapping[int, SamplingRow], vocab: int) -> npt.NDArray[np.int6
     """Return the columns of kernels.sampling for rows that are not greedy."""
     draws = np.empty((len(rows), DRAW_FIELDS), np.int64)
     params = [row.params for row in rows.values()]
-    temperatures = np.array([max(p.temperature, _LEAST_TEMPERATURE) for p in params])
+    temperatures = np.array([max(p.temperature, LEAST_TEMPERATURE) for p in params])
     draws[:, ROW] = list(rows)
     draws[:, UNIFORM] = _uniforms([(row.seed, row.step) for row in rows.values()])
     draws[:, SCALE] = (math.log2(math.e) / temperatures).astype(np.float32).view(np.int32)

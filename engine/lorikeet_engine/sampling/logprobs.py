@@ -15,7 +15,8 @@ _GROUP = 64  # neighbouring tokens
 class Logprobs:
     """The log_softmax of some rows of logits, for the sampled and the most likely tokens.
 
-    Made before sampling, which may change the logits of tokens that cannot be sampled.
+    Made before sampling, which may change the logits of tokens that cannot be sampled; of what
+    they were sampled from, afterwards (processed_logprobs.py).
     """
 
     def __init__(self, logits: torch.Tensor, counts: Mapping[int, int]) -> None:

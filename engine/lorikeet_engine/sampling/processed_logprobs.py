@@ -9,7 +9,7 @@ import torch
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.sampling.reference import kept_tokens
 from lorikeet_engine.request import SamplingParams, TokenLogprobs
-from lorikeet_engine.sampling.draws import SamplingRow, draws_of
+from lorikeet_engine.sampling.draws import LEAST_TEMPERATURE, SamplingRow, draws_of
 from lorikeet_engine.sampling.logprobs import Logprobs
 
 _PIECE_ROWS = 16  # with 128,256 tokens in the vocabulary, some 130 MB at once
@@ -68,7 +68,7 @@ def _filtered(x: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor
     draws = upload(draws_of(fields, x.shape[-1]), x.device)
     ranked = any(p.top_k or p.top_p < 1.0 for p in params)
     kept = kept_tokens(x, draws, ranked=ranked)
-    inverse = np.array([1.0 / p.temperature for p in params], np.float32)
+    inverse = np.array([1.0 / max(p.temperature, LEAST_TEMPERATURE) for p in params], np.float32)
     return (x * upload(inverse, x.device)[:, None]).masked_fill_(~kept, -torch.inf)
 
 

@@ -36,12 +36,15 @@ def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
             "LORIKEET_DTYPE=float16",
         )
     without_fp8 = [gpu.name for gpu in planned.cuda.gpus if gpu.capability < _FIRST_WITH_FP8]
-    if without_fp8 and "fp8" in planned.settings.kv_dtype.values():
-        yield problem(
-            "gpus",
-            f"{without_fp8[0]} is older than Ada and Hopper and has no FP8 for a KV cache",
-            "LORIKEET_KV_DTYPE=auto",
-        )
+    settings = planned.settings
+    asked = {"LORIKEET_KV_DTYPE": settings.kv_dtype, "LORIKEET_WEIGHT_DTYPE": settings.weight_dtype}
+    for variable, by_model in asked.items():
+        if without_fp8 and "fp8" in by_model.values():
+            yield problem(
+                "gpus",
+                f"{without_fp8[0]} is older than Ada and Hopper and has no FP8",
+                f"{variable}=auto",
+            )
 
 
 def check_kernels(planned: PlannedStart) -> Iterator[Finding]:

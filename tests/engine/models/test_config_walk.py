@@ -115,7 +115,7 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
     sizes = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
     config = parse({**sizes, "model_type": family, "sliding_window": None})
     assert config.norm_eps == known["rms_norm_eps"]
-    assert config.tied_embeddings == known["tie_word_embeddings"]
+    assert config.tied_embeddings == config.shape.tied == known["tie_word_embeddings"]
     assert config.rope.theta == config_class(family).default_theta
 
 

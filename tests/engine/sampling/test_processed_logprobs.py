@@ -63,6 +63,13 @@ def test_they_are_of_the_distribution_behind_penalties_temperature_and_filters(d
         assert all(logprob == -math.inf for _, logprob in of.top[len(want) :])
 
 
+def test_the_least_temperatures_give_numbers():
+    params = SamplingParams(temperature=1e-300)
+    processed = ProcessedLogprobs({0: 3})
+    Sampler(pool("cpu")).sample(logits_of(seed=7, rows=1), [SamplingRow(params, 1, 3)], processed)
+    assert processed.read()[0].logprob == 0.0
+
+
 def test_a_greedy_token_has_neither_temperature_nor_filters_but_bans_and_a_grammar():
     logits = logits_of(seed=8, rows=2)
     allowed = np.packbits(np.arange(VOCAB) % 2 == 0, bitorder="little")

@@ -47,7 +47,7 @@ def gather(
             block_tokens=triton.next_power_of_2(tiles.config.tokens),
             block_rank=16,
             block_rows=32,
-            block_columns=64,
+            block_columns=max(64, 1024 // triton.next_power_of_2(tiles.config.tokens)),
         )  # fmt: skip
     return UnexpandedDelta(v, weights, tiles, layer, group)
 
