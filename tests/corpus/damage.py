@@ -124,7 +124,9 @@ DAMAGE: tuple[Feature, ...] = (
         "q, k and v as one", _fused(("q_proj", "k_proj", "v_proj"), "qkv_proj"), "cannot be adapted"
     ),
     _damage(
-        "gate and up as one", _fused(("gate_proj", "up_proj"), "gate_up_proj"), "cannot be adapted"
+        "gate and up as one",  # as Phi has them
+        _fused(("gate_proj", "up_proj"), "gate_up_proj"),
+        "gate_up_proj, which it leaves out|cannot be adapted",
     ),
     _damage(
         "experts",
