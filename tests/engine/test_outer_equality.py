@@ -8,7 +8,7 @@ from tests.engine.conftest import FAMILIES
 from tests.engine.engine_driver import Answers, RecordingRunner, build, greedy
 from tests.engine.peft_world import PeftWorld, ask, bring_all
 
-TIED = ("llama", "mistral", "qwen2", "qwen3", "granite")
+TIED = ("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3")
 TOKENS = list(range(3, 90, 2))
 ADAPTERS = {
     "plain": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]},
