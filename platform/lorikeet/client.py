@@ -73,7 +73,7 @@ class Client:
 
     def push(
         self,
-        weights: Path | Mapping[str, Any],
+        weights: str | Path | Mapping[str, Any],
         name: str,
         *,
         config: TrainersConfig | None = None,
@@ -94,10 +94,10 @@ class Client:
         deadline_s = time.monotonic() + timeout_s
         with tempfile.TemporaryDirectory() as work:
             blob, folder = Path(work, "blob"), Path(work)
-            if isinstance(weights, Path):
-                folder = weights
-            else:
+            if isinstance(weights, Mapping):
                 _save(weights, config, folder)
+            else:
+                folder = Path(weights)
             digest = write_blob(folder, blob)
             wanted: dict[str, object] = {
                 "wait": wait,

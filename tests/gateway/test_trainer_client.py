@@ -18,6 +18,7 @@ from lorikeet.client import Client
 from lorikeet.errors import LorikeetError, Unavailable
 from tests.gateway.conftest import Gateway, make_peft
 from tests.gateway.scripted_replica import ScriptedReplica
+from tests.gateway.trainer import Trainer
 
 FOLDER = ADAPTERS / "kestrel" / "spell"
 
@@ -94,7 +95,7 @@ def test_what_a_service_refuses_is_not_sent_again() -> None:
 @pytest.mark.parametrize("busy", [0, 100])
 def test_a_push_that_is_not_durable_in_time_says_so(busy: int) -> None:
     with at(BusyService(busy)) as client, pytest.raises(LorikeetError) as late:
-        client.push(FOLDER, "policy", wait="durable", timeout_s=0.2)
+        client.push(str(FOLDER), "policy", wait="durable", timeout_s=0.2)
     assert late.value.code in (Unavailable.code, "overloaded")
 
 
@@ -131,8 +132,7 @@ def test_a_sample_has_a_log_probability_for_each_token(gateway: Gateway, tmp_pat
 
 
 def test_what_is_pushed_to_a_gateway_is_what_answers(gateway: Gateway, tmp_path: Path) -> None:
-    """Only where the gateway takes pushes."""
-    trainer = pytest.importorskip("tests.gateway.trainer").Trainer(gateway)
+    trainer = Trainer(gateway)
     folder = make_peft(gateway.folder / "pushed", seed=3)
     client = Client(gateway.url, gateway.keys["acme"], publish_key=trainer.key)
     version = client.push(folder, "policy", wait="durable")
