@@ -16,6 +16,11 @@ _IN_MEGATRON = {
 _OTHER_FORMAT = "is not part of a LoRA adapter"
 
 
+def _called(adapter: str) -> Callable[[str], str]:
+    """Name LoRA's tensors with the adapter's name; the base model's copies have none."""
+    return lambda name: name.replace(".weight", f".{adapter}.weight") if "lora_" in name else name
+
+
 def _renamed(change: Callable[[str], str]) -> Build:
     return lambda draft: draft.rename(change)
 
@@ -73,13 +78,8 @@ WRAPPING: tuple[Feature, ...] = (
         "of both of these",
         _in_layers("_fsdp_wrapped_module._checkpoint_wrapped_module"),
     ),
-    _wrapping(
-        "with the name default",
-        _renamed(lambda name: name.replace(".weight", ".default.weight")),
-    ),
-    _wrapping(
-        "with another name", _renamed(lambda name: name.replace(".weight", ".my-adapter_2.weight"))
-    ),
+    _wrapping("with the name default", _renamed(_called("default"))),
+    _wrapping("with another name", _renamed(_called("my-adapter_2"))),
     _wrapping(
         "of PEFT twice",
         _renamed(lambda name: _PREFIX + name),
