@@ -1,11 +1,13 @@
 """What gateways know of pushed versions shows in the catalog's state, until the log has it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import BlobFacts
+from lorikeet.catalog.state import PartitionsNotRead, UnreadPartition, partition_of
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import UnknownModel
 from lorikeet.gateway.pushing.pushed_versions import FORGOTTEN_S, PushedVersion, PushedVersions
@@ -34,13 +36,13 @@ def version(letter: str, created: float, alias: str | None = None) -> PushedVers
 
 
 def digest_at(pushed: PushedVersions, catalog: AdapterCatalog, model: str = "acme/policy") -> str:
-    return pushed.applied_to(catalog.state).resolve(model, "acme").digest[0]
+    return pushed.applied_to(catalog.state, "acme").resolve(model, "acme").digest[0]
 
 
 def test_without_pushed_versions_the_state_is_the_catalogs_own(
     pushed: PushedVersions, catalog: AdapterCatalog
 ) -> None:
-    assert pushed.applied_to(catalog.state) is catalog.state
+    assert pushed.applied_to(catalog.state, "acme") is catalog.state
 
 
 def test_a_pushed_version_is_found_by_its_digest_and_its_alias(
@@ -121,3 +123,16 @@ def test_an_earlier_push_that_lands_late_takes_no_alias_from_a_later_one(
     catalog.register("acme", "policy", tmp_path / "blob", earlier.facts, promote=True, actor="test")
     assert digest_at(pushed, catalog) == "c"
     assert pushed.alias_of(later) == "prod"
+
+
+def test_a_tenants_pushed_versions_need_no_partition_for_another_tenant(
+    pushed: PushedVersions, catalog: AdapterCatalog
+) -> None:
+    catalog.create_tenant("globex", actor="test")
+    pushed.add(version("a", 1))
+    partitions = list(catalog.state.partitions)
+    partitions[partition_of("acme")] = UnreadPartition("0" * 64)
+    state = replace(catalog.state, partitions=tuple(partitions))
+    assert pushed.applied_to(state, "globex") is state
+    with pytest.raises(PartitionsNotRead):
+        pushed.applied_to(state, "acme")

@@ -104,7 +104,7 @@ class RequestAuthenticator:
 
         def find(state: CatalogState) -> ResolvedModel:
             if not model.partition("@")[2].isdecimal():  # numbers are for ever, and the log's
-                state = self._pushed.applied_to(state)
+                state = self._pushed.applied_to(state, model.partition("/")[0])
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
             sizes = version.max_rank, version.gpu_bytes

@@ -98,7 +98,9 @@ class PushLane:
         """Raises Conflict where the tenant's limits have no room for a version."""
         tenant, name, _ = version.key
         await self._catalog_view.ask(
-            lambda state: register(self.pushed.applied_to(state), tenant, name, version.facts)
+            lambda state: register(
+                self.pushed.applied_to(state, tenant), tenant, name, version.facts
+            )
         )
 
     def begin(
@@ -198,7 +200,9 @@ class PushLane:
 
     async def _number(self, version: PushedVersion) -> int:
         record = await self._catalog_view.ask(
-            lambda state: self.pushed.applied_to(state).find(version.tenant, version.name)
+            lambda state: self.pushed.applied_to(state, version.tenant).find(
+                version.tenant, version.name
+            )
         )
         held = record and record.with_digest(version.facts.digest)
         return held.version if held else len(record.versions) + 1 if record else 1

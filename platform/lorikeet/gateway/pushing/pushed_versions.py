@@ -55,7 +55,7 @@ class PushedVersions:
         self._held: dict[Key, PushedVersion] = {}  # the oldest first
         self._until_s: dict[Key, float] = {}
         self._alias_was: dict[Key, str | None] = {}  # the digest that the log's alias pointed to
-        self._seen: tuple[CatalogState, CatalogState] | None = None
+        self._seen: dict[str, tuple[CatalogState, CatalogState]] = {}  # by tenant
 
     def __len__(self) -> int:
         return len(self._held)
@@ -75,7 +75,7 @@ class PushedVersions:
         }
         for gone in self._until_s.keys() - self._held.keys():
             self.remove(gone)
-        self._seen = None
+        self._seen.pop(version.tenant, None)
 
     def get(self, key: Key) -> PushedVersion | None:
         """The version with this key, if it is here."""
@@ -92,27 +92,28 @@ class PushedVersions:
         self._until_s.pop(key, None)
         self._alias_was.pop(key, None)
         if self._held.pop(key, None) is not None:
-            self._seen = None
+            self._seen.pop(key[0], None)
 
-    def applied_to(self, state: CatalogState) -> CatalogState:
-        """Return the state with these versions; forget those that it has. Reads no store.
+    def applied_to(self, state: CatalogState, tenant: str) -> CatalogState:
+        """Return the state with a tenant's versions; forget those that it has. Reads no store.
 
-        Raises PartitionsNotRead.
+        Raises PartitionsNotRead, for this tenant's partition alone.
         """
-        if not self._held:
-            return state
         now_s, now = self._clock(), time.time()
         for key, version in list(self._held.items()):
             expired = version.expires is not None and version.expires <= now
             if expired or self._until_s[key] < now_s:
                 self.remove(key)
-        if self._seen is None or self._seen[0] is not state:
-            self._seen = (state, self._apply(state))
-        return self._seen[1]
+        versions = [version for version in self._held.values() if version.tenant == tenant]
+        if not versions:
+            return state
+        if tenant not in self._seen or self._seen[tenant][0] is not state:
+            self._seen[tenant] = (state, self._apply(state, versions))
+        return self._seen[tenant][1]
 
-    def _apply(self, state: CatalogState) -> CatalogState:
+    def _apply(self, state: CatalogState, versions: Sequence[PushedVersion]) -> CatalogState:
         log, landed = state, set[str | None]()
-        for version in list(self._held.values()):
+        for version in versions:
             tenant, name, digest = version.key
             version = self._with_alias(version, log, landed)
             try:

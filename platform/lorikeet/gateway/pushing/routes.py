@@ -217,7 +217,9 @@ class PushEndpoints:
     async def _progress(self, tenant: str, name: str, digest: str) -> Progress | None:
         """Return how far a usable version is; None where no gateway knows it."""
         view = self._catalog_view
-        known = await view.ask(lambda state: self._lane.pushed.applied_to(state).find(tenant, name))
+        known = await view.ask(
+            lambda state: self._lane.pushed.applied_to(state, tenant).find(tenant, name)
+        )
         version = known.with_digest(digest) if known else None
         if known is None or version is None:
             return None
