@@ -1,5 +1,6 @@
 """What gateways know of pushed versions shows in the catalog's state, until the log has it."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,3 +137,70 @@ def test_a_tenants_pushed_versions_need_no_partition_for_another_tenant(
     assert pushed.applied_to(state, "globex") is state
     with pytest.raises(PartitionsNotRead):
         pushed.applied_to(state, "acme")
+
+
+def test_an_alias_stays_the_later_pushs_when_only_that_one_is_in_the_log(
+    pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    earlier, later = version("a", 1, "prod"), version("b", 2, "prod")
+    pushed.add(earlier)
+    pushed.add(later)
+    catalog.register("acme", "policy", tmp_path / "blob", later.facts, alias="prod", actor="test")
+    assert digest_at(pushed, catalog) == "b"
+    assert pushed.alias_of(earlier) is None
+    pushed.remove(earlier.key)
+    pushed.add(earlier)
+    assert digest_at(pushed, catalog) == "b"
+
+
+def test_an_alias_that_the_log_lacks_moves_though_the_log_has_the_version(
+    pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    for letter in "ab":
+        facts = version(letter, 0).facts
+        catalog.register("acme", "policy", tmp_path / "blob", facts, actor="test")
+    passing = replace(version("b", 1, "prod"), expires=time.time() + 60)
+    pushed.add(passing)
+    assert digest_at(pushed, catalog) == "b"
+    pushed.remove(passing.key)
+    assert digest_at(pushed, catalog) == "a"
+
+
+def test_an_alias_that_a_later_announcement_names_is_adopted(
+    pushed: PushedVersions, catalog: AdapterCatalog
+) -> None:
+    pushed.add(version("a", 1))
+    pushed.add(version("b", 1, "canary"))
+    assert digest_at(pushed, catalog) == "a"
+    pushed.add(version("b", 2, "prod"))
+    pushed.add(version("b", 1))
+    assert digest_at(pushed, catalog) == "b"
+    assert pushed.alias_of(version("b", 1)) == "prod"
+
+
+def test_telling_a_landed_version_again_takes_no_alias_from_an_admin(
+    pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    catalog.register("acme", "policy", tmp_path / "blob", version("a", 0).facts, actor="test")
+    ours = version("b", 1, "prod")
+    pushed.add(ours)
+    catalog.register("acme", "policy", tmp_path / "blob", ours.facts, alias="prod", actor="test")
+    assert digest_at(pushed, catalog) == "b"
+    catalog.promote("acme", "policy", 1, actor="test")
+    pushed.add(ours)
+    assert digest_at(pushed, catalog) == "a"
+
+
+def test_of_two_pushes_of_the_same_bytes_the_longer_life_holds(
+    pushed: PushedVersions, catalog: AdapterCatalog
+) -> None:
+    passing = replace(version("a", 1), expires=time.time() + 60)
+    pushed.add(passing)
+    for again, expires in (
+        (replace(passing, expires=1.0), passing.expires),
+        (version("a", 1), None),
+    ):
+        pushed.add(again)
+        held = pushed.get(passing.key)
+        assert held is not None
+        assert held.expires == expires

@@ -194,7 +194,8 @@ class PushLane:
 
     async def _announce(self, version: PushedVersion) -> bool:
         """Tell all gateways, this one first; whether all have heard it."""
-        now = self.pushed.get(version.key) or version  # its alias may be another's by now
+        known = self.pushed.get(version.key)  # its alias may be another's by now
+        now = known.joined(version) if known else version
         poll = await self._services.peers.ask(_QUESTION, (now,))
         return poll.silent == 0
 

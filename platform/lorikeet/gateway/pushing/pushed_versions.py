@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from lorikeet.catalog.log.apply import apply_changes
-from lorikeet.catalog.log.changes import VersionRegistered
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import LorikeetError
 
 FORGOTTEN_S = 10.0
+_CLAIMED_S = 3600.0
+"""For so long an alias remembers its latest push: an earlier one may wait for the store as long."""
 
 Key = tuple[str, str, str]
 """A tenant, an adapter's name and a digest."""
@@ -42,6 +43,30 @@ class PushedVersion:
         """There is one version with this key."""
         return self.tenant, self.name, self.facts.digest
 
+    def joined(self, again: "PushedVersion") -> "PushedVersion":
+        """Return what it is once the same bytes were pushed again: with the longer of both lives.
+
+        The alias is the later push's, if that has one, and so is `created` then.
+        """
+        version = self
+        if again.alias not in (None, self.alias) and again.created > self.created:
+            version = replace(version, alias=again.alias, created=again.created)
+        if self.expires is not None and (again.expires is None or again.expires > self.expires):
+            version = replace(version, expires=again.expires, keep=again.keep)
+        return version
+
+
+@dataclass(slots=True)
+class _Claim:
+    """The latest push with an alias. created: its own; is_over: the log has moved the alias since.
+
+    until_s: when it is forgotten, in the clock's seconds.
+    """
+
+    created: float
+    until_s: float
+    is_over: bool = False
+
 
 class PushedVersions:
     """Shows the catalog's state as the log will have it with these versions. For one event loop.
@@ -55,6 +80,7 @@ class PushedVersions:
         self._held: dict[Key, PushedVersion] = {}  # the oldest first
         self._until_s: dict[Key, float] = {}
         self._alias_was: dict[Key, str | None] = {}  # the digest that the log's alias pointed to
+        self._claims: dict[tuple[str, str, str], _Claim] = {}  # by tenant, name and alias
         self._seen: dict[str, tuple[CatalogState, CatalogState]] = {}  # by tenant
 
     def __len__(self) -> int:
@@ -63,14 +89,16 @@ class PushedVersions:
     def add(self, version: PushedVersion) -> None:
         """Take in a version, or that it still is one. An alias goes to the later one of two."""
         self._until_s[version.key] = self._clock() + FORGOTTEN_S
-        if version.key in self._held:
+        known = self._held.get(version.key)
+        version = known.joined(version) if known else version
+        version = replace(version, alias=self._claim(version))
+        if version == known:
             return
-        version = replace(version, alias=self.alias_of(version))
-        held = _kept((*self._held.values(), version), version)
+        if known is None or known.alias != version.alias:
+            self._alias_was.pop(version.key, None)
+        held = _kept([*(self._held | {version.key: version}).values()], version)
         self._held = {
-            each.key: replace(each, alias=None)
-            if _same_alias(each, version) and each.created < version.created
-            else each
+            each.key: replace(each, alias=self._claimed(each))
             for each in sorted(held, key=lambda each: each.created)
         }
         for gone in self._until_s.keys() - self._held.keys():
@@ -83,9 +111,8 @@ class PushedVersions:
 
     def alias_of(self, version: PushedVersion) -> str | None:
         """The alias that a version is to get, unless another has it by now. Any thread."""
-        version, held = self._held.get(version.key, version), list(self._held.values())
-        later = (each for each in held if each.created > version.created)
-        return None if any(_same_alias(each, version) for each in later) else version.alias
+        held = self._held.get(version.key)
+        return self._claimed(version if held is None or held.created < version.created else held)
 
     def remove(self, key: Key) -> None:
         """Forget a version."""
@@ -120,10 +147,11 @@ class PushedVersions:
                 changes = register(state, tenant, name, version.facts, alias=version.alias)
             except LorikeetError:  # it found no room, which its own gateway will be told
                 continue
-            if any(isinstance(change, VersionRegistered) for change in changes):
+            if changes:  # the alias may be all that the log does not have yet
                 state = apply_changes(state, changes, version.created)
-            else:  # the log has it, and has moved its alias
+            else:
                 landed.add(digest)
+                self._end_claim(version)
                 for table in (self._held, self._until_s, self._alias_was):
                     table.pop(version.key, None)
         return state
@@ -141,9 +169,34 @@ class PushedVersions:
         target = record.select(version.alias) if record else None
         now = target.digest if target else None
         if now not in (self._alias_was.get(version.key, now), version.facts.digest, *landed):
+            self._end_claim(version)
             version = self._held[version.key] = replace(version, alias=None)
         self._alias_was[version.key] = now
         return version
+
+    def _claim(self, version: PushedVersion) -> str | None:
+        """Return the alias that a version is to get, and note that no earlier one may have it."""
+        alias = self._claimed(version)
+        if alias is not None:
+            now_s = self._clock()
+            self._claims = {at: each for at, each in self._claims.items() if each.until_s > now_s}
+            claim = _Claim(version.created, now_s + _CLAIMED_S)
+            self._claims[version.tenant, version.name, alias] = claim
+        return alias
+
+    def _claimed(self, version: PushedVersion) -> str | None:
+        if version.alias is None:
+            return None
+        claim = self._claims.get((version.tenant, version.name, version.alias))
+        if claim is None or claim.created < version.created:
+            return version.alias
+        return version.alias if claim.created == version.created and not claim.is_over else None
+
+    def _end_claim(self, version: PushedVersion) -> None:
+        """The log has the alias, or has given it to another: telling again moves it no more."""
+        claim = self._claims.get((version.tenant, version.name, version.alias or ""))
+        if claim is not None and claim.created == version.created:
+            claim.is_over = True
 
 
 def _kept(held: Sequence[PushedVersion], newest: PushedVersion) -> tuple[PushedVersion, ...]:
@@ -156,8 +209,3 @@ def _kept(held: Sequence[PushedVersion], newest: PushedVersion) -> tuple[PushedV
     keep = passing[-1].keep if passing else None
     gone = {each.key for each in passing[:-keep]} if keep is not None else set()
     return tuple(each for each in held if each.key not in gone)
-
-
-def _same_alias(one: PushedVersion, other: PushedVersion) -> bool:
-    of_one_adapter = (one.tenant, one.name) == (other.tenant, other.name)
-    return of_one_adapter and one.alias is not None and one.alias == other.alias
