@@ -258,6 +258,51 @@ def test_a_version_with_a_lifetime_goes_by_itself_and_is_never_recorded(trainer:
     assert gateway.catalog.refresh().seq == before
 
 
+def test_a_version_with_a_lifetime_that_is_pushed_without_one_becomes_durable(
+    trainer: Trainer,
+) -> None:
+    blob = trainer.blob()
+    passing = trainer.push(blob, lifetime_s=1.5).json()
+    assert (passing["ready"], passing["durable"]) == (True, False)
+    kept = trainer.push(blob, wait="durable", timeout_s=10)
+    version = kept.json()
+    assert (kept.status_code, version["durable"], version["expires"]) == (200, True, None)
+    time.sleep(1.5)
+    assert digest_that_answers(trainer.gateway, version["model"]) == digest_of(blob)
+
+
+def test_the_longer_of_two_lifetimes_holds(trainer: Trainer) -> None:
+    trainer.push(trainer.blob(1), wait="durable")
+    blob = trainer.blob(2)
+    first = trainer.push(blob, lifetime_s=60).json()
+    longer = trainer.push(blob, lifetime_s=120).json()
+    assert longer["expires"] > first["expires"] + 59
+    assert trainer.push(blob, lifetime_s=1).json()["expires"] == longer["expires"]
+
+
+def test_a_version_that_is_carried_already_gets_the_alias_of_a_later_push(
+    trainer: Trainer, store: RemoteStore
+) -> None:
+    gateway, first, second = trainer.gateway, trainer.blob(1), trainer.blob(2)
+    trainer.push(first, wait="durable")
+    with store.away():
+        assert trainer.push(second).json()["aliases"] == []
+        assert trainer.push(second, alias="prod").json()["aliases"] == ["prod"]
+        assert digest_that_answers(gateway, "acme/policy") == digest_of(second)
+    eventually(lambda: is_durable(trainer, second))
+    assert gateway.catalog.refresh().adapter("acme", "policy").aliases == {"prod": 2}
+
+
+def test_a_durable_version_lends_its_lifetime_to_an_alias(trainer: Trainer) -> None:
+    gateway, first, second = trainer.gateway, trainer.blob(1), trainer.blob(2)
+    for blob in (first, second):
+        trainer.push(blob, wait="durable")
+    pushed = trainer.push(second, alias="prod", lifetime_s=1.5).json()
+    assert (pushed["version"], pushed["aliases"]) == (2, ["prod"])
+    assert digest_that_answers(gateway, "acme/policy") == digest_of(second)
+    eventually(lambda: digest_that_answers(gateway, "acme/policy") == digest_of(first))
+
+
 def test_newer_versions_take_the_place_of_older_ones_with_a_lifetime(trainer: Trainer) -> None:
     blobs = [trainer.blob(seed) for seed in (1, 2, 3)]
     kept = trainer.blob(4)

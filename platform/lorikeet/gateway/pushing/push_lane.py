@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -108,7 +109,7 @@ class PushLane:
     ) -> Push:
         """Carry a version whose blob lies in a folder, or go on with one that is carried already.
 
-        Raises Conflict where that one is to get another alias.
+        That one gets the alias and the longer life; it is ready once all gateways know of both.
         """
         held = self._pushes.get(version.key)
         if held is None:
@@ -116,12 +117,11 @@ class PushLane:
             task = asyncio.create_task(self._carry(held))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        elif version.alias not in (None, held.version.alias):
-            raise Conflict(
-                "this version was pushed a moment ago without this alias: send it again once it is "
-                "durable",
-                param="alias",
-            )
+            return held
+        now = replace(held.version, alias=self.pushed.alias_of(held.version))
+        if (joined := now.joined(version)) != now:
+            held.version = joined
+            held.ready.clear()
         return held
 
     async def is_ready(self, key: Key, base_model: str) -> bool:
@@ -151,12 +151,10 @@ class PushLane:
         keeping = asyncio.create_task(self._keep(push))
         try:
             await push.wait_for(push.ready, _PATIENCE_S)
-            if push.version.expires is None:
+            if not await self._outlives(push):
                 async with self._turns.setdefault((tenant, name), asyncio.Lock()):
                     await self._store(push)
                 self._services.metrics.pushes.durable(time.monotonic() - push.begun_s)
-            else:
-                await self._outlive(push, push.version.expires)
         except LorikeetError as error:
             push.failure = error
             self.pushed.remove(key)
@@ -168,12 +166,14 @@ class PushLane:
             push.folder.cleanup()
         await self._services.engines.release(push.version.facts.base_model, digest)
 
-    async def _outlive(self, push: Push, expires: float) -> None:
-        """Wait until a version has expired or newer ones have taken its place."""
-        while time.time() < expires:
-            if push.ready.is_set() and self.pushed.get(push.version.key) is None:
-                return
+    async def _outlives(self, push: Push) -> bool:
+        """Wait until a version has expired or newer ones took its place; False: it is to stay."""
+        while (expires := push.version.expires) is not None:
+            replaced = push.ready.is_set() and self.pushed.get(push.version.key) is None
+            if replaced or time.time() >= expires:
+                return True
             await asyncio.sleep(_AGAIN_S)
+        return False
 
     async def _keep(self, push: Push) -> None:
         """Have all replicas hold a version and all gateways know it, until cancelled."""
@@ -183,21 +183,24 @@ class PushLane:
         )
         engines = self._services.engines
         deliver = partial(_try, partial(engines.deliver, version.facts.base_model, ref, push.blob))
-        announce = partial(_try, partial(self._announce, version))
+        announce = partial(_try, partial(self._announce, push))
         while not (await deliver() and await announce()):
             await asyncio.sleep(_AGAIN_S)
-        push.ready.set()
         self._services.metrics.pushes.ready(time.monotonic() - push.begun_s)
         async with asyncio.TaskGroup() as both:  # a blob may take long, and is not to be forgotten
             both.create_task(_repeat(deliver))
             both.create_task(_repeat(announce))
 
-    async def _announce(self, version: PushedVersion) -> bool:
-        """Tell all gateways, this one first; whether all have heard it."""
+    async def _announce(self, push: Push) -> bool:
+        """Tell all gateways, this one first, of what replicas hold; whether all have heard it."""
+        version = push.version
         known = self.pushed.get(version.key)  # its alias may be another's by now
         now = known.joined(version) if known else version
         poll = await self._services.peers.ask(_QUESTION, (now,))
-        return poll.silent == 0
+        if poll.silent or push.version is not version:
+            return False
+        push.ready.set()
+        return True
 
     async def _number(self, version: PushedVersion) -> int:
         record = await self._catalog_view.ask(
@@ -212,6 +215,7 @@ class PushLane:
         """Write blob and entry, however long the store is away. Raises Conflict for good."""
         away = False
         while True:
+            version = push.version
             try:
                 await asyncio.get_running_loop().run_in_executor(self._storing, self._write, push)
             except StoreError as error:
@@ -221,7 +225,9 @@ class PushLane:
             except Conflict:
                 await self.check_quota(push.version)
             else:
-                return
+                if push.version is version:  # else it was pushed again, with another alias
+                    return
+                continue
             await asyncio.sleep(_KEEP_S)
 
     def _write(self, push: Push) -> None:
