@@ -38,6 +38,7 @@ class RemoteStore(LocalStore):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.is_away = threading.Event()
+        self.takes_blobs = True
 
     def first(self, prefix: str, start_after: str = "") -> str | None:
         self._check()
@@ -53,6 +54,8 @@ class RemoteStore(LocalStore):
 
     def put_file(self, key: str, path: Path) -> None:
         self._check()
+        if not self.takes_blobs:
+            raise StoreError("the store takes no blobs")
         super().put_file(key, path)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
@@ -301,6 +304,24 @@ def test_a_durable_version_lends_its_lifetime_to_an_alias(trainer: Trainer) -> N
     assert (pushed["version"], pushed["aliases"]) == (2, ["prod"])
     assert digest_that_answers(gateway, "acme/policy") == digest_of(second)
     eventually(lambda: digest_that_answers(gateway, "acme/policy") == digest_of(first))
+
+
+@pytest.mark.parametrize("lifetime", [{}, {"lifetime_s": 60}])
+def test_an_adapter_stays_retired_though_a_push_of_it_was_on_its_way(
+    trainer: Trainer, store: RemoteStore, lifetime: dict[str, float]
+) -> None:
+    gateway, first, second = trainer.gateway, trainer.blob(1), trainer.blob(2)
+    trainer.push(first, wait="durable")
+    store.takes_blobs = False
+    assert trainer.push(second, alias="prod", **lifetime).json()["ready"]
+    gateway.catalog.retire("acme", "policy", actor="test")
+    eventually(lambda: gateway.post("/v1/chat/completions", chat("acme/policy")).status_code == 404)
+    store.takes_blobs = True
+    eventually(lambda: trainer.show(digest_of(second)).status_code == 404)
+    time.sleep(0.7)
+    assert gateway.catalog.refresh().adapter("acme", "policy").retired
+    assert trainer.show(digest_of(second)).status_code == 404
+    assert trainer.push(second, wait="durable").json()["aliases"] == ["prod"]
 
 
 def test_newer_versions_take_the_place_of_older_ones_with_a_lifetime(trainer: Trainer) -> None:

@@ -204,3 +204,19 @@ def test_of_two_pushes_of_the_same_bytes_the_longer_life_holds(
         held = pushed.get(passing.key)
         assert held is not None
         assert held.expires == expires
+
+
+def test_an_adapter_that_is_retired_ends_its_pushed_versions(
+    pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    catalog.register("acme", "policy", tmp_path / "blob", version("a", 0).facts, actor="test")
+    ours = replace(version("b", 1, "prod"), seq=catalog.state.seq)
+    pushed.add(ours)
+    assert digest_at(pushed, catalog) == "b"
+    catalog.retire("acme", "policy", actor="test")
+    for _ in range(2):  # the gateway that carries it may tell of it once more
+        with pytest.raises(UnknownModel):
+            digest_at(pushed, catalog)
+        pushed.add(ours)
+    pushed.add(replace(version("c", 2), seq=catalog.state.seq))
+    assert digest_at(pushed, catalog) == "c"

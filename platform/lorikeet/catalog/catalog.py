@@ -53,21 +53,25 @@ class AdapterCatalog(TenantCatalog):
         shared: bool | None = None,
         promote: bool = False,
         alias: str | None = None,
+        since: int | None = None,
         actor: str,
     ) -> VersionRecord:
         """Upload a validated blob and make it the adapter's next version.
 
         The first version becomes prod, later ones with `promote`, or get another `alias`. A blob
         that already is a usable version of this adapter gives that version. shared None leaves it
-        as it is (at first not shared). Raises InvalidInput, UnknownTenant, and Conflict beyond the
-        tenant's limits.
+        as it is (at first not shared). since: the entry of the log after which it was decided.
+        Raises InvalidInput, UnknownTenant, and Conflict beyond the tenant's limits, or where the
+        adapter was retired since.
         """
         check_name(tenant, "tenant")
         check_name(name, "name")
         alias = DEFAULT_ALIAS if promote else alias and check_alias(alias)
 
         def decide(state: CatalogState) -> adapter_rules.Changes:
-            return adapter_rules.register(state, tenant, name, facts, shared=shared, alias=alias)
+            return adapter_rules.register(
+                state, tenant, name, facts, shared=shared, alias=alias, since=since
+            )
 
         self.refresh()
         self.ask(decide)  # before a long upload

@@ -172,6 +172,10 @@ class AdapterRecord:
         """Whether no version is left to use; registering a new one brings the adapter back."""
         return all(version.retired for version in self.versions)
 
+    def retired_since(self, seq: int) -> bool:
+        """Whether the whole adapter was retired after this entry of the log."""
+        return self.retired_at is not None and self.retired_at > seq
+
     def version(self, number: int) -> VersionRecord | None:
         """The version of this number, retired or not."""
         return self.versions[number - 1] if 1 <= number <= len(self.versions) else None

@@ -38,15 +38,20 @@ def register(
     *,
     shared: bool | None = None,
     alias: str | None = None,
+    since: int | None = None,
 ) -> Changes:
     """Add a version with these facts, unless a usable one holds the same blob.
 
     alias: points to it from then on. An adapter's only usable version becomes prod by itself.
-    shared None leaves it as it is.
-    Raises UnknownTenant, and Conflict beyond the tenant's limits.
+    shared None leaves it as it is. since: the entry of the log after which it was decided; None:
+    just now.
+    Raises UnknownTenant, and Conflict beyond the tenant's limits, or where the adapter was retired
+    since.
     """
     state.tenant(tenant)
     record = state.find(tenant, name) or AdapterRecord(tenant, name)
+    if since is not None and record.retired_since(since):
+        raise Conflict(f"{record.label} was retired after this version was sent: send it again")
     changes: list[Change] = []
     held = record.with_digest(facts.digest)
     number = held.version if held else len(record.versions) + 1

@@ -20,6 +20,7 @@ from typing import NoReturn
 from weakref import WeakValueDictionary
 
 from lorikeet.catalog.rules.adapters import register
+from lorikeet.catalog.state import PartitionsNotRead
 from lorikeet.errors import Conflict, LorikeetError, Overloaded, StoreError
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import Key, PushedVersion, PushedVersions
@@ -96,11 +97,15 @@ class PushLane:
             )
 
     async def check_quota(self, version: PushedVersion) -> None:
-        """Raises Conflict where the tenant's limits have no room for a version."""
+        """Raises Conflict without room in the tenant's limits, or if its adapter was retired."""
         tenant, name, _ = version.key
         await self._catalog_view.ask(
             lambda state: register(
-                self.pushed.applied_to(state, tenant), tenant, name, version.facts
+                self.pushed.applied_to(state, tenant),
+                tenant,
+                name,
+                version.facts,
+                since=version.seq,
             )
         )
 
@@ -113,6 +118,7 @@ class PushLane:
         """
         held = self._pushes.get(version.key)
         if held is None:
+            version = replace(version, seq=self._catalog_view.state.seq)
             held = self._pushes[version.key] = Push(version, actor, folder)
             task = asyncio.create_task(self._carry(held))
             self._tasks.add(task)
@@ -167,10 +173,12 @@ class PushLane:
         await self._services.engines.release(push.version.facts.base_model, digest)
 
     async def _outlives(self, push: Push) -> bool:
-        """Wait until a version has expired or newer ones took its place; False: it is to stay."""
+        """Wait until a version has expired, was retired or replaced; False: it is to be durable."""
         while (expires := push.version.expires) is not None:
-            replaced = push.ready.is_set() and self.pushed.get(push.version.key) is None
-            if replaced or time.time() >= expires:
+            gone = push.ready.is_set() and self.pushed.get(push.version.key) is None
+            with suppress(PartitionsNotRead):
+                gone = gone or push.version.retired(self._catalog_view.state)
+            if gone or time.time() >= expires:
                 return True
             await asyncio.sleep(_AGAIN_S)
         return False
@@ -238,6 +246,7 @@ class PushLane:
             push.blob,
             push.version.facts,
             alias=self.pushed.alias_of(push.version),
+            since=push.version.seq,
             actor=push.actor,
         )
 

@@ -27,7 +27,8 @@ class PushedVersion:
     """alias: what is to point to it beside what its first version gets. created: Unix seconds.
 
     expires: when it goes by itself, Unix seconds; None: it will be in the log. keep: of its
-    adapter's versions that expire, only so many of the newest stay, itself among them.
+    adapter's versions that expire, only so many of the newest stay, itself among them. seq: the
+    entry of the log that its gateway had read; None: it is not carried yet.
     """
 
     tenant: str
@@ -37,11 +38,17 @@ class PushedVersion:
     created: float
     expires: float | None = None
     keep: int | None = None
+    seq: int | None = None
 
     @property
     def key(self) -> Key:
         """There is one version with this key."""
         return self.tenant, self.name, self.facts.digest
+
+    def retired(self, state: CatalogState) -> bool:
+        """Whether its adapter was retired after it was pushed. Raises PartitionsNotRead."""
+        record = state.find(self.tenant, self.name)
+        return record is not None and self.seq is not None and record.retired_since(self.seq)
 
     def joined(self, again: "PushedVersion") -> "PushedVersion":
         """Return what it is once the same bytes were pushed again: with the longer of both lives.
@@ -142,6 +149,9 @@ class PushedVersions:
         log, landed = state, set[str | None]()
         for version in versions:
             tenant, name, digest = version.key
+            if version.retired(log):
+                self.remove(version.key)
+                continue
             version = self._with_alias(version, log, landed)
             try:
                 changes = register(state, tenant, name, version.facts, alias=version.alias)
