@@ -324,6 +324,21 @@ def test_an_adapter_stays_retired_though_a_push_of_it_was_on_its_way(
     assert trainer.push(second, wait="durable").json()["aliases"] == ["prod"]
 
 
+def test_a_push_that_ends_by_a_fault_says_so(
+    trainer: Trainer, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(key: str, path: Path) -> None:
+        raise RuntimeError(f"{key} cannot be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put_file", broken)
+        assert (
+            error_of(trainer.push(trainer.blob(), wait="durable"), 500)["code"] == "internal_error"
+        )
+    assert trainer.show(digest_of(trainer.blob())).status_code == 404
+    assert trainer.push(trainer.blob(), wait="durable").status_code == 201
+
+
 def test_newer_versions_take_the_place_of_older_ones_with_a_lifetime(trainer: Trainer) -> None:
     blobs = [trainer.blob(seed) for seed in (1, 2, 3)]
     kept = trainer.blob(4)

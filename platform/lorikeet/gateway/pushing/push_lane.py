@@ -38,6 +38,7 @@ _PATIENCE_S = 10.0
 """After so long a version is recorded that not all replicas could take."""
 _CLOSING_S = 20.0
 _STORERS = 4
+_FAULT = "the version could not be recorded, by a fault of the service: send it again"
 
 
 class Push:
@@ -154,23 +155,30 @@ class PushLane:
 
     async def _carry(self, push: Push) -> None:
         tenant, name, digest = key = push.version.key
-        keeping = asyncio.create_task(self._keep(push))
+        keeping: asyncio.Task[None] | None = None
         try:
+            ref = AdapterRef(tenant, name, await self._number(push.version), digest)
+            keeping = asyncio.create_task(self._keep(push, ref))
             await push.wait_for(push.ready, _PATIENCE_S)
             if not await self._outlives(push):
                 async with self._turns.setdefault((tenant, name), asyncio.Lock()):
                     await self._store(push)
                 self._services.metrics.pushes.durable(time.monotonic() - push.begun_s)
-        except LorikeetError as error:
-            push.failure = error
+        except Exception as error:
+            push.failure = error if isinstance(error, LorikeetError) else LorikeetError(_FAULT)
             self.pushed.remove(key)
-            log.warning("push_failed", extra={"adapter": f"{tenant}/{name}", "error": str(error)})
+            about = {"adapter": f"{tenant}/{name}", "error": str(error)}
+            log.warning(
+                "push_failed", extra=about, exc_info=None if push.failure is error else error
+            )
         finally:
-            keeping.cancel()
+            if keeping is not None:
+                keeping.cancel()
             del self._pushes[key]
             push.ended.set()
-            push.folder.cleanup()
-        await self._services.engines.release(push.version.facts.base_model, digest)
+            await asyncio.to_thread(push.folder.cleanup)
+            release = self._services.engines.release
+            await _try(partial(release, push.version.facts.base_model, digest))
 
     async def _outlives(self, push: Push) -> bool:
         """Wait until a version has expired, was retired or replaced; False: it is to be durable."""
@@ -183,14 +191,10 @@ class PushLane:
             await asyncio.sleep(_AGAIN_S)
         return False
 
-    async def _keep(self, push: Push) -> None:
+    async def _keep(self, push: Push, ref: AdapterRef) -> None:
         """Have all replicas hold a version and all gateways know it, until cancelled."""
-        version = push.version
-        ref = AdapterRef(
-            version.tenant, version.name, await self._number(version), version.facts.digest
-        )
-        engines = self._services.engines
-        deliver = partial(_try, partial(engines.deliver, version.facts.base_model, ref, push.blob))
+        engines, base_model = self._services.engines, push.version.facts.base_model
+        deliver = partial(_try, partial(engines.deliver, base_model, ref, push.blob))
         announce = partial(_try, partial(self._announce, push))
         while not (await deliver() and await announce()):
             await asyncio.sleep(_AGAIN_S)
@@ -257,10 +261,10 @@ async def _repeat(work: Callable[[], Awaitable[bool]]) -> NoReturn:
         await work()
 
 
-async def _try(work: Callable[[], Awaitable[bool]]) -> bool:
+async def _try(work: Callable[[], Awaitable[bool | None]]) -> bool:
     """Whether it has worked; what went wrong is logged, and it is tried again."""
     try:
-        return await work()
+        return bool(await work())
     except Exception as error:  # a replica is lost, or the disk
         log.warning("push_delayed", extra={"error": repr(error)})
         return False
