@@ -339,6 +339,27 @@ def test_a_push_that_ends_by_a_fault_says_so(
     assert trainer.push(trainer.blob(), wait="durable").status_code == 201
 
 
+def test_a_tenants_versions_are_written_one_after_another(
+    trainer: Trainer, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_file, writing, together = store.put_file, list[str](), list[int]()
+
+    def slow(key: str, path: Path) -> None:
+        writing.append(key)
+        together.append(len(writing))
+        time.sleep(0.1)
+        put_file(key, path)
+        writing.remove(key)
+
+    monkeypatch.setattr(store, "put_file", slow)
+    blobs = {f"policy-{seed}": trainer.blob(seed) for seed in (1, 2, 3)}
+    for name, blob in blobs.items():
+        assert trainer.push(blob, name, wait="none").is_success
+    for name, blob in blobs.items():
+        assert trainer.push(blob, name, wait="durable").json()["durable"]
+    assert together == [1, 1, 1]
+
+
 def test_newer_versions_take_the_place_of_older_ones_with_a_lifetime(trainer: Trainer) -> None:
     blobs = [trainer.blob(seed) for seed in (1, 2, 3)]
     kept = trainer.blob(4)

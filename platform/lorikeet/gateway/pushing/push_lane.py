@@ -75,7 +75,8 @@ BLOB = "adapter.safetensors"
 class PushLane:
     """The pushes of one gateway. For one event loop.
 
-    Store writes have threads of their own: a store that hangs keeps no push from being ready.
+    Store writes have threads of their own, each tenant one at most: a store that hangs keeps no
+    push from being ready.
     pushed: what is ready, here or at another gateway, and not durable.
     """
 
@@ -85,7 +86,7 @@ class PushLane:
         self._pushes: dict[Key, Push] = {}
         self._tasks = set[asyncio.Task[None]]()
         self._storing = ThreadPoolExecutor(_STORERS, thread_name_prefix="push-store")
-        self._turns = WeakValueDictionary[tuple[str, str], asyncio.Lock]()
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by tenant
         services.peers.register(_QUESTION, self._learn)
 
     def check_room(self, tenant: str) -> None:
@@ -161,7 +162,7 @@ class PushLane:
             keeping = asyncio.create_task(self._keep(push, ref))
             await push.wait_for(push.ready, _PATIENCE_S)
             if not await self._outlives(push):
-                async with self._turns.setdefault((tenant, name), asyncio.Lock()):
+                async with self._turns.setdefault(tenant, asyncio.Lock()):
                     await self._store(push)
                 self._services.metrics.pushes.durable(time.monotonic() - push.begun_s)
         except Exception as error:
