@@ -10,9 +10,10 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -84,14 +85,33 @@ class PushLane:
         self._services, self._catalog_view = services, catalog_view
         self.pushed = PushedVersions()
         self._pushes: dict[Key, Push] = {}
+        self._receiving = Counter[str]()  # by tenant
         self._tasks = set[asyncio.Task[None]]()
         self._storing = ThreadPoolExecutor(_STORERS, thread_name_prefix="push-store")
         self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by tenant
         services.peers.register(_QUESTION, self._learn)
 
-    def check_room(self, tenant: str) -> None:
-        """Raises Overloaded where a tenant has as many pushes on their way as it may."""
-        if sum(key[0] == tenant for key in self._pushes) >= MOST_OF_TENANT:
+    @contextmanager
+    def receiving(self, tenant: str, key: Key) -> Iterator[None]:
+        """Count a body that is being received, from before it until its push has begun.
+
+        Raises Overloaded, as check_room.
+        """
+        self.check_room(tenant, key)
+        self._receiving[tenant] += 1
+        try:
+            yield
+        finally:
+            self._receiving[tenant] -= 1
+
+    def check_room(self, tenant: str, key: Key | None = None) -> None:
+        """Raises Overloaded where a tenant has as many pushes on their way as it may.
+
+        Those being received are some of them. key: what is pushed; there is room for a version that
+        is carried already, so long as not as many bodies are being received.
+        """
+        carried = 0 if key in self._pushes else sum(each[0] == tenant for each in self._pushes)
+        if carried + self._receiving[tenant] >= MOST_OF_TENANT:
             raise Overloaded(
                 f"{MOST_OF_TENANT} pushed versions of this tenant are not durable yet, as many as "
                 "may be: wait for the store to take one, or for one to expire",
