@@ -231,6 +231,31 @@ def test_every_gateway_answers_for_what_is_ready(
     peers.others = []
 
 
+def test_an_alias_moves_though_another_gateway_carries_the_version_without_one(
+    trainer: Trainer, store: RemoteStore, peers: NeighbourPeers, tmp_path: Path
+) -> None:
+    gateway, first, second = trainer.gateway, trainer.blob(1), trainer.blob(2)
+    trainer.push(first, wait="durable")
+    served = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
+    other_peers = NeighbourPeers()
+    other = Services(AdapterCatalog(store), served, LIMITS, gateway.engines, peers=other_peers)
+    with listening(create_app(other)) as url:
+        there = Gateway(url, gateway.catalog, gateway.engines, "", tmp_path, gateway.keys)
+        peers.others, other_peers.others = [other_peers], [peers]
+        there_trainer = Trainer(there)
+        there_trainer.push(first, wait="durable")
+        with store.away():
+            assert there_trainer.push(second).json()["aliases"] == []
+            assert trainer.push(second, alias="prod").json()["aliases"] == ["prod"]
+            for each in (gateway, there):
+                assert digest_that_answers(each, "acme/policy") == digest_of(second)
+        eventually(lambda: is_durable(trainer, second))
+        eventually(lambda: gateway.catalog.refresh().adapter("acme", "policy").aliases["prod"] == 2)
+        for each in (gateway, there):
+            assert digest_that_answers(each, "acme/policy") == digest_of(second)
+    peers.others = []
+
+
 def test_a_client_that_leaves_in_the_middle_changes_nothing(trainer: Trainer) -> None:
     blob, gateway = trainer.blob(), trainer.gateway
     at = urlsplit(gateway.url)
