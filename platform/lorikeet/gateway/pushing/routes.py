@@ -3,6 +3,7 @@
 import asyncio
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
 
 Wait = Literal["none", "ready", "durable"]
 _LONGEST_LIFE_S = 86400
+_MOST_WAITING = 16
+"""Pushes of one tenant that may wait at once: each holds a place of its gateway's meanwhile."""
 
 
 class PushQuery(BaseModel):
@@ -126,6 +129,7 @@ class PushEndpoints:
         self._catalog_view, self._registration = catalog_view, registration
         self._lane = lane
         self._turns = WeakValueDictionary[str, asyncio.Lock]()
+        self._waiting = Counter[str]()  # by tenant
 
     async def push(
         self,
@@ -143,8 +147,7 @@ class PushEndpoints:
             order, wait = PushOrder(pusher, name, digest, query), query.wait
             is_new = await self._progress(pusher.caller.tenant.name, name, digest) is None
             push = await self._take(request, order)
-            wanted = push.ready if wait == "ready" else push.ended
-            await push.wait_for(wanted, 0.0 if wait == "none" else query.timeout_s)
+            await self._wait(push, query)
             progress = await self._progress(pusher.caller.tenant.name, name, digest)
         if progress is None or not progress.reached(wait):
             response.status_code = ACCEPTED
@@ -195,6 +198,18 @@ class PushEndpoints:
                 refused.pop_all()  # from here on the lane removes it
         self._services.metrics.pushes.taken(facts.size_bytes)
         return push
+
+    async def _wait(self, push: Push, query: PushQuery) -> None:
+        """Wait for what a client wants, unless many of its tenant's do. Raises LorikeetError."""
+        tenant = push.version.tenant
+        if query.wait == "none" or self._waiting[tenant] >= _MOST_WAITING:
+            return
+        self._waiting[tenant] += 1
+        try:
+            wanted = push.ready if query.wait == "ready" else push.ended
+            await push.wait_for(wanted, query.timeout_s)
+        finally:
+            self._waiting[tenant] -= 1
 
     @asynccontextmanager
     async def _limited(
