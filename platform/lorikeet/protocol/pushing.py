@@ -7,8 +7,12 @@ from lorikeet_engine.adapter import AdapterRef
 
 
 class HoldState(Enum):
-    """How far a replica is: LACKING the blob, LOADING it to the host, or HELD there or nearer."""
+    """How far a replica is: LACKING the blob, LOADING it to the host, or HELD there or nearer.
 
+    SILENT is one that did not answer: what it has is not known.
+    """
+
+    SILENT = "silent"
     LACKING = "lacking"
     LOADING = "loading"
     HELD = "held"
