@@ -127,3 +127,48 @@ def test_two_gateways_may_send_one_blob_at_the_same_time(settings, pushed):
 
     *sent, held = run(settings, scenario)
     assert (set(sent), held) == ({HoldState.LOADING}, HoldState.HELD)
+
+
+def test_a_blob_that_is_here_is_neither_written_nor_replaced(settings, pushed):
+    ref, blob = pushed
+
+    async def scenario(replica):
+        await send(replica, ref, blob)
+        path = settings.cache_dir / ref.digest
+        before = path.stat().st_ino
+        await replica.push(PushedPart(ref.digest, "t2", 0, blob[:100]))
+        parts = list(settings.cache_dir.glob(f"{ref.digest}.*.part"))
+        again = await replica.push(PushedEnd(ref.digest, "t2"))
+        return parts, again, path.stat().st_ino == before
+
+    parts, again, same = run(settings, scenario)
+    assert (parts, again, same) == ([], HoldState.LOADING, True)
+
+
+def test_two_transfers_of_a_blob_end_with_the_file_of_the_first(settings, pushed):
+    ref, blob = pushed
+
+    async def scenario(replica):
+        for transfer in ("t1", "t2"):
+            await replica.push(PushedPart(ref.digest, transfer, 0, blob))
+        ends, files = [], []
+        for transfer in ("t1", "t2"):
+            ends.append(await replica.push(PushedEnd(ref.digest, transfer)))
+            files.append((settings.cache_dir / ref.digest).stat().st_ino)
+        return ends, files
+
+    ends, files = run(settings, scenario)
+    assert ends == [HoldState.LOADING] * 2
+    assert files[0] == files[1]
+    assert not list(settings.cache_dir.glob(f"{ref.digest}.*.part"))
+
+
+def test_a_part_that_comes_after_the_end_leaves_nothing(settings, pushed):
+    ref, blob = pushed
+
+    async def scenario(replica):
+        await send(replica, ref, blob[:100])
+        await replica.push(PushedPart(ref.digest, "t1", 100, blob[100:]))
+        return list(settings.cache_dir.glob(f"{ref.digest}.*"))
+
+    assert run(settings, scenario) == []

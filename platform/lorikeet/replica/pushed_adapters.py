@@ -7,7 +7,9 @@ that took the push says that it is in the store, or is not heard of for HELD_S.
 
 import asyncio
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +33,8 @@ _LOADED_S = 1.5
 """How long an answer waits for a load; gateways wait for 2 s."""
 _LOOK_S = 0.01
 _ABANDONED_S = 600.0
+_ENDED = 256
+"""So many transfers are remembered that have ended: parts that come late are not written."""
 
 
 class PushedAdapters:
@@ -50,6 +54,8 @@ class PushedAdapters:
         self._residency, self._pinned = residency, pinned
         self._until_s: dict[str, float] = {}  # of those that are held, by digest
         self._begun_s: dict[Path, float] = {}  # transfers that have not ended
+        self._ended = deque[Path](maxlen=_ENDED)
+        self._transfers = threading.Lock()  # for these two, and for files' coming and going
 
     async def answer(self, message: PushMessage) -> HoldState:
         """Do what a gateway asks, and say how far the adapter is."""
@@ -64,9 +70,9 @@ class PushedAdapters:
                 return await self._hold(ref)
             case ReleasePushed(digest=digest):
                 self._release(digest)
-                return self._state(digest)
+                return await self._state(digest)
             case LookUp(digest=digest):
-                return self._state(digest)
+                return await self._state(digest)
 
     def unpinned(self, digest: str) -> None:
         """Take in that the controller has taken a pin away: the next hold pins it again."""
@@ -74,7 +80,7 @@ class PushedAdapters:
 
     async def _hold(self, ref: AdapterRef) -> HoldState:
         digest = ref.digest
-        if self._state(digest) is HoldState.LACKING:
+        if await self._state(digest) is HoldState.LACKING:
             return HoldState.LACKING
         loop = asyncio.get_running_loop()
         if digest not in self._until_s and not self._kept_by_controller(digest):
@@ -82,9 +88,9 @@ class PushedAdapters:
         self._until_s[digest] = loop.time() + HELD_S
         loop.call_later(HELD_S, self._expire, digest)
         due_s = loop.time() + _LOADED_S
-        while self._state(digest) is not HoldState.HELD and loop.time() < due_s:
+        while self._residency(digest) < Residency.HOST and loop.time() < due_s:
             await asyncio.sleep(_LOOK_S)
-        return self._state(digest)
+        return await self._state(digest)
 
     def _expire(self, digest: str) -> None:
         if self._until_s.get(digest, 0.0) <= asyncio.get_running_loop().time():
@@ -102,18 +108,26 @@ class PushedAdapters:
         target = self._pinned(digest)
         return target is not None and target.tier >= Residency.HOST
 
-    def _state(self, digest: str) -> HoldState:
-        if self._residency(digest) >= Residency.HOST:
+    async def _state(self, digest: str) -> HoldState:
+        residency = self._residency(digest)
+        if residency >= Residency.HOST:
             return HoldState.HELD
-        on_disk = self._residency(digest) is Residency.DISK or (self._folder / digest).exists()
-        return HoldState.LOADING if on_disk else HoldState.LACKING
+        if residency is Residency.DISK or await asyncio.to_thread(self._blob(digest).exists):
+            return HoldState.LOADING
+        return HoldState.LACKING
 
     def _write(self, part: PushedPart) -> None:
+        """Write what is not here already."""
         path = self._path(part.digest, part.transfer)
-        if path not in self._begun_s:
-            self._remove_abandoned()
-            self._begun_s[path] = time.monotonic()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if self._blob(part.digest).exists():
+            return
+        with self._transfers:
+            if path in self._ended:
+                return
+            if path not in self._begun_s:
+                self._remove_abandoned()
+                self._begun_s[path] = time.monotonic()
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.pwrite(descriptor, part.data, part.offset)
         finally:
@@ -121,23 +135,32 @@ class PushedAdapters:
 
     def _keep(self, end: PushedEnd) -> bool:
         """Put a blob under its digest; False if what came is another."""
-        path = self._path(end.digest, end.transfer)
+        path, blob = self._path(end.digest, end.transfer), self._blob(end.digest)
         try:
+            if blob.exists():
+                return True
             if blob_digest(path) != end.digest:
                 return False
-            path.replace(self._folder / end.digest)
+            with self._transfers:
+                if not blob.exists():  # never replace what the engine may have pinned meanwhile
+                    path.replace(blob)
             return True
         except FileNotFoundError:
             return False
         finally:
-            path.unlink(missing_ok=True)
-            self._begun_s.pop(path, None)
+            with self._transfers:
+                self._ended.append(path)
+                self._begun_s.pop(path, None)
+                path.unlink(missing_ok=True)
 
     def _path(self, digest: str, transfer: str) -> Path:
         return self._folder / f"{digest}.{transfer}.part"
 
+    def _blob(self, digest: str) -> Path:
+        return self._folder / digest
+
     def _remove_abandoned(self) -> None:
-        """Remove what gateways that are no more have begun."""
+        """Remove what gateways that are no more have begun. The lock is held."""
         before_s = time.monotonic() - _ABANDONED_S
         for path in [path for path, begun_s in self._begun_s.items() if begun_s < before_s]:
             path.unlink(missing_ok=True)
