@@ -1,12 +1,52 @@
 """Pushes that wait, and what hangs beside them, keep no other push from coming in."""
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.gateway.pushing import routes
-from tests.gateway.conftest import Gateway, eventually
+from tests.gateway.conftest import Gateway, eventually, serving
 from tests.gateway.trainer import Trainer
+
+
+class HangingStore(LocalStore):
+    """A store that does not end the upload of a blob as long as a test says so."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.hanging = 0
+        self._goes_on = threading.Event()
+        self._goes_on.set()
+
+    def put_file(self, key: str, path: Path) -> None:
+        self.hanging += 1
+        self._goes_on.wait()
+        self.hanging -= 1
+        super().put_file(key, path)
+
+    @contextmanager
+    def hangs(self) -> Iterator[None]:
+        self._goes_on.clear()
+        try:
+            yield
+        finally:
+            self._goes_on.set()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> HangingStore:
+    return HangingStore(tmp_path / "store")
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, store: HangingStore) -> Iterator[Gateway]:
+    with serving(tmp_path, store) as running:
+        yield running
 
 
 @pytest.fixture
@@ -27,3 +67,18 @@ def test_so_many_pushes_of_a_tenant_wait_at_once_and_the_next_is_answered(
         gateway.engines.takes_pushes = True
         codes = sorted(each.result().status_code for each in asked)
     assert codes == [201, 201, 202]
+
+
+def test_uploads_that_hang_at_the_store_keep_no_push_from_being_ready(
+    trainer: Trainer, store: HangingStore
+) -> None:
+    gateway, (pushed_blob, *blobs) = trainer.gateway, [trainer.blob(seed) for seed in range(1, 6)]
+    with ThreadPoolExecutor(4) as admins, store.hangs():
+        uploads = [
+            admins.submit(gateway.upload, f"acme/upload-{at}", blob)
+            for at, blob in enumerate(blobs)
+        ]
+        eventually(lambda: store.hanging == 4)
+        pushed = trainer.push(pushed_blob, timeout_s=5)
+        assert (pushed.status_code, pushed.json()["ready"]) == (201, True)
+    assert [upload.result().status_code for upload in uploads] == [201] * 4

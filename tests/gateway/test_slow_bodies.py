@@ -1,8 +1,9 @@
 """Requests whose bodies come slowly or never: whom they keep from what, and for how long."""
 
+import asyncio
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,6 +53,26 @@ def test_a_body_that_does_not_come_is_given_up(
         error = error_of(answer_on(connection), 408)
     assert (error["code"], error["type"]) == ("request_timeout", "invalid_request_error")
     assert "1 bytes have come in time: send all of it within 0.5 s" in error["message"]
+
+
+def test_what_the_gateway_needs_for_a_part_is_not_the_senders_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body, "BODY_S", 0.1)
+
+    async def parts() -> AsyncIterator[bytes]:
+        for part in (b"a", b"b", b"c"):
+            await asyncio.sleep(0.01)
+            yield part
+
+    async def taken() -> bytes:
+        received = b""
+        async for part in body.in_time(parts()):
+            await asyncio.sleep(0.2)
+            received += part
+        return received
+
+    assert asyncio.run(taken()) == b"abc"
 
 
 def test_a_body_that_comes_fast_enough_may_take_longer(

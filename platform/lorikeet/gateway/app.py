@@ -66,6 +66,7 @@ def create_app(services: Services) -> FastAPI:
     app = _application(services, catalog_view, limit_sync, lane)
     stored = StoredResponses(services.responses, services.metrics)
     registration = Registration(services, catalog_view)
+    of_pushes = Registration(services, catalog_view)  # uploads may hang at the store, pushes do not
     checks = services, authenticator, rate_limiter, request_log
     app.router.routes += generate_routes(*checks, stored)
     for router in (
@@ -73,7 +74,7 @@ def create_app(services: Services) -> FastAPI:
         usage_routes(authenticator, usage),
         model_routes(services, authenticator, catalog_view),
         response_routes(authenticator, rate_limiter, request_log, stored),
-        push_routes(PushEndpoints(*checks, catalog_view, registration, lane)),
+        push_routes(PushEndpoints(*checks, catalog_view, of_pushes, lane)),
         openapi_routes(authenticator),
         admin_routes(
             services, authenticator, catalog_view, registration, request_log, usage, traffic
