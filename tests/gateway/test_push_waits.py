@@ -1,5 +1,7 @@
 """Pushes that wait, and what hangs beside them, keep no other push from coming in."""
 
+import asyncio
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ import pytest
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.gateway.pushing import routes
 from tests.gateway.conftest import Gateway, eventually, serving
+from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer
 
 
@@ -82,3 +85,18 @@ def test_uploads_that_hang_at_the_store_keep_no_push_from_being_ready(
         pushed = trainer.push(pushed_blob, timeout_s=5)
         assert (pushed.status_code, pushed.json()["ready"]) == (201, True)
     assert [upload.result().status_code for upload in uploads] == [201] * 4
+
+
+def test_what_a_refused_push_left_is_removed_beside_the_event_loop(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_loop: list[bool] = []
+
+    class Folder(tempfile.TemporaryDirectory[str]):
+        def cleanup(self) -> None:
+            in_loop.append(asyncio._get_running_loop() is not None)
+            super().cleanup()
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", Folder)
+    assert error_of(trainer.push(trainer.blob(), digest="0" * 64), 422)["param"] == "digest"
+    assert in_loop == [False]

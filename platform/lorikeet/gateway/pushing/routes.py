@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 from weakref import WeakValueDictionary
@@ -178,8 +178,8 @@ class PushEndpoints:
         limits = await self._registration.limits(tenant.name)
         hold.take_bytes(_content_length(request, limits.max_bytes))
         folder = tempfile.TemporaryDirectory(prefix="lorikeet-push-")
-        with ExitStack() as refused:
-            refused.callback(folder.cleanup)
+        async with AsyncExitStack() as refused:
+            refused.push_async_callback(asyncio.to_thread, folder.cleanup)
             blob = Path(folder.name) / BLOB
             body = in_time(limited(request, limits.max_bytes))
             found = await receive_file(body, blob, self._registration.workers)
