@@ -4,17 +4,17 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
 from lorikeet.catalog.names import check_alias, check_digest, check_name
-from lorikeet.catalog.records import AdapterRecord, BlobFacts, VersionRecord
+from lorikeet.catalog.records import BlobFacts
 from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound, RequestTooLarge
 from lorikeet.gateway.admin.blob_validation import check_base_model
 from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
@@ -23,6 +23,7 @@ from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import in_time, limited
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
+from lorikeet.gateway.pushing.progress import Progress, Wait, progress_json, taken_json
 from lorikeet.gateway.pushing.push_lane import BLOB, MOST_OF_TENANT, Push, PushLane
 from lorikeet.gateway.pushing.pushed_versions import PushedVersion
 from lorikeet.gateway.received_file import receive_file
@@ -30,7 +31,6 @@ from lorikeet.gateway.services import Services
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
 
-Wait = Literal["none", "ready", "durable"]
 _LONGEST_LIFE_S = 86400
 _MOST_WAITING = 16
 """Pushes of one tenant that may wait at once: each holds a place of its gateway's meanwhile."""
@@ -84,24 +84,6 @@ class PushOrder(NamedTuple):
         return PushedVersion(tenant, self.name, facts, query.alias, now, expires, query.keep)
 
 
-class Progress(NamedTuple):
-    """How far a version is. number: its own in the catalog's log; None until it is durable.
-
-    expires: when it goes by itself, Unix seconds; None is never.
-    """
-
-    adapter: AdapterRecord
-    version: VersionRecord
-    number: int | None
-    ready: bool
-    expires: float | None
-
-    def reached(self, wanted: Wait) -> bool:
-        """Whether this is as far as a client wants to wait."""
-        states = {"none": True, "ready": self.ready, "durable": self.number is not None}
-        return states[wanted]
-
-
 def push_routes(endpoints: "PushEndpoints") -> APIRouter:
     """The two routes of one version."""
     router = APIRouter()
@@ -153,7 +135,7 @@ class PushEndpoints:
             response.status_code = ACCEPTED
         else:
             response.status_code = CREATED if is_new else OK
-        return _taken_json(push.version) if progress is None else _json(progress)
+        return taken_json(push.version) if progress is None else progress_json(progress)
 
     async def show(self, request: Request, name: str, digest: str) -> Json:
         """Tell how far a pushed version is."""
@@ -167,7 +149,7 @@ class PushEndpoints:
                     "it was durable: push it",
                     param="digest",
                 )
-            return _json(progress)
+            return progress_json(progress)
 
     async def _take(self, request: Request, order: PushOrder) -> Push:
         """Receive and check a blob, and begin to carry it. Raises LorikeetError."""
@@ -254,52 +236,3 @@ def _content_length(request: Request, max_bytes: int) -> int:
     if int(declared) > max_bytes:
         raise RequestTooLarge(f"the body is larger than {max_bytes} bytes, the limit here")
     return int(declared)
-
-
-def _json(progress: Progress) -> Json:
-    record, version = progress.adapter, progress.version
-    aliases = record.aliases_of(version.version)
-    return _version_json(
-        record.label,
-        version,
-        version.created,
-        aliases,
-        version=progress.number,
-        ready=progress.ready,
-        expires=progress.expires,
-    )
-
-
-def _taken_json(version: PushedVersion) -> Json:
-    """Return a version that is carried, and that no request can name yet."""
-    label = f"{version.tenant}/{version.name}"
-    reached = version.facts, version.created, ()
-    return _version_json(label, *reached, version=None, ready=False, expires=version.expires)
-
-
-def _version_json(
-    label: str,
-    facts: BlobFacts,
-    created: float,
-    aliases: Sequence[str],
-    *,
-    version: int | None,
-    ready: bool,
-    expires: float | None,
-) -> Json:
-    return {
-        "object": "adapter.version",
-        "model": f"{label}@{facts.digest}",
-        "adapter": label,
-        "digest": facts.digest,
-        "version": version,
-        "ready": ready,
-        "durable": version is not None,
-        "aliases": list(aliases),
-        "base_model": facts.base_model,
-        "size_bytes": facts.size_bytes,
-        "max_rank": facts.max_rank,
-        "gpu_bytes": facts.gpu_bytes,
-        "created": created,
-        "expires": expires,
-    }
