@@ -107,7 +107,10 @@ class AssistantMessage(TypedDict):
 
 
 class AnsweringAdapter(TypedDict):
-    """Which weights answered; absent for a base model. digest: of the adapter's blob, SHA-256."""
+    """Which weights answered; absent for a base model. digest: of the adapter's blob, SHA-256.
+
+    version: provisional for a pushed one until it is durable; the digest decides.
+    """
 
     name: str
     version: int
