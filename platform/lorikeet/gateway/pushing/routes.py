@@ -126,12 +126,15 @@ class PushEndpoints:
             check_name(name, "name")
             check_digest(digest)
             query.check()
-            order, wait = PushOrder(pusher, name, digest, query), query.wait
-            is_new = await self._progress(pusher.caller.tenant.name, name, digest) is None
-            push = await self._take(request, order)
+            order = PushOrder(pusher, name, digest, query)
+            key = pusher.caller.tenant.name, name, digest
+            is_new = await self._progress(*key) is None
+            with self._lane.receiving(key[0], key):
+                push = await self._take(request, order)
             await self._wait(push, query)
-            progress = await self._progress(pusher.caller.tenant.name, name, digest)
-        if progress is None or not progress.reached(wait):
+            progress = await self._progress(*key)
+        late = query.wait == "durable" and not push.ended.is_set()  # an alias is still to move
+        if progress is None or late or not progress.reached(query.wait):
             response.status_code = ACCEPTED
         else:
             response.status_code = CREATED if is_new else OK
@@ -156,7 +159,6 @@ class PushEndpoints:
         tenant, hold = order.pusher.caller.tenant, order.pusher.hold
         if order.query.base_model:
             check_base_model(order.query.base_model, self._services.base_models)
-        self._lane.check_room(tenant.name)
         limits = await self._registration.limits(tenant.name)
         hold.take_bytes(_content_length(request, limits.max_bytes))
         folder = tempfile.TemporaryDirectory(prefix="lorikeet-push-")
