@@ -2,7 +2,7 @@
 
 import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lorikeet.doctor.cuda import Cuda, Version
@@ -37,7 +37,10 @@ def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
         )
     without_fp8 = [gpu.name for gpu in planned.cuda.gpus if gpu.capability < _FIRST_WITH_FP8]
     settings = planned.settings
-    asked = {"LORIKEET_KV_DTYPE": settings.kv_dtype, "LORIKEET_WEIGHT_DTYPE": settings.weight_dtype}
+    asked: dict[str, Mapping[str, str]] = {
+        "LORIKEET_KV_DTYPE": settings.kv_dtype,
+        "LORIKEET_WEIGHT_DTYPE": settings.weight_dtype,
+    }
     for variable, by_model in asked.items():
         if without_fp8 and "fp8" in by_model.values():
             yield problem(
