@@ -13,10 +13,10 @@ import torch
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend, AttentionShape
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
+from lorikeet_engine.kernels.fp8 import FIRST_WITH_FP8
 
 log = logging.getLogger(__name__)
 
-FIRST_WITH_FP8 = (8, 9)  # compute capability
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 

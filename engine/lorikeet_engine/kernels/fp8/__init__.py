@@ -16,8 +16,19 @@ import torch
 
 from lorikeet_engine.errors import SettingsError
 
-__all__ = ["DTYPE", "LARGEST", "LEAST_SCALE", "Activations", "Fp8Rows", "check_device", "linear"]
+__all__ = [
+    "DTYPE",
+    "FIRST_WITH_FP8",
+    "LARGEST",
+    "LEAST_SCALE",
+    "Activations",
+    "Fp8Rows",
+    "check_device",
+    "linear",
+]
 
+FIRST_WITH_FP8 = (8, 9)
+"""The first GPUs that have it, Ada and Hopper, by compute capability."""
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 LEAST_SCALE = 2.0**-100  # of a row of zeros
@@ -67,7 +78,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
+    if capability < FIRST_WITH_FP8:
         raise SettingsError(
             f"FP8 weights need a GPU of compute capability 8.9 or above (Ada or Hopper), {device} "
             f"has {'.'.join(map(str, capability))}: want a checkpoint of floats, weight_dtype=auto"

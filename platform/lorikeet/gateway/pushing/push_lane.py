@@ -31,6 +31,7 @@ from lorikeet_engine.adapter import AdapterRef
 
 log = logging.getLogger(__name__)
 
+BLOB = "adapter.safetensors"
 _QUESTION = "pushed"
 MOST_OF_TENANT = 16
 """Versions of one tenant that a gateway carries at once: each lies on its disk and on all hosts."""
@@ -70,9 +71,6 @@ class Push:
             raise self.failure
 
 
-BLOB = "adapter.safetensors"
-
-
 class PushLane:
     """The pushes of one gateway. For one event loop.
 
@@ -92,24 +90,14 @@ class PushLane:
         services.peers.register(_QUESTION, self._learn)
 
     @contextmanager
-    def receiving(self, tenant: str, key: Key) -> Iterator[None]:
+    def receiving(self, key: Key) -> Iterator[None]:
         """Count a body that is being received, from before it until its push has begun.
 
-        Raises Overloaded, as check_room.
+        Raises Overloaded where a tenant has as many pushes on their way as it may, those being
+        received among them. There is room for a version that is carried already, so long as not as
+        many bodies are being received.
         """
-        self.check_room(tenant, key)
-        self._receiving[tenant] += 1
-        try:
-            yield
-        finally:
-            self._receiving[tenant] -= 1
-
-    def check_room(self, tenant: str, key: Key | None = None) -> None:
-        """Raises Overloaded where a tenant has as many pushes on their way as it may.
-
-        Those being received are some of them. key: what is pushed; there is room for a version that
-        is carried already, so long as not as many bodies are being received.
-        """
+        tenant = key[0]
         carried = 0 if key in self._pushes else sum(each[0] == tenant for each in self._pushes)
         if carried + self._receiving[tenant] >= MOST_OF_TENANT:
             raise Overloaded(
@@ -117,6 +105,11 @@ class PushLane:
                 "may be: wait for the store to take one, or for one to expire",
                 retry_after_s=STORE_AWAY_S,
             )
+        self._receiving[tenant] += 1
+        try:
+            yield
+        finally:
+            self._receiving[tenant] -= 1
 
     async def check_quota(self, version: PushedVersion) -> None:
         """Raises Conflict without room in the tenant's limits, or if its adapter was retired."""

@@ -129,7 +129,7 @@ class PushEndpoints:
             order = PushOrder(pusher, name, digest, query)
             key = pusher.caller.tenant.name, name, digest
             is_new = await self._progress(*key) is None
-            with self._lane.receiving(key[0], key):
+            with self._lane.receiving(key):
                 push = await self._take(request, order)
             await self._wait(push, query)
             progress = await self._progress(*key)
