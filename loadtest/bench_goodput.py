@@ -31,7 +31,7 @@ import numpy as np
 from engine.benchmarks.harness import arguments, facts, write
 from loadtest.client import Server, Session, run_sessions
 from loadtest.real_service.adapters import fill_catalog, model_name
-from loadtest.real_service.random_models import LINEARS, SHAPES, write_model
+from loadtest.real_service.random_models import LINEARS, SHAPES, settings_of_model
 from loadtest.real_service.service import PROXIES, CpuUsage, service
 from loadtest.real_service.stage_times import stage_lines, stages_ms
 from loadtest.report import (
@@ -200,12 +200,8 @@ def _print_stages(rows: Sequence[Mapping[str, Any]], best_per_s: float) -> None:
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
     """The service's settings."""
-    model = write_model(given.folder, given.shape, given.device)
-    return {
-        "LORIKEET_BASE_MODELS": f"{given.shape}={model}",
-        "LORIKEET_CATALOG": str(given.folder / _OWN / "catalog"),
-        "LORIKEET_CACHE_DIR": str(given.folder / _OWN / "cache"),
-        "LORIKEET_DEVICE": given.device,
+    model = settings_of_model(given.folder, given.shape, given.device, _OWN)
+    return model | {
         "LORIKEET_REPLICAS": "1",
         "LORIKEET_GATEWAYS": str(given.gateways),
         "LORIKEET_MAX_CONTEXT": str(given.context),

@@ -25,7 +25,7 @@ from engine.benchmarks.harness import arguments, facts, write
 from loadtest.client import Server, run_sessions
 from loadtest.real_service.adapters import TENANT, FilledCatalog, fill_catalog, image_bytes
 from loadtest.real_service.offline import Job, run_beside
-from loadtest.real_service.random_models import SHAPES, write_model
+from loadtest.real_service.random_models import SHAPES, settings_of_model
 from loadtest.real_service.service import PROXIES, CpuUsage, RunningService, service
 from loadtest.real_service.stage_times import stage_lines, stages_ms
 from loadtest.real_service.work import Work
@@ -110,13 +110,9 @@ def _stock(settings: Settings, given: argparse.Namespace) -> FilledCatalog:
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
     """The service's settings; the sizes of a step are those of the offline benchmarks."""
-    model = write_model(given.folder, given.shape, given.device)
+    model = settings_of_model(given.folder, given.shape, given.device, _OWN)
     adapter = image_bytes(given.shape, given.rank, given.device)
-    return {
-        "LORIKEET_BASE_MODELS": f"{given.shape}={model}",
-        "LORIKEET_CATALOG": str(given.folder / _OWN / "catalog"),
-        "LORIKEET_CACHE_DIR": str(given.folder / _OWN / "cache"),
-        "LORIKEET_DEVICE": given.device,
+    return model | {
         "LORIKEET_REPLICAS": str(given.replicas),
         "LORIKEET_MAX_CONTEXT": "2048",
         "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),

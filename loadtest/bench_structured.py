@@ -40,7 +40,7 @@ from loadtest.client import (
     structured_request,
 )
 from loadtest.real_service.adapters import fill_catalog
-from loadtest.real_service.random_models import SHAPES, write_model
+from loadtest.real_service.random_models import SHAPES, settings_of_model
 from loadtest.real_service.service import PROXIES, service
 from loadtest.report import all_whole
 from loadtest.schemas import SCHEMAS, Schema
@@ -204,12 +204,8 @@ def shortest_answer(server: Server, model: str, schema: Schema, count: int) -> i
 
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
-    model = write_model(given.folder, given.shape, given.device)
-    return {
-        "LORIKEET_BASE_MODELS": f"{given.shape}={model}",
-        "LORIKEET_CATALOG": str(given.folder / _OWN / "catalog"),
-        "LORIKEET_CACHE_DIR": str(given.folder / _OWN / "cache"),
-        "LORIKEET_DEVICE": given.device,
+    model = settings_of_model(given.folder, given.shape, given.device, _OWN)
+    return model | {
         "LORIKEET_REPLICAS": "1",
         "LORIKEET_GATEWAYS": str(given.gateways),
         "LORIKEET_MAX_CONTEXT": "2048",

@@ -72,6 +72,19 @@ def write_model(folder: Path, shape: str, device: str) -> Path:
     return model
 
 
+def settings_of_model(folder: Path, shape: str, device: str, own: str) -> dict[str, str]:
+    """Write the checkpoint; return what lets a service serve it, catalog and cache in folder / own.
+
+    shape, device: as write_model's; the service runs on that device, too.
+    """
+    return {
+        "LORIKEET_BASE_MODELS": f"{shape}={write_model(folder, shape, device)}",
+        "LORIKEET_CATALOG": str(folder / own / "catalog"),
+        "LORIKEET_CACHE_DIR": str(folder / own / "cache"),
+        "LORIKEET_DEVICE": device,
+    }
+
+
 def random_vocabulary(size: int) -> Tokenizer:
     """A byte-level tokenizer of `size` tokens, each of them another text.
 
