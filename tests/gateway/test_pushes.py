@@ -56,6 +56,13 @@ def test_who_pushed_stands_in_the_log_and_the_push_can_be_explained(trainer: Tra
     assert told["request"] == "PUT /v1/adapters/{name}/versions/{digest}"
     assert (told["key_id"], told["model"]) == (trainer.key_id, pushed.json()["model"])
     assert told["outcome"] == "finished"
+    stages = {each["stage"]: each["ms"] for each in told["stages"]}
+    assert list(stages) == ["receive", "check", "deliver", "announce", "rest"]
+    assert min(stages.values()) >= 0
+    assert sum(stages.values()) == pytest.approx(told["total_ms"], abs=0.01)
+    again = trainer.push(blob, wait="durable").headers["x-request-id"]
+    retold = trainer.gateway.admin("GET", f"/requests/{again}").json()["stages"]
+    assert all(each["ms"] >= 0 for each in retold)
 
 
 def test_a_bad_adapter_says_why_and_changes_nothing(trainer: Trainer) -> None:

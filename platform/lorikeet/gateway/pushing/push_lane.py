@@ -26,6 +26,7 @@ from lorikeet.errors import Conflict, LorikeetError, Overloaded, StoreError
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import Key, PushedVersion, PushedVersions
 from lorikeet.gateway.services import Services
+from lorikeet.request_log.record import RequestTrace
 from lorikeet.retry_after import STORE_AWAY_S
 from lorikeet_engine.adapter import AdapterRef
 
@@ -58,6 +59,14 @@ class Push:
         self.ready, self.ended = asyncio.Event(), asyncio.Event()
         self.failure: LorikeetError | None = None
         self.begun_s = time.monotonic()
+        self.delivered_s: float | None = None
+        self.ready_s: float | None = None
+
+    def note_stages(self, trace: RequestTrace) -> None:
+        """Note which stages have ended since it began."""
+        for name, at_s in (("deliver", self.delivered_s), ("announce", self.ready_s)):
+            if at_s is not None:
+                trace.end_stage(name, at_s)
 
     async def wait_for(self, event: asyncio.Event, timeout_s: float) -> None:
         """Wait for the event or the end, so long at most. Raises the failure that ended it."""
@@ -212,7 +221,8 @@ class PushLane:
         announce = partial(_try, partial(self._announce, push))
         while not (await deliver() and await announce()):
             await asyncio.sleep(_AGAIN_S)
-        self._services.metrics.pushes.ready(time.monotonic() - push.begun_s)
+        push.ready_s = time.monotonic()
+        self._services.metrics.pushes.ready(push.ready_s - push.begun_s)
         async with asyncio.TaskGroup() as both:  # a blob may take long, and is not to be forgotten
             both.create_task(_repeat(deliver))
             both.create_task(_repeat(announce))
@@ -220,6 +230,7 @@ class PushLane:
     async def _announce(self, push: Push) -> bool:
         """Tell all gateways, this one first, of what replicas hold; whether all have heard it."""
         version = push.version
+        push.delivered_s = push.delivered_s or time.monotonic()
         known = self.pushed.get(version.key)  # its alias may be another's by now
         now = known.joined(version) if known else version
         poll = await self._services.peers.ask(_QUESTION, (now,))

@@ -28,6 +28,7 @@ from lorikeet.gateway.pushing.push_lane import BLOB, MOST_OF_TENANT, Push, PushL
 from lorikeet.gateway.pushing.pushed_versions import PushedVersion
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
+from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
 
@@ -57,10 +58,11 @@ class PushQuery(BaseModel):
 
 
 class Pusher(NamedTuple):
-    """Who pushes, and the request's way through the limits."""
+    """Who pushes, the request's way through the limits, and what is noted of it."""
 
     caller: Caller
     hold: RateLimitHold
+    trace: RequestTrace
 
 
 class PushOrder(NamedTuple):
@@ -132,6 +134,7 @@ class PushEndpoints:
             with self._lane.receiving(key):
                 push = await self._take(request, order)
             await self._wait(push, query)
+            push.note_stages(pusher.trace)
             progress = await self._progress(*key)
         late = query.wait == "durable" and not push.ended.is_set()  # an alias is still to move
         if progress is None or late or not progress.reached(query.wait):
@@ -168,6 +171,7 @@ class PushEndpoints:
             body = in_time(limited(request, limits.max_bytes))
             found = await receive_file(body, blob, self._registration.workers)
             hold.body_is_here()
+            order.pusher.trace.end_stage("receive")
             if found != order.digest:
                 raise InvalidAdapter(
                     f"the body has the digest {found} and not the address's: send it again",
@@ -177,6 +181,7 @@ class PushEndpoints:
                 facts = await self._registration.validate(order.registration(), blob)
                 version = order.version(facts)
                 await self._lane.check_quota(version)
+                order.pusher.trace.end_stage("check")
                 push = self._lane.begin(version, order.pusher.caller.key.id, folder)
             if push.folder is folder:
                 refused.pop_all()  # from here on the lane removes it
@@ -209,7 +214,7 @@ class PushEndpoints:
             trace.set_model(f"{caller.tenant.name}/{name}@{digest}")
             hold = self._rate_limiter.check(caller.tenant, caller.key)
             try:
-                yield Pusher(caller, hold)
+                yield Pusher(caller, hold, trace)
             finally:
                 hold.release()
 
