@@ -100,6 +100,21 @@ def test_pushes_and_their_bytes_are_limited_each_minute(trainer: Trainer) -> Non
     assert 1 <= int(refused.headers["retry-after"]) <= 30
 
 
+@pytest.mark.parametrize("limit", ["tokens_per_min", "tokens_per_month"])
+def test_used_up_tokens_stop_answers_and_no_push(trainer: Trainer, limit: str) -> None:
+    gateway = trainer.gateway
+    gateway.admin("PATCH", "/tenants/acme", {limit: 1}).raise_for_status()
+
+    def answer() -> int:
+        return gateway.post("/v1/chat/completions", chat("acme/support")).status_code
+
+    eventually(lambda: answer() == 429)
+    blob = trainer.blob()
+    assert trainer.push(blob, wait="durable").status_code == 201
+    assert trainer.show(digest_of(blob)).status_code == 200
+    assert answer() == 429
+
+
 @pytest.mark.parametrize(
     ("query", "digest", "param"),
     [

@@ -212,7 +212,7 @@ class PushEndpoints:
             caller = await self._authenticator.publisher(request, name)
             trace.set_caller(caller.tenant.name, caller.key.id)
             trace.set_model(f"{caller.tenant.name}/{name}@{digest}")
-            hold = self._rate_limiter.check(caller.tenant, caller.key)
+            hold = self._rate_limiter.check(caller.tenant, caller.key, takes_tokens=False)
             try:
                 yield Pusher(caller, hold, trace)
             finally:
