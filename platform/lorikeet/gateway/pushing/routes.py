@@ -178,7 +178,7 @@ class PushEndpoints:
                     param="digest",
                 )
             async with self._turns.setdefault(tenant.name, asyncio.Lock()):
-                facts = await self._registration.validate(order.registration(), blob)
+                facts = await self._registration.validate(order.registration(), blob, found)
                 version = order.version(facts)
                 await self._lane.check_quota(version)
                 order.pusher.trace.end_stage("check")
