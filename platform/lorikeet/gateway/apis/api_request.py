@@ -163,6 +163,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
             "tenant": caller.tenant.name,
             "model": self.model,
             "adapter": context.model.adapter,
+            "is_recorded": context.model.is_recorded,
             "max_tokens": self.output_limit(),
             "min_tokens": self.min_tokens,
             "sampling": SamplingParams(
