@@ -11,6 +11,9 @@ of period have the same requests: what they differ in is what pushes do to the s
 The router is the product's with copies of an adapter for nothing, else it would keep a version on
 the one replica that has it on the GPU for as long as that has time.
 
+A gateway and a replica of one machine share a pushed file; with --far it is sent in parts, as to
+another machine.
+
 Versions differ in alpha, which lies in the blob's header: each is a blob of its own, checked, sent
 and packed as any. Stages are the gateway's own, `GET /v1/requests/ID`, within the client's.
 """
@@ -22,6 +25,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +41,15 @@ from loadtest.real_service.adapters import (
     model_name,
     save_adapter,
 )
-from loadtest.real_service.pushing import FIRST_ALPHA, NAME, PROBES, NewVersions, Pusher, PushTimes
+from loadtest.real_service.pushing import (
+    FIRST_ALPHA,
+    NAME,
+    PROBES,
+    FarReplica,
+    NewVersions,
+    Pusher,
+    PushTimes,
+)
 from loadtest.real_service.random_models import SHAPES, settings_of_model
 from loadtest.real_service.service import PROXIES, service
 from loadtest.report import all_whole, gaps_s
@@ -45,7 +57,7 @@ from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.serving.deployments import controller, engine, gateway
+from lorikeet.serving.deployments import EngineReplica, controller, engine, gateway
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import BaseShape, write_blob
 
@@ -75,16 +87,17 @@ class StreamGaps:
     most: float
 
 
-def spreading_app() -> Application:
+def spreading_app(replica: type[EngineReplica]) -> Application:
     """serve_app's application, whose requests for one adapter go to every replica."""
     settings, engines = Settings.from_env(), dict[str, Application]()
     for name in settings.base_models:
         deployment: Any = engine(settings, name)._bound_deployment.options(
+            func_or_class=replica,
             request_router_config={
                 "request_router_class": "loadtest.paced_service.routers.ScaledCosts",
                 "request_router_kwargs": {"copy_s": 0.0},
                 "request_routing_stats_period_s": 1,
-            }
+            },
         )
         engines[name] = deployment.bind(name, settings)
     return gateway(settings, engines, controller(settings, engines))
@@ -99,8 +112,8 @@ def main() -> int:
     stock = fill_catalog(settings, [given.rank] * given.adapters)
     catalog = AdapterCatalog(open_store(settings.catalog))
     _, publish_key = catalog.create_key(TENANT, {Scope.PUBLISH}, adapters=(NAME,), actor=TENANT)
-    version = _version(given)
-    with service(variables, given.proxy, spreading_app) as running:
+    version, replica = _version(given), FarReplica if given.far else EngineReplica
+    with service(variables, given.proxy, partial(spreading_app, replica)) as running:
         server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
         pusher = Pusher(server, publish_key, version, given.shape, given.replicas)
         warm = [pusher.push() for _ in range(2)]
@@ -110,7 +123,9 @@ def main() -> int:
         times, gaps = measure(server, pusher, given)
     stages = show(stage_times(times))
     show(gaps)
-    write(given.json, noted, bytes=version.size, stages=stages, pushes=times, gaps=gaps)
+    write(
+        given.json, noted, far=given.far, bytes=version.size, stages=stages, pushes=times, gaps=gaps
+    )
     first, (quiet, pushed) = stages[0], gaps
     reached = first.p50 <= P50_GOAL_S and first.p99 <= P99_GOAL_S
     return 0 if reached and pushed.p99 <= GAP_GOAL * quiet.p99 else 1
@@ -221,6 +236,7 @@ def _arguments() -> argparse.Namespace:
     add("--gateways", type=int, default=2, help="default 2")
     add("--clients", type=int, default=2, help="processes that read the streams; default 2")
     add("--proxy", choices=PROXIES, default="HAProxy")
+    add("--far", action="store_true", help="replicas as on another machine than their gateways")
     add("--streams", type=int, default=64, help="for each replica; default 64")
     add("--tokens", type=int, default=512, help="of each request of a stream; default 512")
     add("--rounds", type=int, default=4, help="requests of a stream in a period; default 4")

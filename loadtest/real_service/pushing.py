@@ -12,6 +12,8 @@ import httpx
 from loadtest.client import Server, Session, encode_requests, send_all
 from loadtest.report import all_whole
 from loadtest.streamed_answer import LoadRequest
+from lorikeet.protocol.pushing import HoldPushed, HoldState, PushMessage
+from lorikeet.serving.deployments import EngineReplica
 
 NAME = "policy"
 FIRST_ALPHA = 32.00001
@@ -62,6 +64,16 @@ class PushTimes:
     announce: float
     network: float
     answer: float
+
+
+class FarReplica(EngineReplica):
+    """A replica that sees none of its gateways' files, as on another machine."""
+
+    async def push(self, message: PushMessage) -> HoldState:
+        """Do what a gateway asks, but for taking its file."""
+        if isinstance(message, HoldPushed):
+            message = HoldPushed(message.ref, "/of/another/machine")
+        return await super().push(message)
 
 
 class Pusher:
