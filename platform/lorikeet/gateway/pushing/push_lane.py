@@ -8,7 +8,6 @@ carried until it ends, or newer ones take its place.
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import PartitionsNotRead
 from lorikeet.errors import Conflict, LorikeetError, Overloaded, StoreError
 from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.pushing.push_folders import BLOB, PushFolder, PushFolders
 from lorikeet.gateway.pushing.pushed_versions import Key, PushedVersion, PushedVersions
 from lorikeet.gateway.services import Services
 from lorikeet.request_log.record import RequestTrace
@@ -32,7 +32,6 @@ from lorikeet_engine.adapter import AdapterRef
 
 log = logging.getLogger(__name__)
 
-BLOB = "adapter.safetensors"
 _QUESTION = "pushed"
 MOST_OF_TENANT = 16
 """Versions of one tenant that a gateway carries at once: each lies on its disk and on all hosts."""
@@ -50,9 +49,7 @@ class Push:
     ready: set when all replicas have it; ended: when it is carried no more.
     """
 
-    def __init__(
-        self, version: PushedVersion, actor: str, folder: "tempfile.TemporaryDirectory[str]"
-    ) -> None:
+    def __init__(self, version: PushedVersion, actor: str, folder: PushFolder) -> None:
         self.version, self.actor = version, actor
         self.folder = folder
         self.blob = Path(folder.name) / BLOB
@@ -85,12 +82,12 @@ class PushLane:
 
     Store writes have threads of their own, each tenant one at most: a store that hangs keeps no
     push from being ready.
-    pushed: what is ready, here or at another gateway, and not durable.
+    pushed: what is ready, here or at another gateway, and not durable. folders: for blobs.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._services, self._catalog_view = services, catalog_view
-        self.pushed = PushedVersions()
+        self.pushed, self.folders = PushedVersions(), PushFolders()
         self._pushes: dict[Key, Push] = {}
         self._receiving = Counter[str]()  # by tenant
         self._tasks = set[asyncio.Task[None]]()
@@ -133,9 +130,7 @@ class PushLane:
             )
         )
 
-    def begin(
-        self, version: PushedVersion, actor: str, folder: "tempfile.TemporaryDirectory[str]"
-    ) -> Push:
+    def begin(self, version: PushedVersion, actor: str, folder: PushFolder) -> Push:
         """Carry a version whose blob lies in a folder, or go on with one that is carried already.
 
         That one gets the alias and the longer life; it is ready once all gateways know of both.
@@ -171,6 +166,7 @@ class PushLane:
                     await push.ended.wait()
         for task in self._tasks:
             task.cancel()
+        self.folders.close()
 
     async def _learn(self, versions: Sequence[PushedVersion]) -> None:
         for version in versions:

@@ -1,7 +1,6 @@
 """PUT /v1/adapters/{name}/versions/{digest}: push a version of an adapter; GET: how far it is."""
 
 import asyncio
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -24,7 +23,8 @@ from lorikeet.gateway.body import in_time, limited
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
 from lorikeet.gateway.pushing.progress import Progress, Wait, progress_json, taken_json
-from lorikeet.gateway.pushing.push_lane import BLOB, MOST_OF_TENANT, Push, PushLane
+from lorikeet.gateway.pushing.push_folders import BLOB
+from lorikeet.gateway.pushing.push_lane import MOST_OF_TENANT, Push, PushLane
 from lorikeet.gateway.pushing.pushed_versions import PushedVersion
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
@@ -164,7 +164,7 @@ class PushEndpoints:
             check_base_model(order.query.base_model, self._services.base_models)
         limits = await self._registration.limits(tenant.name)
         hold.take_bytes(_content_length(request, limits.max_bytes))
-        folder = tempfile.TemporaryDirectory(prefix="lorikeet-push-")
+        folder = self._lane.folders.make()
         async with AsyncExitStack() as refused:
             refused.push_async_callback(asyncio.to_thread, folder.cleanup)
             blob = Path(folder.name) / BLOB
