@@ -43,8 +43,9 @@ class NewVersions:
 
     def pieces(self) -> Iterator[bytes]:
         """Yield it as it is sent."""
+        whole = memoryview(self._blob)
         for at in range(0, self.size, _PIECE_BYTES):
-            yield bytes(self._blob[at : at + _PIECE_BYTES])
+            yield bytes(whole[at : at + _PIECE_BYTES])
 
 
 @dataclass(frozen=True, slots=True)
