@@ -5,7 +5,7 @@ import runpy
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import psutil
 import ray
 import torch
 from ray import serve
+from ray.serve.deployment import Application
 
 from loadtest.paced_service.service import free_port
 
@@ -71,11 +72,22 @@ class RunningService:
         raise TimeoutError(f"{held} adapters are on GPUs: want {adapters} on {replicas}")
 
 
+def served_app() -> Application:
+    """The application that `serve run serve_app:app` runs."""
+    app: Application = runpy.run_path(str(ROOT / "serve_app.py"))["app"]
+    return app
+
+
 @contextmanager
-def service(variables: Mapping[str, str], proxy: str = "HAProxy") -> Iterator[RunningService]:
+def service(
+    variables: Mapping[str, str],
+    proxy: str = "HAProxy",
+    compose: Callable[[], Application] = served_app,
+) -> Iterator[RunningService]:
     """Run it until the end of the block. variables: LORIKEET_…; proxy: a name in PROXIES.
 
-    Raises RuntimeError when it does not start; its processes' logs tell why.
+    compose: makes the application, in the service's environment. Raises RuntimeError when it does
+    not start; its processes' logs tell why.
     """
     public, admin = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     host, port = public.split(":")
@@ -90,7 +102,7 @@ def service(variables: Mapping[str, str], proxy: str = "HAProxy") -> Iterator[Ru
         }
         with _environment(environment), _cluster():
             serve.start(http_options={"host": host, "port": int(port)})
-            serve.run(runpy.run_path(str(ROOT / "serve_app.py"))["app"])
+            serve.run(compose())
             if proxy == "HAProxy":
                 time.sleep(_SETTLING_S)
             yield RunningService(f"http://{public}", f"http://{admin}")

@@ -163,7 +163,7 @@ class Client:
                     method, path, params=query, headers=headers, content=content, json=body
                 )
                 failure, retry_s = _failure(answer), float(answer.headers.get("retry-after", 0))
-                away = answer.status_code in _AWAY
+                away = answer.status_code in _AWAY or isinstance(failure, Unavailable)
             except httpx.TransportError as error:
                 failure, retry_s, away = Unavailable(f"no answer: {error}"), 0.0, True
             finally:
@@ -206,6 +206,6 @@ def _failure(answer: httpx.Response) -> LorikeetError | None:
         problem = answer.json()["error"]
         failure = LorikeetError(problem["message"], param=problem.get("param"))
         failure.code = problem["code"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):  # a proxy's, which has lost its gateway
         failure = Unavailable(f"{answer.request.url} answered {answer.status_code}")
     return failure

@@ -102,7 +102,8 @@ def service(
         environ.setenv("LORIKEET_TRACES_SAMPLING_RATIO", "0")
         environ.setenv(faulty_replica.FOLDER, str(tmp_path_factory.mktemp("faults")))
         environ.setattr("lorikeet.serving.deployments.EngineReplica", faulty_replica.FaultyReplica)
-        environ.setenv("PYTHONPATH", str(ROOT))
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environ.setenv("PYTHONPATH", os.pathsep.join(paths))  # as this process, so the actors
         # so that a quick answer is larger than Serve's gRPC takes
         environ.setenv("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(LARGEST_MESSAGE))
         environ.setenv("RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE", "1")  # test_privacy reads it all

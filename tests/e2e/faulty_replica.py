@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.protocol.messages import Call
+from lorikeet.protocol.pushing import HoldPushed, HoldState, PushMessage
 from lorikeet.replica import replica
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.deployments import EngineReplica
@@ -27,8 +28,9 @@ FOLDER = "TEST_FAULTS_FOLDER"
 def faults(**channels: str) -> Iterator[None]:
     """Lose `stats`, `feed` or `metrics` on all replicas.
 
-    By "raise", or by "hang" until the block ends. tokenizing="raise" breaks every request there,
-    with an exception that quotes it.
+    By "raise", or by "hang" until the block ends. files="raise" hides gateways' files, as on
+    another machine. tokenizing="raise" breaks every request there, with an exception that quotes
+    it.
     """
     files = {Path(os.environ[FOLDER]) / channel: how for channel, how in channels.items()}
     for file, how in files.items():
@@ -56,6 +58,11 @@ class FaultyReplica(EngineReplica):
         async for update in super().status_updates(replica):
             await _lose("feed")
             yield update
+
+    async def push(self, message: PushMessage) -> HoldState:
+        if isinstance(message, HoldPushed) and (Path(os.environ[FOLDER]) / "files").exists():
+            message = HoldPushed(message.ref, "/of/another/machine")
+        return await super().push(message)
 
     async def metrics(self) -> bytes:
         await _lose("metrics")

@@ -5,17 +5,21 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import boto3
 import httpx
 import pytest
 import ray
 
 from demo.fill_catalog import ADAPTERS
 from demo.tasks import TASKS
-from lorikeet_engine.adapter_format import write_blob
-from tests.e2e.conftest import REPLICAS, eventually
+from loadtest.real_service.adapters import save_adapter
+from lorikeet_engine.adapter_format import BaseShape, write_blob
+from tests.e2e.conftest import REPLICAS, ROOT, eventually
+from tests.e2e.faulty_replica import faults
 from tests.e2e.service_processes import actor_named, complete, engine_processes
 
 TASK = TASKS[0]
@@ -75,6 +79,59 @@ def ask(service, model):
         },
         timeout=60,
     )
+
+
+def test_a_replica_on_another_machine_than_the_gateway_is_sent_the_blob(service, key, blob):
+    with faults(files="raise"):
+        version = push(service, key, blob(6), name="policy-far", lifetime_s=60).json()
+    assert version["ready"]
+    answer = ask(service, version["model"])
+    assert answer.headers["x-lorikeet-adapter-digest"] == version["digest"]
+
+
+@pytest.mark.soak
+def test_a_store_that_is_down_for_a_minute_delays_no_version_from_being_ready(
+    service, key, blob, store_link
+):
+    assert push(service, key, blob(20), name="policy-down", wait="durable").is_success
+    with store_link.down():
+        until_s = time.monotonic() + 60
+        versions, took_s = [], []
+        while time.monotonic() < until_s:
+            began_s = time.monotonic()
+            pushed = push(service, key, blob(21 + len(versions)), name="policy-down", alias="prod")
+            took_s.append(time.monotonic() - began_s)
+            assert pushed.status_code == 201, pushed.text
+            versions.append(pushed.json())
+            time.sleep(max(0.0, began_s + 4.5 - time.monotonic()))  # 16 wait at most
+    assert not any(version["durable"] for version in versions)
+    assert max(took_s) < 3
+    assert eventually(lambda: show(service, key, versions[-1]).json()["durable"], within_s=30)
+    assert all(show(service, key, version).json()["durable"] for version in versions)
+    prod = ask(service, f"{TASK.tenant}/policy-down")
+    assert prod.headers["x-lorikeet-adapter-digest"] == versions[-1]["digest"]
+
+
+@pytest.mark.soak
+def test_being_durable_takes_at_most_a_second_and_a_half_more_than_the_upload(
+    service, key, s3_bucket, tmp_path
+):
+    config = json.loads((ROOT / "demo" / "model" / "config.json").read_text())
+    shape, bucket = BaseShape.from_config(config), s3_bucket.removeprefix("s3://")
+    store = boto3.session.Session().client("s3")
+    more_s = []
+    for turn in range(6):
+        folder = save_adapter(tmp_path / str(turn), shape, rank=64, alpha=64 + turn)
+        write_blob(folder, folder / "blob")
+        made = (folder / "blob").read_bytes()
+        began_s = time.monotonic()
+        store.put_object(Bucket=bucket, Key=f"beside/{turn}", Body=made)
+        uploaded_s = time.monotonic()
+        options = {"base_model": "lorikeet-demo", "wait": "durable"}
+        assert push(service, key, made, name="policy-large", **options).status_code == 201
+        more_s.append((time.monotonic() - uploaded_s) - (uploaded_s - began_s))
+    print(f"{len(made)} bytes: durable {[round(each, 2) for each in more_s]} s after an upload")
+    assert statistics.median(more_s) <= 1.5
 
 
 def test_every_replica_answers_with_a_pushed_version_while_the_store_is_down(

@@ -127,6 +127,12 @@ def digest_that_answers(gateway: Gateway, model: str) -> str:
     return answer.headers["x-lorikeet-adapter-digest"]
 
 
+def number_that_answers(gateway: Gateway, model: str) -> int | None:
+    answer = gateway.post("/v1/chat/completions", chat(model)).json()
+    number: int | None = answer["adapter"]["version"]
+    return number
+
+
 def test_a_store_that_is_away_delays_durable_and_not_ready(
     trainer: Trainer, store: RemoteStore
 ) -> None:
@@ -140,6 +146,7 @@ def test_a_store_that_is_away_delays_durable_and_not_ready(
         assert (version["ready"], version["durable"], version["version"]) == (True, False, None)
         for model in (version["model"], "acme/policy", "acme/policy@prod"):
             assert digest_that_answers(gateway, model) == digest_of(blob)
+            assert number_that_answers(gateway, model) is None
         waited = trainer.push(blob, wait="durable", timeout_s=0.3)
         assert (waited.status_code, waited.json()) == (202, version)
         card = gateway.openai().models.retrieve(version["model"])
@@ -148,6 +155,7 @@ def test_a_store_that_is_away_delays_durable_and_not_ready(
     now = trainer.show(digest_of(blob)).json()
     assert now | {"created": None} == version | {"durable": True, "version": 1, "created": None}
     assert digest_that_answers(gateway, version["model"]) == digest_of(blob)
+    assert number_that_answers(gateway, version["model"]) == 1
 
 
 def test_a_number_names_no_version_before_it_is_durable(

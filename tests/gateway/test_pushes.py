@@ -56,6 +56,13 @@ def test_who_pushed_stands_in_the_log_and_the_push_can_be_explained(trainer: Tra
     assert told["request"] == "PUT /v1/adapters/{name}/versions/{digest}"
     assert (told["key_id"], told["model"]) == (trainer.key_id, pushed.json()["model"])
     assert told["outcome"] == "finished"
+    stages = {each["stage"]: each["ms"] for each in told["stages"]}
+    assert list(stages) == ["receive", "check", "deliver", "announce", "rest"]
+    assert min(stages.values()) >= 0
+    assert sum(stages.values()) == pytest.approx(told["total_ms"], abs=0.01)
+    again = trainer.push(blob, wait="durable").headers["x-request-id"]
+    retold = trainer.gateway.admin("GET", f"/requests/{again}").json()["stages"]
+    assert all(each["ms"] >= 0 for each in retold)
 
 
 def test_a_bad_adapter_says_why_and_changes_nothing(trainer: Trainer) -> None:
@@ -91,6 +98,21 @@ def test_pushes_and_their_bytes_are_limited_each_minute(trainer: Trainer) -> Non
     refused = trainer.push(blob, key=much)
     assert "bytes per minute" in error_of(refused, 429)["message"]
     assert 1 <= int(refused.headers["retry-after"]) <= 30
+
+
+@pytest.mark.parametrize("limit", ["tokens_per_min", "tokens_per_month"])
+def test_used_up_tokens_stop_answers_and_no_push(trainer: Trainer, limit: str) -> None:
+    gateway = trainer.gateway
+    gateway.admin("PATCH", "/tenants/acme", {limit: 1}).raise_for_status()
+
+    def answer() -> int:
+        return gateway.post("/v1/chat/completions", chat("acme/support")).status_code
+
+    eventually(lambda: answer() == 429)
+    blob = trainer.blob()
+    assert trainer.push(blob, wait="durable").status_code == 201
+    assert trainer.show(digest_of(blob)).status_code == 200
+    assert answer() == 429
 
 
 @pytest.mark.parametrize(

@@ -91,3 +91,21 @@ def test_structured_streams_are_compared_with_plain_ones(bench):
         assert row["schema"] == four["schema"]
         assert row["plain_kept"] == pytest.approx(row["plain"] / four["plain"])
         assert row["structured_kept"] == pytest.approx(row["structured"] / four["structured"])
+
+
+def test_pushes_are_timed_stage_by_stage_beside_streams(bench):
+    sizes = ("--rank=8", "--adapters=2", "--replicas=2", "--gateways=1", "--clients=1")
+    streams = ("--streams=2", "--tokens=100", "--rounds=2", "--periods=1", "--every=0.5")
+    printed, wrote = bench("loadtest.bench_push", "--proxy", "Serve's proxy", *sizes, *streams)
+    assert wrote["pushes"]
+    for push in wrote["pushes"]:
+        whole, sent = push.pop("first_token"), push.pop("sent")
+        assert min(push.values()) > 0
+        assert sum(push.values()) == pytest.approx(whole, abs=1e-3)
+        assert sent < whole
+    stages = [row["stage"] for row in wrote["stages"]]
+    assert stages[0] == "first_token"
+    assert set(stages) == {"first_token", "sent", *push}
+    assert [row["pushes"] for row in wrote["gaps"]] == [False, True]
+    assert all(0 < row["p50"] <= row["p99"] <= row["most"] for row in wrote["gaps"])
+    assert "first_token" in printed

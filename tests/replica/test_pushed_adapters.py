@@ -1,6 +1,7 @@
 """A replica takes a pushed adapter that no store has, and keeps it on the host as it is asked."""
 
 import asyncio
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -24,6 +25,7 @@ from lorikeet_engine.adapter_format import write_blob
 from tests.replica.test_replica import CALL, items_of, run, until
 
 TASK = TASKS[0]
+ELSEWHERE = "/of/another/machine"
 
 
 @pytest.fixture
@@ -65,9 +67,9 @@ def test_a_pushed_adapter_is_on_the_host_and_answers_without_any_store(settings,
     ref, blob = pushed
 
     async def scenario(replica):
-        before = await replica.push(HoldPushed(ref))
+        before = await replica.push(HoldPushed(ref, ELSEWHERE))
         sent = await send(replica, ref, blob)
-        held = await replica.push(HoldPushed(ref))
+        held = await replica.push(HoldPushed(ref, ELSEWHERE))
         found = await replica.push(LookUp(ref.digest))
         await until(is_pinned(ref), replica)
         items = await items_of(replica, replace(CALL, adapter=ref))
@@ -79,12 +81,37 @@ def test_a_pushed_adapter_is_on_the_host_and_answers_without_any_store(settings,
     assert (header.digest, header.residency) == (ref.digest, Residency.HOST)
 
 
+@pytest.mark.parametrize("linkable", [True, False])
+def test_the_file_of_a_gateway_on_this_machine_is_taken_from_there(
+    settings, pushed, tmp_path, monkeypatch, linkable
+):
+    ref, blob = pushed
+    file = tmp_path / "blob"
+    if not linkable:
+        monkeypatch.setattr(pushed_adapters.os, "link", on_another_file_system)
+
+    async def scenario(replica):
+        held = await replica.push(HoldPushed(ref, str(file)))
+        file.unlink()  # the gateway's push has ended
+        await until(is_pinned(ref), replica)
+        return held, await items_of(replica, replace(CALL, adapter=ref))
+
+    held, (header, *_) = run(settings, scenario)
+    assert (held, header.digest) == (HoldState.HELD, ref.digest)
+    assert (settings.cache_dir / ref.digest).read_bytes() == blob
+    assert not list(settings.cache_dir.glob(f"{ref.digest}.*.part"))
+
+
+def on_another_file_system(*_):
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
 def test_a_released_adapter_may_be_evicted_again(settings, pushed):
     ref, blob = pushed
 
     async def scenario(replica):
         await send(replica, ref, blob)
-        await replica.push(HoldPushed(ref))
+        await replica.push(HoldPushed(ref, ELSEWHERE))
         await until(is_pinned(ref), replica)
         await replica.push(ReleasePushed(ref.digest))
         await until(lambda report: not is_pinned(ref)(report), replica)
@@ -98,7 +125,7 @@ def test_what_nobody_asks_for_any_more_is_released(settings, pushed, monkeypatch
 
     async def scenario(replica):
         await send(replica, ref, blob)
-        await replica.push(HoldPushed(ref))
+        await replica.push(HoldPushed(ref, ELSEWHERE))
         await until(is_pinned(ref), replica)
         await until(lambda report: not is_pinned(ref)(report), replica)
 
@@ -112,7 +139,7 @@ def test_a_blob_that_was_damaged_or_did_not_come_whole_is_not_there(settings, pu
         damaged = await send(replica, ref, blob[:-1] + b"?")
         half = await send(replica, ref, blob[:100], transfer="t2")
         never = await replica.push(PushedEnd(ref.digest, "t3"))
-        return damaged, half, never, await replica.push(HoldPushed(ref))
+        return damaged, half, never, await replica.push(HoldPushed(ref, ELSEWHERE))
 
     assert set(run(settings, scenario)) == {HoldState.LACKING}
     assert not [path for path in settings.cache_dir.iterdir() if path.name.startswith(ref.digest)]
@@ -123,7 +150,7 @@ def test_two_gateways_may_send_one_blob_at_the_same_time(settings, pushed):
 
     async def scenario(replica):
         sent = (send(replica, ref, blob, transfer) for transfer in ("t1", "t2"))
-        return *await asyncio.gather(*sent), await replica.push(HoldPushed(ref))
+        return *await asyncio.gather(*sent), await replica.push(HoldPushed(ref, ELSEWHERE))
 
     *sent, held = run(settings, scenario)
     assert (set(sent), held) == ({HoldState.LOADING}, HoldState.HELD)

@@ -178,7 +178,8 @@ def _adapter(call: Call) -> bytes:
     ref = call.adapter
     if ref is None:
         return b""
-    known = {"name": f"{ref.tenant}/{ref.name}", "version": ref.version, "digest": ref.digest}
+    version = ref.version if call.is_recorded else None
+    known = {"name": f"{ref.tenant}/{ref.name}", "version": version, "digest": ref.digest}
     return b',"adapter":' + _dump(known)
 
 

@@ -29,6 +29,7 @@ class ResolvedModel(NamedTuple):
 
     rank: the adapter's largest; image_bytes: its size on a GPU; created: its version, in Unix
     seconds. All are 0 for a base model. trained_on: as VersionRecord's; None for a base model.
+    is_recorded: whether the version is in the catalog's log, and its number for ever its own.
     """
 
     base_model: str
@@ -37,6 +38,7 @@ class ResolvedModel(NamedTuple):
     image_bytes: int = 0
     created: float = 0.0
     trained_on: str | None = None
+    is_recorded: bool = True
 
 
 class Caller(NamedTuple):
@@ -103,13 +105,15 @@ class RequestAuthenticator:
             return ResolvedModel(model)
 
         def find(state: CatalogState) -> ResolvedModel:
+            log = state
             if not model.partition("@")[2].isdecimal():  # numbers are for ever, and the log's
                 state = self._pushed.applied_to(state, model.partition("/")[0])
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
+            is_recorded = state is log or _holds(log, ref)
             sizes = version.max_rank, version.gpu_bytes
             base_model, trained_on = version.base_model, version.trained_on
-            return ResolvedModel(base_model, ref, *sizes, version.created, trained_on)
+            return ResolvedModel(base_model, ref, *sizes, version.created, trained_on, is_recorded)
 
         found = await self._catalog_view.find(find, (tenant, model))
         if found.base_model not in self._base_models:
@@ -135,6 +139,11 @@ class RequestAuthenticator:
         if authorization is None:
             return await self._catalog_view.ask(check)  # no other view has a key for it
         return await self._catalog_view.find(check)
+
+
+def _holds(log: CatalogState, ref: AdapterRef) -> bool:
+    record = log.find(ref.tenant, ref.name)
+    return record is not None and record.with_digest(ref.digest) is not None
 
 
 def _authorization(request: Request, scope: Scope) -> str | None:

@@ -1,4 +1,4 @@
-"""A large body as a file, and its digest, in the memory of a few megabytes."""
+"""A large body as a file, and its digest, in the memory of some megabytes."""
 
 import asyncio
 import hashlib
@@ -25,14 +25,19 @@ async def receive_file(parts: AsyncIterator[bytes], path: Path, workers: Executo
                 sha256.update(joined)
                 file.write(joined)
 
-            held: list[bytes] = []
-            held_bytes = 0
-            async for part in parts:
-                held.append(part)
-                held_bytes += len(part)
-                if held_bytes >= _WRITE_BYTES:
-                    await loop.run_in_executor(workers, write, held)
-                    held, held_bytes = [], 0
+            writing = loop.run_in_executor(workers, write, [])
+            try:
+                held: list[bytes] = []
+                held_bytes = 0
+                async for part in parts:
+                    held.append(part)
+                    held_bytes += len(part)
+                    if held_bytes >= _WRITE_BYTES:  # hashed and written while more comes
+                        await writing
+                        writing = loop.run_in_executor(workers, write, held)
+                        held, held_bytes = [], 0
+            finally:
+                await writing
             await loop.run_in_executor(workers, write, held)
     except OSError as error:
         raise StoreError(

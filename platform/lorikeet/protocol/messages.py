@@ -70,7 +70,9 @@ class ToolUse:
 class Call:
     """One HTTP request, parsed: everything a replica needs to answer it.
 
-    model: as the client wrote it, echoed in the answer. Either `messages` (chats of any API) or
+    model: as the client wrote it, echoed in the answer. is_recorded: whether the adapter's version
+    is in the catalog's log: else its number may yet be another's, and is not told. Either
+    `messages` (chats of any API) or
     `prompts` (completions: texts or token ids) is set. max_tokens None means as many as the context
     allows, 0 that nothing is said; it, min_tokens and the grammar are left at their defaults in
     `sampling`: the replica adds them. continuous_usage: each event of a stream says what its choice
@@ -95,6 +97,7 @@ class Call:
     tenant: str
     model: str
     adapter: AdapterRef | None
+    is_recorded: bool = True
     messages: tuple[Mapping[str, Any], ...] = ()
     prompts: tuple[str | tuple[int, ...], ...] = ()
     max_tokens: int | None = None

@@ -38,9 +38,13 @@ class PushedEnd:
 
 @dataclass(frozen=True, slots=True)
 class HoldPushed:
-    """Keep an adapter in host memory until it is released, or not asked for any more."""
+    """Keep an adapter in host memory until it is released, or not asked for any more.
+
+    file: the gateway's own, of the verified blob: replicas of its machine take that and no parts.
+    """
 
     ref: AdapterRef
+    file: str
 
 
 @dataclass(frozen=True, slots=True)

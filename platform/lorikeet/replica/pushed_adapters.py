@@ -1,14 +1,18 @@
-"""Pushed adapters on a replica: their blobs come in parts, and stay on the host as they are asked.
+"""Pushed adapters on a replica: their blobs come, and stay on the host as they are asked.
 
-A blob goes into the disk cache's folder, as one that was downloaded would: whole, verified, by one
-rename. From there the engine packs it into its host arena, where a pin keeps it until the gateway
-that took the push says that it is in the store, or is not heard of for HELD_S.
+A replica on the gateway's machine links or copies the gateway's file; to others a blob is sent in
+parts. It goes into the disk cache's folder, as one that was downloaded would: whole, verified, by
+one rename. From there the engine packs it into its host arena, where a pin keeps it until the
+gateway that took the push says that it is in the store, or is not heard of for HELD_S.
 """
 
 import asyncio
+import logging
 import os
+import shutil
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +30,8 @@ from lorikeet.protocol.pushing import (
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import blob_digest
 from lorikeet_engine.process.client import EngineProcessClient
+
+log = logging.getLogger(__name__)
 
 HELD_S = 60.0
 """A gateway that carries a push asks every few seconds."""
@@ -66,8 +72,8 @@ class PushedAdapters:
             case PushedEnd():
                 kept = await asyncio.to_thread(self._keep, message)
                 return HoldState.LOADING if kept else HoldState.LACKING
-            case HoldPushed(ref=ref):
-                return await self._hold(ref)
+            case HoldPushed(ref=ref, file=file):
+                return await self._hold(ref, file)
             case ReleasePushed(digest=digest):
                 self._release(digest)
                 return await self._state(digest)
@@ -78,9 +84,10 @@ class PushedAdapters:
         """Take in that the controller has taken a pin away: the next hold pins it again."""
         self._until_s.pop(digest, None)
 
-    async def _hold(self, ref: AdapterRef) -> HoldState:
+    async def _hold(self, ref: AdapterRef, file: str) -> HoldState:
         digest = ref.digest
-        if await self._state(digest) is HoldState.LACKING:
+        is_lacking = await self._state(digest) is HoldState.LACKING
+        if is_lacking and not await asyncio.to_thread(self._take, digest, file):
             return HoldState.LACKING
         loop = asyncio.get_running_loop()
         if digest not in self._until_s and not self._kept_by_controller(digest):
@@ -116,6 +123,32 @@ class PushedAdapters:
             return HoldState.LOADING
         return HoldState.LACKING
 
+    def _take(self, digest: str, file: str) -> bool:
+        """Put a gateway's verified file under its digest; False where this machine lacks it.
+
+        The engine's loader verifies it once more.
+        """
+        path = self._path(digest, uuid.uuid4().hex)
+        try:
+            try:
+                os.link(file, path)
+            except FileNotFoundError:
+                return False
+            except OSError:  # on another file system
+                shutil.copyfile(file, path)
+            self._place(path, self._blob(digest))
+            return True
+        except OSError as error:  # gone meanwhile, or the disk is full, which parts run into, too
+            log.warning("pushed_file_not_taken", extra={"error": str(error)})
+            return False
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _place(self, path: Path, blob: Path) -> None:
+        with self._transfers:
+            if not blob.exists():  # never replace what the engine may have pinned meanwhile
+                path.replace(blob)
+
     def _write(self, part: PushedPart) -> None:
         """Write what is not here already."""
         path = self._path(part.digest, part.transfer)
@@ -141,9 +174,7 @@ class PushedAdapters:
                 return True
             if blob_digest(path) != end.digest:
                 return False
-            with self._transfers:
-                if not blob.exists():  # never replace what the engine may have pinned meanwhile
-                    path.replace(blob)
+            self._place(path, blob)
             return True
         except FileNotFoundError:
             return False

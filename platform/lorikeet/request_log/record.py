@@ -37,6 +37,14 @@ class AttemptRecord:
     failed_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class EndedStage:
+    """A stage of a request that asks no replica to generate. at_s: as RequestRecord's times."""
+
+    name: str
+    at_s: float
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """A request, as far as it is known.
@@ -48,7 +56,7 @@ class RequestRecord:
     tenant: None until its key is checked. model: as the client wrote it. base_quantization: what
     the base model's linears were rounded to. trained_on: what the adapter calls it. code, param:
     the error's that ended it. replica, residency, load_s, running and waiting (on the replica): the
-    AnswerHeader's. usage: None unless the answer is complete.
+    AnswerHeader's. usage: None unless the answer is complete. ended_stages: a push's, in order.
     """
 
     request_id: str
@@ -78,6 +86,7 @@ class RequestRecord:
     attempts: tuple[AttemptRecord, ...] = ()
     usage: FinalUsage | None = None
     method: str = "POST"
+    ended_stages: tuple[EndedStage, ...] = ()
 
     @property
     def outcome(self) -> str:
@@ -171,6 +180,11 @@ class RequestTrace:
     def set_model(self, model: str) -> None:
         """Note the model as the client wrote it."""
         self._record.model = model[:_SHOWN_MODEL]
+
+    def end_stage(self, name: str, at_s: float | None = None) -> None:
+        """Note that a stage has ended, at time.monotonic() or when that was `at_s`."""
+        ended = EndedStage(name, (at_s or time.monotonic()) - self._came_s)
+        self._record.ended_stages += (ended,)
 
     def set_call(
         self, call: Call, base_model: str, quantization: str | None, trained_on: str | None

@@ -1,10 +1,11 @@
 """Why a request took what it took: a record as JSON, for `lorikeet why`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from lorikeet.base_warning import base_warning
 from lorikeet.protocol.messages import FinalUsage
-from lorikeet.request_log.record import AttemptRecord, RequestRecord, engine_s
+from lorikeet.request_log.record import AttemptRecord, EndedStage, RequestRecord, engine_s
 from lorikeet_engine.adapter import Residency
 
 Json = dict[str, Any]
@@ -71,6 +72,8 @@ def _tokens(usage: FinalUsage) -> Json:
 
 def _stages(record: RequestRecord) -> list[tuple[str, float]]:
     end_s, slowest = record.until_s, record.slowest
+    if record.ended_stages:
+        return _between(record.ended_stages, end_s)
     if record.validated_s is None:
         return [("validate", end_s)]
     stages = [("validate", record.validated_s)]
@@ -97,6 +100,19 @@ def _stages(record: RequestRecord) -> list[tuple[str, float]]:
         ("first bytes", record.first_byte_s - taken_s),
         ("rest", end_s - record.first_byte_s),
     ]
+
+
+def _between(ended: Sequence[EndedStage], end_s: float) -> list[tuple[str, float]]:
+    """Return how long each stage took, from the end of the one before.
+
+    One that had ended before the request came to it, as of a push that is repeated, took no time.
+    """
+    stages, since_s = list[tuple[str, float]](), 0.0
+    for stage in (*ended, EndedStage("rest", end_s)):
+        at_s = max(since_s, stage.at_s)
+        stages.append((stage.name, at_s - since_s))
+        since_s = at_s
+    return stages
 
 
 def _attempt(record: RequestRecord, attempt: AttemptRecord) -> Json:

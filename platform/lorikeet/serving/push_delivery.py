@@ -44,12 +44,13 @@ class PushDelivery:
     async def deliver(self, ref: AdapterRef, blob: Path) -> bool:
         """Have all replicas hold an adapter; send its blob if any says it lacks it.
 
-        Whether all do: one that is silent does not.
+        Those that see the file take it from there. Whether all do: one that is silent does not.
         """
-        states = await self._ask(HoldPushed(ref))
+        hold = HoldPushed(ref, str(blob))
+        states = await self._ask(hold)
         if HoldState.LACKING in states:
             await self._send(ref.digest, blob)
-            states = await self._ask(HoldPushed(ref))
+            states = await self._ask(hold)
         return _all_hold(states)
 
     async def holds(self, digest: str) -> bool:

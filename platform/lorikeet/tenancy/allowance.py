@@ -100,7 +100,7 @@ class Allowance:
         self._hold(limits, self.share(now).share, now)
 
     def refusal(self, requests: int, tokens: int, now: float) -> RateLimited | None:
-        """Why so much may not begin now, if it may not; without a request, its tokens only."""
+        """Why so much may not begin now, if it may not; of what it takes none, no limit counts."""
         over_minute = self._over_minute(requests, tokens, now)
         return over_minute or (self._over_concurrent(now) if requests else None)
 
@@ -163,7 +163,7 @@ class Allowance:
         waits = [
             (limit.wait_s(amount, even, now), limit)
             for limit, amount in amounts
-            if limit is not None
+            if limit is not None and amount
         ]
         wait_s, limit = max(waits, key=lambda each: each[0], default=(0.0, None))
         if limit is None or not wait_s:

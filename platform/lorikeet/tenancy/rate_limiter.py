@@ -46,13 +46,16 @@ class RateLimiter:
         self._max_running, self._max_queue_s = max_running, max_queue_s
         self._queue_times: dict[str, QueueTimeEstimator] = {}
 
-    def check(self, tenant: TenantRecord, key: KeyRecord) -> "RateLimitHold":
+    def check(
+        self, tenant: TenantRecord, key: KeyRecord, *, takes_tokens: bool = True
+    ) -> "RateLimitHold":
         """Begin a request's walk through its limits.
 
-        Raises Overloaded, InsufficientQuota, RateLimited.
+        takes_tokens: False for one that generates nothing, which no limit on tokens refuses. Raises
+        Overloaded, InsufficientQuota, RateLimited.
         """
         hold = RateLimitHold(self, tenant, key)
-        hold.check()
+        hold.check(takes_tokens=takes_tokens)
         return hold
 
     def apply_shares(self) -> None:
@@ -140,7 +143,7 @@ class RateLimitHold:
         self._waits = True
         self._reading = False
 
-    def check(self) -> None:
+    def check(self, *, takes_tokens: bool) -> None:
         """Count the request and take its place. Raises Overloaded, InsufficientQuota, RateLimited.
 
         The place is taken here, since a body that never comes holds one as well as an answer.
@@ -150,9 +153,9 @@ class RateLimitHold:
         for allowance in self._allowances:
             allowance.share(now).count_request(now)
         budget = self._tenant.limits.tokens_per_month
-        if budget is not None:
+        if budget is not None and takes_tokens:
             self._limiter.budget.check(self._tenant.name, budget, self._limiter.wall())
-        self._refuse_over_limits(1, 1)
+        self._refuse_over_limits(1, int(takes_tokens))
         self._limiter.check_reading(self._tenant.name)
         for allowance in self._allowances:
             allowance.count(1, 0, now)

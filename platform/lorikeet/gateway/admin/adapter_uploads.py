@@ -91,8 +91,8 @@ class UploadEndpoints:
         with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
             blob = Path(folder) / "adapter.safetensors"
             body = limited(request, limits.max_bytes)
-            await receive_file(body, blob, registration.workers)
-            facts = await registration.validate(order, blob)
+            digest = await receive_file(body, blob, registration.workers)
+            facts = await registration.validate(order, blob, digest)
             made = await registration.record(order, blob, facts)
         response.status_code = CREATED if made.is_new else OK
         return made.version

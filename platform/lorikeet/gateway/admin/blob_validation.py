@@ -26,12 +26,14 @@ def validate_blob(
     limits: AdapterLimits,
     base_model: str | None = None,
     memory: AdapterMemory = FLOAT32_MEMORY,
+    digest: str | None = None,
 ) -> BlobFacts:
     """Find out all that could make a blob fail later. Reads all of it; blocks.
 
     base_model: the one that it was trained on, says the admin; None: what the blob says. limits:
-    the service's, lowered to the tenant's. memory: what the engines keep adapters in. Raises
-    InvalidAdapter, naming the tensor, module or config key at fault.
+    the service's, lowered to the tenant's. memory: what the engines keep adapters in. digest: the
+    blob's, where it was computed as it came; None: to be computed. Raises InvalidAdapter, naming
+    the tensor, module or config key at fault.
     """
     try:
         name = (
@@ -48,7 +50,7 @@ def validate_blob(
             message += " (LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --rank`)"
         raise InvalidAdapter(message, param=error.fields.get("field")) from error
     return BlobFacts(
-        digest=blob_digest(blob),
+        digest=digest or blob_digest(blob),
         size_bytes=spec.size_bytes,
         max_rank=spec.max_rank,
         base_model=name,

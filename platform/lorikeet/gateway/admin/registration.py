@@ -76,9 +76,12 @@ class Registration:
         await self._catalog_view.refresh()
         return await self.limits(tenant)
 
-    async def validate(self, order: RegistrationRequest, blob: Path) -> BlobFacts:
+    async def validate(
+        self, order: RegistrationRequest, blob: Path, digest: str | None = None
+    ) -> BlobFacts:
         """Find out all that could make a blob fail later. Raises InvalidAdapter.
 
+        digest: the blob's, where it is known.
         Where copies of the base model's matrices lay beside the adapter, a replica compares them:
         raises Unavailable without one.
         """
@@ -89,6 +92,7 @@ class Registration:
             await self.limits(order.tenant),
             order.base_model,
             self._services.adapter_memory,
+            digest,
         )
         if copies := await self.run(base_copies, blob):
             await self._compare(facts.base_model, copies)

@@ -155,33 +155,16 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
 
     def _common(self, context: CallContext) -> dict[str, Any]:
         caller, options = context.caller, self.stream_options
-        echoed = self.echoed_logprobs()
-        of_prompts = [count for count in (echoed, self.prompt_logprobs) if count is not None]
         return {
             "request_id": context.request_id,
             "created": context.created,
             "tenant": caller.tenant.name,
             "model": self.model,
             "adapter": context.model.adapter,
+            "is_recorded": context.model.is_recorded,
             "max_tokens": self.output_limit(),
             "min_tokens": self.min_tokens,
-            "sampling": SamplingParams(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=max(0, self.top_k),
-                min_p=self.min_p,
-                seed=self.seed,
-                stop_token_ids=tuple(self.stop_token_ids),
-                ignore_eos=self.ignore_eos,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                repetition_penalty=self.repetition_penalty,
-                logit_bias=self.logit_bias or (),
-                logprobs=self.alternatives(),
-                logprobs_mode=LogprobsMode(self.logprobs_mode),
-                prompt_logprobs=max(of_prompts, default=None),
-                keep_stop_token=echoed is not None or self.return_token_ids,
-            ),
+            "sampling": self._sampling(),
             "prompt_logprobs": self.prompt_logprobs,
             "return_token_ids": self.return_token_ids,
             "stop": self.stop,
@@ -193,6 +176,27 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
             "key_id": caller.key.id,
             "max_context": caller.max_context,
         }
+
+    def _sampling(self) -> SamplingParams:
+        echoed = self.echoed_logprobs()
+        of_prompts = [count for count in (echoed, self.prompt_logprobs) if count is not None]
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
+            seed=self.seed,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias or (),
+            logprobs=self.alternatives(),
+            logprobs_mode=LogprobsMode(self.logprobs_mode),
+            prompt_logprobs=max(of_prompts, default=None),
+            keep_stop_token=echoed is not None or self.return_token_ids,
+        )
 
 
 def prompt_tokens(prompt: str | Sequence[int]) -> int:

@@ -109,11 +109,11 @@ class AssistantMessage(TypedDict):
 class AnsweringAdapter(TypedDict):
     """Which weights answered; absent for a base model. digest: of the adapter's blob, SHA-256.
 
-    version: provisional for a pushed one until it is durable; the digest decides.
+    version: None for a pushed one until it is durable.
     """
 
     name: str
-    version: int
+    version: int | None
     digest: str
 
 

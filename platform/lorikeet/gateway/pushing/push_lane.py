@@ -8,7 +8,6 @@ carried until it ends, or newer ones take its place.
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -24,14 +23,15 @@ from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import PartitionsNotRead
 from lorikeet.errors import Conflict, LorikeetError, Overloaded, StoreError
 from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.pushing.push_folders import BLOB, PushFolder, PushFolders
 from lorikeet.gateway.pushing.pushed_versions import Key, PushedVersion, PushedVersions
 from lorikeet.gateway.services import Services
+from lorikeet.request_log.record import RequestTrace
 from lorikeet.retry_after import STORE_AWAY_S
 from lorikeet_engine.adapter import AdapterRef
 
 log = logging.getLogger(__name__)
 
-BLOB = "adapter.safetensors"
 _QUESTION = "pushed"
 MOST_OF_TENANT = 16
 """Versions of one tenant that a gateway carries at once: each lies on its disk and on all hosts."""
@@ -49,15 +49,21 @@ class Push:
     ready: set when all replicas have it; ended: when it is carried no more.
     """
 
-    def __init__(
-        self, version: PushedVersion, actor: str, folder: "tempfile.TemporaryDirectory[str]"
-    ) -> None:
+    def __init__(self, version: PushedVersion, actor: str, folder: PushFolder) -> None:
         self.version, self.actor = version, actor
         self.folder = folder
         self.blob = Path(folder.name) / BLOB
         self.ready, self.ended = asyncio.Event(), asyncio.Event()
         self.failure: LorikeetError | None = None
         self.begun_s = time.monotonic()
+        self.delivered_s: float | None = None
+        self.ready_s: float | None = None
+
+    def note_stages(self, trace: RequestTrace) -> None:
+        """Note which stages have ended since it began."""
+        for name, at_s in (("deliver", self.delivered_s), ("announce", self.ready_s)):
+            if at_s is not None:
+                trace.end_stage(name, at_s)
 
     async def wait_for(self, event: asyncio.Event, timeout_s: float) -> None:
         """Wait for the event or the end, so long at most. Raises the failure that ended it."""
@@ -76,12 +82,12 @@ class PushLane:
 
     Store writes have threads of their own, each tenant one at most: a store that hangs keeps no
     push from being ready.
-    pushed: what is ready, here or at another gateway, and not durable.
+    pushed: what is ready, here or at another gateway, and not durable. folders: for blobs.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._services, self._catalog_view = services, catalog_view
-        self.pushed = PushedVersions()
+        self.pushed, self.folders = PushedVersions(), PushFolders()
         self._pushes: dict[Key, Push] = {}
         self._receiving = Counter[str]()  # by tenant
         self._tasks = set[asyncio.Task[None]]()
@@ -124,9 +130,7 @@ class PushLane:
             )
         )
 
-    def begin(
-        self, version: PushedVersion, actor: str, folder: "tempfile.TemporaryDirectory[str]"
-    ) -> Push:
+    def begin(self, version: PushedVersion, actor: str, folder: PushFolder) -> Push:
         """Carry a version whose blob lies in a folder, or go on with one that is carried already.
 
         That one gets the alias and the longer life; it is ready once all gateways know of both.
@@ -162,6 +166,7 @@ class PushLane:
                     await push.ended.wait()
         for task in self._tasks:
             task.cancel()
+        self.folders.close()
 
     async def _learn(self, versions: Sequence[PushedVersion]) -> None:
         for version in versions:
@@ -212,7 +217,8 @@ class PushLane:
         announce = partial(_try, partial(self._announce, push))
         while not (await deliver() and await announce()):
             await asyncio.sleep(_AGAIN_S)
-        self._services.metrics.pushes.ready(time.monotonic() - push.begun_s)
+        push.ready_s = time.monotonic()
+        self._services.metrics.pushes.ready(push.ready_s - push.begun_s)
         async with asyncio.TaskGroup() as both:  # a blob may take long, and is not to be forgotten
             both.create_task(_repeat(deliver))
             both.create_task(_repeat(announce))
@@ -220,6 +226,7 @@ class PushLane:
     async def _announce(self, push: Push) -> bool:
         """Tell all gateways, this one first, of what replicas hold; whether all have heard it."""
         version = push.version
+        push.delivered_s = push.delivered_s or time.monotonic()
         known = self.pushed.get(version.key)  # its alias may be another's by now
         now = known.joined(version) if known else version
         poll = await self._services.peers.ask(_QUESTION, (now,))

@@ -1,7 +1,6 @@
 """PUT /v1/adapters/{name}/versions/{digest}: push a version of an adapter; GET: how far it is."""
 
 import asyncio
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -24,10 +23,12 @@ from lorikeet.gateway.body import in_time, limited
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
 from lorikeet.gateway.pushing.progress import Progress, Wait, progress_json, taken_json
-from lorikeet.gateway.pushing.push_lane import BLOB, MOST_OF_TENANT, Push, PushLane
+from lorikeet.gateway.pushing.push_folders import BLOB
+from lorikeet.gateway.pushing.push_lane import MOST_OF_TENANT, Push, PushLane
 from lorikeet.gateway.pushing.pushed_versions import PushedVersion
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
+from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
 
@@ -57,10 +58,11 @@ class PushQuery(BaseModel):
 
 
 class Pusher(NamedTuple):
-    """Who pushes, and the request's way through the limits."""
+    """Who pushes, the request's way through the limits, and what is noted of it."""
 
     caller: Caller
     hold: RateLimitHold
+    trace: RequestTrace
 
 
 class PushOrder(NamedTuple):
@@ -132,6 +134,7 @@ class PushEndpoints:
             with self._lane.receiving(key):
                 push = await self._take(request, order)
             await self._wait(push, query)
+            push.note_stages(pusher.trace)
             progress = await self._progress(*key)
         late = query.wait == "durable" and not push.ended.is_set()  # an alias is still to move
         if progress is None or late or not progress.reached(query.wait):
@@ -161,22 +164,24 @@ class PushEndpoints:
             check_base_model(order.query.base_model, self._services.base_models)
         limits = await self._registration.limits(tenant.name)
         hold.take_bytes(_content_length(request, limits.max_bytes))
-        folder = tempfile.TemporaryDirectory(prefix="lorikeet-push-")
+        folder = self._lane.folders.make()
         async with AsyncExitStack() as refused:
             refused.push_async_callback(asyncio.to_thread, folder.cleanup)
             blob = Path(folder.name) / BLOB
             body = in_time(limited(request, limits.max_bytes))
             found = await receive_file(body, blob, self._registration.workers)
             hold.body_is_here()
+            order.pusher.trace.end_stage("receive")
             if found != order.digest:
                 raise InvalidAdapter(
                     f"the body has the digest {found} and not the address's: send it again",
                     param="digest",
                 )
             async with self._turns.setdefault(tenant.name, asyncio.Lock()):
-                facts = await self._registration.validate(order.registration(), blob)
+                facts = await self._registration.validate(order.registration(), blob, found)
                 version = order.version(facts)
                 await self._lane.check_quota(version)
+                order.pusher.trace.end_stage("check")
                 push = self._lane.begin(version, order.pusher.caller.key.id, folder)
             if push.folder is folder:
                 refused.pop_all()  # from here on the lane removes it
@@ -207,9 +212,9 @@ class PushEndpoints:
             caller = await self._authenticator.publisher(request, name)
             trace.set_caller(caller.tenant.name, caller.key.id)
             trace.set_model(f"{caller.tenant.name}/{name}@{digest}")
-            hold = self._rate_limiter.check(caller.tenant, caller.key)
+            hold = self._rate_limiter.check(caller.tenant, caller.key, takes_tokens=False)
             try:
-                yield Pusher(caller, hold)
+                yield Pusher(caller, hold, trace)
             finally:
                 hold.release()
 

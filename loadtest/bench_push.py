@@ -1,0 +1,251 @@
+"""How soon a pushed adapter answers: from a push's first byte to its first token on all replicas.
+
+python -m loadtest.bench_push --json push.json --folder /tmp/real
+
+Versions of one adapter, of one rank on all linears, are pushed one after another by a client that
+has each in memory, and that asks as soon as a push is answered until every replica has answered
+with the new version. Beside them --streams per replica run on other adapters. In every second
+period nothing is pushed, and what is asked is the version that was pushed last, so that both kinds
+of period have the same requests: what they differ in is what pushes do to the streams.
+
+The router is the product's with copies of an adapter for nothing, else it would keep a version on
+the one replica that has it on the GPU for as long as that has time.
+
+A gateway and a replica of one machine share a pushed file; with --far it is sent in parts, as to
+another machine.
+
+Versions differ in alpha, which lies in the blob's header: each is a blob of its own, checked, sent
+and packed as any. Stages are the gateway's own, `GET /v1/requests/ID`, within the client's.
+"""
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ray.serve.deployment import Application
+
+from engine.benchmarks.harness import arguments, facts, show, write
+from loadtest.client import Server, Session, run_sessions
+from loadtest.real_service.adapters import (
+    TENANT,
+    fill_catalog,
+    image_bytes,
+    model_name,
+    save_adapter,
+)
+from loadtest.real_service.pushing import (
+    FIRST_ALPHA,
+    NAME,
+    PROBES,
+    FarReplica,
+    NewVersions,
+    Pusher,
+    PushTimes,
+)
+from loadtest.real_service.random_models import SHAPES, settings_of_model
+from loadtest.real_service.service import PROXIES, service
+from loadtest.report import all_whole, gaps_s
+from loadtest.streamed_answer import LoadRequest, StreamedAnswer
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.serving.deployments import EngineReplica, controller, engine, gateway
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter_format import BaseShape, write_blob
+
+P50_GOAL_S, P99_GOAL_S, GAP_GOAL = 0.6, 1.2, 1.03
+_OWN = "push"  # what is made anew each time
+_STREAMS_BEGIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """One of PushTimes, over all pushes, in seconds."""
+
+    stage: str
+    p50: float
+    p99: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamGaps:
+    """Gaps between two deltas of the running streams, in milliseconds."""
+
+    pushes: bool
+    gaps: int
+    p50: float
+    p99: float
+    most: float
+
+
+def spreading_app(replica: type[EngineReplica]) -> Application:
+    """serve_app's application, whose requests for one adapter go to every replica."""
+    settings, engines = Settings.from_env(), dict[str, Application]()
+    for name in settings.base_models:
+        deployment: Any = engine(settings, name)._bound_deployment.options(
+            func_or_class=replica,
+            request_router_config={
+                "request_router_class": "loadtest.paced_service.routers.ScaledCosts",
+                "request_router_kwargs": {"copy_s": 0.0},
+                "request_routing_stats_period_s": 1,
+            },
+        )
+        engines[name] = deployment.bind(name, settings)
+    return gateway(settings, engines, controller(settings, engines))
+
+
+def main() -> int:
+    """Measure and print; 1 if a goal is missed."""
+    given = _arguments()
+    shutil.rmtree(given.folder / _OWN, ignore_errors=True)
+    noted, variables = facts(given.commit), _variables(given)
+    settings = Settings.from_env(variables)
+    stock = fill_catalog(settings, [given.rank] * given.adapters)
+    catalog = AdapterCatalog(open_store(settings.catalog))
+    _, publish_key = catalog.create_key(TENANT, {Scope.PUBLISH}, adapters=(NAME,), actor=TENANT)
+    version, replica = _version(given), FarReplica if given.far else EngineReplica
+    with service(variables, given.proxy, partial(spreading_app, replica)) as running:
+        server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
+        pusher = Pusher(server, publish_key, version, given.shape, given.replicas)
+        warm = [pusher.push() for _ in range(2)]
+        print(
+            f"{version.size / 1e6:.1f} MB; the first took {warm[0].first_token:.2f} s", flush=True
+        )
+        times, gaps = measure(server, pusher, given)
+    stages = show(stage_times(times))
+    show(gaps)
+    write(
+        given.json, noted, far=given.far, bytes=version.size, stages=stages, pushes=times, gaps=gaps
+    )
+    first, (quiet, pushed) = stages[0], gaps
+    reached = first.p50 <= P50_GOAL_S and first.p99 <= P99_GOAL_S
+    return 0 if reached and pushed.p99 <= GAP_GOAL * quiet.p99 else 1
+
+
+def measure(
+    server: Server, pusher: Pusher, given: argparse.Namespace
+) -> tuple[list[PushTimes], list[StreamGaps]]:
+    """The pushes, and the streams' gaps without them and with them."""
+    times: list[PushTimes] = []
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    for period in range(2 * given.periods):
+        pushes = bool(period % 2)
+        with ThreadPoolExecutor(1) as beside:
+            sessions = _streams(given, period)
+            streams = beside.submit(run_sessions, server, sessions, given.clients)
+            due_s = time.monotonic() + _STREAMS_BEGIN_S
+            while not _ended_by(streams, due_s):
+                if pushes:
+                    times.append(pusher.push())
+                else:
+                    pusher.ask()
+                due_s = max(due_s + given.every, time.monotonic())
+            gaps[pushes] += gaps_s(all_whole(streams.result()))
+    return times, [_gaps(pushes, found) for pushes, found in gaps.items()]
+
+
+def stage_times(times: Sequence[PushTimes]) -> list[StageTimes]:
+    """Each of PushTimes, over all pushes."""
+    found = {name: [getattr(each, name) for each in times] for name in PushTimes.__slots__}
+    return [
+        StageTimes(
+            name,
+            *(round(float(np.percentile(took_s, p)), 4) for p in (50, 99)),
+            round(max(took_s), 4),
+        )
+        for name, took_s in found.items()
+    ]
+
+
+def _gaps(pushes: bool, found_s: Sequence[float]) -> StreamGaps:
+    p50, p99, most = (round(1e3 * float(np.percentile(found_s, p)), 3) for p in (50, 99, 100))
+    return StreamGaps(pushes, len(found_s), p50, p99, most)
+
+
+def _ended_by(streams: "Future[list[StreamedAnswer]]", due_s: float) -> bool:
+    """Wait until it is time; whether the streams have ended by then."""
+    while time.monotonic() < due_s and not streams.done():
+        time.sleep(0.01)
+    return streams.done()
+
+
+def _streams(given: argparse.Namespace, period: int) -> list[Session]:
+    """Streams that begin together, on the registered adapters in turn."""
+    return [
+        Session(
+            0.0,
+            tuple(
+                LoadRequest(
+                    model_name(number % given.adapters),
+                    32,
+                    given.tokens,
+                    seed=10_000 * period + 100 * number + turn,
+                )
+                for turn in range(given.rounds)
+            ),
+        )
+        for number in range(given.streams * given.replicas)
+    ]
+
+
+def _version(given: argparse.Namespace) -> NewVersions:
+    """The adapter's first blob. It stays in memory alone."""
+    folder = given.folder / _OWN / "trained"
+    shape = BaseShape.from_config(SHAPES[given.shape])
+    save_adapter(folder, shape, given.rank, alpha=FIRST_ALPHA)
+    write_blob(folder, folder / "blob")
+    version = NewVersions((folder / "blob").read_bytes())
+    shutil.rmtree(folder)
+    return version
+
+
+def _variables(given: argparse.Namespace) -> dict[str, str]:
+    model = settings_of_model(given.folder, given.shape, given.device, _OWN)
+    adapter = image_bytes(given.shape, given.rank, given.device)
+    return model | {
+        "LORIKEET_REPLICAS": str(given.replicas),
+        "LORIKEET_GATEWAYS": str(given.gateways),
+        "LORIKEET_MAX_CONTEXT": "2048",
+        "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
+        "LORIKEET_MAX_RUNNING": str(2 * given.streams + PROBES * given.replicas),
+        "LORIKEET_KV_CACHE_MEMORY": given.kv,
+        "LORIKEET_ADAPTER_GPU_MEMORY": str((given.adapters + 8) * adapter),
+        "LORIKEET_ADAPTER_HOST_MEMORY": str((given.adapters + 8) * adapter),
+        "LORIKEET_ADAPTER_DISK": str(max(2**30, 4 * (given.adapters + 8) * adapter)),
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="for the model, the catalog and caches")
+    add("--shape", choices=SHAPES, default="llama-3.1-8b")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--rank", type=int, default=32, help="of every adapter; default 32")
+    add("--adapters", type=int, default=8, help="that the streams are on; default 8")
+    add("--replicas", type=int, default=2, help="default 2")
+    add("--gateways", type=int, default=2, help="default 2")
+    add("--clients", type=int, default=2, help="processes that read the streams; default 2")
+    add("--proxy", choices=PROXIES, default="HAProxy")
+    add("--far", action="store_true", help="replicas as on another machine than their gateways")
+    add("--streams", type=int, default=64, help="for each replica; default 64")
+    add("--tokens", type=int, default=512, help="of each request of a stream; default 512")
+    add("--rounds", type=int, default=4, help="requests of a stream in a period; default 4")
+    add("--periods", type=int, default=3, help="with pushes, and as many without; default 3")
+    add("--every", type=float, default=1.0, help="seconds between two pushes; default 1")
+    add("--batch-tokens", type=int, default=2048, help="of one step; default 2048")
+    add("--kv", default="20GiB", help="KV cache; default 20GiB")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""A client that pushes versions of one adapter to the real service, and times them."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import httpx
+
+from loadtest.client import Server, Session, encode_requests, send_all
+from loadtest.report import all_whole
+from loadtest.streamed_answer import LoadRequest
+from lorikeet.protocol.pushing import HoldPushed, HoldState, PushMessage
+from lorikeet.serving.deployments import EngineReplica
+
+NAME = "policy"
+FIRST_ALPHA = 32.00001
+"""The first version's; versions count its last five digits up."""
+PROBES = 4
+"""Requests at once, for each replica: another takes some only once one is busy."""
+_PROBE_TOKENS = 256
+_PROBED_WITHIN_S = 30.0
+_PIECE_BYTES = 2**20
+_LIFETIME_S, _KEEP = 600, 2
+
+
+class NewVersions:
+    """An adapter's blob in memory; `renew` makes the next version of it."""
+
+    def __init__(self, blob: bytes) -> None:
+        self._blob, self._number = bytearray(blob), 1
+        self._at = blob.index(str(FIRST_ALPHA).encode())
+        self.size = len(blob)
+
+    def renew(self) -> str:
+        """Make it another version; return its digest."""
+        self._number += 1
+        alpha = f"{FIRST_ALPHA + (self._number - 1) * 1e-5:.5f}".encode()
+        self._blob[self._at : self._at + len(alpha)] = alpha
+        return hashlib.sha256(self._blob).hexdigest()
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield it as it is sent."""
+        whole = memoryview(self._blob)
+        for at in range(0, self.size, _PIECE_BYTES):
+            yield bytes(whole[at : at + _PIECE_BYTES])
+
+
+@dataclass(frozen=True, slots=True)
+class PushTimes:
+    """One push, in seconds. All but the first two are stages that follow on each other.
+
+    first_token: from the first byte until the slowest replica's. sent: of that, until the last byte
+    was handed to the socket, which overlaps `receive`. network: of the PUT, what the gateway does
+    not know of. answer: from the PUT's answer until the slowest replica's first token.
+    """
+
+    first_token: float
+    sent: float
+    receive: float
+    check: float
+    deliver: float
+    announce: float
+    network: float
+    answer: float
+
+
+class FarReplica(EngineReplica):
+    """A replica that sees none of its gateways' files, as on another machine."""
+
+    async def push(self, message: PushMessage) -> HoldState:
+        """Do what a gateway asks, but for taking its file."""
+        if isinstance(message, HoldPushed):
+            message = HoldPushed(message.ref, "/of/another/machine")
+        return await super().push(message)
+
+
+class Pusher:
+    """Pushes versions to one service, and asks for them until all replicas have answered."""
+
+    def __init__(
+        self,
+        server: Server,
+        publish_key: str,
+        versions: NewVersions,
+        base_model: str,
+        replicas: int,
+    ) -> None:
+        self._server, self._replicas, self._versions = server, replicas, versions
+        self._query = {"base_model": base_model, "lifetime_s": _LIFETIME_S, "keep": _KEEP}
+        self._http = httpx.Client(base_url=server.url, timeout=120)
+        self._publish = {
+            "authorization": f"Bearer {publish_key}",
+            "content-length": str(versions.size),
+        }
+        self._seeds = count()
+        self._model = ""
+
+    def push(self) -> PushTimes:
+        """Push the next version. Raises RuntimeError, httpx.HTTPError."""
+        digest = self._versions.renew()
+        sent_s = 0.0
+
+        def body() -> Iterator[bytes]:
+            nonlocal sent_s
+            yield from self._versions.pieces()
+            sent_s = time.monotonic()
+
+        began_s = time.monotonic()
+        answer = self._http.put(
+            f"/v1/adapters/{NAME}/versions/{digest}",
+            params=self._query,
+            headers=self._publish,
+            content=body(),
+        )
+        ready_s = time.monotonic()
+        if answer.status_code != 201:
+            raise RuntimeError(f"a push was answered {answer.status_code}: {answer.text}")
+        self._model = answer.json()["model"]
+        ended_s = self.ask()
+        stages = self._stages(answer.headers["x-request-id"])
+        told_s = sum(stages.values())
+        return PushTimes(
+            first_token=ended_s - began_s,
+            sent=sent_s - began_s,
+            **{name: stages[name] for name in ("receive", "check", "deliver", "announce")},
+            network=ready_s - began_s - told_s + stages["rest"],
+            answer=ended_s - ready_s,
+        )
+
+    def ask(self) -> float:
+        """Ask for the newest version until all replicas have answered; when the last one did.
+
+        Raises RuntimeError.
+        """
+        began_s = time.monotonic()
+        first_s: dict[str, float] = {}
+        while len(first_s) < self._replicas:
+            if time.monotonic() > began_s + _PROBED_WITHIN_S:
+                raise RuntimeError(f"only {list(first_s)} answered for {self._model}")
+            sessions = [Session(0.0, (self._probe(),)) for _ in range(PROBES * self._replicas)]
+            requests = encode_requests(self._server, sessions)
+            sending = send_all(self._server.url, sessions, requests, began_s)
+            for answer in all_whole(asyncio.run(sending)):
+                told_s = min(answer.deltas_s[0], first_s.get(answer.replica, answer.deltas_s[0]))
+                first_s[answer.replica] = told_s
+        return began_s + max(first_s.values())
+
+    def _probe(self) -> LoadRequest:
+        return LoadRequest(self._model, _PROBE_TOKENS, 1, seed=next(self._seeds))
+
+    def _stages(self, request_id: str) -> dict[str, float]:
+        headers = {"authorization": f"Bearer {self._server.key}"}
+        told = self._http.get(f"/v1/requests/{request_id}", headers=headers).raise_for_status()
+        return {each["stage"]: each["ms"] / 1000 for each in told.json()["stages"]}
