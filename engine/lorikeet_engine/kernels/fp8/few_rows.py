@@ -1,0 +1,165 @@
+"""FP8 products of few tokens, in Triton: a stream of weights, each of which is read once.
+
+A decode step's products wait for weights alone. All blocks of a weight, tile after tile of outputs
+and along d_in in each, are one line, of which every program takes an equal part, so no
+multiprocessor is left without work however few tiles there are. Where programs share a tile, each
+writes its sums apart, and the one that ends last adds them in the order of the programs: which it
+is differs from run to run, what it adds does not.
+
+Weights are the rows of the tensor cores' products, of which these have at least 64; tokens are the
+columns, of which 16 are enough.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lorikeet_engine.kernels.fp8 import Fp8Rows
+
+MAX_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ProductConfig:
+    """How a product is launched.
+
+    block_out, block_in: of the weight, multiplied at once. programs: as many as run. tma: the
+    copying engine of Hopper fetches blocks, not the threads.
+    """
+
+    block_out: int
+    block_in: int
+    programs: int
+    warps: int
+    stages: int
+    tma: bool
+
+
+def multiply_few(
+    tokens: Fp8Rows,
+    weight: Fp8Rows,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    config: ProductConfig,
+) -> torch.Tensor:
+    """tokens·Wᵀ + b of up to MAX_TOKENS tokens → [tokens, d_out] of dtype; d_in: a multiple of 16.
+
+    Sums stay in the tensor cores as long as a program reads one tile, else float32.
+    """
+    (count, d_in), d_out = tokens.rows.shape, len(weight.rows)
+    y = torch.empty((count, d_out), dtype=dtype, device=tokens.rows.device)
+    block_tokens = max(16, triton.next_power_of_2(count))
+    tiles, steps = triton.cdiv(d_out, config.block_out), triton.cdiv(d_in, config.block_in)
+    programs = min(config.programs, tiles * steps)
+    shared = tiles * steps % programs != 0 or (tiles * steps // programs) % steps != 0
+    parts = arrived = None
+    if shared:
+        size = (programs, 2, config.block_out, block_tokens)
+        parts = torch.empty(size, dtype=torch.float32, device=y.device)
+        arrived = _counters(y.device)
+    x_rows, w_rows = tokens.rows, weight.rows
+    if config.tma:
+        x_rows = TensorDescriptor.from_tensor(x_rows, [block_tokens, config.block_in])
+        w_rows = TensorDescriptor.from_tensor(w_rows, [config.block_out, config.block_in])
+    _multiply_few[(programs,)](
+        x_rows, tokens.scales, w_rows, weight.scales, bias, y, parts, arrived,
+        count, d_out, d_in, tiles, steps,
+        config.tma,
+        d_in % config.block_in == 0,
+        y.device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
+        block_tokens, config.block_out, config.block_in, config.stages,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )  # fmt: skip
+    return y
+
+
+@cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Zero between products: who adds a tile's parts sets its own back."""
+    return torch.zeros(16384, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["count", "tiles", "steps"])  # type: ignore[untyped-decorator]
+def _multiply_few(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    weight: tl.tensor,
+    w_scales: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    parts: tl.tensor,
+    arrived: tl.tensor,
+    count: tl.tensor,
+    d_out: tl.tensor,
+    d_in: tl.tensor,
+    tiles: tl.tensor,
+    steps: tl.tensor,
+    tma: tl.constexpr,
+    even: tl.constexpr,
+    upcast: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    """Compute one program's part of the line: ends of tiles, and whole tiles between them."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    total = tiles * steps
+    at = program * total // programs
+    end = (program + 1) * total // programs
+    m, n = tl.arange(0, block_out), tl.arange(0, block_tokens)
+    k = tl.arange(0, block_in)
+    places = m[:, None] * block_tokens + n[None, :]
+    while at < end:
+        tile, first = at // steps, at % steps
+        last = tl.minimum(steps, first + end - at)
+        at += last - first
+        row = tile * block_out + m
+        if not tma:
+            w_at = weight + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in + k[None, :]
+            x_at = x + tl.minimum(n, count - 1)[:, None] * d_in + k[None, :]
+        sums = tl.zeros((block_out, block_tokens), tl.float32)
+        for step in tl.range(first, last, num_stages=stages):
+            column = step * block_in
+            if tma:
+                w_block = weight.load([tile * block_out, column])
+                x_block = x.load([0, column])
+            elif even:
+                w_block = tl.load(w_at + column, eviction_policy="evict_first")
+                x_block = tl.load(x_at + column)
+            else:
+                inside = (column + k < d_in)[None, :]
+                w_block = tl.load(w_at + column, mask=inside, other=0.0)
+                x_block = tl.load(x_at + column, mask=inside, other=0.0)
+            if upcast:
+                sums += tl.dot(w_block.to(tl.float32), x_block.to(tl.float32).T)
+            else:
+                sums = tl.dot(w_block, x_block.T, sums)
+        whole = last - first == steps
+        if parts is not None:
+            if not whole:
+                own = parts + (program * 2 + (first == 0)) * (block_out * block_tokens)
+                tl.store(own + places, sums)
+                lowest = ((tile * steps + 1) * programs - 1) // total
+                highest = ((tile + 1) * steps * programs - 1) // total
+                tl.debug_barrier()  # all threads' sums lie there before one thread counts them
+                before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
+                whole = before == highest - lowest
+                if whole:
+                    sums = tl.load(parts + (lowest * 2 + 1) * (block_out * block_tokens) + places, cache_modifier=".cg")
+                    for other in range(lowest + 1, highest + 1):
+                        sums += tl.load(parts + other * 2 * (block_out * block_tokens) + places, cache_modifier=".cg")
+                    tl.store(arrived + tile, 0)
+        if whole:
+            real = row < d_out
+            out = sums * tl.load(w_scales + row, mask=real, other=0.0)[:, None]
+            out *= tl.load(x_scales + n, mask=n < count, other=0.0)[None, :]
+            if bias is not None:
+                out += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)[:, None]
+            mask = real[:, None] & (n < count)[None, :]
+            tl.store(y + n[None, :] * d_out + row[:, None], out.to(y.dtype.element_ty), mask=mask)
