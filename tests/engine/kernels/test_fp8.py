@@ -12,6 +12,7 @@ from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, fused, reference
 from lorikeet_engine.kernels.gemv import gemv
 from lorikeet_engine.kernels.lora.linear import linear
+from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import fused as pointwise
 from tests.engine.interpreter import INTERPRETED
 
@@ -109,6 +110,19 @@ def test_a_norm_rounds_its_own_rows(device, dtype, width):
     x, delta, weight = (numbers(n, width, seed=n).to(device, dtype) for n in (5, 5, 1))
     both = pointwise.add_rms_norm_fp8(x.clone(), delta, weight[0], 1e-5)
     assert torch.equal(both.rows, pointwise.add_rms_norm(x, delta, weight[0], 1e-5))
+    assert_rounded(both.fp8, both.rows)
+
+
+@pytest.mark.parametrize(("device", "dtype"), KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("width", [16, 100, 14336])
+def test_silu_rounds_its_own_rows(device, dtype, width, adapters):
+    x, added = (numbers(5, 2 * width, seed=n).to(device, dtype) for n in (1, 2))
+    lora = None
+    if adapters:
+        lora = LoraDelta(added, torch.tensor([3], dtype=torch.int32, device=device))
+    both = pointwise.silu_and_mul_fp8(x, lora)
+    assert torch.equal(both.rows, pointwise.silu_and_mul(x, lora))
     assert_rounded(both.fp8, both.rows)
 
 

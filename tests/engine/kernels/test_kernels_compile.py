@@ -140,6 +140,7 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.add_rms_norm(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
     fused.add_rms_norm_fp8(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
     fused.silu_and_mul(empty(8, 2 * 14336), delta(2 * 14336))
+    fused.silu_and_mul_fp8(empty(8, 2 * 14336), delta(2 * 14336))
     slots = empty(8, dtype=torch.int64)
     kv = empty(2, 100, 16, 8, 128)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128))
@@ -159,7 +160,7 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.rotary_and_store_kv(
         empty(8, 48, 128), angles, angles, fp8, slots, delta(48 * 128), norm, KvScales(0.1, 0.2)
     )
-    assert compiled >= {"_add_rms_norm", "_silu_and_mul", "_rotary_and_store_kv"}
+    assert compiled >= {"_add_rms_norm", "_silu_and_mul", "_silu_and_mul_fp8"}
 
 
 @pytest.mark.parametrize("tokens", [1, 256])

@@ -90,11 +90,22 @@ def store_rounded(
     largest: tl.constexpr,
     least_scale: tl.constexpr,
 ) -> None:
-    """Store a row of float32 rounded, and its scale; values are zero outside of it.
-
-    As in torch: by a product for the scale, by IEEE's division for what is rounded.
-    """
-    scale = tl.maximum(tl.max(tl.abs(values), 0) * (1.0 / largest), least_scale)
-    rounded = tl.div_rn(values, tl.zeros_like(values) + scale).to(y.dtype.element_ty)
-    tl.store(y + row * width + columns, rounded, mask=inside)
+    """Store a row of float32 rounded, and its scale; values are zero outside of it."""
+    scale = scale_of(tl.abs(values), largest, least_scale)
+    tl.store(y + row * width + columns, divided(values, scale, y.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(sizes: tl.tensor, largest: tl.constexpr, least_scale: tl.constexpr) -> tl.tensor:
+    """The scale of a row whose numbers, or the largest of them, are of these sizes.
+
+    By a product, as torch divides by a constant.
+    """
+    return tl.maximum(tl.max(sizes, 0) * (1.0 / largest), least_scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def divided(values: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Round values / scale to FP8, by IEEE's division, as torch does."""
+    return tl.div_rn(values, tl.zeros_like(values) + scale).to(dtype)
