@@ -23,7 +23,7 @@ import torch
 
 from lorikeet_engine.kernels.fp8 import Fp8Rows, fused, reference
 from lorikeet_engine.kernels.fp8.few_rows import ProductConfig, multiply_few
-from lorikeet_engine.kernels.gemv import gemv
+from lorikeet_engine.kernels.gemv import _gemv, gemv
 
 SHAPES = {
     "qkv": (6144, 4096),
@@ -57,6 +57,48 @@ def candidates(tokens: int) -> Iterator[tuple[int, int, int, int, bool]]:
             continue
         for tma in (False, True):
             yield block_out, block_in, warps, stages, tma
+
+
+ROW_CONFIGS = tuple(
+    (rows, columns, warps)
+    for rows, columns in ((2, 4096), (4, 2048), (4, 4096), (8, 1024), (8, 2048), (8, 4096), (16, 1024))
+    for warps in (4, 8)
+)
+
+
+def one_row(x: torch.Tensor, weight: Fp8Rows, rows: int, columns: int, warps: int) -> torch.Tensor:
+    d_out, d_in = weight.rows.shape
+    y = x.new_empty((1, d_out))
+    _gemv[(-(-d_out // rows),)](
+        x, weight.rows, None, weight.scales, y, d_out, d_in, False, rows, columns, num_warps=warps
+    )
+    return y
+
+
+def compile_row(case) -> str | None:
+    (d_out, d_in), config = case
+    row = torch.randn(1, d_in, device="cuda").to(torch.bfloat16)
+    weight = Fp8Rows(torch.empty(d_out, d_in, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(d_out, device="cuda"))
+    try:
+        one_row(row, weight, *config)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{case}: {type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+def measure_row(name: str) -> None:
+    d_out, d_in = SHAPES[name]
+    weights = [_numbers(d_out, d_in, seed) for seed in range(max(2, min(32, _APART // (d_out * d_in))))]
+    row = torch.randn(1, d_in, device="cuda").to(torch.bfloat16)
+    want, found = gemv(row, weights[0].rows, None, weights[0].scales), []
+    for config in ROW_CONFIGS:
+        try:
+            off = (one_row(row, weights[0], *config) - want).abs().max().item()
+            found.append((per_call_us(lambda w, c=config: one_row(row, w, *c), weights), config, off))
+        except Exception as error:
+            print(config, type(error).__name__)
+    print(f"one row, {name}:", *(f"{c} {us:.1f} us {d_out * d_in / us / 1e6:.2f} TB/s off {off:.3g};" for us, c, off in sorted(found)[:5]), flush=True)
 
 
 def programs(tiles: int, sms: int) -> list[int]:
@@ -110,10 +152,15 @@ def main() -> None:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     cases = [(tokens, case) for tokens in TOKENS for case in candidates(tokens)]
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
+        shapes = [(shape, config) for shape in SHAPES.values() for config in ROW_CONFIGS]
+        rows_failed = pool.map(compile_row, shapes, chunksize=4)
         failed = [error for error in pool.map(compile_one, cases, chunksize=4) if error]
+        failed += [error for error in rows_failed if error]
     print(f"{len(cases)} compiled in {time.monotonic() - began:.0f} s; failed: {len(failed)}")
     for error in failed:
         print(error, flush=True)
+    for name in SHAPES:
+        measure_row(name)
     rows = []
     for tokens in (32, 128, 16, 64, 256):
         for name, (d_out, d_in) in SHAPES.items():
