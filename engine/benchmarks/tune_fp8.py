@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from lorikeet_engine.kernels.early_launch import launch_options
 from lorikeet_engine.kernels.fp8 import Fp8Rows, fused, reference
 from lorikeet_engine.kernels.fp8.few_rows import ProductConfig, multiply_few
 from lorikeet_engine.kernels.gemv import _gemv, gemv
@@ -59,6 +60,7 @@ def candidates(tokens: int) -> Iterator[tuple[int, int, int, int, bool]]:
             yield block_out, block_in, warps, stages, tma
 
 
+EARLY = os.environ.get("EARLY", "1") == "1"
 ROW_CONFIGS = tuple(
     (rows, columns, warps)
     for rows, columns in ((2, 4096), (4, 2048), (4, 4096), (8, 1024), (8, 2048), (8, 4096), (16, 1024))
@@ -70,7 +72,7 @@ def one_row(x: torch.Tensor, weight: Fp8Rows, rows: int, columns: int, warps: in
     d_out, d_in = weight.rows.shape
     y = x.new_empty((1, d_out))
     _gemv[(-(-d_out // rows),)](
-        x, weight.rows, None, weight.scales, y, d_out, d_in, False, rows, columns, num_warps=warps
+        x, weight.rows, None, weight.scales, y, d_out, d_in, False, rows, columns, num_warps=warps, **launch_options(EARLY)
     )
     return y
 

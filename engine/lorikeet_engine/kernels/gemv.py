@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet_engine.kernels.early_launch import can_launch_early, launch_options, prefetch, wait
+
 ROWS = 4  # of the weight, summed by one program
 COLUMNS = 2048  # of the weight, read at once
 
@@ -27,8 +29,10 @@ def gemv(
     y = x.new_empty((1, d_out))
     block = min(COLUMNS, triton.next_power_of_2(d_in))
     _gemv[(triton.cdiv(d_out, ROWS),)](
-        x, weight, bias, scales, y, d_out, d_in, bias is not None, ROWS, block, num_warps=8
-    )
+        x, weight, bias, scales, y, d_out, d_in, bias is not None, ROWS, block,
+        num_warps=8,
+        **launch_options(can_launch_early(x.device)),
+    )  # fmt: skip
     return y
 
 
@@ -44,11 +48,19 @@ def _gemv(
     biased: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
     """Compute some of y's elements."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     real = row < d_out
     line = weight + row[:, None].to(tl.int64) * d_in
+    if early:
+        each: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # in 128 bytes
+        own = weight + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in
+        for begin in tl.static_range(0, d_in, block):
+            first = begin + tl.arange(0, max(1, block // each)) * each
+            prefetch(own + tl.minimum(first, d_in - 1)[None, :])
+    wait(early)
     total = tl.zeros((rows, block), tl.float32)
     for start in range(0, d_in, block):
         column = start + tl.arange(0, block)

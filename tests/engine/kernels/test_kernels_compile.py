@@ -16,10 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from lorikeet_engine.kernels import gemv
+from lorikeet_engine.kernels.attention import paged_decode
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows
-from lorikeet_engine.kernels.fp8.fused import linear as fp8_linear
+from lorikeet_engine.kernels.fp8 import few_rows
+from lorikeet_engine.kernels.fp8 import fused as fp8_fused
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora import linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
@@ -32,7 +35,7 @@ from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, LoraWeights, Segments
 from lorikeet_engine.kernels.penalties import PENALTIES, PenaltyState
 from lorikeet_engine.kernels.penalties.fused import penalise
-from lorikeet_engine.kernels.pointwise import QkNorm, fused
+from lorikeet_engine.kernels.pointwise import QkNorm, fused, fused_rotary
 from lorikeet_engine.kernels.sampling import DRAW_FIELDS
 from lorikeet_engine.kernels.sampling.fused import draw_tokens
 
@@ -73,7 +76,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         names.add(kernel.__name__)
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(tiles, "_is_hopper", lambda _: True)
+    for module in (tiles, gemv, few_rows, fp8_fused, fused, fused_rotary, paged_decode):
+        monkeypatch.setattr(module, "can_launch_early", lambda _: True)
     configs = json.loads(PATH.read_text())["NVIDIA H200"]
     monkeypatch.setattr(
         tiles, "launch_config", lambda regime, _: LaunchConfig.parse(configs[regime])
@@ -185,7 +189,7 @@ def test_products_of_fp8(compiled: set[str], d_out: int, d_in: int) -> None:
     weight = Fp8Rows(empty(d_out, d_in, dtype=DTYPE), empty(d_out, dtype=torch.float32))
     for tokens, kernel in ((1, "_gemv"), (17, "_quantize_rows")):
         for bias in (None, empty(d_out)):
-            assert fp8_linear(empty(tokens, d_in), weight, bias).shape == (tokens, d_out)
+            assert fp8_fused.linear(empty(tokens, d_in), weight, bias).shape == (tokens, d_out)
         assert kernel in compiled
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lorikeet_engine.kernels.early_launch import can_launch_early, launch_options, prefetch, wait
 from lorikeet_engine.kernels.fp8 import Fp8Rows
 
 MAX_TOKENS = 256
@@ -66,7 +67,7 @@ def multiply_few(
         x_rows = TensorDescriptor.from_tensor(x_rows, [block_tokens, config.block_in])
         w_rows = TensorDescriptor.from_tensor(w_rows, [config.block_out, config.block_in])
     _multiply_few[(programs,)](
-        x_rows, tokens.scales, w_rows, weight.scales, bias, y, parts, arrived,
+        x_rows, tokens.scales, w_rows, weight.rows, weight.scales, bias, y, parts, arrived,
         count, d_out, d_in, tiles, steps,
         config.tma,
         d_in % config.block_in == 0,
@@ -74,6 +75,7 @@ def multiply_few(
         block_tokens, config.block_out, config.block_in, config.stages,
         num_warps=config.warps,
         num_stages=config.stages,
+        **launch_options(can_launch_early(y.device)),
     )  # fmt: skip
     return y
 
@@ -89,6 +91,7 @@ def _multiply_few(
     x: tl.tensor,
     x_scales: tl.tensor,
     weight: tl.tensor,
+    w_start: tl.tensor,
     w_scales: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
@@ -106,6 +109,7 @@ def _multiply_few(
     block_out: tl.constexpr,
     block_in: tl.constexpr,
     stages: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
     """Compute one program's part of the line: ends of tiles, and whole tiles between them."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -115,13 +119,20 @@ def _multiply_few(
     m, n = tl.arange(0, block_out), tl.arange(0, block_tokens)
     k = tl.arange(0, block_in)
     places = m[:, None] * block_tokens + n[None, :]
+    if early:
+        lines = tl.arange(0, block_in // 128) * 128
+        at_row = tl.minimum(at // steps * block_out + m, d_out - 1)[:, None].to(tl.int64) * d_in
+        for ahead in tl.static_range(stages):
+            line = tl.minimum((at % steps + ahead) * block_in + lines, d_in - 1)
+            prefetch(w_start + at_row + line[None, :])
+    wait(early)
     while at < end:
         tile, first = at // steps, at % steps
         last = tl.minimum(steps, first + end - at)
         at += last - first
         row = tile * block_out + m
         if not tma:
-            w_at = weight + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in + k[None, :]
+            w_at = w_start + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in + k[None, :]
             x_at = x + tl.minimum(n, count - 1)[:, None] * d_in + k[None, :]
         sums = tl.zeros((block_out, block_tokens), tl.float32)
         for step in tl.range(first, last, num_stages=stages):
