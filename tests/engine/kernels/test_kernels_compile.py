@@ -20,8 +20,7 @@ from lorikeet_engine.kernels import gemv
 from lorikeet_engine.kernels.attention import paged_decode
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
-from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows
-from lorikeet_engine.kernels.fp8 import few_rows
+from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_rows
 from lorikeet_engine.kernels.fp8 import fused as fp8_fused
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora import linear, tiles

@@ -10,7 +10,6 @@ Weights are the rows of the tensor cores' products, of which these have at least
 columns, of which 16 are enough.
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -20,24 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lorikeet_engine.kernels.early_launch import can_launch_early, launch_options, prefetch, wait
 from lorikeet_engine.kernels.fp8 import Fp8Rows
+from lorikeet_engine.kernels.fp8.tuning import ProductConfig
 
-MAX_TOKENS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class ProductConfig:
-    """How a product is launched.
-
-    block_out, block_in: of the weight, multiplied at once. programs: as many as run. tma: the
-    copying engine of Hopper fetches blocks, not the threads.
-    """
-
-    block_out: int
-    block_in: int
-    programs: int
-    warps: int
-    stages: int
-    tma: bool
+MOST_TILES = 1 << 14  # of a weight: a million outputs
 
 
 def multiply_few(
@@ -47,21 +31,17 @@ def multiply_few(
     dtype: torch.dtype,
     config: ProductConfig,
 ) -> torch.Tensor:
-    """tokens·Wᵀ + b of up to MAX_TOKENS tokens → [tokens, d_out] of dtype; d_in: a multiple of 16.
-
-    Sums stay in the tensor cores as long as a program reads one tile, else float32.
-    """
-    (count, d_in), d_out = tokens.rows.shape, len(weight.rows)
-    y = torch.empty((count, d_out), dtype=dtype, device=tokens.rows.device)
+    """tokens·Wᵀ + b of up to 256 tokens → [tokens, d_out] of dtype; d_in is a multiple of 16."""
+    (count, d_in), d_out, device = tokens.rows.shape, len(weight.rows), tokens.rows.device
+    y = torch.empty((count, d_out), dtype=dtype, device=device)
     block_tokens = max(16, triton.next_power_of_2(count))
     tiles, steps = triton.cdiv(d_out, config.block_out), triton.cdiv(d_in, config.block_in)
-    programs = min(config.programs, tiles * steps)
-    shared = tiles * steps % programs != 0 or (tiles * steps // programs) % steps != 0
+    programs = min(_without_lora(config.programs, device), tiles * steps)
     parts = arrived = None
-    if shared:
+    if tiles % programs:  # some tiles are shared
         size = (programs, 2, config.block_out, block_tokens)
-        parts = torch.empty(size, dtype=torch.float32, device=y.device)
-        arrived = _counters(y.device)
+        parts = torch.empty(size, dtype=torch.float32, device=device)
+        arrived = _counters(device)
     x_rows, w_rows = tokens.rows, weight.rows
     if config.tma:
         x_rows = TensorDescriptor.from_tensor(x_rows, [block_tokens, config.block_in])
@@ -71,19 +51,28 @@ def multiply_few(
         count, d_out, d_in, tiles, steps,
         config.tma,
         d_in % config.block_in == 0,
-        y.device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
+        device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
         block_tokens, config.block_out, config.block_in, config.stages,
         num_warps=config.warps,
         num_stages=config.stages,
-        **launch_options(can_launch_early(y.device)),
+        **launch_options(can_launch_early(device)),
     )  # fmt: skip
     return y
 
 
+def _without_lora(programs: int, device: torch.device) -> int:
+    """How many programs run where LoRA is to have some multiprocessors (kernels/lora/linear.py)."""
+    for_lora = torch._C._get_sm_carveout_experimental()
+    if not for_lora:
+        return programs
+    total = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, programs * (total - for_lora) // total)
+
+
 @cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zero between products: who adds a tile's parts sets its own back."""
-    return torch.zeros(16384, dtype=torch.int32, device=device)
+    """How many parts of each tile are there: zero between products, who adds them sees to it."""
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["count", "tiles", "steps"])  # type: ignore[untyped-decorator]
@@ -152,20 +141,20 @@ def _multiply_few(
             else:
                 sums = tl.dot(w_block, x_block.T, sums)
         whole = last - first == steps
-        if parts is not None:
-            if not whole:
-                own = parts + (program * 2 + (first == 0)) * (block_out * block_tokens)
-                tl.store(own + places, sums)
-                lowest = ((tile * steps + 1) * programs - 1) // total
-                highest = ((tile + 1) * steps * programs - 1) // total
-                tl.debug_barrier()  # all threads' sums lie there before one thread counts them
-                before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
-                whole = before == highest - lowest
-                if whole:
-                    sums = tl.load(parts + (lowest * 2 + 1) * (block_out * block_tokens) + places, cache_modifier=".cg")
-                    for other in range(lowest + 1, highest + 1):
-                        sums += tl.load(parts + other * 2 * (block_out * block_tokens) + places, cache_modifier=".cg")
-                    tl.store(arrived + tile, 0)
+        if parts is not None and not whole:
+            own = parts + (program * 2 + (first == 0)) * (block_out * block_tokens)
+            tl.store(own + places, sums)
+            tl.debug_barrier()  # all threads' sums lie there before one of them says so
+            lowest = ((tile * steps + 1) * programs - 1) // total
+            highest = ((tile + 1) * steps * programs - 1) // total
+            whole = tl.atomic_add(arrived + tile, 1) == highest - lowest
+            if whole:
+                sums = tl.zeros((block_out, block_tokens), tl.float32)
+                for other in range(lowest, highest + 1):
+                    theirs = parts + (other * 2 + (other == lowest)) * (block_out * block_tokens)
+                    # .cg: from the L2 cache, which is where other programs' sums are
+                    sums += tl.load(theirs + places, cache_modifier=".cg")
+                tl.store(arrived + tile, 0)
         if whole:
             real = row < d_out
             out = sums * tl.load(w_scales + row, mask=real, other=0.0)[:, None]

@@ -1,4 +1,4 @@
-"""FP8 linears on CUDA: one launch in Triton rounds the tokens, cuBLASLt multiplies."""
+"""FP8 linears on CUDA: one launch rounds the tokens, our kernel or cuBLASLt multiplies."""
 
 import torch
 import triton
@@ -7,6 +7,8 @@ import triton.language as tl
 from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.early_launch import can_launch_early, launch_options, wait
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, LEAST_SCALE, Fp8Rows
+from lorikeet_engine.kernels.fp8.few_rows import multiply_few
+from lorikeet_engine.kernels.fp8.tuning import product_config
 from lorikeet_engine.kernels.gemv import gemv
 
 
@@ -26,12 +28,22 @@ def linear(
     if len(x) == 1:
         return gemv(x, weight.rows, bias, weight.scales)
     tokens = rounded or quantize_rows(x)
+    config = product_config(*weight.rows.shape, len(x), x.device)
+    if config is not None:
+        return multiply_few(tokens, weight, bias, x.dtype, config)
+    return multiply(tokens, weight, bias, x.dtype)
+
+
+def multiply(
+    tokens: Fp8Rows, weight: Fp8Rows, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """tokens·Wᵀ + b by cuBLASLt → [tokens, d_out] of dtype."""
     y: torch.Tensor = torch._scaled_mm(
         tokens.rows,
         weight.rows.t(),
         scale_a=tokens.scales[:, None],
         scale_b=weight.scales[None, :],
-        out_dtype=x.dtype,
+        out_dtype=dtype,
         use_fast_accum=True,
     )
     # Not with its own bias: cuBLASLt has no such product for some shapes (4,096 x 14,336).
