@@ -204,7 +204,8 @@ def show(row: Row) -> None:
     timed = sorted(((us, c) for c, us in row.tried if us is not None), key=lambda pair: pair[0])
     print(
         f"{row.linear} {row.tokens}: cuBLASLt {row.cublas_us:.1f} us "
-        f"{size / row.cublas_us:.2f} TB/s, one row {row.row_us:.1f} us {size / row.row_us:.2f} TB/s",
+        f"{size / row.cublas_us:.2f} TB/s, one row {row.row_us:.1f} us "
+        f"{size / row.row_us:.2f} TB/s",
     )
     for us, config in timed[:4]:
         print(f"    {us:.1f} us {size / us:.2f} TB/s {config}", flush=True)

@@ -10,6 +10,8 @@ import torch
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, fused, reference
+from lorikeet_engine.kernels.fp8.few_rows import multiply_few
+from lorikeet_engine.kernels.fp8.tuning import ProductConfig
 from lorikeet_engine.kernels.gemv import gemv
 from lorikeet_engine.kernels.lora.linear import linear
 from lorikeet_engine.kernels.lora.types import LoraDelta
@@ -27,6 +29,7 @@ KINDS = [
     pytest.param("cuda", torch.bfloat16, marks=on_gpu),
     pytest.param("cuda", torch.float16, marks=on_gpu),
 ]
+SEEDED = torch.Generator().manual_seed(7)
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -147,6 +150,65 @@ def test_one_row_is_multiplied_unrounded(device, dtype, d_out, d_in, biased):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
 
 
+def few(device, dtype, tokens, d_out, d_in):
+    """Tokens and a weight of FP8, a bias, and the product: exact but for the last rounding."""
+    x, weight = (
+        reference.quantize_rows(torch.randn(n, d_in, generator=SEEDED).to(device))
+        for n in (tokens, d_out)
+    )
+    bias = torch.randn(d_out, generator=SEEDED).to(device, dtype)
+    want = reference.linear(x.rows.to(torch.float32), weight, bias, x)
+    return x, weight, bias, want
+
+
+def assert_near(got, want, d_in):
+    # a sum loses up to a 2^13th of itself with each 32 products; then it is rounded
+    bound = d_in / 32 * 2.0**-13 + torch.finfo(got.dtype).eps
+    assert (got.float() - want).norm() <= bound * want.norm()
+
+
+@pytest.mark.parametrize(("device", "dtype"), KINDS)
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("programs", [1, 2, 3, 7, 1000])  # with shared tiles, and without
+@pytest.mark.parametrize(("tokens", "d_out", "d_in"), [(2, 64, 512), (5, 200, 320), (33, 96, 160)])
+def test_few_tokens_are_multiplied_however_many_programs_share_it(
+    device, dtype, tokens, d_out, d_in, programs, tma
+):
+    x, weight, bias, want = few(device, dtype, tokens, d_out, d_in)
+    config = ProductConfig(64, 128, programs, warps=4, stages=3, tma=tma)
+    for added in (None, bias):
+        got = multiply_few(x, weight, added, dtype, config)
+        assert_near(got, want if added is not None else want - bias.float(), d_in)
+        assert torch.equal(got, multiply_few(x, weight, added, dtype, config))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [2, 16, 100, 256])
+@pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336)])
+def test_what_shares_a_tile_adds_it_up_alike_every_time(d_out, d_in, tokens):
+    x, weight, bias, want = few("cuda", torch.bfloat16, tokens, d_out, d_in)
+    for tma in (False, True):
+        config = ProductConfig(64, 128, 264, warps=4, stages=3, tma=tma)
+        first = multiply_few(x, weight, bias, torch.bfloat16, config)
+        assert_near(first, want, d_in)
+        for _ in range(50):
+            assert torch.equal(first, multiply_few(x, weight, bias, torch.bfloat16, config))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_product_leaves_multiprocessors_to_lora():
+    x, weight, bias, want = few("cuda", torch.bfloat16, 32, 4096, 4096)
+    config = ProductConfig(64, 128, 264, warps=4, stages=3, tma=True)
+    torch._C._set_sm_carveout_experimental(40)
+    try:
+        got = multiply_few(x, weight, bias, torch.bfloat16, config)
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+    assert_near(got, want, 4096)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("biased", [False, True])
@@ -161,9 +223,7 @@ def test_cuda_multiplies_what_the_reference_does(d_out, d_in, tokens, biased):
     if tokens == 1:  # x itself is multiplied
         want = x.float() @ floats(weight).float().T
         want = want if bias is None else want + bias
-    # a sum loses up to a 2^13th of itself with each 32 products; then it is rounded
-    bound = d_in / 32 * 2.0**-13 + torch.finfo(dtype).eps
-    assert (got.float() - want).norm() <= bound * want.norm()
+    assert_near(got, want, d_in)
 
 
 @pytest.mark.gpu
