@@ -22,6 +22,7 @@ from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspac
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_rows
 from lorikeet_engine.kernels.fp8 import fused as fp8_fused
+from lorikeet_engine.kernels.fp8.tuning import ProductConfig
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora import linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
@@ -190,6 +191,21 @@ def test_products_of_fp8(compiled: set[str], d_out: int, d_in: int) -> None:
         for bias in (None, empty(d_out)):
             assert fp8_fused.linear(empty(tokens, d_in), weight, bias).shape == (tokens, d_out)
         assert kernel in compiled
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(("tokens", "out", "warps"), [(16, 64, 4), (128, 128, 8), (256, 64, 4)])
+def test_fp8_products_of_few_tokens(
+    compiled: set[str], tokens: int, out: int, warps: int, tma: bool
+) -> None:
+    config = ProductConfig(out, 128, programs=264, warps=warps, stages=4, tma=tma)
+    x, weight = (
+        Fp8Rows(empty(rows, 4096, dtype=DTYPE), empty(rows, dtype=torch.float32))
+        for rows in (tokens, 4096)
+    )
+    y = few_rows.multiply_few(x, weight, empty(4096), torch.bfloat16, config)
+    assert y.shape == (tokens, 4096)
+    assert compiled == {"_multiply_few"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
