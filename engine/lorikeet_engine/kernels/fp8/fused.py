@@ -5,10 +5,7 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.early_launch import can_launch_early, launch_options, wait
-from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, LEAST_SCALE, Fp8Rows
-from lorikeet_engine.kernels.fp8.few_rows import multiply_few
-from lorikeet_engine.kernels.fp8.tuning import product_config
+from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, LEAST_SCALE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.gemv import gemv
 
 
@@ -28,9 +25,9 @@ def linear(
     if len(x) == 1:
         return gemv(x, weight.rows, bias, weight.scales)
     tokens = rounded or quantize_rows(x)
-    config = product_config(*weight.rows.shape, len(x), x.device)
+    config = few_tokens.product_config(*weight.rows.shape, len(x), x.device)
     if config is not None:
-        return multiply_few(tokens, weight, bias, x.dtype, config)
+        return few_tokens.multiply(tokens, weight, bias, x.dtype, config)
     return multiply(tokens, weight, bias, x.dtype)
 
 
@@ -60,7 +57,6 @@ def quantize_rows(x: torch.Tensor) -> Fp8Rows:
     _quantize_rows[(rows,)](
         x, out.rows, out.scales, x.stride(0), width, block, LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
-        **launch_options(can_launch_early(x.device)),
     )  # fmt: skip
     return out
 
@@ -83,10 +79,8 @@ def _quantize_rows(
     block: tl.constexpr,
     largest: tl.constexpr,
     least_scale: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Round one row."""
-    wait(early)
     columns = tl.arange(0, block)
     inside = columns < width
     row = tl.program_id(0).to(tl.int64)
