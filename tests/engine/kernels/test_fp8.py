@@ -225,6 +225,53 @@ def test_a_captured_product_reads_what_lies_there_at_its_replay(tokens):
     assert torch.equal(y, fp8.linear(x, weight))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [1, 32, 128])
+def test_kernels_that_are_launched_early_read_what_those_ahead_of_them_write(tokens):
+    gate_up, down = (
+        reference.quantize_weight(torch.randn(size, device="cuda") * size[1] ** -0.5)
+        for size in ((28672, 4096), (4096, 14336))
+    )
+    given = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+    norm = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
+
+    def layers(after):
+        x, delta = given.clone(), torch.zeros_like(given)
+        for _ in range(8):
+            inputs = pointwise.add_rms_norm_fp8(x, delta, norm, 1e-5)
+            after()
+            y = fp8.linear(inputs.rows, gate_up, None, inputs.fp8)
+            after()
+            gated = pointwise.silu_and_mul_fp8(y)
+            after()
+            delta = fp8.linear(gated.rows, down, None, gated.fp8)
+            after()
+        return delta
+
+    want, graph = layers(torch.cuda.synchronize), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers(lambda: None)
+    for _ in range(50):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("gpu", "tokens", "known"), [
+    ("NVIDIA H200", 32, True), ("NVIDIA H200", 129, False), ("another GPU", 32, False),
+])  # fmt: skip
+def test_a_product_that_was_not_measured_on_this_gpu_is_left_to_cublas(
+    monkeypatch, gpu, tokens, known
+):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
+    device = torch.device("cuda", 0)
+    config = few_tokens.product_config(4096, 14336, tokens, device)
+    assert (config is not None) == known
+    assert few_tokens.product_config(4096, 14335, tokens, device) is None
+    assert few_tokens.product_config(4096, 14336, tokens, torch.device("cpu")) is None
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "message"),
     [((8, 6), torch.bfloat16, "8.9 or above"), ((9, 0), torch.float16, "want bfloat16")],

@@ -48,17 +48,25 @@ class ProductConfig:
     stages: int
 
 
-@cache
 def product_config(
     d_out: int, d_in: int, tokens: int, device: torch.device
 ) -> ProductConfig | None:
     """How to multiply so many tokens by a weight [d_out, d_in]; None: by cuBLASLt."""
     if device.type != "cuda" or tokens > TOKENS[-1]:
         return None
-    weights = json.loads(PATH.read_text()).get(torch.cuda.get_device_name(device), {})
     most = next(count for count in TOKENS if count >= tokens)
-    config = weights.get(f"{d_out}x{d_in}", {}).get(str(most))
-    return config and ProductConfig(**config)
+    return _configs(torch.cuda.get_device_name(device)).get((f"{d_out}x{d_in}", str(most)))
+
+
+@cache
+def _configs(gpu: str) -> dict[tuple[str, str], ProductConfig]:
+    """What tuning.json has of a GPU, by weight and tokens."""
+    return {
+        (weight, tokens): ProductConfig(**config)
+        for weight, configs in json.loads(PATH.read_text()).get(gpu, {}).items()
+        for tokens, config in configs.items()
+        if config is not None
+    }
 
 
 def multiply(
