@@ -26,7 +26,8 @@ def linear(
     if len(x) == 1:
         return gemv(x, weight.rows, bias, weight.scales)
     tokens = rounded or quantize_rows(x)
-    config = few_tokens.product_config(*weight.rows.shape, len(x), x.device)
+    d_out, d_in = weight.rows.shape
+    config = few_tokens.product_config(d_out, d_in, len(x), x.device)
     if config is not None:
         return few_tokens.multiply(tokens, weight, bias, x.dtype, config)
     return multiply(tokens, weight, bias, x.dtype)

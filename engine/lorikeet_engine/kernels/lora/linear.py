@@ -176,8 +176,8 @@ def _is_of_few_tokens(weight: Weight, rows: torch.Tensor) -> bool:
     """Whether the kernel of kernels/fp8/few_tokens.py multiplies, and not a library."""
     if not isinstance(weight, Fp8Rows):
         return False
-    config = _cuda("fp8.few_tokens").product_config
-    return config(*weight.rows.shape, len(rows), rows.device) is not None
+    config_of = _cuda("fp8.few_tokens").product_config
+    return config_of(*weight.rows.shape, len(rows), rows.device) is not None
 
 
 def replace_logits(
