@@ -18,9 +18,9 @@ _KINDS = (
     ("copies", r"^Mem(cpy|set)"),
     ("shrink", r"shrink"),
     ("expand", r"^_expand"),
-    ("norms, rotary, KV write, SiLU", r"^_(add_rms_norm|rotary|silu)"),
+    ("norms, rotary, KV write, SiLU", r"^_(add_rms_norm|rotary|silu|quantize)"),
     ("attention", r"^_decode|flashinfer|fmha"),
-    ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv"),
+    ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv|^_multiply"),
     ("sampling", r"^_(sum_chunks|draw|penalise)|ArgMax|argmax|softmax|[sS]ort|scan|Philox"),
     ("torch's pointwise", r"at::native"),
 )

@@ -25,6 +25,7 @@ from lorikeet_engine.kernels.lora.linear import (
     linear_with_lora,
     linear_with_lora_before_silu,
     replace_logits,
+    rows_of,
 )
 from lorikeet_engine.kernels.lora.types import (
     LoraDelta,
@@ -37,6 +38,7 @@ from lorikeet_engine.kernels.lora.types import (
 from lorikeet_engine.kernels.pointwise import (
     rotary_and_store_kv,
     silu_and_mul,
+    silu_and_mul_fp8,
 )
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
@@ -243,7 +245,8 @@ class _Mlp:
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def __call__(self, x: Inputs, step: _Step) -> Product:
-        gated = silu_and_mul(*self.gate_up.before_silu(x, step.lora))
+        gate = silu_and_mul_fp8 if fp8.rounds(self.down.weight, len(rows_of(x))) else silu_and_mul
+        gated = gate(*self.gate_up.before_silu(x, step.lora))
         return Product(*self.down(gated, step.lora), self.output_weight)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.adapter_format import QkNormKind
-from lorikeet_engine.kernels.fp8 import Fp8Rows
+from lorikeet_engine.kernels.fp8 import rounds
 from lorikeet_engine.kernels.lora.linear import Inputs, Weight
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm, add_rms_norm, add_rms_norm_fp8
@@ -42,11 +42,8 @@ class RmsNorm:
         return add_rms_norm(x, y, self.weight, self.eps, lora, self.multiplier, norm_weight)
 
     def inputs_of(self, weight: Weight, x: torch.Tensor, product: Product) -> Inputs:
-        """Do what add_and_norm does; where a linear of this weight rounds tokens, round as well.
-
-        A single token stays as it is (kernels/fp8/fused.py).
-        """
-        if self.weight is None or not isinstance(weight, Fp8Rows) or len(x) == 1:
+        """Do what add_and_norm does; where a linear of this weight rounds tokens, round as well."""
+        if self.weight is None or not rounds(weight, len(x)):
             return self.add_and_norm(x, product)
         y, lora, norm_weight = product.y, product.lora, product.norm_weight
         return add_rms_norm_fp8(x, y, self.weight, self.eps, lora, self.multiplier, norm_weight)

@@ -9,9 +9,11 @@ import torch
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, fused, reference
+from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, few_tokens, fused, reference
+from lorikeet_engine.kernels.fp8.few_tokens import ProductConfig
 from lorikeet_engine.kernels.gemv import gemv
 from lorikeet_engine.kernels.lora.linear import linear
+from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import fused as pointwise
 from tests.engine.interpreter import INTERPRETED
 
@@ -26,6 +28,7 @@ KINDS = [
     pytest.param("cuda", torch.bfloat16, marks=on_gpu),
     pytest.param("cuda", torch.float16, marks=on_gpu),
 ]
+SEEDED = torch.Generator().manual_seed(7)
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -112,6 +115,20 @@ def test_a_norm_rounds_its_own_rows(device, dtype, width):
     assert_rounded(both.fp8, both.rows)
 
 
+@pytest.mark.parametrize(("device", "dtype"), KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("width", [16, 100, 14336])
+def test_silu_rounds_its_own_rows(device, dtype, width, adapters):
+    # an 8th, whose products float16 can hold
+    x, added = ((numbers(5, 2 * width, seed=n) / 8).to(device, dtype) for n in (1, 2))
+    lora = None
+    if adapters:
+        lora = LoraDelta(added, torch.tensor([3], dtype=torch.int32, device=device))
+    both = pointwise.silu_and_mul_fp8(x, lora)
+    assert torch.equal(both.rows, pointwise.silu_and_mul(x, lora))
+    assert_rounded(both.fp8, both.rows)
+
+
 def test_rows_that_are_rounded_already_are_multiplied_as_they_are():
     x, weight = numbers(5, 96), reference.quantize_weight(numbers(40, 96, seed=1))
     rounded = reference.quantize_rows(x)
@@ -133,6 +150,50 @@ def test_one_row_is_multiplied_unrounded(device, dtype, d_out, d_in, biased):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
 
 
+def few(device, dtype, tokens, d_out, d_in):
+    """Tokens and a weight of FP8, a bias, and the product: exact but for the last rounding."""
+    x, weight = (
+        reference.quantize_rows(torch.randn(n, d_in, generator=SEEDED).to(device))
+        for n in (tokens, d_out)
+    )
+    bias = torch.randn(d_out, generator=SEEDED).to(device, dtype)
+    want = reference.linear(x.rows.to(torch.float32), weight, bias, x)
+    return x, weight, bias, want
+
+
+def assert_near(got, want, d_in):
+    # a sum loses up to a 2^13th of itself with each 32 products; then it is rounded
+    bound = d_in / 32 * 2.0**-13 + torch.finfo(got.dtype).eps
+    assert (got.float() - want).norm() <= bound * want.norm()
+
+
+@pytest.mark.parametrize(("device", "dtype"), KINDS)
+@pytest.mark.parametrize("split", [1, 2, 3, 8])  # 8: some have no columns
+@pytest.mark.parametrize(("tokens", "d_out", "d_in"), [(2, 64, 512), (5, 200, 320), (33, 96, 160)])
+def test_few_tokens_are_multiplied_however_many_programs_share_it(
+    device, dtype, tokens, d_out, d_in, split
+):
+    x, weight, bias, want = few(device, dtype, tokens, d_out, d_in)
+    config = ProductConfig(64, 128, split, warps=4, stages=3)
+    for added in (None, bias):
+        got = few_tokens.multiply(x, weight, added, dtype, config)
+        assert_near(got, want if added is not None else want - bias.float(), d_in)
+        assert torch.equal(got, few_tokens.multiply(x, weight, added, dtype, config))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [2, 16, 100, 128])
+@pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336)])
+def test_programs_that_share_outputs_add_them_up_alike_every_time(d_out, d_in, tokens):
+    x, weight, bias, want = few("cuda", torch.bfloat16, tokens, d_out, d_in)
+    config = ProductConfig(64, 128, 5, warps=4, stages=3)
+    first = few_tokens.multiply(x, weight, bias, torch.bfloat16, config)
+    assert_near(first, want, d_in)
+    for _ in range(50):
+        assert torch.equal(first, few_tokens.multiply(x, weight, bias, torch.bfloat16, config))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("biased", [False, True])
@@ -147,9 +208,7 @@ def test_cuda_multiplies_what_the_reference_does(d_out, d_in, tokens, biased):
     if tokens == 1:  # x itself is multiplied
         want = x.float() @ floats(weight).float().T
         want = want if bias is None else want + bias
-    # a sum loses up to a 2^13th of itself with each 32 products; then it is rounded
-    bound = d_in / 32 * 2.0**-13 + torch.finfo(dtype).eps
-    assert (got.float() - want).norm() <= bound * want.norm()
+    assert_near(got, want, d_in)
 
 
 @pytest.mark.gpu
@@ -165,6 +224,53 @@ def test_a_captured_product_reads_what_lies_there_at_its_replay(tokens):
     y.fill_(torch.nan)
     graph.replay()
     assert torch.equal(y, fp8.linear(x, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [1, 32, 128])
+def test_kernels_that_are_launched_early_read_what_those_ahead_of_them_write(tokens):
+    gate_up, down = (
+        reference.quantize_weight(torch.randn(size, device="cuda") * size[1] ** -0.5)
+        for size in ((28672, 4096), (4096, 14336))
+    )
+    given = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+    norm = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
+
+    def layers(after):
+        x, delta = given.clone(), torch.zeros_like(given)
+        for _ in range(8):
+            inputs = pointwise.add_rms_norm_fp8(x, delta, norm, 1e-5)
+            after()
+            y = fp8.linear(inputs.rows, gate_up, None, inputs.fp8)
+            after()
+            gated = pointwise.silu_and_mul_fp8(y)
+            after()
+            delta = fp8.linear(gated.rows, down, None, gated.fp8)
+            after()
+        return delta
+
+    want, graph = layers(torch.cuda.synchronize), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers(lambda: None)
+    for _ in range(50):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("gpu", "tokens", "known"), [
+    ("NVIDIA H200", 32, True), ("NVIDIA H200", 129, False), ("another GPU", 32, False),
+])  # fmt: skip
+def test_a_product_that_was_not_measured_on_this_gpu_is_left_to_cublas(
+    monkeypatch, gpu, tokens, known
+):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
+    device = torch.device("cuda", 0)
+    config = few_tokens.product_config(4096, 14336, tokens, device)
+    assert (config is not None) == known
+    assert few_tokens.product_config(4096, 14335, tokens, device) is None
+    assert few_tokens.product_config(4096, 14336, tokens, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from lorikeet_engine.kernels import gemv
+from lorikeet_engine.kernels.attention import paged_decode
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
-from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows
-from lorikeet_engine.kernels.fp8.fused import linear as fp8_linear
+from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_tokens
+from lorikeet_engine.kernels.fp8 import fused as fp8_fused
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora import linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
@@ -32,7 +34,7 @@ from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, LoraWeights, Segments
 from lorikeet_engine.kernels.penalties import PENALTIES, PenaltyState
 from lorikeet_engine.kernels.penalties.fused import penalise
-from lorikeet_engine.kernels.pointwise import QkNorm, fused
+from lorikeet_engine.kernels.pointwise import QkNorm, fused, fused_rotary
 from lorikeet_engine.kernels.sampling import DRAW_FIELDS
 from lorikeet_engine.kernels.sampling.fused import draw_tokens
 
@@ -63,17 +65,25 @@ class Hopper:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the kernels that the test's launches compiled."""
+    """The names of the kernels that the test's launches compiled.
+
+    What is launched before the kernels ahead of it have ended reads and writes nothing until then.
+    """
     names, run = set(), JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         options.pop("launch_pdl", None)
         made = run(kernel, *args, grid=grid, warmup=True, **options)
         assert made.metadata.shared <= MOST_SHARED, kernel.__name__
+        if options.get("early"):
+            ahead, waits, _ = made.asm["ptx"].partition("griddepcontrol.wait")
+            assert waits, kernel.__name__
+            assert not re.search(r"\b(ld|st|atom|red)\.global|cp\.async", ahead), kernel.__name__
         names.add(kernel.__name__)
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(tiles, "_is_hopper", lambda _: True)
+    for module in (tiles, gemv, few_tokens, fp8_fused, fused, fused_rotary, paged_decode):
+        monkeypatch.setattr(module, "can_launch_early", lambda _: True)
     configs = json.loads(PATH.read_text())["NVIDIA H200"]
     monkeypatch.setattr(
         tiles, "launch_config", lambda regime, _: LaunchConfig.parse(configs[regime])
@@ -140,6 +150,7 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.add_rms_norm(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
     fused.add_rms_norm_fp8(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
     fused.silu_and_mul(empty(8, 2 * 14336), delta(2 * 14336))
+    fused.silu_and_mul_fp8(empty(8, 2 * 14336), delta(2 * 14336))
     slots = empty(8, dtype=torch.int64)
     kv = empty(2, 100, 16, 8, 128)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128))
@@ -159,7 +170,7 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.rotary_and_store_kv(
         empty(8, 48, 128), angles, angles, fp8, slots, delta(48 * 128), norm, KvScales(0.1, 0.2)
     )
-    assert compiled >= {"_add_rms_norm", "_silu_and_mul", "_rotary_and_store_kv"}
+    assert compiled >= {"_add_rms_norm", "_silu_and_mul", "_silu_and_mul_fp8"}
 
 
 @pytest.mark.parametrize("tokens", [1, 256])
@@ -184,8 +195,23 @@ def test_products_of_fp8(compiled: set[str], d_out: int, d_in: int) -> None:
     weight = Fp8Rows(empty(d_out, d_in, dtype=DTYPE), empty(d_out, dtype=torch.float32))
     for tokens, kernel in ((1, "_gemv"), (17, "_quantize_rows")):
         for bias in (None, empty(d_out)):
-            assert fp8_linear(empty(tokens, d_in), weight, bias).shape == (tokens, d_out)
+            assert fp8_fused.linear(empty(tokens, d_in), weight, bias).shape == (tokens, d_out)
         assert kernel in compiled
+
+
+@pytest.mark.parametrize("tokens", few_tokens.TOKENS)
+def test_fp8_products_of_few_tokens(compiled: set[str], tokens: int) -> None:
+    for name, configs in json.loads(few_tokens.PATH.read_text())["NVIDIA H200"].items():
+        config, (d_out, d_in) = configs[str(tokens)], map(int, name.split("x"))
+        x, weight = (
+            Fp8Rows(empty(rows, d_in, dtype=DTYPE), empty(rows, dtype=torch.float32))
+            for rows in (tokens, d_out)
+        )
+        if config is not None:
+            config = few_tokens.ProductConfig(**config)
+            y = few_tokens.multiply(x, weight, empty(d_out), torch.bfloat16, config)
+            assert y.shape == (tokens, d_out)
+    assert compiled == {"_multiply"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -25,6 +25,7 @@ __all__ = [
     "Fp8Rows",
     "check_device",
     "linear",
+    "rounds",
 ]
 
 FIRST_WITH_FP8 = (8, 9)
@@ -71,6 +72,14 @@ def linear(
     """
     y: torch.Tensor = _operators(x.device.type).linear(x, weight, bias, rounded)
     return y
+
+
+def rounds(weight: object, tokens: int) -> bool:
+    """Whether a product of so many tokens by a linear's weight rounds them to FP8.
+
+    A single token stays as it is (fused.linear).
+    """
+    return isinstance(weight, Fp8Rows) and tokens > 1
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:

@@ -1,11 +1,12 @@
-"""FP8 linears on CUDA: one launch in Triton rounds the tokens, cuBLASLt multiplies."""
+"""FP8 linears on CUDA: one launch rounds the tokens, our kernel or cuBLASLt multiplies."""
 
 import torch
 import triton
 import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, LEAST_SCALE, Fp8Rows
+from lorikeet_engine.kernels.early_launch import can_launch_early, launch_options, wait
+from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, LEAST_SCALE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.gemv import gemv
 
 
@@ -25,12 +26,23 @@ def linear(
     if len(x) == 1:
         return gemv(x, weight.rows, bias, weight.scales)
     tokens = rounded or quantize_rows(x)
+    d_out, d_in = weight.rows.shape
+    config = few_tokens.product_config(d_out, d_in, len(x), x.device)
+    if config is not None:
+        return few_tokens.multiply(tokens, weight, bias, x.dtype, config)
+    return multiply(tokens, weight, bias, x.dtype)
+
+
+def multiply(
+    tokens: Fp8Rows, weight: Fp8Rows, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """tokens·Wᵀ + b by cuBLASLt → [tokens, d_out] of dtype."""
     y: torch.Tensor = torch._scaled_mm(
         tokens.rows,
         weight.rows.t(),
         scale_a=tokens.scales[:, None],
         scale_b=weight.scales[None, :],
-        out_dtype=x.dtype,
+        out_dtype=dtype,
         use_fast_accum=True,
     )
     # Not with its own bias: cuBLASLt has no such product for some shapes (4,096 x 14,336).
@@ -47,6 +59,7 @@ def quantize_rows(x: torch.Tensor) -> Fp8Rows:
     _quantize_rows[(rows,)](
         x, out.rows, out.scales, x.stride(0), width, block, LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
+        **launch_options(early=can_launch_early(x.device)),
     )  # fmt: skip
     return out
 
@@ -69,8 +82,10 @@ def _quantize_rows(
     block: tl.constexpr,
     largest: tl.constexpr,
     least_scale: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
     """Round one row."""
+    wait(early)
     columns = tl.arange(0, block)
     inside = columns < width
     row = tl.program_id(0).to(tl.int64)
@@ -90,11 +105,22 @@ def store_rounded(
     largest: tl.constexpr,
     least_scale: tl.constexpr,
 ) -> None:
-    """Store a row of float32 rounded, and its scale; values are zero outside of it.
-
-    As in torch: by a product for the scale, by IEEE's division for what is rounded.
-    """
-    scale = tl.maximum(tl.max(tl.abs(values), 0) * (1.0 / largest), least_scale)
-    rounded = tl.div_rn(values, tl.zeros_like(values) + scale).to(y.dtype.element_ty)
-    tl.store(y + row * width + columns, rounded, mask=inside)
+    """Store a row of float32 rounded, and its scale; values are zero outside of it."""
+    scale = scale_of(tl.abs(values), largest, least_scale)
+    tl.store(y + row * width + columns, divided(values, scale, y.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(sizes: tl.tensor, largest: tl.constexpr, least_scale: tl.constexpr) -> tl.tensor:
+    """The scale of a row whose numbers, or the largest of them, are of these sizes.
+
+    By a product, as torch divides by a constant.
+    """
+    return tl.maximum(tl.max(sizes, 0) * (1.0 / largest), least_scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def divided(values: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Round values / scale to FP8, by IEEE's division, as torch does."""
+    return tl.div_rn(values, tl.zeros_like(values) + scale).to(dtype)

@@ -9,7 +9,8 @@ kernel of kernels/pointwise/fused.py that reads y next adds it:
 
 LoRA's kernels wait for memory more than they use it, and a large product leaves memory idle. cuBLAS
 would take every multiprocessor for itself from start to end, so that LoRA could only run before or
-after: it is told to leave some free (LaunchConfig.sms_for_lora). A base model's weight is a tensor,
+after: it is told to leave some free (LaunchConfig.sms_for_lora). Products of our own, of one token
+or of a few by FP8, do without: LoRA's programs go first there. A base model's weight is a tensor,
 or of FP8 (kernels/fp8); LoRA reads x as it is beside both. What the side stream allocates is
 safe in main's hands: whatever it does next, it first waits for main.
 """
@@ -152,8 +153,9 @@ def linear_and_lora(
     rows = rows_of(x)
     main, side = torch.cuda.current_stream(rows.device), _side_stream(rows.device)
     tiles = step.tiles
-    # A single row is multiplied by many small programs, which LoRA's can run among.
-    sms = 0 if len(rows) == 1 else tiles.config.sms_for_lora(tiles.segments * tiles.max_rank)
+    # Our own products have many small programs, which LoRA's can run among.
+    own = len(rows) == 1 or _is_of_few_tokens(weight, rows)
+    sms = 0 if own else tiles.config.sms_for_lora(tiles.segments * tiles.max_rank)
     side.wait_stream(main)
     if sms:
         reserve = _reserve_sms_of_lt if isinstance(weight, Fp8Rows) else _reserve_sms
@@ -168,6 +170,14 @@ def linear_and_lora(
         y = linear(x, weight, bias)
     main.wait_stream(side)
     return y, shrunk
+
+
+def _is_of_few_tokens(weight: Weight, rows: torch.Tensor) -> bool:
+    """Whether the kernel of kernels/fp8/few_tokens.py multiplies, and not a library."""
+    if not isinstance(weight, Fp8Rows):
+        return False
+    config_of = _cuda("fp8.few_tokens").product_config
+    return config_of(*weight.rows.shape, len(rows), rows.device) is not None
 
 
 def replace_logits(

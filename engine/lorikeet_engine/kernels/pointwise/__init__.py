@@ -18,7 +18,14 @@ from lorikeet_engine.kernels.fp8 import Activations
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 
-__all__ = ["QkNorm", "add_rms_norm", "add_rms_norm_fp8", "rotary_and_store_kv", "silu_and_mul"]
+__all__ = [
+    "QkNorm",
+    "add_rms_norm",
+    "add_rms_norm_fp8",
+    "rotary_and_store_kv",
+    "silu_and_mul",
+    "silu_and_mul_fp8",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,14 @@ def rotary_and_store_kv(
 def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None) -> torch.Tensor:
     """silu(x[:, :width]) · x[:, width:] of x [tokens, 2 · width], dense → [tokens, width]."""
     y: torch.Tensor = _operators(x.device.type).silu_and_mul(x, lora)
+    return y
+
+
+def silu_and_mul_fp8(
+    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None
+) -> Activations:
+    """Do what silu_and_mul does, and round each of its rows to FP8 as well."""
+    y: Activations = _operators(x.device.type).silu_and_mul_fp8(x, lora)
     return y
 
 

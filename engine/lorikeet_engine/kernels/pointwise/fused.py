@@ -8,16 +8,30 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet_engine.kernels.early_launch import can_launch_early, launch_options, wait
 from lorikeet_engine.kernels.fp8 import LARGEST, LEAST_SCALE, Activations, Fp8Rows
-from lorikeet_engine.kernels.fp8.fused import empty_rows, store_rounded
+from lorikeet_engine.kernels.fp8.fused import (
+    divided,
+    empty_rows,
+    quantize_rows,
+    scale_of,
+    store_rounded,
+)
 from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.kernels.pointwise.fused_rotary import rotary_and_store_kv
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 
-__all__ = ["add_rms_norm", "add_rms_norm_fp8", "rotary_and_store_kv", "silu_and_mul"]
+__all__ = [
+    "add_rms_norm",
+    "add_rms_norm_fp8",
+    "rotary_and_store_kv",
+    "silu_and_mul",
+    "silu_and_mul_fp8",
+]
 
 COLUMNS = 1024  # gated by one program
+COLUMNS_AT_ONCE = 8192  # of a row that one program gates and rounds
 
 
 def add_rms_norm(
@@ -70,6 +84,7 @@ def _launch_add_rms_norm(
         x, delta, *operands(lora), delta_weight, weight, y, *fp8, eps, scale, width, block,
         LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
+        **launch_options(early=lora is None and can_launch_early(x.device)),
     )  # fmt: skip
     return x if y is None else y
 
@@ -83,8 +98,34 @@ def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = Non
         return expand_silu_and_mul(x, lora)
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
-    _silu_and_mul[(tokens, triton.cdiv(width, COLUMNS))](x, *operands(lora), y, width, COLUMNS)
+    _silu_and_mul[(tokens, triton.cdiv(width, COLUMNS))](
+        x, *operands(lora), y, width, COLUMNS,
+        **launch_options(early=lora is None and can_launch_early(x.device)),
+    )  # fmt: skip
     return y
+
+
+def silu_and_mul_fp8(
+    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None
+) -> Activations:
+    """Do what silu_and_mul does, and round each of its rows to FP8: in the same launch if it can.
+
+    Only where the adapters' delta is expanded in that launch, by programs that have parts of rows,
+    another one rounds.
+    """
+    if isinstance(lora, UnexpandedDelta):
+        y = expand_silu_and_mul(x, lora)
+        return Activations(y, quantize_rows(y))
+    tokens, width = x.shape[0], x.shape[1] // 2
+    y = x.new_empty((tokens, width))
+    rounded = empty_rows(y)
+    block = min(COLUMNS_AT_ONCE, triton.next_power_of_2(width))
+    _silu_and_mul_fp8[(tokens,)](
+        x, *operands(lora), y, rounded.rows, rounded.scales, width, block, LARGEST, LEAST_SCALE,
+        num_warps=min(16, max(1, block // 512)),
+        **launch_options(early=lora is None and can_launch_early(x.device)),
+    )  # fmt: skip
+    return Activations(y, rounded)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -113,8 +154,10 @@ def _add_rms_norm(
     block: tl.constexpr,
     largest: tl.constexpr,
     least_scale: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
     """Compute one token."""
+    wait(early)
     columns = tl.arange(0, block)
     inside = columns < width
     token = tl.program_id(0).to(tl.int64)
@@ -144,17 +187,15 @@ def _add_rms_norm(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_and_mul(
+def _gated(
     x: tl.tensor,
     lora: tl.tensor,
     adapted: tl.tensor,
-    y: tl.tensor,
+    token: tl.tensor,
+    columns: tl.tensor,
     width: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    """Compute some columns of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * block + tl.arange(0, block)
+) -> tl.tensor:
+    """Compute some columns of one token, in float32; 0 behind the width."""
     inside = columns < width
     at = token * (2 * width) + columns
     gates = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -162,5 +203,56 @@ def _silu_and_mul(
     if lora is not None:
         gates += lora_at(lora, adapted, token, at, inside)
         values += lora_at(lora, adapted, token, at + width, inside)
-    out = gates / (1.0 + tl.exp(-gates)) * values
-    tl.store(y + token * width + columns, out.to(y.dtype.element_ty), mask=inside)
+    return gates / (1.0 + tl.exp(-gates)) * values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _silu_and_mul(
+    x: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    y: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    early: tl.constexpr,
+) -> None:
+    """Compute some columns of one token."""
+    wait(early)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    out = _gated(x, lora, adapted, token, columns, width)
+    tl.store(y + token * width + columns, out.to(y.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _silu_and_mul_fp8(
+    x: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    y: tl.tensor,
+    rounded_y: tl.tensor,
+    scales: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    largest: tl.constexpr,
+    least_scale: tl.constexpr,
+    early: tl.constexpr,
+) -> None:
+    """Compute one token, then read it again from the cache and round it: it outgrows registers."""
+    wait(early)
+    token = tl.program_id(0).to(tl.int64)
+    most = tl.zeros((block,), tl.float32)
+    for start in tl.static_range(0, width, block):
+        columns = start + tl.arange(0, block)
+        out = _gated(x, lora, adapted, token, columns, width).to(y.dtype.element_ty)
+        tl.store(y + token * width + columns, out, mask=columns < width)
+        most = tl.maximum(most, tl.abs(out.to(tl.float32)))
+    scale = scale_of(most, largest, least_scale)
+    tl.store(scales + token, scale)
+    tl.debug_barrier()  # the whole row lies there before any thread reads
+    for start in tl.static_range(0, width, block):
+        columns = start + tl.arange(0, block)
+        inside = columns < width
+        at = token * width + columns
+        out = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(rounded_y + at, divided(out, scale, rounded_y.dtype.element_ty), mask=inside)

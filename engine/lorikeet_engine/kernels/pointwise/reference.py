@@ -93,6 +93,12 @@ def silu_and_mul(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor
     return F.silu(gates) * values
 
 
+def silu_and_mul_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
+    """See kernels.pointwise."""
+    y = silu_and_mul(x, lora)
+    return Activations(y, quantize_rows(y))
+
+
 def _add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
     if lora is not None:
         y[: lora.tokens] += lora.rows[: lora.tokens]

@@ -1,0 +1,186 @@
+"""FP8 products of few tokens, in Triton: a stream of weights that are read once.
+
+A decode step's products wait for their weights alone. Llama-3.1-8B's for 32 tokens take 72 µs a
+layer on an H200 (3.0 TB/s), cuBLASLt's 106. A program has some outputs, the rows of the tensor
+cores' products, of which these have at least 64; tokens are the columns, of which 16 are enough.
+Where a weight has few outputs for its columns, several programs share these: each writes its sums
+apart, and the one that ends last adds them in the order of the columns. Which one that is differs
+from run to run, what it adds does not.
+
+How a product is launched is read from tuning.json, by GPU, weight and tokens; the file's entry of a
+GPU is written by `engine/benchmarks/tune_fp8.py` there. What is not in it cuBLASLt multiplies.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.kernels.early_launch import (
+    can_launch_early,
+    launch_options,
+    prefetch,
+    wait,
+)
+from lorikeet_engine.kernels.fp8 import Fp8Rows
+
+PATH = Path(__file__).with_name("tuning.json")
+TOKENS = (16, 32, 64, 128)
+"""The most tokens of a product, for each of which a weight has a config."""
+_MOST_TILES = 1 << 14  # of a weight: a million outputs
+
+
+@dataclass(frozen=True, slots=True)
+class ProductConfig:
+    """How a product is launched.
+
+    block_out, block_in: of the weight, multiplied at once. split: programs that share outputs.
+    """
+
+    block_out: int
+    block_in: int
+    split: int
+    warps: int
+    stages: int
+
+
+def product_config(
+    d_out: int, d_in: int, tokens: int, device: torch.device
+) -> ProductConfig | None:
+    """How to multiply so many tokens by a weight [d_out, d_in]; None: by cuBLASLt."""
+    if device.type != "cuda" or tokens > TOKENS[-1]:
+        return None
+    most = next(count for count in TOKENS if count >= tokens)
+    return _configs(torch.cuda.get_device_name(device)).get((f"{d_out}x{d_in}", str(most)))
+
+
+@cache
+def _configs(gpu: str) -> dict[tuple[str, str], ProductConfig]:
+    """What tuning.json has of a GPU, by weight and tokens."""
+    return {
+        (weight, tokens): ProductConfig(**config)
+        for weight, configs in json.loads(PATH.read_text()).get(gpu, {}).items()
+        for tokens, config in configs.items()
+        if config is not None
+    }
+
+
+def multiply(
+    tokens: Fp8Rows,
+    weight: Fp8Rows,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    config: ProductConfig,
+) -> torch.Tensor:
+    """tokens·Wᵀ + b → [tokens, d_out] of dtype; one to 128 tokens, d_in a multiple of 16.
+
+    A program's sums stay in the tensor cores, as fused.linear has it.
+    """
+    (count, d_in), d_out, device = tokens.rows.shape, len(weight.rows), tokens.rows.device
+    y = torch.empty((count, d_out), dtype=dtype, device=device)
+    block_tokens, tiles = (
+        max(16, triton.next_power_of_2(count)),
+        triton.cdiv(d_out, config.block_out),
+    )
+    parts = arrived = None
+    if config.split > 1:
+        size = (tiles, config.split, config.block_out, block_tokens)
+        parts = torch.empty(size, dtype=torch.float32, device=device)
+        arrived = _arrived(device)
+    _multiply[(tiles, config.split)](
+        tokens.rows, tokens.scales, weight.rows, weight.scales, bias, y, parts, arrived,
+        count, d_out, d_in,
+        d_in % config.block_in == 0,
+        device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
+        block_tokens, config.block_out, config.block_in, config.split, config.stages,
+        num_warps=config.warps,
+        **launch_options(early=can_launch_early(device)),
+    )  # fmt: skip
+    return y
+
+
+@cache
+def _arrived(device: torch.device) -> torch.Tensor:
+    """How many parts of each tile are there: 0 between products, as who adds them leaves it."""
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _multiply(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    weight: tl.tensor,
+    w_scales: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    parts: tl.tensor,
+    arrived: tl.tensor,
+    count: tl.tensor,
+    d_out: tl.tensor,
+    d_in: tl.tensor,
+    even: tl.constexpr,
+    upcast: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+    split: tl.constexpr,
+    stages: tl.constexpr,
+    early: tl.constexpr,
+) -> None:
+    """Compute a tile, some outputs of all tokens, or one part of its columns.
+
+    even: d_in is a multiple of block_in.
+    """
+    tile, part = tl.program_id(0), tl.program_id(1)
+    m, n, k = tl.arange(0, block_out), tl.arange(0, block_tokens), tl.arange(0, block_in)
+    row = tile * block_out + m
+    steps = tl.cdiv(d_in, block_in)
+    # The last row stands in for those behind it, which are not stored.
+    w_at = weight + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in + k[None, :]
+    if early:
+        lines = tl.arange(0, block_in // 128) * 128
+        for ahead in tl.static_range(stages):
+            line = (part * steps // split + ahead) * block_in + lines
+            of_row = tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in
+            prefetch(weight + of_row + tl.minimum(line, d_in - 1)[None, :])
+    wait(early)
+    x_at = x + tl.minimum(n, count - 1)[:, None] * d_in + k[None, :]
+    sums = tl.zeros((block_out, block_tokens), tl.float32)
+    for step in tl.range(part * steps // split, (part + 1) * steps // split, num_stages=stages):
+        column = step * block_in
+        if even:
+            # evict_first: the next step's weights will not be found in the cache anyway
+            weights = tl.load(w_at + column, eviction_policy="evict_first")
+            tokens = tl.load(x_at + column)
+        else:
+            inside = (column + k < d_in)[None, :]
+            weights = tl.load(w_at + column, mask=inside, other=0.0)
+            tokens = tl.load(x_at + column, mask=inside, other=0.0)
+        if upcast:
+            weights, tokens = weights.to(tl.float32), tokens.to(tl.float32)
+        sums = tl.dot(weights, tokens.T, sums)
+    if split > 1:
+        place = m[:, None] * block_tokens + n[None, :]
+        size: tl.constexpr = block_out * block_tokens
+        of_tile = parts + tile * split * size + place
+        tl.store(of_tile + part * size, sums)
+        tl.debug_barrier()  # all of this program's sums are there before it says so
+        if tl.atomic_add(arrived + tile, 1) < split - 1:
+            return
+        sums = tl.zeros((block_out, block_tokens), tl.float32)
+        for other in tl.static_range(split):
+            # .cg: from the L2 cache, which is where other programs' sums are
+            sums += tl.load(of_tile + other * size, cache_modifier=".cg")
+        tl.store(arrived + tile, 0)
+    real = row < d_out
+    out = sums * tl.load(w_scales + row, mask=real, other=0.0)[:, None]
+    out *= tl.load(x_scales + n, mask=n < count, other=0.0)[None, :]
+    if bias is not None:
+        out += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)[:, None]
+    at = n[None, :] * d_out + row[:, None]
+    mask = real[:, None] & (n < count)[None, :]
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
