@@ -14,6 +14,7 @@ from lorikeet_engine.adapter_format import (
     QkNormKind,
     QuantizedLinears,
     quantized_linears,
+    read_config,
     read_json,
 )
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
@@ -57,7 +58,7 @@ class ModelConfig:
         makes room for a model whose sliding window is at least that long. Raises ModelError,
         whose `field` names the key at fault.
         """
-        raw = read_json(folder / "config.json")
+        raw = read_config(folder)
         generation = folder / "generation_config.json"
         more = read_json(generation) if generation.exists() else {}
         eos = {*_token_ids(raw), *_token_ids(more)}
