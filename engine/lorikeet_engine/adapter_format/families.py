@@ -92,15 +92,15 @@ class Family:
     switches: the keys of config.json that only some families read, each with what it means where
     the file leaves it out, as in transformers' class of the family; so also for common keys whose
     default is not the usual one. qkv_bias: whether q, k and v have biases, whatever attention_bias
-    says. o_bias: whether attention_bias gives o one, too. interleaved_rope: whether neighbours turn
-    as a pair, and not x[i] with x[i + half].
+    says. o_bias: the switch that gives o one; None: none does. interleaved_rope: whether neighbours
+    turn as a pair, and not x[i] with x[i + half].
     """
 
     name: str
     linears: tuple[Linear, ...]
     switches: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool = False
-    o_bias: bool = True
+    o_bias: str | None = "attention_bias"
     norms: LayerNorms = LayerNorms()
     qk_norm: QkNormKind = QkNormKind.NONE
     interleaved_rope: bool = False
@@ -186,7 +186,7 @@ FAMILIES: Mapping[str, Family] = {
         "GLM 4",
         (_Q, _K, _V, _O, _GATE_UP, _DOWN),
         {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7},
-        o_bias=False,
+        o_bias=None,
         norms=LayerNorms(
             "input_layernorm",
             "post_self_attn_layernorm",
@@ -194,6 +194,12 @@ FAMILIES: Mapping[str, Family] = {
             "post_mlp_layernorm",
         ),
         interleaved_rope=True,
+    ),
+    "seed_oss": Family(
+        "Seed-OSS",
+        _SEPARATE,
+        {**_BIASES, "attention_bias": True, "attention_out_bias": False},
+        o_bias="attention_out_bias",
     ),
 }
 
