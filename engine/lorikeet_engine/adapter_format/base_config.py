@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lorikeet_engine.adapter_format.families import TEXT_PARTS, VISION_LANGUAGE
+from lorikeet_engine.adapter_format.families import TEXT_DECODERS, VISION_LANGUAGE
 from lorikeet_engine.errors import ModelError
 
 # What a vision-language model's file says of the text part outside of text_config.
@@ -52,8 +52,8 @@ def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         raise refusal("text_config", text, "an object")
     outside = {key: raw[key] for key in _OUTSIDE if raw.get(key) is not None}
     config = {**text, **outside}
-    part = TEXT_PARTS.get(str(config.get("model_type")))
-    return {**part.defaults, **config, "model_type": part.family} if part else config
+    decoder = TEXT_DECODERS.get(str(config.get("model_type")))
+    return {**decoder.defaults, **config, "model_type": decoder.family} if decoder else config
 
 
 def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lorikeet_engine.adapter_format.families import TEXT_PARTS, VISION_LANGUAGE
+from lorikeet_engine.adapter_format.families import TEXT_DECODERS, VISION_LANGUAGE
 from lorikeet_engine.errors import AdapterRejected, ModelError
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
@@ -132,7 +132,7 @@ def test_the_older_config_of_qwen_vl_which_has_no_text_config_means_the_same(fol
     assert ModelConfig.from_folder(tmp_path) == want
 
 
-@pytest.mark.parametrize("kind", TEXT_PARTS)
+@pytest.mark.parametrize("kind", TEXT_DECODERS)
 def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
     raw = {"model_type": kind.removesuffix("_text"), "text_config": SIZES | {"model_type": kind}}
     (tmp_path / "config.json").write_text(json.dumps(raw))
