@@ -15,6 +15,7 @@ from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import FUNCTOOLS, GRANITE, HERMES, LLAMA, MISTRAL, PHI
 from lorikeet.errors import UnsupportedParameter
 from lorikeet.protocol.messages import ToolUse
+from lorikeet.replica.grammar import ModelGrammars
 from lorikeet.replica.prompts import PromptEncoder
 from tests.replica.test_prompts import CHAT, DEMO, encoder, text_of
 
@@ -153,3 +154,10 @@ def test_the_template_of_a_processor_is_found(tmp_path: Path) -> None:
         shutil.copy(DEMO / name, tmp_path / name)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TURNS}))
     assert text_of(PromptEncoder(tmp_path, 4096), CHAT) == "[user]hi"
+
+
+def test_a_grammar_knows_the_end_of_an_answer_from_the_text_part(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path / "tokenizer.json")
+    config = {"model_type": "mistral3", "text_config": {"model_type": "mistral", "eos_token_id": 7}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelGrammars(tmp_path)._tokenizer.eos_tokens == [7]
