@@ -9,12 +9,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from lorikeet_engine.adapter_format import decoder_config
 from lorikeet_engine.adapter_format.families import TEXT_DECODERS, VISION_LANGUAGE
 from lorikeet_engine.errors import AdapterRejected, ModelError
+from lorikeet_engine.kernels.fp8 import DTYPE
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from tests.engine.conftest import SIZES, PagedTokens
 from tests.engine.engine_driver import Answers, build, greedy
+from tests.engine.models.test_fp8_checkpoints import CONFIGS, scales_of
 from tests.engine.models.test_models import Run, assert_equal, prompt_of
 from tests.engine.peft_adapters import BlobShelf
 
@@ -113,6 +116,26 @@ def test_the_names_that_tensors_have_on_the_hub_are_known_too(folders, name, tmp
             {moved(key, place): t for key, t in tensors.items()}, folder / "model.safetensors"
         )
         assert torch.equal(logits(folder), want)
+
+
+def test_a_text_part_that_is_stored_in_fp8_is_served_as_if_it_stood_alone(folders, tmp_path):
+    raw = json.loads((folders["llava"] / "config.json").read_text())
+    raw["quantization_config"] = CONFIGS["dynamic"]
+    tensors = load_file(folders["llava"] / "model.safetensors")
+    for name in [n for n in tensors if "language_model" in n and n.endswith("_proj.weight")]:
+        scales = scales_of("dynamic", tensors[name])
+        tensors |= {name: (tensors[name] / scales).to(DTYPE), f"{name}_scale": scales}
+    alone = {
+        moved(name, "model.").removeprefix("language_model."): tensor
+        for name, tensor in tensors.items()
+        if "language_model" in name
+    }
+    configs = {"within": raw, "alone": decoder_config(raw)}
+    for name, saved in (("within", tensors), ("alone", alone)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(configs[name]))
+        save_file(saved, tmp_path / name / "model.safetensors")
+    assert torch.equal(logits(tmp_path / "within"), logits(tmp_path / "alone"))
 
 
 def moved(name, place):
