@@ -10,7 +10,15 @@ from transformers import PreTrainedTokenizerFast
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
-from lorikeet.answer_stream.tool_syntax import GRANITE, HERMES, LLAMA, MISTRAL, syntax_of
+from lorikeet.answer_stream.tool_syntax import (
+    FUNCTOOLS,
+    GRANITE,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    PHI,
+    syntax_of,
+)
 from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.tool_grammar import call_grammar
 
@@ -30,7 +38,14 @@ NOW = '{"name": "time", "arguments": {}}'
 PARIS_LLAMA, NOW_LLAMA = (text.replace('"arguments"', '"parameters"') for text in (PARIS, NOW))
 BOTH = [("weather", {"place": "Paris {}]"}), ("time", {})]
 
-SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "granite": GRANITE, "llama": LLAMA}
+SYNTAXES = {
+    "hermes": HERMES,
+    "mistral": MISTRAL,
+    "granite": GRANITE,
+    "llama": LLAMA,
+    "phi": PHI,
+    "functools": FUNCTOOLS,
+}
 WRITTEN = {
     "hermes": (
         HERMES,
@@ -43,6 +58,11 @@ WRITTEN = {
     ),
     "mistral": (MISTRAL, f"Let me look.[TOOL_CALLS] [{PARIS}, {NOW}]"),
     "granite": (GRANITE, f"Let me look.<|tool_call|>[{PARIS}, {NOW}]"),
+    "phi": (
+        PHI,
+        f"Let me look.<|tool_call|>{PARIS}<|/tool_call|><|tool_call|>{NOW}<|/tool_call|>",
+    ),
+    "functools": (FUNCTOOLS, f"Let me look. functools[{PARIS}, {NOW}]"),
     "llama": (LLAMA, f"{PARIS_LLAMA}; {NOW_LLAMA}"),
 }
 
@@ -129,6 +149,8 @@ def test_one_call_is_enough_where_several_are_not_wanted():
         ("{{ '<tool_call>\\n<function=' + call.name + '>' }}", None),
         ("{{ '[TOOL_CALLS] ' + calls | tojson }}", MISTRAL),
         ("{{ 'Call with <|tool_call|> followed by a JSON list.' }}", GRANITE),
+        ("{{ '<|tool_call|>' + call | tojson + '<|/tool_call|>' }}", PHI),
+        ("{{ 'Call as functools[...], a JSON list.' }}", FUNCTOOLS),
         ("{{ '[TOOL_CALLS]' + call.name + '[ARGS]' }}", None),
         ("""{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""", LLAMA),
         ("{{ message.content }}", None),

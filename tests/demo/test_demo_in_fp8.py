@@ -34,8 +34,13 @@ def engines(shelf: BlobShelf, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """One of floats and one of FP8."""
     made = []
     for weight_dtype in ("auto", "fp8"):
-        cache = tmp_path_factory.mktemp(weight_dtype)
-        made.append(Engine(EngineSettings(MODEL, cache, weight_dtype=weight_dtype), shelf))
+        settings = EngineSettings(
+            MODEL,
+            tmp_path_factory.mktemp(weight_dtype),
+            weight_dtype=weight_dtype,
+            max_batch_tokens=512,  # as long as a text; a start measures such steps
+        )
+        made.append(Engine(settings, shelf))
     yield made
     for engine in made:
         engine.close()

@@ -19,8 +19,10 @@ from lorikeet_engine.request import (
     Request,
     SamplingParams,
     TokenLogprobs,
+    Tokens,
 )
 from lorikeet_engine.residency.disk.cache import AdapterSource
+from lorikeet_engine.sampling.grammar import Grammars
 
 PAGE = 16
 
@@ -31,6 +33,7 @@ def build(
     cache_dir: Path,
     *,
     kv_pages: int = 256,
+    grammars: Grammars | None = None,
     **settings: Any,
 ) -> Engine:
     """An engine of tiny sizes; `settings` are EngineSettings'."""
@@ -39,7 +42,8 @@ def build(
     page_bytes = 2 * itemsize * shape.layers * PAGE * shape.kv_heads * shape.head_dim
     sizes = {"adapter_gpu_bytes": 4 << 20, "adapter_host_bytes": 8 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * page_bytes}
-    return Engine(EngineSettings(model=checkpoint, cache_dir=cache_dir, **sizes), source)
+    engine_settings = EngineSettings(model=checkpoint, cache_dir=cache_dir, **sizes)
+    return Engine(engine_settings, source, grammars=grammars)
 
 
 class RecordingRunner:
@@ -70,6 +74,7 @@ class Answers:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.outputs: dict[tuple[str, int], list[Tokens]] = {}
         self.finish: dict[tuple[str, int], FinishReason] = {}
         self.scores: dict[tuple[str, int], list[TokenLogprobs]] = {}
         self.errors: dict[str, Exception] = {}
@@ -79,6 +84,7 @@ class Answers:
         self.pending[request.request_id] = choices = len(request.prompts) * request.n
         for choice in range(choices):
             self.tokens.pop((request.request_id, choice), None)
+            self.outputs.pop((request.request_id, choice), None)
             self.finish.pop((request.request_id, choice), None)
         self.engine.submit(request)
 
@@ -95,6 +101,7 @@ class Answers:
                 self.scores.setdefault(choice, []).extend(output.logprobs)
                 continue
             self.tokens.setdefault(choice, []).extend(output.token_ids)
+            self.outputs.setdefault(choice, []).append(output)
             if output.finish is not None:
                 self.finish[choice] = output.finish
                 self.pending[output.request_id] -= 1

@@ -69,6 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {},
     "glm4": {"head_dim": 128},
+    "seed_oss": {"head_dim": 128},
 }
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -56,9 +56,16 @@ MODES = {
 
 
 WORLDS = [*((family, False) for family in FAMILIES), *((family, True) for family in TIED)]
+# Granite's embeddings and logits have multipliers. The matrix has the others.
+OFTEN = (("llama", False), ("granite", True))
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(world, marks=[] if world in OFTEN else pytest.mark.soak) for world in WORLDS
+    ],
+)
 def world(request, tiny_checkpoints, tied_checkpoints, tmp_path_factory):
     family, tied = request.param
     checkpoint = (tied_checkpoints if tied else tiny_checkpoints)[family]

@@ -34,7 +34,16 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 # Of those with a scaled rotary embedding every prompt is longer than their original context.
-@pytest.fixture(scope="module", params=[*FAMILIES, "longrope", "yarn"])
+WORLDS = (*FAMILIES, "longrope", "yarn")
+OFTEN = ("phi3", "glm4", "longrope", "yarn")  # fused linears; the matrix has all families
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(world, marks=[] if world in OFTEN else pytest.mark.soak) for world in WORLDS
+    ],
+)
 def world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = {**tiny_checkpoints, **variant_checkpoints}[request.param]

@@ -114,7 +114,7 @@ class TestTraffic(Traffic.TestCase):
 
 
 class TestOverlappedTraffic(OverlappedTraffic.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.soak
@@ -126,4 +126,4 @@ class TestMuchTraffic(Traffic.TestCase):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 class TestMuchOverlappedTraffic(OverlappedTraffic.TestCase):
-    settings = settings(max_examples=6000, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)

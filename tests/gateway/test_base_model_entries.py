@@ -37,3 +37,12 @@ def test_an_entry_says_how_the_weights_are_quantised(tmp_path, stored, rounding,
         {"base_models": f"tiny={tmp_path}", "weight_dtype": f"tiny={rounding}"}
     )
     assert read_base_models(settings)["tiny"].quantization == entry
+
+
+def test_a_vision_language_model_has_the_entry_of_its_text_part(tmp_path):
+    within = {"model_type": "mistral3", "text_config": CONFIG, "quantization_config": BLOCKS}
+    (tmp_path / "config.json").write_text(json.dumps(within))
+    settings = Settings.model_validate({"base_models": f"tiny={tmp_path}"})
+    entry = read_base_models(settings)["tiny"]
+    assert (entry.shape.family, entry.shape.layers) == ("llama", 2)
+    assert entry.quantization == "fp8"

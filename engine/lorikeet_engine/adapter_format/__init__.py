@@ -14,7 +14,7 @@ against a base model's `shape`, whose linears are its family's (`families`) and 
 `base_config` reads; `image` checks values and sizes. The gateway, the CLI and `residency` call it.
 """
 
-from lorikeet_engine.adapter_format.base_config import read_json
+from lorikeet_engine.adapter_format.base_config import decoder_config, read_config, read_json
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, base_copies
 from lorikeet_engine.adapter_format.base_names import is_nf4_copy, last_part, original, same_model
 from lorikeet_engine.adapter_format.base_quantization import (
@@ -84,12 +84,14 @@ __all__ = [
     "base_copies",
     "blob_digest",
     "check_values",
+    "decoder_config",
     "has_pair",
     "is_nf4",
     "is_nf4_copy",
     "last_part",
     "original",
     "quantized_linears",
+    "read_config",
     "read_json",
     "read_pair",
     "read_spec",

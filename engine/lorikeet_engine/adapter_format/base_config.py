@@ -5,7 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lorikeet_engine.adapter_format.families import TEXT_DECODERS, VISION_LANGUAGE
 from lorikeet_engine.errors import ModelError
+
+# What a vision-language model's file says of the text part outside of text_config.
+_OUTSIDE = (
+    *("_name_or_path", "dtype", "eos_token_id", "quantization_config"),
+    *("tie_word_embeddings", "torch_dtype"),
+)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -21,6 +28,32 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ModelError(f"{path} holds no JSON object", field=path.name)
     return raw
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """What a folder's config.json says of the decoder. Raises ModelError."""
+    return decoder_config(read_json(folder / "config.json"))
+
+
+def is_vision_language(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a vision-language model that is served as its text part."""
+    return raw.get("model_type") in VISION_LANGUAGE
+
+
+def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json as the decoder's alone would be: a vision-language model's has it inside.
+
+    Raises ModelError for a text_config that is no object.
+    """
+    if not is_vision_language(raw):
+        return raw
+    text = raw.get("text_config", {**raw, "model_type": f"{raw['model_type']}_text"})
+    if not isinstance(text, Mapping):
+        raise refusal("text_config", text, "an object")
+    outside = {key: raw[key] for key in _OUTSIDE if raw.get(key) is not None}
+    config = {**text, **outside}
+    decoder = TEXT_DECODERS.get(str(config.get("model_type")))
+    return {**decoder.defaults, **config, "model_type": decoder.family} if decoder else config
 
 
 def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:

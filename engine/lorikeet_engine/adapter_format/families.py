@@ -92,15 +92,15 @@ class Family:
     switches: the keys of config.json that only some families read, each with what it means where
     the file leaves it out, as in transformers' class of the family; so also for common keys whose
     default is not the usual one. qkv_bias: whether q, k and v have biases, whatever attention_bias
-    says. o_bias: whether attention_bias gives o one, too. interleaved_rope: whether neighbours turn
-    as a pair, and not x[i] with x[i + half].
+    says. o_bias: the switch that gives o one; None: none does. interleaved_rope: whether neighbours
+    turn as a pair, and not x[i] with x[i + half].
     """
 
     name: str
     linears: tuple[Linear, ...]
     switches: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool = False
-    o_bias: bool = True
+    o_bias: str | None = "attention_bias"
     norms: LayerNorms = LayerNorms()
     qk_norm: QkNormKind = QkNormKind.NONE
     interleaved_rope: bool = False
@@ -186,7 +186,7 @@ FAMILIES: Mapping[str, Family] = {
         "GLM 4",
         (_Q, _K, _V, _O, _GATE_UP, _DOWN),
         {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7},
-        o_bias=False,
+        o_bias=None,
         norms=LayerNorms(
             "input_layernorm",
             "post_self_attn_layernorm",
@@ -195,7 +195,38 @@ FAMILIES: Mapping[str, Family] = {
         ),
         interleaved_rope=True,
     ),
+    "seed_oss": Family(
+        "Seed-OSS",
+        _SEPARATE,
+        {**_BIASES, "attention_bias": True, "attention_out_bias": False},
+        o_bias="attention_out_bias",
+    ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TextDecoder:
+    """A decoder within vision-language models, that computes text as its family's does.
+
+    defaults: what keys mean where the file leaves them out, if not what they mean in the family.
+    """
+
+    family: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_QWEN_VL = {"rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1_000_000.0}
+# By the model_type in text_config, where that is none of a family.
+TEXT_DECODERS: Mapping[str, TextDecoder] = {
+    "qwen2_vl_text": TextDecoder("qwen2", _QWEN_VL),
+    "qwen2_5_vl_text": TextDecoder("qwen2", _QWEN_VL),
+    "qwen3_vl_text": TextDecoder("qwen3", {"rope_theta": 500_000.0}),
+}
+# The model_types of vision-language models that are served as their text part.
+VISION_LANGUAGE = (
+    *("internvl", "llava", "llava_next", "mistral3"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_vl"),
+)
 
 # What comes after the layers. Where embeddings are tied, it reads their matrix; an adapter of it
 # changes the logits alone.

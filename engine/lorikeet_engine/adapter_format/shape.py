@@ -12,6 +12,7 @@ from lorikeet_engine.adapter_format.families import (
     FAMILIES,
     HEAD,
     HEAD_ROWS,
+    VISION_LANGUAGE,
     Linear,
     Width,
 )
@@ -38,10 +39,12 @@ class BaseShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
-        """From a Hugging Face config.json. Raises ModelError, whose `field` is the key at fault."""
+        """From what read_config returns. Raises ModelError, whose `field` is the key at fault."""
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
-            raise refusal("model_type", family, f"one of {', '.join(FAMILIES)}")
+            others = ", ".join(VISION_LANGUAGE)
+            want = f"one of {', '.join(FAMILIES)}; or {others}, whose text part is one of these"
+            raise refusal("model_type", family, want)
         hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
         if config.get("head_dim") is None and hidden % heads:
             raise refusal("hidden_size", hidden, f"a multiple of {heads} heads, or head_dim")

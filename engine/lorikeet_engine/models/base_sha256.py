@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lorikeet_engine.adapter_format import read_json
+from lorikeet_engine.adapter_format import BaseShape, read_config
 from lorikeet_engine.models.checkpoint import DTYPES, Checkpoint
 
 
@@ -19,7 +19,7 @@ def base_sha256(folder: Path, module: str, dtype: str) -> str | None:
 
     None where it is quantised. Raises ModelError.
     """
-    tied = bool(read_json(folder / "config.json").get("tie_word_embeddings"))
+    tied = BaseShape.from_config(read_config(folder)).tied
     name = "model.embed_tokens" if tied or module == "embed_tokens" else module
     with Checkpoint(folder, torch.device("meta"), DTYPES[dtype]) as checkpoint:
         return checkpoint.sha256(f"{name}.weight", DTYPES[dtype])

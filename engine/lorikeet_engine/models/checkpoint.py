@@ -118,7 +118,7 @@ class Checkpoint:
         if self._staging is None:
             return torch.empty(shape, dtype=_PART_DTYPES[dtype], device=self.device)
         with safe_open(stored.file, framework="pt") as file:
-            part: torch.Tensor = file.get_tensor(name).to(self.device)
+            part: torch.Tensor = file.get_tensor(stored.name).to(self.device)
             return part
 
     def scales(self, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
@@ -138,14 +138,14 @@ class Checkpoint:
             return None
         self._find(name, stored.shape if math.prod(stored.shape) == 1 else (1,), tuple(DTYPES))
         with safe_open(stored.file, framework="pt") as file:
-            return float(file.get_tensor(name))
+            return float(file.get_tensor(stored.name))
 
     def stored_bytes(self, name: str) -> bytes:
         """The bytes of a small tensor, also on the meta device. Raises ModelError."""
         stored = self._stored.get(name)
-        self._find(name, stored.shape if stored else (), ("U8",))
-        with safe_open(self._stored[name].file, framework="pt") as file:
-            return bytes(file.get_tensor(name).numpy())
+        stored = self._find(name, stored.shape if stored else (), ("U8",))
+        with safe_open(stored.file, framework="pt") as file:
+            return bytes(file.get_tensor(stored.name).numpy())
 
     def sha256(self, name: str, dtype: torch.dtype) -> str | None:
         """The hash of a tensor's bytes once cast to this dtype, read a piece at a time.
@@ -188,8 +188,9 @@ class Checkpoint:
         path = name.removesuffix(".bias")
         if path == name or f"{path}.qweight" not in self._stored:
             return False
-        with safe_open(self._stored[name].file, framework="pt") as file:
-            return not bool(file.get_tensor(name).any())
+        stored = self._stored[name]
+        with safe_open(stored.file, framework="pt") as file:
+            return not bool(file.get_tensor(stored.name).any())
 
     def __enter__(self) -> Self:
         return self

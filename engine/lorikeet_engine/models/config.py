@@ -14,6 +14,7 @@ from lorikeet_engine.adapter_format import (
     QkNormKind,
     QuantizedLinears,
     quantized_linears,
+    read_config,
     read_json,
 )
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
@@ -57,7 +58,7 @@ class ModelConfig:
         makes room for a model whose sliding window is at least that long. Raises ModelError,
         whose `field` names the key at fault.
         """
-        raw = read_json(folder / "config.json")
+        raw = read_config(folder)
         generation = folder / "generation_config.json"
         more = read_json(generation) if generation.exists() else {}
         eos = {*_token_ids(raw), *_token_ids(more)}
@@ -72,7 +73,6 @@ class ModelConfig:
         raw = {**family.switches, **raw}
         context = _context(raw, max_context)
         _refuse_unsupported(raw, family, context)
-        bias = _flag(raw, family, "attention_bias")
         return cls(
             shape=shape,
             vocab_size=integer(raw, "vocab_size"),
@@ -80,8 +80,8 @@ class ModelConfig:
             norm_eps=number(raw, "rms_norm_eps", 1e-6),
             rope=_rope(raw, shape, context),
             rope_layers=_rope_layers(raw, family, shape.layers),
-            qkv_bias=bias or family.qkv_bias,
-            o_bias=bias and family.o_bias,
+            qkv_bias=family.qkv_bias or _flag(raw, family, "attention_bias"),
+            o_bias=family.o_bias is not None and _flag(raw, family, family.o_bias),
             mlp_bias=_flag(raw, family, "mlp_bias"),
             norms=family.norms,
             qk_norm=family.qk_norm,

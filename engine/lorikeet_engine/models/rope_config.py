@@ -97,7 +97,7 @@ def rope_config(raw: Mapping[str, Any], family: Family, head_dim: int, context: 
         kind = "longrope"  # as Phi's first checkpoints call it
     plain = RopeConfig(theta, rotary_dim, interleaved=family.interleaved_rope)
     match kind:
-        case "default":
+        case "default" | "mrope":  # of text, mrope's three positions are one
             return plain
         case "linear":
             return replace(plain, scaling=LinearRopeScaling(number(rope, "factor")))

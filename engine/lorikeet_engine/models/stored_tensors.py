@@ -1,21 +1,34 @@
 """Where the tensors of a Hugging Face checkpoint lie: what the headers of its files say."""
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from lorikeet_engine.adapter_format.base_config import (
+    is_vision_language,
+    read_config,
+    read_json,
+    refusal,
+)
 from lorikeet_engine.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Within vision-language models: model.language_model.layers…, language_model.model.layers…, or as
+# it is alone; and lm_head or language_model.lm_head.
+_DECODER = re.compile(r"(?:(?:language_)?model\.){1,2}((?:layers|embed_tokens|norm)\..+)")
+_HEAD = re.compile(r"(?:language_model\.)?(lm_head\..+)")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as its file describes it; its bytes begin at `begin` of the file."""
+    """A tensor as its file describes it, by name; its bytes begin at `begin` of the file."""
 
+    name: str
     file: Path
     begin: int
     dtype: str
@@ -23,7 +36,21 @@ class StoredTensor:
 
 
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint's folder by name. Raises ModelError, its field the file."""
+    """The tensors of a folder's decoder, by the names that it has where it stands alone.
+
+    Raises ModelError, whose `field` is the file, or the key of config.json.
+    """
+    stored, config = _stored_tensors(folder), folder / "config.json"
+    if not config.exists() or not is_vision_language(read_json(config)):
+        return stored
+    found = _decoder_tensors(stored)
+    # transformers ties them in spite of this or not, by whether they are equal
+    if "lm_head.weight" in found and read_config(folder).get("tie_word_embeddings"):
+        raise refusal("tie_word_embeddings", True, "false, as the checkpoint has an lm_head")
+    return found
+
+
+def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX
     if not index.exists():
         return _tensors_of(folder / SINGLE)
@@ -35,6 +62,17 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     for file in sorted(set(file_of.values())):
         found |= _tensors_of(folder / file)
     return {name: found[name] for name in file_of if name in found}
+
+
+def _decoder_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Those of a vision-language model that its text part has, by the names it has alone."""
+    found = {}
+    for name, tensor in stored.items():
+        if match := _DECODER.fullmatch(name):
+            found[f"model.{match[1]}"] = tensor
+        elif match := _HEAD.fullmatch(name):
+            found[match[1]] = tensor
+    return found
 
 
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
@@ -54,9 +92,10 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
+    begin = 8 + length
     return {
         name: StoredTensor(
-            path, 8 + length + tensor["data_offsets"][0], tensor["dtype"], tuple(tensor["shape"])
+            name, path, begin + tensor["data_offsets"][0], tensor["dtype"], tuple(tensor["shape"])
         )
         for name, tensor in header.items()
     }

@@ -55,6 +55,23 @@ GRANITE = ToolSyntax(
     opens="<|tool_call|>",
 )
 """Granite 3: one list of all calls."""
+PHI = ToolSyntax(
+    before="<|tool_call|>",
+    between="<|/tool_call|><|tool_call|>",
+    after="<|/tool_call|>",
+    arguments="arguments",
+    opens="<|tool_call|>",
+    closes="<|/tool_call|>",
+)
+"""Phi-4-mini, where its template shows the tools."""
+FUNCTOOLS = ToolSyntax(
+    before="functools[",
+    between=", ",
+    after="]",
+    arguments="arguments",
+    opens="functools",
+)
+"""Phi-4-mini under vLLM's template: one list of all calls."""
 LLAMA = ToolSyntax(before="", between="; ", after="", arguments="parameters")
 """Llama 3.1 and later; <|python_tag|>, which may come first, is a special token and no text."""
 
@@ -65,6 +82,10 @@ def syntax_of(template: str) -> ToolSyntax | None:
         return HERMES
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return MISTRAL
+    if "<|/tool_call|>" in template:
+        return PHI
+    if "functools[" in template:
+        return FUNCTOOLS
     if "<|tool_call|>" in template:
         return GRANITE
     if '"parameters": ' in template:

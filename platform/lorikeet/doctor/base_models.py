@@ -8,7 +8,7 @@ from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet_engine.adapter_format import FAMILIES, BaseShape, quantized_linears, read_json
+from lorikeet_engine.adapter_format import FAMILIES, BaseShape, quantized_linears, read_config
 from lorikeet_engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _is_pointer(file: Path) -> bool:
 def _check_dtype(check: str, folder: Path, settings: "EngineSettings") -> Finding:
     """Compare the dtype of the stored weights with the one they are served in."""
     served = settings.dtype
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     stored = config.get("dtype") or config.get("torch_dtype") or "unknown"
     quantized = quantized_linears(config)
     linears = f", its linears {quantized.format}" if quantized else ""
@@ -82,7 +82,7 @@ def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iter
     """Whether GPUs have fast attention kernels for the model."""
     from lorikeet_engine.kernels.attention import why_slow  # torch
 
-    head_dim = BaseShape.from_config(read_json(folder / "config.json")).head_dim
+    head_dim = BaseShape.from_config(read_config(folder)).head_dim
     if reason := why_slow(head_dim, served.torch_dtype):
         wide = served.torch_dtype.itemsize > 2
         fix = "LORIKEET_DTYPE=bfloat16" if wide else "choose a model with such heads"
@@ -104,7 +104,7 @@ def _check_text(check: str, folder: Path) -> Finding:
     except InvalidInput as error:
         fix = f"put the model's chat_template.jinja into {folder}"
         return warning(check, error.message, fix)
-    vocabulary = read_json(folder / "config.json").get("vocab_size", 0)
+    vocabulary = read_config(folder).get("vocab_size", 0)
     tokens = encoder.backend.get_vocab_size()
     if tokens > vocabulary:
         found = f"the tokenizer has {tokens} tokens, the model {vocabulary}: not its own"

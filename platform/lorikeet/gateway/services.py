@@ -24,7 +24,7 @@ from lorikeet_engine.adapter_format import (
     BaseCopy,
     BaseShape,
     quantized_linears,
-    read_json,
+    read_config,
     served_quantization,
 )
 from lorikeet_engine.errors import ModelError
@@ -149,7 +149,7 @@ def read_base_models(settings: Settings) -> dict[str, ServedModel]:
 
 def _read(folder: Path, weight_dtype: str) -> ServedModel:
     try:
-        config = read_json(folder / "config.json")
+        config = read_config(folder)
         shape, stored = BaseShape.from_config(config), quantized_linears(config)
     except ModelError as error:
         raise InvalidSetting(

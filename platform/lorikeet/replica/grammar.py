@@ -17,6 +17,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Format, FormatKind
+from lorikeet_engine.adapter_format import decoder_config
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.sampling.grammar import Matcher, TokenBitmask
 
@@ -161,7 +162,9 @@ _GENERATION = "generation_config.json"
 
 
 def _eos(config: Path) -> list[int]:
-    found = json.loads(config.read_text()).get("eos_token_id") if config.exists() else None
+    if not config.exists():
+        return []
+    found = decoder_config(json.loads(config.read_text())).get("eos_token_id")
     if found is None:
         return []
     return [found] if isinstance(found, int) else list(found)

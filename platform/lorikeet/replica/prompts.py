@@ -1,5 +1,6 @@
 """Text to tokens: chat templates and plain prompts, and the grammars that go with them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,15 @@ class PromptEncoder:
         from transformers import PreTrainedTokenizerFast
 
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
+        if self._tokenizer.chat_template is None:
+            self._tokenizer.chat_template = _processor_template(model)
         self.backend: Tokenizer = self._tokenizer.backend_tokenizer
         self.vocabulary = Vocabulary(self.backend)
-        self.syntax = self._syntax()
         templates = _templates(self._tokenizer.chat_template)
         self._variables = _names_in(templates)
+        self._wants_parts = False
+        self._wants_parts = self._shows_parts_alone()
+        self.syntax = self._syntax()
         self._thinks = any(CLOSES in template for template in templates)
         longest_token = max(len(token.encode()) for token in self._tokenizer.get_vocab())
         self._max_context = max_context
@@ -129,6 +134,18 @@ class PromptEncoder:
             )
         return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def _shows_parts_alone(self) -> bool:
+        """Return whether the template shows content only where it is a list of parts.
+
+        Templates of vision-language models such as LLaVA's drop a string without an error.
+        """
+        (said,) = _HELLO
+        try:
+            shown = [self._render(hello) for hello in (_HELLO, [_in_parts(said)])]
+        except InvalidInput:
+            return False
+        return [said["content"] in text for text in shown] == [False, True]
+
     def _syntax(self) -> ToolSyntax | None:
         """Return how the model writes tool calls; None if its template shows it no tools."""
         if self._tokenizer.chat_template is None:
@@ -184,8 +201,9 @@ class PromptEncoder:
             )
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [_in_parts(m) if self._wants_parts else dict(m) for m in messages],
                 tools=[dict(tool) for tool in tools] or None,
+                **self._xml_tools(tools),
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **arguments,
@@ -196,6 +214,26 @@ class PromptEncoder:
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
         return str(text)
+
+    def _xml_tools(self, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the tools once more for SmolLM 3's template, which has its own name for them."""
+        if not tools or "xml_tools" not in self._variables:
+            return {}
+        return {"xml_tools": [tool["function"] for tool in tools]}
+
+
+def _processor_template(model: Path) -> str | None:
+    """Return the chat template that older vision-language folders keep beside the tokenizer's."""
+    file = model / "chat_template.json"
+    return json.loads(file.read_text())["chat_template"] if file.exists() else None
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose text, if it is a string, is the only part of its content."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return dict(message)
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _templates(template: str | Mapping[str, str] | None) -> Sequence[str]:

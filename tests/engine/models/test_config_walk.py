@@ -20,6 +20,7 @@ IDLE = {
     "pad_token_id",
     "pretraining_tp",
     "resid_pdrop",
+    "residual_dropout",
     "use_cache",
 }
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}

@@ -14,13 +14,14 @@ from lorikeet_engine.models.stored_tensors import SINGLE
 from tests.engine.conftest import PagedTokens
 from tests.engine.engine_driver import Answers, build
 from tests.engine.models.fp8_models import rounded, rounded_model
-from tests.engine.models.test_fp8_rounding import ADAPTERS, assert_near, errors
+from tests.engine.models.test_fp8_rounding import assert_near, errors
 from tests.engine.models.test_models import Run, prompt_of
 from tests.engine.models.test_quantized_checkpoints import linears, saved
 from tests.engine.peft_world import PeftWorld, ask, bring_all
 
 CPU = torch.device("cpu")
 PROMPT = prompt_of(40)
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
@@ -143,6 +144,12 @@ def test_numbers_with_scales_of_blocks_are_rounded_again_to_scales_of_rows(
         rounded_model(tiny_checkpoints[family], linears(tiny_checkpoints[family])[1])
     )
     assert errors(got, once).median() < 1.5 * errors(once, before).median()
+
+
+ADAPTERS = {
+    "all": {"r": 8, "lora_alpha": 16, "target_modules": LINEARS},
+    "head": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj", "lm_head"]},
+}
 
 
 class Fp8World(PeftWorld):

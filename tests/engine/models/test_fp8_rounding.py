@@ -7,7 +7,6 @@ once or twice in a test's 20,000 inputs, so most tokens' logits are equal, and a
 
 from dataclasses import replace
 
-import peft
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,15 +18,12 @@ from lorikeet_engine.models import checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from tests.engine.conftest import FAMILIES, PagedTokens
-from tests.engine.engine_driver import Answers, RecordingRunner, build
 from tests.engine.models.fp8_models import rounded_model
 from tests.engine.models.test_models import EPS, Run, prompt_of, random_adapter
-from tests.engine.peft_world import PeftWorld, ask, bring_all
 
 CPU = torch.device("cpu")
 NEAR = 0.1
 PROMPT = prompt_of(40)
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def load(folder, dtype=torch.float32):
@@ -78,48 +74,6 @@ def test_adapters_read_the_inputs_as_they_were(tiny_checkpoints):
         linear.register_forward_hook(lambda _, x, y, change=change: y + x[0] @ change.T)
     with torch.inference_mode():
         assert_near(got, model(torch.tensor([PROMPT])).logits[0])
-
-
-class RoundedWorld(PeftWorld):
-    """What transformers and PEFT say of the rounded numbers."""
-
-    def model(self, name):
-        model = rounded_model(self.checkpoint)
-        return model if name is None else peft.PeftModel.from_pretrained(model, self.folder / name)
-
-
-ADAPTERS = {
-    "all": {"r": 8, "lora_alpha": 16, "target_modules": LINEARS},
-    "head": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj", "lm_head"]},
-}
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
-def world(request, tiny_checkpoints, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    return RoundedWorld(tiny_checkpoints[request.param], folder, ADAPTERS, tokens=16)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [{}, {"max_batch_tokens": 13, "max_running": 13}, {"kv_pages": 5, "max_context": 64}],
-    ids=["at_ease", "in_chunks", "preempted"],
-)
-def test_an_engine_in_fp8_answers_as_peft_does_with_prefix_hits_and_preemption(
-    world, tmp_path, mode
-):
-    engine = build(world.checkpoint, world.shelf, tmp_path, weight_dtype="fp8", **mode)
-    witness, answers = RecordingRunner(engine), Answers(engine)
-    try:
-        bring_all(world, answers)
-        first, again = ask(world, answers), ask(world, answers)
-    finally:
-        engine.close()
-    assert first == world.expected
-    assert again == world.expected, "with prefix hits"
-    once = sum(len(ids) + world.tokens - 1 for ids in world.prompts.values())
-    if "kv_pages" in mode:
-        assert witness.tokens > 2 * once - sum(map(len, world.prompts.values()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,83 @@
+"""How an engine can hold a base model and its KV cache: the matrix's first kind of column."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from lorikeet_engine.models.nf4 import round_to_nf4
+from tests.engine.models.fp8_models import round_linears
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far log probabilities of a request may be off, as shares of the largest logit."""
+
+    worst: float
+    median: float
+
+
+# 40 sums over 64 and more terms, each off by some roundings of its own.
+EXACT = Tolerance(*[100 * torch.finfo(torch.float32).eps] * 2)
+# Where a number lies between two of FP8's, the last digit of what went before decides which it
+# becomes, and these differ by a 16th. That is seldom.
+ROUNDED = Tolerance(worst=1 / 16, median=1e-3)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A column. settings: EngineSettings'. imitate: makes transformers' model compute as these do.
+
+    tolerance: against that model. rounds_kv: whether its keys and values are rounded, too.
+    """
+
+    settings: Mapping[str, Any]
+    imitate: Callable[[torch.nn.Module], None]
+    tolerance: Tolerance
+    rounds_kv: bool = False
+
+
+class RoundedCache(transformers.DynamicCache):
+    """Keeps what E4M3 makes of keys and values; of keys once these are multiplied by key_gain."""
+
+    def __init__(self, key_gain: float) -> None:
+        super().__init__()
+        self._key_gain = key_gain
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = _rounded(keys * self._key_gain) / self._key_gain, _rounded(values)
+        return super().update(keys, values, layer, *args, **kwargs)
+
+
+def key_gain(config: Any) -> float:
+    """What an engine multiplies keys by: half of what Granite's scores have instead of 1/√d."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    usual = 1 / math.sqrt(head_dim)
+    return math.sqrt(getattr(config, "attention_multiplier", usual) / usual)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+def _leave(model: torch.nn.Module) -> None:
+    """Weights of floats are what they are."""
+
+
+def _round_to_nf4(model: torch.nn.Module) -> None:
+    for name, linear in model.named_modules():
+        if name.endswith("_proj"):
+            linear.weight.data = round_to_nf4(linear.weight.data)
+
+
+STORAGES = {
+    "floats": Storage({}, _leave, EXACT),
+    "fp8_weights": Storage({"weight_dtype": "fp8"}, round_linears, ROUNDED),
+    "nf4_weights": Storage({"weight_dtype": "nf4"}, _round_to_nf4, EXACT),
+    "fp8_kv": Storage({"kv_dtype": "fp8"}, _leave, ROUNDED, rounds_kv=True),
+}

@@ -1,0 +1,156 @@
+"""One run of an engine in which every feature occurs, and what it said to whom."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorikeet_engine.request import EngineTimings, Tokens
+from tests.engine.descending_grammar import DescendingGrammars
+from tests.engine.engine_driver import Answers, build, greedy, prompt
+from tests.engine.matrix.reference import SavedFamily, StoredReference
+from tests.engine.matrix.storages import Storage
+from tests.engine.peft_world import bring_all
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all_linears": {"r": 8, "lora_alpha": 16, "target_modules": ALL},
+    "some_linears": {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": ["v_proj", "down_proj"],
+        "rank_pattern": {r"layers\.1\.mlp\.down_proj": 12},
+        "use_rslora": True,
+    },
+    "head": {
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "up_proj", "lm_head", "embed_tokens"],
+        "rank_pattern": {"lm_head": 12, "embed_tokens": 5},
+    },
+    "rows": {
+        "r": 4,
+        "target_modules": ["q_proj", "down_proj"],
+        "trainable_token_indices": {
+            "embed_tokens": list(range(3, 90, 2)),
+            "lm_head": list(range(3, 60, 3)),
+        },
+    },
+}
+GRAMMAR = "below 250, end under 1"
+TOKENS = 30
+CHUNK = 24
+ENGINE = {"kv_pages": 10, "max_context": 112, "max_batch_tokens": CHUNK, "max_running": CHUNK}
+# (adapter, tokens of the prompt, grammar): more than the pages take at once.
+TOGETHER: tuple[tuple[str | None, int, str | None], ...] = (
+    (None, 9, None),
+    ("some_linears", 17, None),
+    ("head", 25, None),
+    ("rows", 30, None),
+    ("all_linears", 50, None),
+    ("all_linears", 33, None),
+    ("some_linears", 13, GRAMMAR),
+)
+ALONE_TWICE = ("all_linears", 40, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was asked, and what an engine said. logprobs: of each token."""
+
+    adapter: str | None
+    prompt: Sequence[int]
+    grammar: str | None
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    timings: EngineTimings
+
+
+# Columns: whether an answer shows the feature at work. Each must be seen in some answer.
+FEATURES: Mapping[str, Callable[[Answer], bool]] = {
+    "base_model": lambda answer: answer.adapter is None,
+    "adapters": lambda answer: answer.adapter in ("all_linears", "some_linears"),
+    "head_and_embeddings": lambda answer: answer.adapter == "head",
+    "token_rows": lambda answer: answer.adapter == "rows",
+    "chunked_prefill": lambda answer: len(answer.prompt) > CHUNK,
+    "preemption": lambda answer: answer.timings.preemptions > 0,
+    "prefix_hit": lambda answer: answer.timings.cached_tokens > 0,
+    "structured_output": lambda answer: answer.grammar is not None,
+}
+
+
+def answers_of(family: SavedFamily, storage: Storage, folder: Path) -> list[Answer]:
+    """Start an engine, and let it answer TOGETHER at once and ALONE_TWICE after that."""
+    engine = build(
+        family.checkpoint,
+        family.shelf,
+        folder,
+        grammars=DescendingGrammars(),
+        **{**ENGINE, **storage.settings},
+    )
+    answers = Answers(engine)
+    try:
+        bring_all(family, answers)
+        rounds = (TOGETHER, (ALONE_TWICE,), (ALONE_TWICE,))
+        return [answer for asked in rounds for answer in _ask(answers, family, asked)]
+    finally:
+        engine.close()
+
+
+def _ask(
+    answers: Answers, family: SavedFamily, asked: Sequence[tuple[str | None, int, str | None]]
+) -> list[Answer]:
+    for name, (adapter, length, grammar) in enumerate(asked):
+        request = greedy(
+            str(name),
+            prompt(length),
+            adapter=family.refs[adapter],
+            max_tokens=TOKENS,
+            logprobs=0,
+            grammar=grammar,
+        )
+        answers.submit(request)
+    answers.all()
+    return [
+        _answer(adapter, prompt(length), grammar, answers.outputs[str(name), 0])
+        for name, (adapter, length, grammar) in enumerate(asked)
+    ]
+
+
+def _answer(
+    adapter: str | None, ids: list[int], grammar: str | None, outputs: Sequence[Tokens]
+) -> Answer:
+    tokens = [token for output in outputs for token in output.token_ids]
+    logprobs = [score.logprob for output in outputs for score in output.logprobs]
+    timings = outputs[-1].timings
+    assert timings is not None
+    return Answer(adapter, ids, grammar, tokens, logprobs, timings)
+
+
+def assert_equal(answer: Answer, reference: StoredReference) -> None:
+    """Each token is the reference's likeliest of those that may follow, and as likely."""
+    ids, tokens = list(answer.prompt), list(answer.tokens)
+    logits = reference.logits(answer.adapter, ids + tokens)[len(ids) - 1 : -1]
+    largest, tolerance = logits.abs().max(), reference.storage.tolerance
+    want = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    errors = (torch.tensor(answer.logprobs) - want).abs() / largest
+    assert errors.max() <= tolerance.worst
+    assert errors.median() <= tolerance.median
+    masked = 0
+    for at, (token, row) in enumerate(zip(tokens, logits, strict=True)):
+        allowed = _allowed(answer.grammar, tokens[:at])
+        assert token in allowed
+        assert row[allowed].max() - row[token] <= 2 * tolerance.worst * largest
+        masked += int(row.argmax()) not in allowed
+    assert (masked > 0) == (answer.grammar is not None)
+
+
+def _allowed(grammar: str | None, said: Sequence[int]) -> list[int]:
+    if grammar is None:
+        return list(range(256))
+    matcher = DescendingGrammars().compile(grammar)
+    for token in said:
+        matcher.accept(token)
+    return list(matcher.possible)

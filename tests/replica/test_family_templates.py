@@ -1,0 +1,163 @@
+"""Chat templates as each family's are: how tools are shown, and what thinking looks like.
+
+The templates are ours, and as short as they can be; each does what is said of its family's.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from lorikeet.answer_stream.reasoning import Thinking
+from lorikeet.answer_stream.tool_calls import ToolCallParser
+from lorikeet.answer_stream.tool_syntax import FUNCTOOLS, GRANITE, HERMES, LLAMA, MISTRAL, PHI
+from lorikeet.errors import UnsupportedParameter
+from lorikeet.protocol.messages import ToolUse
+from lorikeet.replica.grammar import ModelGrammars
+from lorikeet.replica.prompts import PromptEncoder
+from tests.replica.test_prompts import CHAT, DEMO, encoder, text_of
+
+USE = ToolUse(
+    ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
+)
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+EACH_TOOL = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolTemplate:
+    """How a family's template shows tools, and how its model calls one."""
+
+    text: str
+    syntax: object
+    call: str
+
+
+CALL = '{"name": "look", "arguments": {"at": "it"}}'
+SHOWN = {
+    "Llama 3.x": ToolTemplate(
+        EACH_TOOL + """{{ 'Answer as {"name": …, "parameters": {…}}.' if tools }}""",
+        LLAMA,
+        CALL.replace("arguments", "parameters"),
+    ),
+    "Mistral": ToolTemplate(
+        "{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+        "{% for m in messages if m.tool_calls %}[TOOL_CALLS] [{% endfor %}",
+        MISTRAL,
+        f"[TOOL_CALLS] [{CALL[:-1]}, " + '"id": "a1b2c3d4e"}]',
+    ),
+    "Qwen 2.5 and 3": ToolTemplate(
+        EACH_TOOL + "{{ 'Call within <tool_call></tool_call>.' if tools }}",
+        HERMES,
+        f"<tool_call>\n{CALL}\n</tool_call>",
+    ),
+    "Granite 3": ToolTemplate(
+        EACH_TOOL + "{{ 'Write <|tool_call|> and a JSON list of tools.' if tools }}",
+        GRANITE,
+        f"<|tool_call|>[{CALL}]",
+    ),
+    "Granite 4": ToolTemplate(
+        EACH_TOOL + "{{ '<tool_call>\n{name, arguments}\n</tool_call>' if tools }}",
+        HERMES,
+        f"<tool_call>\n{CALL}\n</tool_call>",
+    ),
+    "SmolLM 3": ToolTemplate(
+        "{% for t in xml_tools or [] %}{{ t | string }}{% endfor %}"
+        "{{ 'Call within <tool_call></tool_call>.' if xml_tools }}",
+        HERMES,
+        f"<tool_call>\n{CALL}\n</tool_call>",
+    ),
+    "Phi-4-mini": ToolTemplate(
+        "{% for t in tools or [] %}<|tool|>{{ t.function | tojson }}<|/tool|>{% endfor %}"
+        "{{ 'Call as <|tool_call|>{}<|/tool_call|>' if tools }}",
+        PHI,
+        f"<|tool_call|>{CALL}<|/tool_call|>",
+    ),
+    "Phi-4-mini under vLLM's": ToolTemplate(
+        EACH_TOOL + "{{ 'Prefix calls with functools: functools[…]' if tools }}",
+        FUNCTOOLS,
+        f"functools[{CALL}]",
+    ),
+}
+NOT_READ = {
+    # the name on a line, JSON of the arguments on the next
+    "GLM-4": EACH_TOOL + "{{ '## Tools: use JSON for the arguments.' if tools }}",
+    "newer Mistral": EACH_TOOL + "{% for m in messages if m.tool_calls %}[TOOL_CALLS][ARGS]"
+    "{% endfor %}",
+    "Qwen 3 Coder": EACH_TOOL + "{{ '<tool_call><function=name>' if tools }}",
+    # the tools stand in the system message, under a name that OpenAI's API has not
+    "Phi-4-mini's own": "{% for m in messages if m.tools %}<|tool|>{{ m.tools }}{% endfor %}",
+    "OLMo 2, Phi-3 and Phi-4": "",
+}
+
+
+@pytest.mark.parametrize("family", SHOWN)
+def test_a_familys_calls_are_read_as_its_template_has_the_model_write_them(
+    tmp_path: Path, family: str
+) -> None:
+    shown = SHOWN[family]
+    with_tools = encoder(tmp_path, shown.text + TURNS)
+    assert with_tools.syntax is shown.syntax
+    prompt = text_of(with_tools, replace(CHAT, tools=USE))
+    assert "look" in prompt
+    assert "look" not in text_of(with_tools, CHAT)
+    assert with_tools.syntax is not None
+    said, calls = ToolCallParser(with_tools.syntax, USE).push(shown.call, last=True)
+    assert said == ""
+    assert "".join(call.name or "" for call in calls) == "look"
+    assert json.loads("".join(call.arguments for call in calls)) == {"at": "it"}
+
+
+@pytest.mark.parametrize("family", NOT_READ)
+def test_tools_are_refused_where_calls_would_not_be_read(tmp_path: Path, family: str) -> None:
+    without = encoder(tmp_path, NOT_READ[family] + TURNS)
+    with pytest.raises(UnsupportedParameter) as refused:
+        without.encode(replace(CHAT, tools=USE))
+    assert refused.value.param == "tools"
+
+
+def test_smollm_and_granite_think_as_their_switches_say(tmp_path: Path) -> None:
+    for folder, template, off in (
+        # SmolLM 3 closes what it would think; Granite 3.3 is told of the tags where it shall think
+        ("smollm", "{{ '<think>\n\n</think>\n' if not enable_thinking }}", "enable_thinking"),
+        ("qwen", "{{ '<think>\n\n</think>\n\n' if enable_thinking is false }}", "enable_thinking"),
+    ):
+        (tmp_path / folder).mkdir()
+        thinks = encoder(tmp_path / folder, TURNS + template)
+        call = replace(CHAT, template_args={off: False})
+        assert thinks.thinking(call, thinks.encode(call)) is Thinking.NEVER
+        call = replace(CHAT, template_args={off: True})
+        assert thinks.thinking(call, thinks.encode(call)) is Thinking.POSSIBLE
+    (tmp_path / "granite").mkdir()
+    told = "{{ 'Think between <think></think>.' if thinking }}"
+    granite = encoder(tmp_path / "granite", told + TURNS)
+    call = replace(CHAT, template_args={"thinking": True})
+    assert granite.thinking(call, granite.encode(call)) is Thinking.POSSIBLE
+
+
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+def test_a_template_that_shows_parts_alone_is_given_parts(tmp_path: Path) -> None:
+    """LLaVA's: of a string it would show nothing."""
+    assert text_of(encoder(tmp_path, PARTS), CHAT) == "[user]hi"
+
+
+def test_the_template_of_a_processor_is_found(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path / name)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TURNS}))
+    assert text_of(PromptEncoder(tmp_path, 4096), CHAT) == "[user]hi"
+
+
+def test_a_grammar_knows_the_end_of_an_answer_from_the_text_part(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path / "tokenizer.json")
+    config = {"model_type": "mistral3", "text_config": {"model_type": "mistral", "eos_token_id": 7}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelGrammars(tmp_path)._tokenizer.eos_tokens == [7]
