@@ -8,7 +8,7 @@ go on another stream than the one that computes:
 
     computing   step · rows of the table · step · images that move · step
     copying            │ image                  │           image
-                       └ waits for `reads`      └ Compact: each waits for the other
+                       └ waits for ReadsEnd     └ Compact: each waits for the other
 
 What steps read and what copies write meet in the arena alone. Steps (a replayed graph like any
 other: what it does on side streams it joins before it ends), the table's rows and images that
@@ -16,9 +16,9 @@ move are on the computing stream and so in order among themselves: a step in fli
 as they were when it was launched, whatever has its slots by now. Three things remain to be seen to.
 
 A copy overwrites what was evicted. Only steps launched while that was leased can read it, so the
-end of its last lease leaves an event behind (`reads`), and `wait_for` it is called when it is
-evicted. By then the event is over, as a rule, and the copy begins at once, whatever computes. The
-copying stream works in order: no later copy needs to wait for the same event again.
+end of its last lease leaves an event behind (ReadsEnd), which copies wait for once it is evicted
+(ClearRow). By then the event is over, as a rule, and the copy begins at once, whatever computes.
+The copying stream works in order: no later copy needs to wait for the same event again.
 
 Images move. All copies so far end before, and no later one begins until all is moved.
 
@@ -73,8 +73,18 @@ class WriteRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadsEnd:
+    """Say that no step from now on reads a slot's image, until this is said anew."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClearRow:
-    """Clear the row of a slot that has no image any more: rank 0 everywhere."""
+    """Clear the row of a slot that has no image any more: rank 0 everywhere.
+
+    No copy begins from now on until the steps are over that may read the image.
+    """
 
     slot: int
 
@@ -107,7 +117,7 @@ class ImageCopy(NamedTuple):
     event: torch.cuda.Event | None
 
 
-Command = WriteRow | ClearRow | Compact
+Command = WriteRow | ReadsEnd | ClearRow | Compact
 """Plain data: another process with an arena of the same layout can run the same commands."""
 
 
@@ -121,6 +131,7 @@ class DeviceArena:
         """weights: on the device."""
         self.weights = weights
         self._copying: torch.cuda.Stream | None = None
+        self._reads: dict[int, torch.cuda.Event] = {}  # by slot; of those that may be evicted
         if device.type == "cuda":
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             word_sum(weights.table)  # its kernel is loaded now, not under requests
@@ -132,8 +143,12 @@ class DeviceArena:
             match command:
                 case WriteRow(slot, row):
                     table[slot].copy_(upload(row, table.device))
+                case ReadsEnd(slot):
+                    self._note_reads(slot)
                 case ClearRow(slot):
                     table[slot].zero_()
+                    if self._copying is not None and slot in self._reads:
+                        self._copying.wait_event(self._reads.pop(slot))
                 case Compact(moves, rows):
                     with self._between_copies():
                         for move in moves:
@@ -158,22 +173,15 @@ class DeviceArena:
             event.record(self._copying)
         return ImageCopy(total, event)
 
-    def reads(self) -> torch.cuda.Event | None:
-        """An event that is over once the steps launched so far are; None on a CPU."""
-        if self._copying is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._copying.device))
-        return event
-
-    def wait_for(self, reads: torch.cuda.Event | None) -> None:
-        """Let no copy begin from now on until `reads` is over: what those steps read is evicted."""
-        if self._copying is not None and reads is not None:
-            self._copying.wait_event(reads)
-
     def blocks(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Views of the arena that are an image end to end, while its pieces lie there."""
         return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
+
+    def _note_reads(self, slot: int) -> None:
+        if self._copying is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._copying.device))
+            self._reads[slot] = event
 
     @contextmanager
     def _between_copies(self) -> Iterator[None]:
