@@ -56,6 +56,9 @@ class RecordingRunner:
         """How many tokens have been computed."""
         return sum(len(batch.token_ids) for batch in self.batches)
 
+    def share(self, *_arguments: object) -> None:
+        """Alone."""
+
     def forward(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
         self.batches.append(batch)
         if self.error is not None:

@@ -84,7 +84,7 @@ def assemble(
         runner, kv_pages = build_runner(model, tiers.weights, sampler, settings, start)
         with start.stage("step costs"):
             step_costs = measure_step_costs(
-                runner, kv_pages, tiers.weights, model.config.shape, settings
+                runner, kv_pages, tiers.arena, model.config.shape, settings
             )
     except BaseException:
         tiers.close()

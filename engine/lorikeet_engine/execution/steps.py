@@ -12,7 +12,7 @@ import torch
 
 from lorikeet_engine.device.async_copies import Download
 from lorikeet_engine.errors import DeviceLost, EngineError, NotFinite
-from lorikeet_engine.execution.batch_builder import build_step_input, group_by_adapter
+from lorikeet_engine.execution.batch_builder import StepInput, build_step_input, group_by_adapter
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.execution.grammar_masks import allowed_tokens
 from lorikeet_engine.execution.prompt_scores import PromptScores
@@ -70,6 +70,20 @@ class ModelRunner:
         Those with a few tokens near a prompt's beginning may be padded to fewer.
         """
         return () if self._graphs is None else self._graphs.piecewise_sizes
+
+    def share(
+        self,
+        step: StepInput,
+        previous: torch.Tensor | None = None,
+        scores: PromptScores | None = None,
+        *,
+        graphs: bool = True,
+    ) -> None:
+        """Let other processes that compute the model's layers launch a step, too; here are none.
+
+        Comes before the step's `upload` and its `forward`, or forward_eager without `graphs`, whose
+        arguments the others are.
+        """
 
     @torch.inference_mode()
     def forward(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
@@ -205,8 +219,9 @@ def compute(
     launched_s, chunks = time.perf_counter(), group_by_adapter(plan.chunks)
     sampled = previous.sample.tokens if previous else None
     step_input = build_step_input(chunks, settings.page_size)
-    batch = step_input.upload(torch.device(settings.device), sampled)
     scores = PromptScores(chunks, plan.scored, settings.max_running) if plan.scored else None
+    runner.share(step_input, sampled, scores)
+    batch = step_input.upload(torch.device(settings.device), sampled)
     logits = runner.forward(batch, scores)
     launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), expected)
     return ForwardPass(chunks, logits, launch, scores)
@@ -245,7 +260,9 @@ def sample(
 
 
 def raise_if_lost(device: torch.device, error: BaseException) -> None:
-    """Raise DeviceLost if `error` has left the device unusable."""
+    """Raise DeviceLost if `error` says so, or has left the device unusable."""
+    if isinstance(error, DeviceLost):
+        raise error
     if device.type != "cuda":
         return
     try:

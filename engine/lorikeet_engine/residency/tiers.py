@@ -50,7 +50,7 @@ class Tiers:
 
     rank, loaded_at_s, request, lease, advance and close belong to the engine's thread; the rest may
     be called from any, `moved` by one at a time.
-    weights: the arena and its table, the same tensors for the engine's life.
+    arena: the GPU's; its weights are the same tensors for the engine's life, and `weights`.
     changed: set when `moved` may have something to report.
     """
 
@@ -75,8 +75,8 @@ class Tiers:
         self._changes = ResidencyChanges(self.residency_of)
         self.changed, note = self._changes.changed, self._changes.note
         pool = self._pool = SlotPool(self.weights.arena.numel(), max_slots)
-        self._arena = DeviceArena(self.weights, device)
-        self._gpu = GpuAdapters(pool, self._arena, LeastUsedForItsSize(), time.monotonic, note)
+        self.arena = DeviceArena(self.weights, device)
+        self._gpu = GpuAdapters(pool, self.arena, LeastUsedForItsSize(), time.monotonic, note)
         self._host = HostArena(host_bytes, dtype, device.type == "cuda", note)
         kind = fingerprint(shape, limits, dtype)
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)

@@ -138,22 +138,8 @@ class DeviceArena:
 
     def run(self, *commands: Command) -> None:
         """Run commands; steps launched from now on find the arena so."""
-        table = self.weights.table
         for command in commands:
-            match command:
-                case WriteRow(slot, row):
-                    table[slot].copy_(upload(row, table.device))
-                case ReadsEnd(slot):
-                    self._note_reads(slot)
-                case ClearRow(slot):
-                    table[slot].zero_()
-                    if self._copying is not None and slot in self._reads:
-                        self._copying.wait_event(self._reads.pop(slot))
-                case Compact(moves, rows):
-                    with self._between_copies():
-                        for move in moves:
-                            self._move(move)
-                        self.run(*rows)
+            self._run(command)
 
     def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> ImageCopy:
         """Copy the image from the host to where its pieces lie, in turn, and add it up there."""
@@ -176,6 +162,24 @@ class DeviceArena:
     def blocks(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Views of the arena that are an image end to end, while its pieces lie there."""
         return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
+
+    def _run(self, command: Command) -> None:
+        table = self.weights.table
+        match command:
+            case WriteRow(slot, row):
+                table[slot].copy_(upload(row, table.device))
+            case ReadsEnd(slot):
+                self._note_reads(slot)
+            case ClearRow(slot):
+                table[slot].zero_()
+                if self._copying is not None and slot in self._reads:
+                    self._copying.wait_event(self._reads.pop(slot))
+            case Compact(moves, rows):
+                with self._between_copies():
+                    for move in moves:
+                        self._move(move)
+                    for row in rows:
+                        self._run(row)
 
     def _note_reads(self, slot: int) -> None:
         if self._copying is not None:
