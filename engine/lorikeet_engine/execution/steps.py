@@ -81,8 +81,8 @@ class ModelRunner:
     ) -> None:
         """Let other processes that compute the model's layers launch a step, too; here are none.
 
-        Comes before the step's `upload` and its `forward`, or forward_eager without `graphs`, whose
-        arguments the others are.
+        Comes right before the step's `forward`, or its forward_eager without `graphs`. previous:
+        as StepInput.upload has it. scores: as `forward` has them.
         """
 
     @torch.inference_mode()
@@ -220,8 +220,8 @@ def compute(
     sampled = previous.sample.tokens if previous else None
     step_input = build_step_input(chunks, settings.page_size)
     scores = PromptScores(chunks, plan.scored, settings.max_running) if plan.scored else None
-    runner.share(step_input, sampled, scores)
     batch = step_input.upload(torch.device(settings.device), sampled)
+    runner.share(step_input, sampled, scores)
     logits = runner.forward(batch, scores)
     launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), expected)
     return ForwardPass(chunks, logits, launch, scores)

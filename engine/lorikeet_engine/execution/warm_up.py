@@ -108,9 +108,9 @@ def _run(
         for length, lease in zip(lengths, leases, strict=True)
     ]
     step = build_step_input(chunks, settings.page_size)
+    batch = step.upload(runner.model.device)
     runner.share(step, graphs=graphs)
-    forward = runner.forward if graphs else runner.forward_eager
-    logits = forward(step.upload(runner.model.device))
+    logits = (runner.forward if graphs else runner.forward_eager)(batch)
     _sample(sampler, logits, [samplings[i % len(samplings)] for i in range(len(chunks))])
 
 

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from lorikeet_engine.errors import DeviceLost
 from lorikeet_engine.parallel.ring import RingWriter, SharedMemory
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ class Followers:
     """Starts the followers and tells them what to do; `close` ends them.
 
     `queue`, `send` and `expect_copy` belong to one thread, the engine's once it steps. Where a
-    follower is lost, `on_lost` is called with its rank and why, on another thread.
+    follower is lost, `on_lost` is called with its rank and why, on another thread. memory: what
+    they share beside the ring.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Followers:
         self._queued: list[object] = []
         self._copies: dict[int, RankCopies] = {}
         self._closing = threading.Event()
+        self.memory = memory
         size = _RING_BYTES + 8 * (world - 1)
         ring = SharedMemory(size)
         pipes = [os.pipe() for _ in range(1, world)]
@@ -125,9 +128,12 @@ class Followers:
         self._queued += messages
 
     def send(self, *messages: object) -> None:
-        """Have them do what is queued and then this, at once. Raises OSError if one is gone."""
+        """Have them do what is queued and then this, at once. Raises DeviceLost if one is gone."""
         queued, self._queued = self._queued, []
-        self._ring.write(pickle.dumps([*queued, *messages], pickle.HIGHEST_PROTOCOL))
+        try:
+            self._ring.write(pickle.dumps([*queued, *messages], pickle.HIGHEST_PROTOCOL))
+        except OSError as error:
+            raise DeviceLost("a process of another GPU of this replica is gone") from error
 
     def expect_copy(self, copy: int) -> RankCopies:
         """What the followers will report of a copy of this number that is yet to be sent."""

@@ -17,14 +17,15 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.errors import AdapterDamaged
-from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.parallel.followers import Followers
 from lorikeet_engine.residency.changes import ResidencyChanges
 from lorikeet_engine.residency.disk.cache import AdapterSource, DiskCache
 from lorikeet_engine.residency.disk.image_file import fingerprint
 from lorikeet_engine.residency.disk.watcher import DiskWatcher
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
-from lorikeet_engine.residency.gpu.arena import DeviceArena
+from lorikeet_engine.residency.gpu.arena import DeviceArena, allocate_weights
+from lorikeet_engine.residency.gpu.leading_arena import LeadingArena
 from lorikeet_engine.residency.gpu.leases import Lease, SlotUsage, SlotUser
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.gpu.transfers import Transfers
@@ -68,16 +69,25 @@ class Tiers:
         cache_dir: Path,
         max_slots: int,
         wake: Callable[[], None],
+        followers: Followers | None = None,
     ) -> None:
-        """Allocate both arenas. `wake` is called, on other threads, when advance has work."""
-        self.weights = _allocate(shape, gpu_bytes, max_slots, dtype, device)
+        """Allocate both arenas. `wake` is called, on other threads, when advance has work.
+
+        followers: the processes that hold the other parts of the model, if there are some.
+        """
+        self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
         self._wake, self._usage = wake, SlotUsage(time.monotonic)
         self._changes = ResidencyChanges(self.residency_of)
         self.changed, note = self._changes.changed, self._changes.note
         pool = self._pool = SlotPool(self.weights.arena.numel(), max_slots)
-        self.arena = DeviceArena(self.weights, device)
+        self.arena = (
+            DeviceArena(self.weights, device)
+            if followers is None
+            else LeadingArena(self.weights, device, followers)
+        )
+        shared = None if followers is None else followers.memory
         self._gpu = GpuAdapters(pool, self.arena, LeastUsedForItsSize(), time.monotonic, note)
-        self._host = HostArena(host_bytes, dtype, device.type == "cuda", note)
+        self._host = HostArena(host_bytes, dtype, device.type == "cuda", note, shared)
         kind = fingerprint(shape, limits, dtype)
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)
         self._loader = Loader(shape, limits, self._disk, self._host, pool.elements, wake)
@@ -286,13 +296,3 @@ class Tiers:
             damaged = None if good else self._checks.discard(copy.digest, Residency.HOST)
             self._requests.on_copy(copy.digest, damaged)
             self._host.release(copy.digest)
-
-
-def _allocate(
-    shape: BaseShape, gpu_bytes: int, slots: int, dtype: torch.dtype, device: torch.device
-) -> LoraWeights:
-    table = (slots, shape.layers + 1, len(shape.modules), 3)
-    return LoraWeights(
-        torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
-        torch.zeros(table, dtype=torch.int64, device=device),
-    )

@@ -38,12 +38,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.async_copies import Download, upload
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.checksums import word_sum
@@ -106,15 +107,30 @@ class Compact:
     rows: tuple[WriteRow, ...]
 
 
+class CopyTotal(Protocol):
+    """A copy's sum, on its way. Implemented by Download (device/async_copies.py)."""
+
+    def wait(self) -> torch.Tensor:
+        """The sum [] int64, once the copy is over."""
+        ...
+
+
+class CopyEvent(Protocol):
+    """A copy's end. Implemented by torch.cuda.Event."""
+
+    def synchronize(self) -> None:
+        """Sleep until the copy is over."""
+        ...
+
+
 class ImageCopy(NamedTuple):
     """A copy under way. total: word_sum of what lies in the arena then.
 
-    event: over when all is done, the total included; None on a CPU, where it is done. A thread
-    that waits for it sleeps.
+    event: over when all is done, the total included; None where it is done, as on a CPU alone.
     """
 
-    total: Download
-    event: torch.cuda.Event | None
+    total: CopyTotal
+    event: CopyEvent | None
 
 
 Command = WriteRow | ReadsEnd | ClearRow | Compact
@@ -205,6 +221,17 @@ class DeviceArena:
             part = arena[move.source + done : move.source + min(done + step, move.elements)]
             into = arena[move.target + done :][: part.numel()]
             into.copy_(part if part.numel() <= gap else part.clone())
+
+
+def allocate_weights(
+    shape: BaseShape, gpu_bytes: int, slots: int, dtype: torch.dtype, device: torch.device
+) -> LoraWeights:
+    """Allocate an arena of this many bytes and a table of this many slots, without an adapter."""
+    table = (slots, shape.layers + 1, len(shape.modules), 3)
+    return LoraWeights(
+        torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
+        torch.zeros(table, dtype=torch.int64, device=device),
+    )
 
 
 def _sum(blocks: Iterable[torch.Tensor]) -> Download:

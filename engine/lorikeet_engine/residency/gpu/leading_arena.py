@@ -1,0 +1,88 @@
+"""The leader's arena, whose commands and copies all ranks carry out.
+
+All ranks' images of an adapter are laid out alike, so a place in one arena is a place in all, and
+one process's accounts (slots.py) hold for every one. Commands and steps go to the followers in one
+order: what arena.py says of streams holds in each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.parallel.followers import Followers, RankCopies
+from lorikeet_engine.residency.checksums import added
+from lorikeet_engine.residency.gpu.arena import (
+    Command,
+    CopyEvent,
+    CopyTotal,
+    DeviceArena,
+    ImageCopy,
+    Piece,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyImage:
+    """Copy a rank's image from the host to where its pieces lie, and report that with its sum.
+
+    copy: its number. begin: the element of the host arena at which rank 0's image begins; those of
+    the other ranks follow it, each of `elements`.
+    """
+
+    copy: int
+    begin: int
+    elements: int
+    pieces: tuple[Piece, ...]
+
+
+class LeadingArena(DeviceArena):
+    """A DeviceArena whose commands and copies the followers get as well.
+
+    A copy is over once it is in all ranks.
+    """
+
+    def __init__(self, weights: LoraWeights, device: torch.device, followers: Followers) -> None:
+        super().__init__(weights, device)
+        self._followers = followers
+        self._numbers = 0
+
+    def run(self, *commands: Command) -> None:
+        """Run commands here, and in the followers before the next step or copy."""
+        self._followers.queue(*commands)
+        super().run(*commands)
+
+    def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> ImageCopy:
+        """Copy all ranks' images, end to end in the host arena, each to its GPU."""
+        elements = sum(piece.end - piece.begin for piece in pieces)
+        self._numbers += 1
+        others = self._followers.expect_copy(self._numbers)
+        begin = image.storage_offset()
+        self._followers.send(CopyImage(self._numbers, begin, elements, tuple(pieces)))
+        total, event = super().copy(image[:elements], pieces)
+        return ImageCopy(_Total(total, others), _InAllRanks(event, others))
+
+
+@dataclass(frozen=True, slots=True)
+class _InAllRanks:
+    """A CopyEvent."""
+
+    own: CopyEvent | None
+    others: RankCopies
+
+    def synchronize(self) -> None:
+        if self.own is not None:
+            self.own.synchronize()
+        self.others.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Total:
+    """A CopyTotal: of all ranks' images together."""
+
+    own: CopyTotal
+    others: RankCopies
+
+    def wait(self) -> torch.Tensor:
+        return torch.tensor(added((int(self.own.wait()), *self.others.wait())))
