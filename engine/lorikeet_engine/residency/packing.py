@@ -26,8 +26,8 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.adapter_format.families import EMBEDDING_ROWS, HEAD, HEAD_ROWS
 from lorikeet_engine.adapter_format.token_rows import digits
 from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.parallel.shard import WHOLE, Shard, ShardRange
 from lorikeet_engine.residency.checksums import LayerSums, layer_sums
-from lorikeet_engine.residency.shard import WHOLE, Shard, ShardRange
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -137,12 +137,11 @@ def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor)
         for part in spec.linears:
             kept = layout.ranges[part.linear]
             a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
-            rows = kept.a_rows(rank)
-            a = _matrix(out, a_at, len(rows), len(kept.inputs))
-            saved = _matrix(wide, 0, len(rows), len(kept.inputs)) if part.gathers else a
-            _read(file, part.a, rows, kept.inputs, saved, stored)
+            a = _matrix(out, a_at, rank, len(kept.inputs))
+            saved = _matrix(wide, 0, rank, len(kept.inputs)) if part.gathers else a
+            _read(file, part.a, range(rank), kept.inputs, saved, stored)
             if part.gathers:
-                a.view(len(kept.inputs), len(rows)).copy_(saved.T)
+                a.view(len(kept.inputs), rank).copy_(saved.T)
             b = _matrix(wide, 0, len(kept.outputs), rank)
             _read(file, part.b, kept.outputs, range(rank), b, stored)
             b_transposed = _matrix(out, b_at, rank, len(kept.outputs))

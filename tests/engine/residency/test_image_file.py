@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.parallel.shard import WHOLE, Shard
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
-from lorikeet_engine.residency.shard import WHOLE, Shard
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
@@ -51,7 +51,7 @@ def written(tmp_path):
 
 @pytest.mark.parametrize("ranks", [everywhere(4), UNEVEN | OUTER, {(1, 3): 64}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2), Shard(0, 2, fully=True)])
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
 def test_the_image_and_its_layout_come_back_to_the_bit(written, ranks, dtype, shard):
     shape = BaseShape(
         "llama", 2, hidden=18, intermediate=22, heads=2, kv_heads=1, head_dim=5, vocabulary=40
@@ -90,7 +90,7 @@ def test_all_that_an_image_depends_on_changes_its_fingerprint():
         ),
         (SHAPE, dataclasses.replace(LIMITS, max_rank=32), *base[2:]),
         (*base[:2], torch.bfloat16, WHOLE),
-        *((*base[:3], shard) for shard in (Shard(0, 2), Shard(1, 2), Shard(0, 2, fully=True))),
+        *((*base[:3], shard) for shard in (Shard(0, 2), Shard(1, 2))),
     ]
     fingerprints = {fingerprint(*facts) for facts in (base, *changes)}
     assert len(fingerprints) == 1 + len(changes)

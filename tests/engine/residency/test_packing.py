@@ -1,6 +1,5 @@
 """An adapter's image: every matrix at its place, true ranks, the scaling inside B."""
 
-import dataclasses
 import itertools
 
 import peft
@@ -15,11 +14,11 @@ from lorikeet_engine.adapter_format import (
     read_spec,
     write_blob,
 )
-from lorikeet_engine.errors import AdapterRejected, SettingsError
+from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.kernels.lora.reference import add_lora
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
+from lorikeet_engine.parallel.shard import WHOLE, Shard
 from lorikeet_engine.residency.packing import PackedLayout, pack
-from lorikeet_engine.residency.shard import WHOLE, Shard
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
@@ -116,25 +115,24 @@ def matrices(layout, image, layer, linear):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("fully", [False, True])
 @pytest.mark.parametrize("ranks", [everywhere(8), everywhere(7), UNEVEN])
-def test_the_shards_hold_what_the_schemes_say_and_no_more(shelf, world, fully, ranks):
+def test_the_shards_hold_what_the_schemes_say_and_no_more(shelf, world, ranks):
     shape = BaseShape(
         "llama", 2, hidden=24, intermediate=20, heads=4, kv_heads=2, head_dim=5, vocabulary=40
     )
     shelf.make("x", ranks, shape=shape)
     _, *whole = packed(shelf, "x", shape=shape)
-    shards = [packed(shelf, "x", shape=shape, shard=Shard(n, world, fully)) for n in range(world)]
+    shards = [packed(shelf, "x", shape=shape, shard=Shard(n, world)) for n in range(world)]
     for (layer, linear), rank in ranks.items():
         a, b = matrices(*whole, layer, linear)
         for index, (_, layout, image) in enumerate(shards):
             if linear in (3, 6):  # o, down
                 want_a = a.chunk(world, dim=1)[index]
-                want_b = b.chunk(world, dim=1)[index] if fully else b
+                want_b = b
             else:
                 # Four processes share two heads of k and of v: each head is in two of them.
                 pieces = min(world, shape.kv_heads) if linear in (1, 2) else world
-                want_a = a[index::world] if fully else a
+                want_a = a
                 want_b = b.chunk(pieces, dim=1)[index * pieces // world]
             got_a, got_b = matrices(layout, image, layer, linear)
             assert torch.equal(got_a, want_a)
@@ -142,14 +140,13 @@ def test_the_shards_hold_what_the_schemes_say_and_no_more(shelf, world, fully, r
             assert layout.rows[layer, linear, 2] == rank
 
 
-@pytest.mark.parametrize("fully", [False, True])
 @pytest.mark.parametrize("ranks", [everywhere(5), UNEVEN])
-def test_a_shards_image_is_aligned_and_as_small_as_its_matrices(shelf, fully, ranks):
+def test_a_shards_image_is_aligned_and_as_small_as_its_matrices(shelf, ranks):
     shape = BaseShape(
         "llama", 2, hidden=18, intermediate=22, heads=2, kv_heads=1, head_dim=5, vocabulary=40
     )
     shelf.make("odd", ranks, shape=shape)
-    _, layout, _ = packed(shelf, "odd", shape=shape, shard=Shard(1, 2, fully))
+    _, layout, _ = packed(shelf, "odd", shape=shape, shard=Shard(1, 2))
     spans = []
     for (layer, linear), rank in ranks.items():
         sizes = layout.ranges[linear].elements(rank)
@@ -179,40 +176,6 @@ def test_a_shard_reads_its_own_part_of_the_blob_alone(shelf):
     second = PackedLayout.of(spec, shape, Shard(1, 2))
     with pytest.raises(AdapterRejected, match="ended early"):
         pack(shelf.blob("x"), spec, second, torch.empty(second.elements))
-
-
-def test_the_key_head_of_every_query_head_is_in_the_same_shard():
-    for heads, kv_heads, world in [(8, 2, 2), (8, 2, 4), (8, 2, 8), (32, 8, 16), (6, 3, 6)]:
-        shape = BaseShape("llama", 1, 96, 96, heads, kv_heads, head_dim=1, vocabulary=96)
-        for index in range(world):
-            q, k, v, *_ = Shard(index, world).ranges(shape)
-            read = {head * kv_heads // heads for head in q.outputs}
-            assert read == set(k.outputs) == set(v.outputs)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "fully", "named"),
-    [
-        ("heads", 6, False, "num_attention_heads=6"),
-        ("kv_heads", 3, False, "num_key_value_heads=3"),
-        ("intermediate", 30, False, "intermediate_size=30"),
-        ("hidden", 18, True, "hidden_size=18"),
-    ],
-)
-def test_a_base_model_that_cannot_be_cut_evenly_is_refused(field, value, fully, named):
-    shape = BaseShape(
-        "llama", 1, hidden=16, intermediate=32, heads=4, kv_heads=4, head_dim=4, vocabulary=40
-    )
-    Shard(0, 4, fully).ranges(shape)
-    with pytest.raises(SettingsError, match=named):
-        Shard(0, 4, fully).ranges(dataclasses.replace(shape, **{field: value}))
-
-
-def test_hidden_states_need_not_be_divisible_unless_fully_sharded():
-    shape = BaseShape(
-        "llama", 1, hidden=18, intermediate=32, heads=4, kv_heads=4, head_dim=4, vocabulary=40
-    )
-    assert {len(cut.outputs) for cut in Shard(0, 4).ranges(shape)} == {3, 4, 8, 10, 18}
 
 
 def test_a_scaling_that_overflows_the_dtype_is_refused_by_tensor(shelf):

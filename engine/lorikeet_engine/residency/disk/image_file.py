@@ -20,9 +20,9 @@ import torch
 from lorikeet_engine.adapter_format import ALIGNMENT, AdapterLimits, BaseShape
 from lorikeet_engine.adapter_format.header import read_header
 from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.parallel.shard import WHOLE, Shard
 from lorikeet_engine.residency.checksums import LayerSums, layer_sums
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout
-from lorikeet_engine.residency.shard import WHOLE, Shard
 
 # Raise this with every change to the file, or to what pack or PackedLayout makes of a blob.
 _VERSION = 3
