@@ -131,6 +131,7 @@ def load_model(
     dtype: torch.dtype,
     max_context: int | None = None,
     rounding: Quantization | None = None,
+    ranks: object = None,
 ) -> LlamaModel:
     """Load a Hugging Face checkpoint folder (config.json and safetensors) onto the device.
 

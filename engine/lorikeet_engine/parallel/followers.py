@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _RING_BYTES = 32 << 20
 _LOOK_S = 0.5  # how often to look whether a follower stands still
 _STOPPED_S = 3.0  # a debugger or a snapshot may stop one for a moment
-_END_S = 5.0  # how long a follower may take to end when it is told to
+_END_S = 2.0  # how long a follower may take to end when it is told to
 
 
 class CopyReport(NamedTuple):
@@ -78,12 +78,13 @@ class Followers:
         world: int,
         start: object,
         memory: SharedMemory,
+        fds: Sequence[int] = (),
         on_lost: Callable[[int, str], None] | None = None,
     ) -> None:
         """Start world − 1 processes. Linux ends them with the thread that calls this.
 
-        start: a picklable message, their first. memory: theirs to map, too. on_lost: None ends
-        this process.
+        start: a picklable message, their first. memory: theirs to map, too. fds: descriptors that
+        they inherit under the same numbers. on_lost: None ends this process.
         """
         self._on_lost = on_lost or _end_process
         self._queued: list[object] = []
@@ -97,23 +98,14 @@ class Followers:
         self._reports, self._processes = list[Connection](), list["subprocess.Popen[bytes]"]()
         for rank, (woken, _) in enumerate(pipes, 1):
             reports, report_to = Pipe(duplex=False)
-            numbers = (
-                rank,
-                world,
-                ring.fd,
-                size,
-                woken,
-                report_to.fileno(),
-                memory.fd,
-                memory.size,
-            )
+            own = (ring.fd, woken, report_to.fileno(), memory.fd)
+            numbers = rank, world, ring.fd, size, woken, report_to.fileno(), memory.fd, memory.size
             with report_to:
-                self._processes.append(
-                    _start(numbers, (ring.fd, woken, report_to.fileno(), memory.fd))
-                )
+                self._processes.append(_start(numbers, (*own, *fds)))
             os.close(woken)
             self._reports.append(reports)
         ring.close()
+        memory.close()
         self._watcher = threading.Thread(target=self._run, name="lorikeet-ranks", daemon=True)
         self._watcher.start()
         self.send(start)
