@@ -70,6 +70,12 @@ class PlannedStart:
         return sum(self.settings.replicas.values())
 
     @property
+    def engine_gpus(self) -> int:
+        """The GPUs of all engines, at the start; on CPUs their processes."""
+        settings = self.settings
+        return sum(n * settings.tensor_parallel[name] for name, n in settings.replicas.items())
+
+    @property
     def device_free(self) -> int | None:
         """Bytes for one engine, of the GPU that has the least; None where that is not known."""
         if self.device == "cpu":
