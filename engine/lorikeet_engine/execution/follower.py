@@ -21,8 +21,8 @@ from lorikeet_engine.parallel.followers import CopyReport
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.ring import SharedMemory
 from lorikeet_engine.parallel.shard import Shard
-from lorikeet_engine.residency.gpu.arena import CopyEvent, DeviceArena, allocate_weights
-from lorikeet_engine.residency.gpu.leading_arena import CopyImage
+from lorikeet_engine.residency.gpu.arena import CopyEvent, allocate_weights
+from lorikeet_engine.residency.gpu.rank_arenas import CopyImage, FollowingArena
 from lorikeet_engine.residency.host_arena import host_memory
 from lorikeet_engine.residency.workers import Workers
 from lorikeet_engine.telemetry.start_up import StartUpStages
@@ -52,10 +52,7 @@ class Follower:
         self._group = RankGroup(shard, start.rendezvous, device)
         self._model = load_weights(start.load, settings, device, self._group, self._stages)
         with self._stages.stage("slot pool"):
-            self._arena = self._allocate_arena()
-            dtype = settings.torch_adapter_dtype
-            elements, pin = settings.adapter_host_bytes // dtype.itemsize, device.type == "cuda"
-            self._host = host_memory(elements, dtype, pin, host)
+            self._arena = self._allocate_arena(host)
         self._parts = RunnerParts.of(self._model, self._arena.weights, settings)
         self._runner: ModelRunner | None = None
         self._copies = Workers(1, "copies")
@@ -76,15 +73,16 @@ class Follower:
             case command:
                 self._arena.run(command)  # type: ignore[arg-type]
 
-    def _allocate_arena(self) -> DeviceArena:
+    def _allocate_arena(self, host: SharedMemory) -> FollowingArena:
         settings, shape = self._settings, self._model.config.shape
         wanted = resolve(settings.adapter_gpu_bytes, self._stages.free)
         (gpu_bytes,) = self._group.minimum((wanted,))
         dtype = settings.torch_adapter_dtype
         slots = count_slots(gpu_bytes // dtype.itemsize, shape, settings.max_batch_adapters)
-        return DeviceArena(
-            allocate_weights(shape, gpu_bytes, slots, dtype, self._device), self._device
-        )
+        weights = allocate_weights(shape, gpu_bytes, slots, dtype, self._device)
+        elements = settings.adapter_host_bytes // dtype.itemsize
+        images = host_memory(elements, dtype, self._device.type == "cuda", host)
+        return FollowingArena(weights, self._device, images, self._shard.index)
 
     def _count_pages(self) -> None:
         if self._device.type == "cuda":
@@ -112,10 +110,7 @@ class Follower:
             self._steps.submit(partial(_wait, over), urgent=True)
 
     def _copy(self, message: CopyImage) -> None:
-        begin = message.begin + self._shard.index * message.elements
-        total, event = self._arena.copy(
-            self._host[begin : begin + message.elements], message.pieces
-        )
+        total, event = self._arena.copy_own(message)
 
         def report() -> None:
             if event is not None:

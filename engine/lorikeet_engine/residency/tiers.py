@@ -25,8 +25,8 @@ from lorikeet_engine.residency.disk.watcher import DiskWatcher
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.arena import DeviceArena, allocate_weights
-from lorikeet_engine.residency.gpu.leading_arena import LeadingArena
 from lorikeet_engine.residency.gpu.leases import Lease, SlotUsage, SlotUser
+from lorikeet_engine.residency.gpu.rank_arenas import LeadingArena
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.gpu.transfers import Transfers
 from lorikeet_engine.residency.host_arena import HostArena

@@ -1,4 +1,4 @@
-"""The leader's arena, whose commands and copies all ranks carry out.
+"""The arenas of a tensor parallel replica, in which all ranks do what the leader's does.
 
 All ranks' images of an adapter are laid out alike, so a place in one arena is a place in all, and
 one process's accounts (slots.py) hold for every one. Commands and steps go to the followers in one
@@ -62,6 +62,22 @@ class LeadingArena(DeviceArena):
         self._followers.send(CopyImage(self._numbers, begin, elements, tuple(pieces)))
         total, event = super().copy(image[:elements], pieces)
         return ImageCopy(_Total(total, others), _InAllRanks(event, others))
+
+
+class FollowingArena(DeviceArena):
+    """A follower's: does what the leader's says, with the images of its own rank."""
+
+    def __init__(
+        self, weights: LoraWeights, device: torch.device, host: torch.Tensor, rank: int
+    ) -> None:
+        """host: the host arena, as this process sees it."""
+        super().__init__(weights, device)
+        self._host, self._rank = host, rank
+
+    def copy_own(self, wanted: CopyImage) -> ImageCopy:
+        """Copy this rank's image."""
+        begin = wanted.begin + self._rank * wanted.elements
+        return self.copy(self._host[begin : begin + wanted.elements], wanted.pieces)
 
 
 @dataclass(frozen=True, slots=True)
