@@ -56,8 +56,8 @@ class RecordingRunner:
         """How many tokens have been computed."""
         return sum(len(batch.token_ids) for batch in self.batches)
 
-    def share(self, *_arguments: object) -> None:
-        """Alone."""
+    def share(self, *arguments: Any) -> None:
+        self._runner.share(*arguments)
 
     def forward(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
         self.batches.append(batch)
