@@ -124,7 +124,7 @@ class Follower:
 
 
 class _MoreLogits:
-    """The part of PromptScores that a rank without the leader's samples has: the products."""
+    """A LogitsReader that reads none of them: the leader does."""
 
     def __init__(self, inputs: tuple[LogitsInput, ...]) -> None:
         self._inputs = inputs

@@ -9,7 +9,7 @@ import torch
 
 from lorikeet_engine.errors import DeviceLost
 from lorikeet_engine.execution.batch_builder import LogitsInput, StepInput
-from lorikeet_engine.execution.prompt_scores import PromptScores
+from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.parallel.followers import Followers
@@ -61,12 +61,12 @@ class LeadingRunner(ModelRunner):
             if tokens is not None:
                 self._group.broadcast_tokens(tokens)
 
-    def forward(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """ModelRunner.forward. Raises DeviceLost."""
         with _for_good():
             return super().forward(batch, scores)
 
-    def forward_eager(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
+    def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """ModelRunner.forward_eager. Raises DeviceLost."""
         with _for_good():
             return super().forward_eager(batch, scores)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, islice
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,21 @@ class ReadScores:
 
     outputs: list[PromptLogprobs]
     errors: Mapping[str, NotFinite]
+
+
+class LogitsReader(Protocol):
+    """What wants more logits of a step than its next tokens need.
+
+    Implemented by PromptScores, and by a follower (follower.py), which has its part of them.
+    """
+
+    def compute(
+        self,
+        hidden: torch.Tensor,
+        logits_of: Callable[[torch.Tensor, Segments | None], torch.Tensor],
+    ) -> None:
+        """Launch what gives them. hidden: the step's last. logits_of: LlamaModel.logits."""
+        ...
 
 
 class PromptScores:

@@ -15,7 +15,7 @@ from lorikeet_engine.errors import DeviceLost, EngineError, NotFinite
 from lorikeet_engine.execution.batch_builder import StepInput, build_step_input, group_by_adapter
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.execution.grammar_masks import allowed_tokens
-from lorikeet_engine.execution.prompt_scores import PromptScores
+from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.batch import Batch
@@ -86,7 +86,7 @@ class ModelRunner:
         """
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """Logits [rows, vocab] of batch.logit_rows, in the model's dtype; keys and values are kept.
 
         The result belongs to the caller, who may change it in place. scores: computed as well.
@@ -96,14 +96,14 @@ class ModelRunner:
         return self.forward_eager(batch, scores)
 
     @torch.inference_mode()
-    def forward_eager(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
+    def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """What `forward` returns, computed without CUDA graphs."""
         self._attention.plan(batch)
         hidden = self.model.forward(batch, self._kv, self._weights, self._attention)
         return self._logits(hidden, batch, scores)
 
     def _logits(
-        self, hidden: torch.Tensor, batch: Batch, scores: PromptScores | None
+        self, hidden: torch.Tensor, batch: Batch, scores: LogitsReader | None
     ) -> torch.Tensor:
         if scores is not None:
             scores.compute(hidden, lambda h, heads: self.model.logits(h, self._weights, heads))

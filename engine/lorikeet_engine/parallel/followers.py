@@ -150,10 +150,12 @@ class Followers:
     def _run(self) -> None:
         stopped_since_s: dict[int, float] = {}
         while not self._closing.is_set():
-            for reports in wait(self._reports, _LOOK_S):
-                rank = self._reports.index(reports) + 1  # type: ignore[arg-type]
+            ready = wait(self._reports, _LOOK_S)
+            for rank, reports in enumerate(self._reports, 1):
+                if reports not in ready:
+                    continue
                 try:
-                    report = reports.recv()  # type: ignore[union-attr]
+                    report: CopyReport = reports.recv()
                 except (EOFError, OSError):
                     if not self._closing.is_set():
                         self._on_lost(rank, f"it ended with status {self._status(rank)}")

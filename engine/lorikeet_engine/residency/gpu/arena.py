@@ -194,8 +194,8 @@ class DeviceArena:
                 with self._between_copies():
                     for move in moves:
                         self._move(move)
-                    for row in rows:
-                        self._run(row)
+                    for written in rows:
+                        self._run(written)
 
     def _note_reads(self, slot: int) -> None:
         if self._copying is not None:

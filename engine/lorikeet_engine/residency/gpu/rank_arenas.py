@@ -58,7 +58,7 @@ class LeadingArena(DeviceArena):
         elements = sum(piece.end - piece.begin for piece in pieces)
         self._numbers += 1
         others = self._followers.expect_copy(self._numbers)
-        begin = image.storage_offset()
+        begin = int(image.storage_offset())
         self._followers.send(CopyImage(self._numbers, begin, elements, tuple(pieces)))
         total, event = super().copy(image[:elements], pieces)
         return ImageCopy(_Total(total, others), _InAllRanks(event, others))
