@@ -153,13 +153,13 @@ def build_runner(
     tried out first, and then built again with all the pages that the trial has left room for.
     Graphs cannot be kept, since they hold the address of the KV pages. Raises SettingsError.
     """
-    device, c = model.device, model.config.shape
+    device, c = model.device, model.shape
     page, fp8 = settings.page_size, settings.torch_kv_dtype == FP8_KV
     shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, page, model.dtype, fp8)
     attention = choose_attention(shape, device)
 
     def build(pages: int) -> ModelRunner:
-        kv = allocate_kv(model.config, settings, pages, device)
+        kv = allocate_kv(model.shape, settings, pages, device)
         return ModelRunner(
             model, attention, weights, kv, _capture(model, attention, weights, kv, settings)
         )
@@ -172,7 +172,7 @@ def build_runner(
         del trial
         gc.collect()
         torch.cuda.empty_cache()
-    pages = count_pages(model.config, settings, start)
+    pages = count_pages(model.shape, settings, start)
     with start.stage("KV cache"):
         runner = build(pages)
         if device.type == "cuda":
