@@ -203,7 +203,7 @@ def build_runner(
         gc.collect()
         torch.cuda.empty_cache()
     ranks.announce(CountPages())
-    pages = ranks.least(count_pages(model.config, settings, start))
+    pages = ranks.least(count_pages(model.shape, settings, start))
     with start.stage("KV cache"):
         runner = build(pages)
         if device.type == "cuda":

@@ -91,7 +91,7 @@ class Follower:
             self._runner = None
             gc.collect()
             torch.cuda.empty_cache()
-        self._group.minimum((count_pages(self._model.config, self._settings, self._stages),))
+        self._group.minimum((count_pages(self._model.shape, self._settings, self._stages),))
 
     def _run(self, message: RunStep) -> None:
         runner, step = self._runner, message.step

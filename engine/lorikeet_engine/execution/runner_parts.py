@@ -32,14 +32,14 @@ class RunnerParts:
     @classmethod
     def of(cls, model: LlamaModel, weights: LoraWeights, settings: EngineSettings) -> "RunnerParts":
         """The parts for a model. Raises SettingsError where there are no kernels for it."""
-        c, page, fp8 = model.config.shape, settings.page_size, settings.torch_kv_dtype == FP8_KV
+        c, page, fp8 = model.shape, settings.page_size, settings.torch_kv_dtype == FP8_KV
         shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, page, model.dtype, fp8)
         return cls(model, choose_attention(shape, model.device), weights, settings)
 
     def build(self, pages: int, runner: Callable[..., ModelRunner] = ModelRunner) -> ModelRunner:
         """Allocate so many KV pages, and capture graphs on CUDA. runner: the one to make."""
         model = self.model
-        kv = allocate_kv(model.config, self.settings, pages, model.device)
+        kv = allocate_kv(model.shape, self.settings, pages, model.device)
         graphs = _capture(model, self.attention, self.weights, kv, self.settings)
         return runner(model, self.attention, self.weights, kv, graphs)
 

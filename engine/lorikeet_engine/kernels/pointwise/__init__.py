@@ -18,7 +18,14 @@ from lorikeet_engine.kernels.fp8 import Activations
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 
-__all__ = ["QkNorm", "add_rms_norm", "add_rms_norm_fp8", "rotary_and_store_kv", "silu_and_mul"]
+__all__ = [
+    "QkNorm",
+    "add_delta",
+    "add_rms_norm",
+    "add_rms_norm_fp8",
+    "rotary_and_store_kv",
+    "silu_and_mul",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,11 @@ def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = Non
     """silu(x[:, :width]) · x[:, width:] of x [tokens, 2 · width], dense → [tokens, width]."""
     y: torch.Tensor = _operators(x.device.type).silu_and_mul(x, lora)
     return y
+
+
+def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
+    """Add to a product y [tokens, width], dense, what adapters add to it, in place."""
+    _operators(y.device.type).add_delta(y, lora)
 
 
 @cache

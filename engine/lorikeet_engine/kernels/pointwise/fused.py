@@ -15,9 +15,9 @@ from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.kernels.pointwise.fused_rotary import rotary_and_store_kv
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 
-__all__ = ["add_rms_norm", "add_rms_norm_fp8", "rotary_and_store_kv", "silu_and_mul"]
+__all__ = ["add_delta", "add_rms_norm", "add_rms_norm_fp8", "rotary_and_store_kv", "silu_and_mul"]
 
-COLUMNS = 1024  # gated by one program
+COLUMNS = 1024  # gated, or added to, by one program
 
 
 def add_rms_norm(
@@ -85,6 +85,12 @@ def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = Non
     y = x.new_empty((tokens, width))
     _silu_and_mul[(tokens, triton.cdiv(width, COLUMNS))](x, *operands(lora), y, width, COLUMNS)
     return y
+
+
+def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
+    """Add to y [tokens, width] what adapters add to it, in place; rounded once."""
+    tokens, width = y.shape
+    _add_delta[(tokens, triton.cdiv(width, COLUMNS))](y, *operands(lora), width, COLUMNS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -164,3 +170,21 @@ def _silu_and_mul(
         values += lora_at(lora, adapted, token, at + width, inside)
     out = gates / (1.0 + tl.exp(-gates)) * values
     tl.store(y + token * width + columns, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_delta(
+    y: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Compute some columns of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    at = token * width + columns
+    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    total += lora_at(lora, adapted, token, at, inside)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)

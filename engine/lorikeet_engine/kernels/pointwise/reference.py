@@ -93,6 +93,11 @@ def silu_and_mul(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor
     return F.silu(gates) * values
 
 
+def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
+    """See kernels.pointwise."""
+    _add_lora_delta(y, lora)
+
+
 def _add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
     if lora is not None:
         y[: lora.tokens] += lora.rows[: lora.tokens]
