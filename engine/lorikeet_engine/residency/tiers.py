@@ -17,14 +17,13 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.errors import AdapterDamaged
-from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.changes import ResidencyChanges
 from lorikeet_engine.residency.disk.cache import AdapterSource, DiskCache
 from lorikeet_engine.residency.disk.image_file import fingerprint
 from lorikeet_engine.residency.disk.watcher import DiskWatcher
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
-from lorikeet_engine.residency.gpu.arena import DeviceArena
+from lorikeet_engine.residency.gpu.arena import DeviceArena, allocate_weights
 from lorikeet_engine.residency.gpu.leases import Lease, SlotUsage, SlotUser
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.gpu.transfers import Transfers
@@ -68,9 +67,13 @@ class Tiers:
         cache_dir: Path,
         max_slots: int,
         wake: Callable[[], None],
+        world: int = 1,
     ) -> None:
-        """Allocate both arenas. `wake` is called, on other threads, when advance has work."""
-        self.weights = _allocate(shape, gpu_bytes, max_slots, dtype, device)
+        """Allocate both arenas. `wake` is called, on other threads, when advance has work.
+
+        world: how many ranks share the model. What is said of the GPU is said of each rank's.
+        """
+        self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
         self._wake, self._usage = wake, SlotUsage(time.monotonic)
         self._changes = ResidencyChanges(self.residency_of)
         self.changed, note = self._changes.changed, self._changes.note
@@ -78,9 +81,9 @@ class Tiers:
         self._arena = DeviceArena(self.weights, device)
         self._gpu = GpuAdapters(pool, self._arena, LeastUsedForItsSize(), time.monotonic, note)
         self._host = HostArena(host_bytes, dtype, device.type == "cuda", note)
-        kind = fingerprint(shape, limits, dtype)
+        kind = fingerprint(shape, limits, dtype, world)
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)
-        self._loader = Loader(shape, limits, self._disk, self._host, pool.elements, wake)
+        self._loader = Loader(shape, limits, self._disk, self._host, pool.elements, wake, world)
         self._copies = Transfers(wake)
         self._pins = Pins(self._gpu, self._host, self._disk, self._loader, self._place)
         self._stats = ResidencyStats(
@@ -286,13 +289,3 @@ class Tiers:
             damaged = None if good else self._checks.discard(copy.digest, Residency.HOST)
             self._requests.on_copy(copy.digest, damaged)
             self._host.release(copy.digest)
-
-
-def _allocate(
-    shape: BaseShape, gpu_bytes: int, slots: int, dtype: torch.dtype, device: torch.device
-) -> LoraWeights:
-    table = (slots, shape.layers + 1, len(shape.modules), 3)
-    return LoraWeights(
-        torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
-        torch.zeros(table, dtype=torch.int64, device=device),
-    )

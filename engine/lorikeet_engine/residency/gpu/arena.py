@@ -44,6 +44,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.async_copies import Download, upload
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.checksums import word_sum
@@ -193,6 +194,17 @@ class DeviceArena:
             part = arena[move.source + done : move.source + min(done + step, move.elements)]
             into = arena[move.target + done :][: part.numel()]
             into.copy_(part if part.numel() <= gap else part.clone())
+
+
+def allocate_weights(
+    shape: BaseShape, gpu_bytes: int, slots: int, dtype: torch.dtype, device: torch.device
+) -> LoraWeights:
+    """Allocate an arena of this many bytes and a table of this many slots, without an adapter."""
+    table = (slots, shape.layers + 1, len(shape.modules), 3)
+    return LoraWeights(
+        torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
+        torch.zeros(table, dtype=torch.int64, device=device),
+    )
 
 
 def _sum(blocks: Iterable[torch.Tensor]) -> Download:
