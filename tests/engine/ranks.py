@@ -1,5 +1,6 @@
 """Real processes that form a rank group, as the GPUs of one replica do."""
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import Shard
 
 CPU = torch.device("cpu")
+# Each process would import these by itself: 3 s.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["lorikeet_engine.execution.assembly", "transformers", "peft"]
+)
 
 
 def run_ranks(
@@ -20,8 +25,8 @@ def run_ranks(
     work: a function of a module, since other processes import it. device: cuda, and each process
     has a GPU of its own.
     """
-    torch.multiprocessing.spawn(
-        _run, (world, work, folder, arguments, device), nprocs=world, join=True
+    torch.multiprocessing.start_processes(
+        _run, (world, work, folder, arguments, device), nprocs=world, start_method="forkserver"
     )
     return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(world)]
 

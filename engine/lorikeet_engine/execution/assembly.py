@@ -169,6 +169,7 @@ def build_tiers(
         cache_dir=settings.cache_dir,
         max_slots=count_slots(gpu_bytes // dtype.itemsize, shape, settings.max_batch_adapters),
         wake=wake,
+        world=settings.tensor_parallel,
         followers=ranks.followers,
     )
 

@@ -91,10 +91,10 @@ class HostArena:
             if digest in self._images:
                 return None
             if for_request:
-                self._reservations.make_way_for(layout.elements)
-            offset = self._blocks.allocate(layout.elements)
-            while offset is None and self._evict_one(layout.elements, for_request):
-                offset = self._blocks.allocate(layout.elements)
+                self._reservations.make_way_for(layout.image_elements)
+            offset = self._blocks.allocate(layout.image_elements)
+            while offset is None and self._evict_one(layout.image_elements, for_request):
+                offset = self._blocks.allocate(layout.image_elements)
             if offset is None:
                 return None
             self._images[digest] = _Image(offset, layout)
@@ -151,7 +151,7 @@ class HostArena:
             image = self._images.get(digest)
             if image is None or image.packed is None:
                 return False
-            return self._reservations.grant(digest, image.layout.elements)
+            return self._reservations.grant(digest, image.layout.image_elements)
 
     def unpin(self, digest: str) -> None:
         """Let the image be evicted again."""
@@ -161,7 +161,7 @@ class HostArena:
 
     def _evict_one(self, elements: int, for_request: bool) -> bool:
         evictable = {
-            digest: image.layout.elements
+            digest: image.layout.image_elements
             for digest, image in self._images.items()
             if not image.holders and digest not in self._reservations
         }
@@ -176,11 +176,11 @@ class HostArena:
     def _drop(self, digest: str) -> None:
         image = self._images.pop(digest)
         self._reservations.revoke(digest)
-        self._blocks.release(image.offset, image.layout.elements)
+        self._blocks.release(image.offset, image.layout.image_elements)
         self._on_change(digest)
 
     def _view(self, image: _Image) -> torch.Tensor:
-        return self._arena[image.offset : image.offset + image.layout.elements]
+        return self._arena[image.offset : image.offset + image.layout.image_elements]
 
 
 def host_memory(

@@ -24,9 +24,9 @@ from lorikeet_engine.residency.disk.image_file import fingerprint
 from lorikeet_engine.residency.disk.watcher import DiskWatcher
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
-from lorikeet_engine.residency.gpu.arena import DeviceArena, allocate_weights
+from lorikeet_engine.residency.gpu.arena import allocate_weights
 from lorikeet_engine.residency.gpu.leases import Lease, SlotUsage, SlotUser
-from lorikeet_engine.residency.gpu.rank_arenas import LeadingArena
+from lorikeet_engine.residency.gpu.rank_arenas import arena_of
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.gpu.transfers import Transfers
 from lorikeet_engine.residency.host_arena import HostArena
@@ -53,6 +53,8 @@ class Tiers:
     be called from any, `moved` by one at a time.
     arena: the GPU's; its weights are the same tensors for the engine's life, and `weights`.
     changed: set when `moved` may have something to report.
+    world: how many ranks share the model. What is said of the GPU is said of each rank's.
+    followers: the other ranks' processes, in which all happens that happens in `arena`.
     """
 
     def __init__(
@@ -69,35 +71,27 @@ class Tiers:
         cache_dir: Path,
         max_slots: int,
         wake: Callable[[], None],
+        world: int = 1,
         followers: Followers | None = None,
     ) -> None:
-        """Allocate both arenas. `wake` is called, on other threads, when advance has work.
-
-        followers: the processes that hold the other parts of the model, if there are some.
-        """
+        """Allocate both arenas. `wake` is called, on other threads, when advance has work."""
         self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
-        self._wake, self._usage = wake, SlotUsage(time.monotonic)
+        self._wake, self._usage, self._copies = wake, SlotUsage(time.monotonic), Transfers(wake)
         self._changes = ResidencyChanges(self.residency_of)
         self.changed, note = self._changes.changed, self._changes.note
         pool = self._pool = SlotPool(self.weights.arena.numel(), max_slots)
-        self.arena = (
-            DeviceArena(self.weights, device)
-            if followers is None
-            else LeadingArena(self.weights, device, followers)
-        )
-        shared = None if followers is None else followers.memory
+        self.arena = arena_of(self.weights, device, followers)
         self._gpu = GpuAdapters(pool, self.arena, LeastUsedForItsSize(), time.monotonic, note)
+        shared = followers and followers.memory
         self._host = HostArena(host_bytes, dtype, device.type == "cuda", note, shared)
-        kind = fingerprint(shape, limits, dtype)
+        kind = fingerprint(shape, limits, dtype, world)
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)
-        self._loader = Loader(shape, limits, self._disk, self._host, pool.elements, wake)
-        self._copies = Transfers(wake)
+        self._loader = Loader(shape, limits, self._disk, self._host, pool.elements, wake, world)
         self._pins = Pins(self._gpu, self._host, self._disk, self._loader, self._place)
-        self._stats = ResidencyStats(
-            pool, dtype.itemsize, self._gpu, self._copies, self._pins, self.residency_of
-        )
-        place = partial(self._place, requested=True)
-        self._requests = RequestedAdapters(self._host, self._loader, self._stats, place, wake)
+        parts = self._gpu, self._copies, self._pins
+        self._stats = ResidencyStats(pool, dtype.itemsize, *parts, self.residency_of)
+        loads = self._host, self._loader, self._stats
+        self._requests = RequestedAdapters(*loads, self._place_requested, wake)
         self._prefetches = Prefetches(self._gpu, self._host, self._loader, self._place_spare)
         self._disk_watcher = DiskWatcher(self._disk, self._changes)
         images = self._gpu, pool, self.weights.arena, self._host
@@ -283,6 +277,10 @@ class Tiers:
             self._usage.loaded(user, elements * self.weights.arena.itemsize)
         self._take_copies()  # on a CPU it is over
         return self._gpu.placed(digest)
+
+    def _place_requested(self, ref: AdapterRef, image: PackedImage) -> bool:
+        """Copy an image that a request waits for to the GPU."""
+        return self._place(ref, image, requested=True)
 
     def _place_spare(self, ref: AdapterRef, image: PackedImage, uses: float) -> bool:
         """Copy a prefetched image to the GPU, evicting only what has a lower score."""

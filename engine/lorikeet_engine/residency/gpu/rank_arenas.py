@@ -64,6 +64,15 @@ class LeadingArena(DeviceArena):
         return ImageCopy(_Total(total, others), _InAllRanks(event, others))
 
 
+def arena_of(
+    weights: LoraWeights, device: torch.device, followers: Followers | None
+) -> DeviceArena:
+    """The arena of an engine with these followers, or with none."""
+    if followers is None:
+        return DeviceArena(weights, device)
+    return LeadingArena(weights, device, followers)
+
+
 class FollowingArena(DeviceArena):
     """A follower's: does what the leader's says, with the images of its own rank."""
 
