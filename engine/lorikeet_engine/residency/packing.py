@@ -85,9 +85,8 @@ class PackedLayout:
         if shared:
             ranks.pop((outer, of_head), None)
         ranges = tuple(Shard(index, world).ranges(shape) for index in range(world))
-        groups = list(shape.groups.values())
-        groups += [(n,) for n in range(len(shape.linears), len(shape.modules))]
         modules = range(len(shape.modules))
+        groups = [*shape.groups.values(), *((n,) for n in modules[len(shape.linears) :])]
         rows = [
             [[0, 0, ranks.get((layer, n), 0)] for n in modules] for layer in range(shape.layers + 1)
         ]

@@ -51,6 +51,7 @@ class Tiers:
     be called from any, `moved` by one at a time.
     weights: the arena and its table, the same tensors for the engine's life.
     changed: set when `moved` may have something to report.
+    Where a model is shared by `world` ranks, what is said of the GPU is said of each rank's.
     """
 
     def __init__(
@@ -69,10 +70,7 @@ class Tiers:
         wake: Callable[[], None],
         world: int = 1,
     ) -> None:
-        """Allocate both arenas. `wake` is called, on other threads, when advance has work.
-
-        world: how many ranks share the model. What is said of the GPU is said of each rank's.
-        """
+        """Allocate both arenas. `wake` is called, on other threads, when advance has work."""
         self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
         self._wake, self._usage = wake, SlotUsage(time.monotonic)
         self._changes = ResidencyChanges(self.residency_of)
