@@ -149,7 +149,7 @@ def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor)
     Returns the image's sums. B is scaled in float32 before it is rounded. Two matrices at a time
     are in memory besides. Raises AdapterRejected when a value does not fit out's dtype.
     """
-    spans = zip(out.split(layout.elements), layout.ranges, strict=True)
+    spans = zip(torch.split(out, layout.elements), layout.ranges, strict=True)
     return tuple(
         layer_sum
         for span, ranges in spans
