@@ -85,9 +85,8 @@ class PackedLayout:
         if shared:
             ranks.pop((outer, of_head), None)
         ranges = tuple(Shard(index, world).ranges(shape) for index in range(world))
-        groups = list(shape.groups.values())
-        groups += [(n,) for n in range(len(shape.linears), len(shape.modules))]
         modules = range(len(shape.modules))
+        groups = [*shape.groups.values(), *((n,) for n in modules[len(shape.linears) :])]
         rows = [
             [[0, 0, ranks.get((layer, n), 0)] for n in modules] for layer in range(shape.layers + 1)
         ]
@@ -150,7 +149,7 @@ def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor)
     Returns the image's sums. B is scaled in float32 before it is rounded. Two matrices at a time
     are in memory besides. Raises AdapterRejected when a value does not fit out's dtype.
     """
-    spans = zip(out.split(layout.elements), layout.ranges, strict=True)
+    spans = zip(torch.split(out, layout.elements), layout.ranges, strict=True)
     return tuple(
         layer_sum
         for span, ranges in spans

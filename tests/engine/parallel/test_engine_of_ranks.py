@@ -25,7 +25,7 @@ def build(world: PeftWorld, cache: Path, ranks: int, **settings: Any) -> Engine:
     kv_heads = max(1, shape.kv_heads // ranks)
     page_bytes = 2 * 4 * shape.layers * PAGE * kv_heads * shape.head_dim
     sizes = {
-        "kv_bytes": 14 * page_bytes,
+        "kv_bytes": 9 * page_bytes,
         "max_context": 112,
         "max_running": 8,
         "max_batch_tokens": 48,

@@ -74,14 +74,9 @@ def answers(cases: dict[str, Case], group: RankGroup | None) -> dict[str, torch.
         weights, layouts = packed(model, case.blobs, group)
         run = Run(case.checkpoint, PagedTokens(), lora=weights, model=model)
         prompts = {adapter: PROMPTS[name, adapter] for adapter in (*case.blobs, None)}
-        first = step(run, {key: tokens[:-3] for key, tokens in prompts.items()}, layouts)
-        rest = [
-            step(
-                run, {key: tokens[at : at + 1 or None] for key, tokens in prompts.items()}, layouts
-            )
-            for at in (-3, -2, -1)
-        ]
-        logits[name] = torch.cat([first, *rest])
+        parts = [slice(0, -3), slice(-3, -2), slice(-2, -1), slice(-1, None)]
+        steps = [{key: tokens[part] for key, tokens in prompts.items()} for part in parts]
+        logits[name] = torch.cat([step(run, chunks, layouts) for chunks in steps])
     return logits
 
 

@@ -90,7 +90,7 @@ class ImageFile:
             file.seek(self.begin)
             if file.readinto(out.view(torch.uint8).numpy().data) != out.nbytes:
                 raise _damaged(self.path)
-        spans, layers = out.split(self.layout.elements), self.layout.layers
+        spans, layers = torch.split(out, self.layout.elements), self.layout.layers
         sums = tuple(layer_sum for span in spans for layer_sum in layer_sums(span, layers))
         if _text(sums) != self.sums:
             raise _damaged(self.path)
