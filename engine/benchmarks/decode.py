@@ -1,7 +1,7 @@
 """Decode steps: a token's time with one request, and what the GPU does in steps of 256.
 
 python -m engine.benchmarks.decode --json decode.json [--config qwen3-8b] [--weight-dtype fp8]
-    [--kv-dtype fp8] [--rows 'base*']
+    [--kv-dtype fp8] [--tensor-parallel 2] [--rows 'base*']
 
 The steps are the engine's own, with all its work on the host. A step's time is taken without the
 profiler; the GPU's time is that of other steps.

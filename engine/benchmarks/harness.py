@@ -23,6 +23,8 @@ from lorikeet_engine.engine import Engine
 from lorikeet_engine.traffic import Floats
 
 Row = TypeVar("Row")
+MODEL = ("config", "weight_dtype", "kv_dtype", "tensor_parallel")
+"""What add_model_arguments asks for of the model."""
 
 
 def run(
@@ -43,7 +45,7 @@ def run(
     )
     with full_engine(adapters=most, room=most, heads=heads, **model_of(options)) as engine:
         rows = measure_all(engine, works)
-    about = {name: getattr(options, name) for name in ("config", "weight_dtype", "kv_dtype")}
+    about = {name: getattr(options, name) for name in MODEL}
     write(options.json, known, **about, **{part: rows})
 
 
@@ -62,13 +64,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--weight-dtype", choices=("auto", "fp8"), default="auto", help="of the linears"
     )
     add_kv_dtype(parser)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine")
     parser.add_argument("--rows", nargs="+", help="patterns of rows' labels; without: the usual")
 
 
 def model_of(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of random_engine that add_model_arguments has asked for."""
-    settings = replace(SETTINGS, weight_dtype=options.weight_dtype, kv_dtype=options.kv_dtype)
-    return {"config": CONFIGS[options.config], "settings": settings}
+    given = {name: getattr(options, name) for name in MODEL if name != "config"}
+    return {"config": CONFIGS[options.config], "settings": replace(SETTINGS, **given)}
 
 
 def chosen(

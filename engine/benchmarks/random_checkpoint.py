@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from engine.benchmarks.random_model import RandomCheckpoint, write_config
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.cut import Cut, stack
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.models.stored_tensors import INDEX
 
@@ -37,12 +38,12 @@ class _Shards(RandomCheckpoint):
         self._shard: dict[str, torch.Tensor] = {}
         self._written: list[list[str]] = []  # names in each shard
 
-    def _read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
-        for name, count in zip(names, rows, strict=True):
-            self._shard[name] = super()._read([name], [count], *tail).cpu()
+    def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
+        for name, cut in zip(names, cuts, strict=True):
+            self._shard[name] = super()._read([name], [cut]).cpu()
             if sum(tensor.nbytes for tensor in self._shard.values()) >= SHARD_BYTES:
                 self._write()
-        return torch.empty(sum(rows), *tail, device="meta", dtype=self.dtype)
+        return stack(cuts, torch.device("meta"), self.dtype)[0]
 
     def close(self) -> None:
         """Write the last shard, and the index that says which tensor is where."""

@@ -10,7 +10,10 @@ import torch
 from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.cut import Cut, stack
 from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.parallel.shard import WHOLE, Shard
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -85,8 +88,10 @@ class RandomCheckpoint(Checkpoint):
         dtype: torch.dtype,
         rounding: Quantization | None = None,
         seed: int = 0,
+        shard: Shard = WHOLE,
     ) -> None:
         self.device = device
+        self.shard = shard
         self.dtype = dtype
         self.nbytes = 0
         self._weight_format = None
@@ -94,12 +99,11 @@ class RandomCheckpoint(Checkpoint):
         self._staging = None
         self._random = torch.Generator(device).manual_seed(seed)
 
-    def _read(self, _names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
-        shape = (sum(rows), *tail)
-        if not tail:
-            return torch.ones(shape, device=self.device, dtype=self.dtype)
-        out = torch.empty(shape, device=self.device, dtype=self.dtype)
-        return out.normal_(0.0, tail[-1] ** -0.5, generator=self._random)
+    def _read(self, _names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
+        out, _ = stack(cuts, self.device, self.dtype)
+        if len(cuts[0].shape) == 1:
+            return out.fill_(1.0)
+        return out.normal_(0.0, cuts[0].shape[1] ** -0.5, generator=self._random)
 
     def scalar(self, _name: str) -> None:
         """No tensor of one number is there."""
@@ -111,10 +115,12 @@ def random_model(
     dtype: torch.dtype,
     max_context: int | None = None,
     rounding: Quantization | None = None,
+    ranks: RankGroup | None = None,
 ) -> LlamaModel:
     """What load_model gives for a folder that holds a config.json alone."""
     config = ModelConfig.from_folder(folder, max_context)
-    return LlamaModel(config, RandomCheckpoint(device, dtype, rounding))
+    shard = WHOLE if ranks is None else ranks.shard
+    return LlamaModel(config, RandomCheckpoint(device, dtype, rounding, shard=shard), ranks)
 
 
 def write_config(folder: Path, config: Mapping[str, Any] = LLAMA_3_1_8B) -> Path:

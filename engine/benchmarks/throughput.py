@@ -97,7 +97,7 @@ def main() -> None:
     model = harness.model_of(options)
     with harness.full_engine(adapters=most, room=options.room, **model) as engine:
         rows = measure_all(engine, works)
-    about = {name: getattr(options, name) for name in ("config", "weight_dtype", "kv_dtype")}
+    about = {name: getattr(options, name) for name in harness.MODEL}
     harness.write(options.json, facts, **about, throughput=rows)
 
 

@@ -57,7 +57,7 @@ class Engine:
         self._settings = settings
         self._device = torch.device(settings.device)
         self._wake = threading.Event()
-        parts = assemble(settings, source, load, self.wake)
+        parts = self._parts = assemble(settings, source, load, self.wake)
         self._runner, self._tiers, self._kv_pages = parts.runner, parts.tiers, parts.kv_pages
         self.changed = self._tiers.changed
         self._reported: EngineStatus | None = None
@@ -203,7 +203,7 @@ class Engine:
             return []
         outputs = self.fail_all(EngineClosed("the engine was closed: send the request again"))
         self._input_processor.close()
-        self._tiers.close()
+        self._parts.close()
         return outputs
 
     def _reset(self) -> None:

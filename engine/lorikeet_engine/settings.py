@@ -32,6 +32,8 @@ class EngineSettings:
     inter_token_goal_s: how long a step with decodes may take, for which the ranks of its adapters
     and the tokens of prompts beside the decodes are bounded; never below one adapter and 128 such
     tokens. None for no bound.
+    tensor_parallel: how many GPUs of this machine hold the base model together, each a part of it;
+    kv_bytes and adapter_gpu_bytes are of each. On a CPU, so many processes.
     overlap: launch a step before the tokens of the one before it are read, so that a GPU need not
     wait for the host; a CPU gains nothing by it and makes each token wait for one more step.
     """
@@ -56,6 +58,7 @@ class EngineSettings:
     max_adapter_bytes: int = 1 << 30
     inter_token_goal_s: float | None = None
     overlap: bool = True
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         for name in ("dtype", "adapter_dtype"):
@@ -65,7 +68,7 @@ class EngineSettings:
             raise SettingsError(f"weight_dtype={self.weight_dtype!r}: want {', '.join(_ROUNDINGS)}")
         if self.kv_dtype not in ("auto", "fp8"):
             raise SettingsError(f"kv_dtype={self.kv_dtype!r}: want auto or fp8")
-        for name in ("page_size", "max_running", "max_batch_adapters"):
+        for name in ("page_size", "max_running", "max_batch_adapters", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: want an integer ≥ 1")
         if self.inter_token_goal_s is not None and not 0 < self.inter_token_goal_s < math.inf:

@@ -57,6 +57,7 @@ class PacedModel:
     def __init__(self, model: "LlamaModel", steps: StepCosts, notes: Path) -> None:
         """notes: the file where it says how it keeps pace."""
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
+        self.shape = model.shape
         self._model, self._steps, self._notes = model, steps, notes
         self._ended_s = self._noted_s = 0.0
         self._owed_s = self._took_s = 0.0

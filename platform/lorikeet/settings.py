@@ -111,8 +111,8 @@ class Settings(BaseModel):
     replicas: ByModel = Field(
         2,
         validate_default=True,
-        description="engine replicas of each base model, one GPU each where there are GPUs; "
-        "a=4,b=1 for some, the others have the default",
+        description="engine replicas of each base model, LORIKEET_TENSOR_PARALLEL GPUs each where "
+        "there are GPUs; a=4,b=1 for some, the others have the default",
     )
     max_replicas: ByModel = Field(
         None,
@@ -120,6 +120,12 @@ class Settings(BaseModel):
         description="most replicas of each base model: more start when adapters in use outgrow the "
         "slot pools, requests wait, or LORIKEET_MAX_RUNNING or KV pages are used up, and end "
         "minutes after; a=8 for some; not set: LORIKEET_REPLICAS",
+    )
+    tensor_parallel: ByModel = Field(
+        1,
+        validate_default=True,
+        description="GPUs of each replica, all of one machine, that hold the base model together, "
+        "each a part of it; a=2 for some base models; where there are no GPUs, processes",
     )
     gateways: int = Field(1, ge=1, description="gateway replicas")
     admin_address: Annotated[Address, BeforeValidator(parse_address)] = Field(
@@ -159,14 +165,14 @@ class Settings(BaseModel):
     )
     kv_cache_memory: Memory = Field(
         "auto",
-        description="KV cache of each replica: bytes, or a share such as 80% of the device memory "
-        "that weights, slot pool, the largest step and CUDA graphs leave; auto: 90% on cuda, "
-        "256MiB on cpu",
+        description="KV cache on each device: bytes, or a share such as 80% of the memory that "
+        "weights, slot pool, the largest step and CUDA graphs leave; auto: 90% on cuda, 256MiB on "
+        "cpu",
     )
     adapter_gpu_memory: Memory = Field(
         "auto",
-        description="slot pool, the adapters' room on each replica's device: bytes, or a share "
-        "such as 20% of what the weights leave; auto: 10% on cuda, 64MiB on cpu",
+        description="slot pool, the adapters' room on each device: bytes, or a share such as 20% "
+        "of what the weights leave; auto: 10% on cuda, 64MiB on cpu",
     )
     adapter_host_memory: Bytes = Field(
         256 * 2**20,

@@ -185,6 +185,26 @@ PLANTED = {
     "fewer GPUs than engines": Fault(
         "gpus", gpus(1), PROBLEM, "1 .NVIDIA H100., and 2 are wanted", "LORIKEET_REPLICAS=1"
     ),
+    "fewer GPUs than replicas of two": Fault(
+        "gpus", gpus(2, tensor_parallel="2"), PROBLEM, "4 are wanted", "LORIKEET_REPLICAS=1"
+    ),
+    "fewer GPUs than one replica has": Fault(
+        "gpus",
+        gpus(1, tensor_parallel="2", replicas="1"),
+        PROBLEM,
+        "2 are wanted: LORIKEET_TENSOR_PARALLEL for each",
+        "of one machine: lower LORIKEET_TENSOR_PARALLEL",
+    ),
+    "GPUs of one replica that are not joined": Fault(
+        "gpus",
+        {
+            "cuda": Cuda((H100,) * 2, (13, 0), (13, 0), peers=False),
+            "more": {"LORIKEET_TENSOR_PARALLEL": "2", "LORIKEET_REPLICAS": "1"},
+        },
+        WARNING,
+        "cannot read one another's memory",
+        "NVLink",
+    ),
     "fewer GPUs than there may be engines": Fault(
         "gpus", gpus(2, max_replicas="4"), WARNING, "there may be 4", "LORIKEET_MAX_REPLICAS=2"
     ),

@@ -60,6 +60,9 @@ class RecordingRunner:
         """How many tokens have been computed."""
         return sum(len(batch.token_ids) for batch in self.batches)
 
+    def share(self, *arguments: Any) -> None:
+        self._runner.share(*arguments)
+
     def forward(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
         self.batches.append(batch)
         if self.error is not None:

@@ -50,7 +50,7 @@ class HashModel:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self.config = config
+        self.config, self.shape = config, config.shape
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.tokens = 0  # computed so far
         self.before: Callable[[Batch], None] = lambda batch: None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from lorikeet.logs import log_to_stderr
 from lorikeet_engine.adapter import AdapterRef
@@ -33,6 +34,14 @@ def working(checkpoint: Path, folder: Path) -> Engine:
     """An engine that works, with its cache and its adapters' blobs in `folder`."""
     log_to_stderr()
     return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", overlap=False)
+
+
+def of_two_ranks(checkpoint: Path, folder: Path) -> Engine:
+    """An engine that works, in two processes."""
+    log_to_stderr()
+    torch.set_num_threads(1)
+    sizes = {"overlap": False, "max_running": 8, "max_batch_tokens": 64, "tensor_parallel": 2}
+    return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", **sizes)
 
 
 def hanging(checkpoint: Path, folder: Path) -> Engine:

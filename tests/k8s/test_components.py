@@ -99,6 +99,13 @@ def test_the_autoscaler_may_start_as_many_engines_as_the_settings_ask_for() -> N
     assert engines["minReplicas"] < engines["maxReplicas"] == parsed.most_engines
 
 
+def test_an_engine_has_the_gpus_that_its_base_model_is_shared_by() -> None:
+    shared = Settings.from_env(settings(EVERY)).tensor_parallel
+    resources = pods(EVERY)["engines"]["spec"]["containers"][0]["resources"]
+    for each in ("requests", "limits"):
+        assert {int(resources[each]["nvidia.com/gpu"])} == set(shared.values()) == {2}
+
+
 def test_the_gateway_ends_tls_and_leaves_streams_their_time() -> None:
     (gateway,), (route,) = of_kind(EVERY, "Gateway"), of_kind(EVERY, "HTTPRoute")
     (listener,) = gateway["spec"]["listeners"]

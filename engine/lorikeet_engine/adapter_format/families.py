@@ -233,7 +233,7 @@ VISION_LANGUAGE = (
 HEAD = Linear("lm_head", Width.HIDDEN, (Width.VOCABULARY,), "lm_head", Parallel.COLUMN)
 # What comes before the layers, as a linear of tokens as unit vectors: each reads one column of A.
 EMBEDDINGS = Linear(
-    "model.embed_tokens", Width.VOCABULARY, (Width.HIDDEN,), "embed_tokens", Parallel.ROW
+    "model.embed_tokens", Width.VOCABULARY, (Width.HIDDEN,), "embed_tokens", Parallel.WHOLE
 )
 OUTER_MODULES = (HEAD.name, EMBEDDINGS.name)
 # Rows of these two that an adapter has in place of the base model's: as if of a linear that has for

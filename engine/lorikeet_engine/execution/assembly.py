@@ -17,20 +17,16 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.device.memory import resolve
 from lorikeet_engine.execution.calibration import measure_step_costs
-from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
-from lorikeet_engine.execution.memory_plan import allocate_kv, count_pages, count_slots
+from lorikeet_engine.execution.memory_plan import count_pages, count_slots
+from lorikeet_engine.execution.ranks import BuildRunner, CountPages, OneRank, start_ranks
+from lorikeet_engine.execution.runner_parts import RunnerParts
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.execution.warm_up import run_every_kind_of_step, run_largest_step
-from lorikeet_engine.kernels.attention import choose_attention
-from lorikeet_engine.kernels.attention.protocol import (
-    AttentionBackend,
-    AttentionShape,
-    CapturableAttention,
-)
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.sampling.penalties import Penalties
@@ -42,7 +38,9 @@ from lorikeet_engine.telemetry.status import EngineInfo
 
 log = logging.getLogger(__name__)
 
-LoadModel = Callable[[Path, torch.device, torch.dtype, int | None, Quantization | None], LlamaModel]
+LoadModel = Callable[
+    [Path, torch.device, torch.dtype, int | None, Quantization | None, RankGroup | None], LlamaModel
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,12 @@ class Assembly:
     kv_pages: int
     info: EngineInfo
     step_budget: StepBudget | None
+    ranks: OneRank
+
+    def close(self) -> None:
+        """Load no more adapters, and end the other ranks."""
+        self.tiers.close()
+        self.ranks.close()
 
 
 def assemble(
@@ -68,23 +72,34 @@ def assemble(
     load: reads the base model, as load_model does. wake: called when adapters were loaded.
     Raises ModelError, and SettingsError where memory or attention kernels for the device lack.
     """
+    ranks = start_ranks(settings, load)
+    try:
+        return _assemble(settings, source, load, wake, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _assemble(
+    settings: EngineSettings,
+    source: AdapterSource,
+    load: LoadModel,
+    wake: Callable[[], None],
+    ranks: OneRank,
+) -> Assembly:
     device = torch.device(settings.device)
     start = StartUpStages(device)
-    with start.stage("weights"):
-        dtype, context = settings.torch_dtype, settings.max_context
-        model = load(settings.model, device, dtype, context, settings.rounding)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # what rounding and dequantising took
+    model = load_weights(load, settings, device, ranks.group, start)
     with start.stage("slot pool"):
-        tiers = build_tiers(model.config.shape, settings, source, device, wake, start.free)
+        tiers = build_tiers(model.config.shape, settings, source, device, wake, start.free, ranks)
     try:
         with start.stage("penalties"):
             penalties = Penalties(settings.max_running, model.config.vocab_size, device)
             sampler = Sampler(penalties)
-        runner, kv_pages = build_runner(model, tiers.weights, sampler, settings, start)
+        runner, kv_pages = build_runner(model, tiers.weights, sampler, settings, start, ranks)
         with start.stage("step costs"):
             step_costs = measure_step_costs(
-                runner, kv_pages, tiers.weights, model.config.shape, settings
+                runner, kv_pages, tiers.arena, model.config.shape, settings
             )
     except BaseException:
         tiers.close()
@@ -95,7 +110,23 @@ def assemble(
     step_budget, goal_s = None, settings.inter_token_goal_s
     if goal_s is not None:
         step_budget = StepBudget(goal_s, step_costs, runner.prompt_sizes)
-    return Assembly(runner, sampler, tiers, kv_pages, info, step_budget)
+    return Assembly(runner, sampler, tiers, kv_pages, info, step_budget, ranks)
+
+
+def load_weights(
+    load: LoadModel,
+    settings: EngineSettings,
+    device: torch.device,
+    group: RankGroup | None,
+    start: StartUpStages,
+) -> LlamaModel:
+    """The base model, or this rank's part of it. Raises ModelError and SettingsError."""
+    with start.stage("weights"):
+        dtype, context = settings.torch_dtype, settings.max_context
+        model = load(settings.model, device, dtype, context, settings.rounding, group)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what rounding and dequantising took
+    return model
 
 
 def _info(
@@ -118,13 +149,14 @@ def build_tiers(
     device: torch.device,
     wake: Callable[[], None],
     free: int,
+    ranks: OneRank,
 ) -> Tiers:
     """The tiers that hold and load adapters, with the arenas of GPU and host allocated.
 
     free: bytes of the device of which the slot pool may be a share.
     """
     dtype = settings.torch_adapter_dtype
-    gpu_bytes = resolve(settings.adapter_gpu_bytes, free)
+    gpu_bytes = ranks.least(resolve(settings.adapter_gpu_bytes, free))
     return Tiers(
         shape,
         AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
@@ -137,6 +169,8 @@ def build_tiers(
         cache_dir=settings.cache_dir,
         max_slots=count_slots(gpu_bytes // dtype.itemsize, shape, settings.max_batch_adapters),
         wake=wake,
+        world=settings.tensor_parallel,
+        followers=ranks.followers,
     )
 
 
@@ -146,6 +180,7 @@ def build_runner(
     sampler: Sampler,
     settings: EngineSettings,
     start: StartUpStages,
+    ranks: OneRank,
 ) -> tuple[ModelRunner, int]:
     """A runner and how many KV pages it has; on CUDA with all kernels compiled.
 
@@ -153,16 +188,12 @@ def build_runner(
     tried out first, and then built again with all the pages that the trial has left room for.
     Graphs cannot be kept, since they hold the address of the KV pages. Raises SettingsError.
     """
-    device, c = model.device, model.config.shape
-    page, fp8 = settings.page_size, settings.torch_kv_dtype == FP8_KV
-    shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, page, model.dtype, fp8)
-    attention = choose_attention(shape, device)
+    device = model.device
+    parts = RunnerParts.of(model, weights, settings)
 
     def build(pages: int) -> ModelRunner:
-        kv = allocate_kv(model.config, settings, pages, device)
-        return ModelRunner(
-            model, attention, weights, kv, _capture(model, attention, weights, kv, settings)
-        )
+        ranks.announce(BuildRunner(pages))
+        return parts.build(pages, ranks.runner)
 
     if device.type == "cuda":
         with start.stage("steps and graphs"):
@@ -172,29 +203,11 @@ def build_runner(
         del trial
         gc.collect()
         torch.cuda.empty_cache()
-    pages = count_pages(model.config, settings, start)
+    ranks.announce(CountPages())
+    pages = ranks.least(count_pages(model.shape, settings, start))
     with start.stage("KV cache"):
         runner = build(pages)
         if device.type == "cuda":
             # takes its memory back before anything else does
             run_largest_step(runner, sampler, settings)
     return runner, pages
-
-
-def _capture(
-    model: LlamaModel,
-    attention: AttentionBackend,
-    weights: LoraWeights,
-    kv: torch.Tensor,
-    settings: EngineSettings,
-) -> CudaGraphs | None:
-    """CUDA graphs of small steps; None if the attention kernels cannot be captured."""
-    if not isinstance(attention, CapturableAttention):
-        return None
-    limits = StepLimits(
-        tokens=settings.max_batch_tokens,
-        adapters=settings.max_batch_adapters,
-        rank=settings.max_rank,
-        pages=settings.max_running * -(-model.config.max_context // settings.page_size),
-    )
-    return CudaGraphs(model, attention, weights, kv, limits)

@@ -74,6 +74,25 @@ class StepInput:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LogitsInput:
+    """More logits of a step than its next tokens need, on the host.
+
+    rows [rows] int64: the tokens whose logits are wanted. head_segments [3, segments] int32,
+    head_rank, head_rows: as StepInput has them, over these rows.
+    """
+
+    rows: Int64s
+    head_segments: Int32s
+    head_rank: int
+    head_rows: int
+
+    def upload(self, device: torch.device) -> tuple[torch.Tensor, Segments | None]:
+        """The rows and the head's segments on the device; the host waits for nothing."""
+        heads = _upload_segments(self.head_segments, self.head_rank, device, self.head_rows)
+        return upload(self.rows, device), heads
+
+
 def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
     """The chunks, sorted so that those of one adapter are neighbours.
 
@@ -129,14 +148,12 @@ def head_segments(chunks: list[Chunk], rows: Int64s) -> Int32s:
     return _segments([lease for lease in leases if _changes_head(lease)], rows)
 
 
-def upload_head_segments(
-    chunks: list[Chunk], rows: Int64s, device: torch.device
-) -> Segments | None:
-    """Batch's head_segments where chunk i has rows[i] rows of the logits, one after another."""
+def build_logits_input(chunks: list[Chunk], rows: Int64s, of_chunks: Int64s) -> LogitsInput:
+    """The input of logits of these rows, of which chunk i has of_chunks[i], in its turn."""
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
     rank = max((lease.head_rank for lease in leases), default=0)
     token_rows = max((lease.head_rows for lease in leases), default=0)
-    return _upload_segments(head_segments(chunks, rows), rank, device, token_rows)
+    return LogitsInput(rows, head_segments(chunks, of_chunks), rank, token_rows)
 
 
 def _changes_head(lease: AdapterLease) -> bool:

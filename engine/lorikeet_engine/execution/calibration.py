@@ -17,6 +17,7 @@ from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
 from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.residency.gpu.arena import ClearRow, DeviceArena, WriteRow
 from lorikeet_engine.scheduling.sequence import Chunk
 from lorikeet_engine.settings import EngineSettings
 
@@ -41,22 +42,22 @@ _MIN_ROWS_S = 1e-6
 def measure_step_costs(
     runner: ModelRunner,
     kv_pages: int,
-    weights: LoraWeights,
+    arena: DeviceArena,
     shape: BaseShape,
     settings: EngineSettings,
 ) -> StepCosts:
     """Time a few dummy steps, which run as real ones do.
 
-    kv_pages, weights: the runner's; the weights hold no adapter yet, and none afterwards. What
+    kv_pages, arena: the runner's; the arena holds no adapter yet, and none afterwards. What
     tokens see keeps its default cost where contexts are too short to tell, adapters keep theirs
     where there is no room for rank 1 on all linears. Raises SettingsError if inter_token_goal_s is
     set then, which needs them.
     """
     steps = StepTimer(runner, kv_pages, settings)
     costs = _of_base(steps, settings)
-    dummies = _DummyAdapters.that_fit(weights, shape, settings)
+    dummies = _DummyAdapters.that_fit(arena.weights, shape, settings)
     if dummies.count:
-        with dummies.in_place(weights):
+        with dummies.in_place(arena):
             costs = _with_lora(costs, steps, dummies)
     elif settings.inter_token_goal_s is not None:
         raise SettingsError(
@@ -176,10 +177,12 @@ class StepTimer:
     def shortest_s(self, chunks: list[Chunk]) -> float:
         """The shortest of a few times: what else the machine does only makes a step longer."""
         device = self._runner.model.device
-        batch = build_step_input(chunks, self._page_size).upload(device)
+        step = build_step_input(chunks, self._page_size)
+        batch = step.upload(device)
         taken_s = list[float]()
         while len(taken_s) < _REPEATS and sum(taken_s) < _LONG_STEP_S:
             began_s = time.perf_counter()
+            self._runner.share(step)
             self._runner.forward(batch)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -231,14 +234,16 @@ class _DummyAdapters:
         return len(self.rows)
 
     @contextmanager
-    def in_place(self, weights: LoraWeights) -> Iterator[None]:
+    def in_place(self, arena: DeviceArena) -> Iterator[None]:
         """Put the adapters into the first slots of the table, and take them out afterwards."""
-        count, layers, linears, _ = self.rows.shape
-        weights.table[:count, :layers, :linears] = self.rows.to(weights.table.device)
+        _, layers, linears, _ = self.rows.shape
+        whole = torch.zeros(self.count, *arena.weights.table.shape[1:], dtype=torch.int64)
+        whole[:, :layers, :linears] = self.rows
+        arena.run(*(WriteRow(slot, row) for slot, row in enumerate(whole.numpy())))
         try:
             yield
         finally:
-            weights.table[:count] = 0
+            arena.run(*map(ClearRow, range(self.count)))
 
 
 def _image(shape: BaseShape, rank: int) -> tuple[torch.Tensor, int]:

@@ -161,7 +161,7 @@ class CudaGraphs:
         return dict(reversed(ladder.items()))
 
     def _capture_piecewise(self, sizes: tuple[int, ...], attention: AttentionBackend) -> _Ladder:
-        model, c = self._model, self._model.config.shape
+        model, c = self._model, self._model.shape
         both = torch.zeros(
             2, sizes[-1], c.heads, c.head_dim, dtype=model.dtype, device=model.device
         )

@@ -8,6 +8,7 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import gib, resolve
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.parallel.shard import WHOLE, Shard
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.start_up import DeviceMemory
 
@@ -37,19 +38,21 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, weights: int, settings: EngineSettings, free: int
+    config: ModelConfig, weights: int, settings: EngineSettings, free: int, shard: Shard = WHOLE
 ) -> MemoryPlan:
     """How `assemble` would divide `free` bytes of a device.
 
-    weights: their bytes. What steps take is an estimate; an engine measures it. Raises
-    SettingsError where not all fits, or KV pages are too few for one sequence.
+    weights: their bytes. shard: what of the model is on this device, weights included. What steps
+    take is an estimate; an engine measures it. Raises SettingsError where not all fits, or KV pages
+    are too few for one sequence.
     """
     memory = DeviceMemory(free)
     _take(memory, "weights", weights)
     _take(memory, "slot pool", resolve(settings.adapter_gpu_bytes, memory.free))
-    _take(memory, "steps and graphs", step_bytes(config, settings))
-    pages = count_pages(config, settings, memory)
-    page_bytes = allocate_kv(config, settings, 1, torch.device("meta")).nbytes
+    shape = shard.part_of(config.shape)
+    _take(memory, "steps and graphs", step_bytes(shape, settings))
+    pages = count_pages(shape, settings, memory)
+    page_bytes = allocate_kv(shape, settings, 1, torch.device("meta")).nbytes
     return MemoryPlan(
         weights=weights,
         slot_pool=memory.bytes["slot pool"],
@@ -61,12 +64,13 @@ def plan_memory(
     )
 
 
-def count_pages(config: ModelConfig, settings: EngineSettings, memory: DeviceMemory) -> int:
+def count_pages(shape: BaseShape, settings: EngineSettings, memory: DeviceMemory) -> int:
     """How many KV pages fit into the memory that the settings give them.
 
-    Raises SettingsError if that is too little for one sequence, or more than is free.
+    shape: of what this process computes. Raises SettingsError if that is too little for one
+    sequence, or more than is free.
     """
-    page_bytes = allocate_kv(config, settings, 1, torch.device("meta")).nbytes
+    page_bytes = allocate_kv(shape, settings, 1, torch.device("meta")).nbytes
     kv_bytes = resolve(settings.kv_bytes, memory.free)
     pages, context = kv_bytes // page_bytes, settings.max_context or settings.page_size
     needed = -(-context // settings.page_size)
@@ -92,27 +96,25 @@ def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
 
 
 def allocate_kv(
-    config: ModelConfig, settings: EngineSettings, pages: int, device: torch.device
+    shape: BaseShape, settings: EngineSettings, pages: int, device: torch.device
 ) -> torch.Tensor:
     """The tensor of all KV pages, [layers, 2, pages, page_size, kv_heads, head_dim]."""
-    shape = config.shape
     size = (shape.layers, 2, pages, settings.page_size, shape.kv_heads, shape.head_dim)
     return torch.zeros(size, dtype=settings.torch_kv_dtype, device=device)
 
 
-def step_bytes(config: ModelConfig, settings: EngineSettings) -> int:
+def step_bytes(shape: BaseShape, settings: EngineSettings) -> int:
     """An estimate of the bytes that the largest step and the graphs take.
 
     Llama-3.1-8B with steps of 8,192 tokens: 3.7 GiB here, 3.8 GiB measured (docs/benchmarks.md).
     """
     itemsize = settings.torch_dtype.itemsize
-    shape = config.shape
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     widths = 6 * shape.hidden + qkv + 3 * shape.intermediate  # alive at once in a layer
     activations = settings.max_batch_tokens * widths * itemsize
     # logits, two tensors of their size in 32 bits for penalties, and what sampling under penalties
     # and a grammar makes of them, four more
-    logits = settings.max_running * config.vocab_size * (itemsize + 6 * 4)
+    logits = settings.max_running * shape.vocabulary * (itemsize + 6 * 4)
     fixed = _CUDA_BYTES if settings.device.startswith("cuda") else 0
     return activations + logits + fixed
 

@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, islice
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.errors import NotFinite
-from lorikeet_engine.execution.batch_builder import upload_head_segments
+from lorikeet_engine.execution.batch_builder import LogitsInput, build_logits_input
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.request import PromptLogprobs
 from lorikeet_engine.sampling.logprobs import Logprobs
@@ -25,6 +26,21 @@ class ReadScores:
 
     outputs: list[PromptLogprobs]
     errors: Mapping[str, NotFinite]
+
+
+class LogitsReader(Protocol):
+    """What wants more logits of a step than its next tokens need.
+
+    Implemented by PromptScores, and by a follower (follower.py), which has its part of them.
+    """
+
+    def compute(
+        self,
+        hidden: torch.Tensor,
+        logits_of: Callable[[torch.Tensor, Segments | None], torch.Tensor],
+    ) -> None:
+        """Launch what gives them. hidden: the step's last. logits_of: LlamaModel.logits."""
+        ...
 
 
 class PromptScores:
@@ -49,6 +65,15 @@ class PromptScores:
         self._rows, self._chunk_of = np.array(rows, np.int64).T  # of the hidden states; of chunks
         self._pieces: list[Logprobs] = []
 
+    def inputs(self) -> list[LogitsInput]:
+        """Those of the logits that `compute` asks for, in this order."""
+        pieces, chunks = list[LogitsInput](), len(self._chunks)
+        for at in range(0, len(self._rows), self._piece_rows):
+            piece = slice(at, at + self._piece_rows)
+            of_chunks = np.bincount(self._chunk_of[piece], minlength=chunks)
+            pieces.append(build_logits_input(self._chunks, self._rows[piece], of_chunks))
+        return pieces
+
     @torch.inference_mode()
     def compute(
         self,
@@ -61,12 +86,11 @@ class PromptScores:
         """
         tokens = [t for each in self._scored for t in each.next_tokens]
         counts = [each.alternatives for each in self._scored for _ in each.next_tokens]
-        device_rows, device_tokens = upload(np.array([self._rows, tokens]), hidden.device)
-        for at in range(0, len(tokens), self._piece_rows):
-            piece = slice(at, at + self._piece_rows)
-            of_chunks = np.bincount(self._chunk_of[piece], minlength=len(self._chunks))
-            heads = upload_head_segments(self._chunks, of_chunks, hidden.device)
-            logits = logits_of(hidden[device_rows[piece]], heads)
+        device_tokens, at = upload(np.array(tokens, np.int64), hidden.device), 0
+        for each in self.inputs():
+            rows, heads = each.upload(hidden.device)
+            logits = logits_of(hidden[rows], heads)
+            piece = slice(at, at := at + len(rows))
             logprobs = Logprobs(logits, dict(enumerate(counts[piece])))
             logprobs.download(logits, device_tokens[piece])
             self._pieces.append(logprobs)

@@ -12,10 +12,10 @@ import torch
 
 from lorikeet_engine.device.async_copies import Download
 from lorikeet_engine.errors import DeviceLost, EngineError, NotFinite
-from lorikeet_engine.execution.batch_builder import build_step_input, group_by_adapter
+from lorikeet_engine.execution.batch_builder import StepInput, build_step_input, group_by_adapter
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.execution.grammar_masks import allowed_tokens
-from lorikeet_engine.execution.prompt_scores import PromptScores
+from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.batch import Batch
@@ -71,8 +71,22 @@ class ModelRunner:
         """
         return () if self._graphs is None else self._graphs.piecewise_sizes
 
+    def share(
+        self,
+        step: StepInput,
+        previous: torch.Tensor | None = None,
+        scores: PromptScores | None = None,
+        *,
+        graphs: bool = True,
+    ) -> None:
+        """Let other processes that compute the model's layers launch a step, too; here are none.
+
+        Comes right before the step's `forward`, or its forward_eager without `graphs`. previous:
+        as StepInput.upload has it. scores: as `forward` has them.
+        """
+
     @torch.inference_mode()
-    def forward(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """Logits [rows, vocab] of batch.logit_rows, in the model's dtype; keys and values are kept.
 
         The result belongs to the caller, who may change it in place. scores: computed as well.
@@ -82,14 +96,14 @@ class ModelRunner:
         return self.forward_eager(batch, scores)
 
     @torch.inference_mode()
-    def forward_eager(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
+    def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """What `forward` returns, computed without CUDA graphs."""
         self._attention.plan(batch)
         hidden = self.model.forward(batch, self._kv, self._weights, self._attention)
         return self._logits(hidden, batch, scores)
 
     def _logits(
-        self, hidden: torch.Tensor, batch: Batch, scores: PromptScores | None
+        self, hidden: torch.Tensor, batch: Batch, scores: LogitsReader | None
     ) -> torch.Tensor:
         if scores is not None:
             scores.compute(hidden, lambda h, heads: self.model.logits(h, self._weights, heads))
@@ -205,8 +219,9 @@ def compute(
     launched_s, chunks = time.perf_counter(), group_by_adapter(plan.chunks)
     sampled = previous.sample.tokens if previous else None
     step_input = build_step_input(chunks, settings.page_size)
-    batch = step_input.upload(torch.device(settings.device), sampled)
     scores = PromptScores(chunks, plan.scored, settings.max_running) if plan.scored else None
+    batch = step_input.upload(torch.device(settings.device), sampled)
+    runner.share(step_input, sampled, scores)
     logits = runner.forward(batch, scores)
     launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), expected)
     return ForwardPass(chunks, logits, launch, scores)
@@ -245,7 +260,9 @@ def sample(
 
 
 def raise_if_lost(device: torch.device, error: BaseException) -> None:
-    """Raise DeviceLost if `error` has left the device unusable."""
+    """Raise DeviceLost if `error` says so, or has left the device unusable."""
+    if isinstance(error, DeviceLost):
+        raise error
     if device.type != "cuda":
         return
     try:

@@ -107,8 +107,10 @@ def _run(
         dummy_chunk(length, settings.page_size, lease)
         for length, lease in zip(lengths, leases, strict=True)
     ]
-    forward = runner.forward if graphs else runner.forward_eager
-    logits = forward(build_step_input(chunks, settings.page_size).upload(runner.model.device))
+    step = build_step_input(chunks, settings.page_size)
+    batch = step.upload(runner.model.device)
+    runner.share(step, graphs=graphs)
+    logits = (runner.forward if graphs else runner.forward_eager)(batch)
     _sample(sampler, logits, [samplings[i % len(samplings)] for i in range(len(chunks))])
 
 

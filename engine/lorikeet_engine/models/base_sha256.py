@@ -5,13 +5,18 @@
 prints the SHA-256 of the base model's matrix in that dtype, or an empty line if it is quantised.
 """
 
+import hashlib
+import math
 import sys
 from pathlib import Path
 
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape, read_config
-from lorikeet_engine.models.checkpoint import DTYPES, Checkpoint
+from lorikeet_engine.models.checkpoint import DTYPES
+from lorikeet_engine.models.stored_tensors import find_tensors
+
+_HASHED_BYTES = 16 << 20
 
 
 def base_sha256(folder: Path, module: str, dtype: str) -> str | None:
@@ -21,8 +26,19 @@ def base_sha256(folder: Path, module: str, dtype: str) -> str | None:
     """
     tied = BaseShape.from_config(read_config(folder)).tied
     name = "model.embed_tokens" if tied or module == "embed_tokens" else module
-    with Checkpoint(folder, torch.device("meta"), DTYPES[dtype]) as checkpoint:
-        return checkpoint.sha256(f"{name}.weight", DTYPES[dtype])
+    stored, hashed = find_tensors(folder).get(f"{name}.weight"), hashlib.sha256()
+    if stored is None or stored.dtype not in DTYPES:
+        return None
+    held = DTYPES[stored.dtype]
+    left = math.prod(stored.shape) * held.itemsize
+    with stored.file.open("rb") as file:
+        file.seek(stored.begin)
+        while left:
+            piece = bytearray(file.read(min(_HASHED_BYTES, left)))
+            left -= len(piece)
+            values = torch.frombuffer(piece, dtype=held).to(DTYPES[dtype])
+            hashed.update(values.view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Linears of 4 bits are brought to their exact values on the way, those of FP8 sta
 asked for, linears are rounded to another format, one after the other.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +19,15 @@ from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_weight
 from lorikeet_engine.kernels.lora.linear import Weight
+from lorikeet_engine.models.cut import Cut, stack
 from lorikeet_engine.models.fp8 import UNUSED, Fp8
 from lorikeet_engine.models.int4 import Int4
 from lorikeet_engine.models.nf4 import Nf4, round_to_nf4
 from lorikeet_engine.models.staging import Span, Staging
 from lorikeet_engine.models.stored_tensors import StoredTensor, find_tensors
 from lorikeet_engine.models.weight_format import WeightFormat
+from lorikeet_engine.parallel.shard import WHOLE, Shard
 
-_HASHED_BYTES = 16 << 20
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PART_DTYPES = {**DTYPES, "F8_E4M3": fp8.DTYPE, "U8": torch.uint8, "I32": torch.int32}
 
@@ -35,6 +35,7 @@ _PART_DTYPES = {**DTYPES, "F8_E4M3": fp8.DTYPE, "U8": torch.uint8, "I32": torch.
 class Checkpoint:
     """A folder's tensors by name, cast to one dtype on one device.
 
+    shard: whose part of the model is read; each call says which part of its tensors that is.
     nbytes: what the tensors that were read take there. Beside them, host memory holds Staging's
     buffers alone. Use it as a context manager: the tensors are whole once it is left without an
     exception. On the meta device of the files only the headers are read: a rehearsal, which finds
@@ -48,6 +49,7 @@ class Checkpoint:
         dtype: torch.dtype,
         quantized: QuantizedLinears | None = None,
         rounding: Quantization | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         """Read the files' headers. quantized: how linears are stored, if they are.
 
@@ -63,6 +65,7 @@ class Checkpoint:
         self.folder = folder
         self.device = device
         self.dtype = dtype
+        self.shard = shard
         self.nbytes = 0
         self._rounding = rounding
         self._weight_format = _weight_format(quantized) if quantized else None
@@ -76,29 +79,43 @@ class Checkpoint:
         Tensor i must have the shape [rows[i], *tail]. Raises ModelError, whose `field` is the
         tensor's name, where one is missing or has another shape or an unsupported dtype.
         """
-        out = self._read(names, rows, *tail)
+        return self.read_parts(names, [Cut.whole(count, *tail) for count in rows])
+
+    def read_parts(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
+        """What is kept of the named tensors, one on top of another; `read` says what it raises."""
+        out = self._read(names, cuts)
         self.nbytes += out.nbytes
         return out
 
-    def read_linear(self, names: Sequence[str], rows: Sequence[int], d_in: int) -> Weight:
-        """The weight of linears that are fused, [sum(rows), d_in], rounded if that is asked for.
+    def read_linear(self, names: Sequence[str], cuts: Sequence[Cut]) -> Weight:
+        """What is kept of the weights of linears that are fused, rounded if that is asked for.
 
         Linears that are stored as FP8 stay so. Scales of blocks become scales of rows, for which
         weights are rounded a second time; linears that are not all FP8 get their exact values.
-        Names and rows as in read, which raises what this does.
+        Rounded to FP8 is what is kept, to NF4 all, whose scales depend on it. Raises what `read`
+        does.
         """
         stored, rounding = self._weight_format, self._rounding
         weight: Weight
-        if not isinstance(stored, Fp8) or not all(stored.holds(n, self._stored) for n in names):
-            weight = self._rounded(self._read(names, rows, d_in), rows, rounding)
-        elif stored.stored.block is not None:
-            weight = self._rounded(self._read(names, rows, d_in), rows, Quantization.FP8)
+        if isinstance(stored, Fp8) and all(stored.holds(name, self._stored) for name in names):
+            whole_rows = stored.stored.block is None
+            weight = (
+                self._read_fp8(names, cuts, stored) if whole_rows else self._to_fp8(names, cuts)
+            )
+        elif rounding is Quantization.FP8:
+            weight = self._to_fp8(names, cuts)
+        elif rounding is Quantization.NF4:
+            weight = self._to_nf4(names, cuts)
         else:
-            weight = self._read_fp8(names, rows, d_in, stored)
+            weight = self._read(names, cuts)
         if isinstance(weight, Fp8Rows):
-            self._check_sides(names[0], sum(rows), d_in)
+            self._check_sides(names[0], *weight.rows.shape)
         self.nbytes += weight.nbytes
         return weight
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Count tensors as read that another process of the model has."""
+        self._unread.difference_update(names)
 
     def _check_sides(self, name: str, d_out: int, d_in: int) -> None:
         """Raise ModelError where CUDA has no product of an FP8 weight of these sides."""
@@ -147,25 +164,6 @@ class Checkpoint:
         with safe_open(stored.file, framework="pt") as file:
             return bytes(file.get_tensor(stored.name).numpy())
 
-    def sha256(self, name: str, dtype: torch.dtype) -> str | None:
-        """The hash of a tensor's bytes once cast to this dtype, read a piece at a time.
-
-        None where the files have no tensor of floats by this name: a quantised one has no copies.
-        """
-        stored = self._stored.get(name)
-        if stored is None or stored.dtype not in DTYPES:
-            return None
-        held, hashed = DTYPES[stored.dtype], hashlib.sha256()
-        left = math.prod(stored.shape) * held.itemsize
-        with stored.file.open("rb") as file:
-            file.seek(stored.begin)
-            while left:
-                piece = bytearray(file.read(min(_HASHED_BYTES, left)))
-                left -= len(piece)
-                values = torch.frombuffer(piece, dtype=held).to(dtype)
-                hashed.update(values.view(torch.uint8).numpy().data)
-        return hashed.hexdigest()
-
     def check_all_read(self, ignored: Sequence[str] = ()) -> None:
         """Raise ModelError when a tensor was left over that the model does not know."""
         left = sorted(
@@ -204,48 +202,53 @@ class Checkpoint:
         finally:
             self._staging.close()
 
-    def _read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
-        out = torch.empty(sum(rows), *tail, device=self.device, dtype=self.dtype)
-        for name, part in zip(names, torch.split(out, list(rows)), strict=True):
-            self._read_into(name, part)
+    def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
+        out, parts = stack(cuts, self.device, self.dtype)
+        for name, part, cut in zip(names, parts, cuts, strict=True):
+            self._read_into(name, part, cut)
         return out
 
-    def _read_fp8(
-        self, names: Sequence[str], rows: Sequence[int], d_in: int, stored: Fp8
-    ) -> Fp8Rows:
-        out = torch.empty(sum(rows), d_in, device=self.device, dtype=fp8.DTYPE)
-        for name, part in zip(names, torch.split(out, list(rows)), strict=True):
-            self._copy(name, part, ("F8_E4M3",))
-        scales = [
-            stored.row_scales(name, d_out, self) for name, d_out in zip(names, rows, strict=True)
-        ]
+    def _read_fp8(self, names: Sequence[str], cuts: Sequence[Cut], stored: Fp8) -> Fp8Rows:
+        out, parts = stack(cuts, self.device, fp8.DTYPE)
+        scales = []
+        for name, part, cut in zip(names, parts, cuts, strict=True):
+            self._copy(name, part, ("F8_E4M3",), cut)
+            of_all = stored.row_scales(name, cut.shape[0], self)
+            scales.append(of_all[cut.rows.start : cut.rows.stop])
         return Fp8Rows(out, torch.cat(scales))
 
-    def _rounded(
-        self, weight: torch.Tensor, rows: Sequence[int], rounding: Quantization | None
-    ) -> Weight:
-        if rounding is None:
-            return weight
-        if self._staging is not None:
-            self._staging.finish()  # its values are looked at
-        if rounding is Quantization.FP8:
-            return quantize_weight(weight)
-        for part in torch.split(weight, list(rows)):
-            part.copy_(round_to_nf4(part))
-        return weight
+    def _to_fp8(self, names: Sequence[str], cuts: Sequence[Cut]) -> Fp8Rows:
+        weight = self._read(names, cuts)
+        self._finish_reading()
+        return quantize_weight(weight)
 
-    def _read_into(self, name: str, out: torch.Tensor) -> None:
+    def _to_nf4(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
+        out, parts = stack(cuts, self.device, self.dtype)
+        for name, part, cut in zip(names, parts, cuts, strict=True):
+            whole = self._read([name], [Cut.whole(*cut.shape)])
+            self._finish_reading()
+            part.copy_(cut.of(round_to_nf4(whole)))
+        return out
+
+    def _finish_reading(self) -> None:
+        """Wait for what was read so far, since its values are looked at."""
+        if self._staging is not None:
+            self._staging.finish()
+
+    def _read_into(self, name: str, out: torch.Tensor, cut: Cut | None = None) -> None:
+        cut = cut or Cut.whole(*out.shape)
         linears = self._weight_format
         if linears is not None and linears.holds(name, self._stored):
-            d_out, d_in = out.shape
-            out.copy_(linears.dequantize(name, d_out, d_in, self))
+            d_out, d_in = cut.shape
+            out.copy_(cut.of(linears.dequantize(name, d_out, d_in, self)))
             return
-        self._copy(name, out, tuple(DTYPES))
+        self._copy(name, out, tuple(DTYPES), cut)
 
-    def _copy(self, name: str, out: torch.Tensor, dtypes: Sequence[str]) -> None:
-        stored = self._find(name, out.shape, dtypes)
+    def _copy(self, name: str, out: torch.Tensor, dtypes: Sequence[str], cut: Cut) -> None:
+        stored = self._find(name, cut.shape, dtypes)
         if self._staging is not None:
-            self._staging.copy(Span(stored.file, stored.begin, _PART_DTYPES[stored.dtype]), out)
+            span = Span.of(stored.file, stored.begin, _PART_DTYPES[stored.dtype], cut)
+            self._staging.copy(span, out)
 
     def _find(self, name: str, shape: Sequence[int], dtypes: Sequence[str]) -> StoredTensor:
         stored = self._stored.get(name)

@@ -1,6 +1,6 @@
 """The decoder that all families share, Llama and its kin; they differ in ModelConfig alone.
 
-LlamaModel, its layers, and their linears with LoRA; `norms` has the norms.
+LlamaModel and its layers; `linears` has their linears with LoRA, `norms` the norms.
 On CUDA these launch the kernels of kernels/lora/linear.py, kernels/pointwise/fused.py and, in small
 steps, kernels/attention/paged_decode.py.
 """
@@ -22,19 +22,10 @@ from lorikeet_engine.kernels.lora.linear import (
     begin_step,
     embed_adapted,
     linear,
-    linear_with_lora,
-    linear_with_lora_before_silu,
     replace_logits,
     rows_of,
 )
-from lorikeet_engine.kernels.lora.types import (
-    LoraDelta,
-    LoraGroup,
-    LoraStep,
-    LoraWeights,
-    Segments,
-    UnexpandedDelta,
-)
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraStep, LoraWeights, Segments
 from lorikeet_engine.kernels.pointwise import (
     rotary_and_store_kv,
     silu_and_mul,
@@ -43,9 +34,13 @@ from lorikeet_engine.kernels.pointwise import (
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.kv_scales import read_kv_scales
+from lorikeet_engine.models.linears import LoraLinear, read_row_linear
 from lorikeet_engine.models.norms import Product, RmsNorm, read_norm_weight, read_qk_norm
 from lorikeet_engine.models.rotary import RotaryEmbedding
+from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.parallel.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +55,38 @@ class _Step:
 
 
 class LlamaModel:
-    """Token ids to hidden states to logits, over paged KV and with an adapter per sequence."""
+    """Token ids to hidden states to logits, over paged KV and with an adapter per sequence.
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+    config: of the whole model. shape: of the layers that this process computes; where several share
+    them, each must be given the same batches, and all logits are the leader's.
+    """
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, ranks: RankGroup | None = None
+    ) -> None:
+        """Read what the checkpoint's shard keeps. ranks: who shares the layers; None: nobody.
+
+        Raises ModelError, and SettingsError where the model cannot be cut so.
+        """
         self.config = config
+        self.shape = checkpoint.shard.part_of(config.shape)
         self.device = checkpoint.device
         self.dtype = checkpoint.dtype
+        self._ranks = ranks
         shape = config.shape
-        size = [config.vocab_size], shape.hidden
-        self._embeddings = checkpoint.read(["model.embed_tokens.weight"], *size)
-        self._layers = [_Layer(config, checkpoint, i) for i in range(shape.layers)]
+        size = config.vocab_size, shape.hidden
+        self._embeddings = checkpoint.read(["model.embed_tokens.weight"], [size[0]], size[1])
+        self._layers = [_Layer(config, checkpoint, i, ranks) for i in range(shape.layers)]
         self._norm = RmsNorm(config, checkpoint, "model.norm")
+        cut = Cut(size, checkpoint.shard.vocabulary(config.vocab_size), range(shape.hidden))
         self._head = (
-            self._embeddings
+            cut.of(self._embeddings)
             if config.tied_embeddings
-            else checkpoint.read(["lm_head.weight"], *size)
+            else checkpoint.read_parts(["lm_head.weight"], [cut])
         )
-        self._head_group = _outer_group(HEAD, shape)
-        self._head_rows = _outer_group(HEAD_ROWS, shape)
-        self._embeddings_groups = [_outer_group(o, shape) for o in (EMBEDDINGS, EMBEDDING_ROWS)]
+        outer = (HEAD, HEAD_ROWS, EMBEDDINGS, EMBEDDING_ROWS)
+        head, rows, *embeddings = (_outer_group(each, shape, checkpoint.shard) for each in outer)
+        self._head_group, self._head_rows, self._embeddings_groups = head, rows, embeddings
         self._rotary = RotaryEmbedding(config.rope, config.max_context, self.device)
 
     def forward(
@@ -113,15 +121,17 @@ class LlamaModel:
     ) -> torch.Tensor:
         """Logits [rows, vocab] of hidden [rows, hidden] as forward gives it, in its dtype.
 
-        segments: runs of these rows whose adapters change lm_head, None if no adapter does; lora
-        may be None then.
+        Of no rows where ranks share the model and this is not their leader. segments: runs of these
+        rows whose adapters change lm_head, None if no adapter does; lora may be None then.
         """
-        logits = linear(hidden, self._head)
-        if segments is not None:
+        logits, layer = linear(hidden, self._head), self.config.shape.outer_layer
+        if segments is not None and segments.max_rank > 0:
             assert lora is not None, "segments without adapter weights"
-            layer = self.config.shape.outer_layer
-            if segments.max_rank > 0:
-                add_lora(logits, hidden, lora, segments, layer, self._head_group)
+            add_lora(logits, hidden, lora, segments, layer, self._head_group)
+        if self._ranks is not None:
+            logits = self._ranks.gather_logits(logits, self.config.vocab_size)
+        if segments is not None and len(logits):
+            assert lora is not None, "segments without adapter weights"
             replace_logits(logits, hidden, lora, segments, layer, self._head_rows)
         scaling = self.config.logits_scaling
         return logits if scaling == 1.0 else logits.div_(scaling)
@@ -133,22 +143,25 @@ def load_model(
     dtype: torch.dtype,
     max_context: int | None = None,
     rounding: Quantization | None = None,
+    ranks: RankGroup | None = None,
 ) -> LlamaModel:
     """Load a Hugging Face checkpoint folder (config.json and safetensors) onto the device.
 
     max_context as in ModelConfig.from_folder. rounding: NF4 or FP8, to which the layers' linears
-    are rounded, one after the other; None: as they are. Raises ModelError, whose `field` names the
-    config key, file or tensor at fault, and SettingsError when the device has no room for the
-    weights, or no products of FP8.
+    are rounded, one after the other; None: as they are. ranks: who shares the layers; this process
+    loads its part. Raises ModelError, whose `field` names the config key, file or tensor at fault,
+    and SettingsError when the device has no room for the weights, or no products of FP8, or the
+    model cannot be cut so.
     """
-    config, nbytes = rehearse_load(folder, dtype, max_context, rounding)
+    shard = WHOLE if ranks is None else ranks.shard
+    config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard)
     stored = config.quantized_linears
     is_fp8 = Quantization.FP8 in (rounding, stored and stored.format)
     if is_fp8:
         fp8.check_device(device, dtype)
     check_room(folder, nbytes, device, is_fp8=is_fp8)
-    with Checkpoint(folder, device, dtype, config.quantized_linears, rounding) as checkpoint:
-        return _read(config, checkpoint)
+    with Checkpoint(folder, device, dtype, stored, rounding, shard) as checkpoint:
+        return _read(config, checkpoint, ranks)
 
 
 def rehearse_load(
@@ -156,27 +169,32 @@ def rehearse_load(
     dtype: torch.dtype,
     max_context: int | None = None,
     rounding: Quantization | None = None,
+    shard: Shard = WHOLE,
 ) -> tuple[ModelConfig, int]:
     """What load_model would find, by the files' headers: the config, and the weights in bytes.
 
-    Takes no memory and little time. Raises ModelError as load_model does.
+    The bytes are the shard's; no other's are more than the first's. Takes no memory and little
+    time. Raises ModelError and SettingsError as load_model does.
     """
     config, meta = ModelConfig.from_folder(folder, max_context), torch.device("meta")
-    with Checkpoint(folder, meta, dtype, config.quantized_linears, rounding) as checkpoint:
+    stored = config.quantized_linears
+    with Checkpoint(folder, meta, dtype, stored, rounding, shard) as checkpoint:
         _read(config, checkpoint)
         return config, checkpoint.nbytes
 
 
-def _read(config: ModelConfig, checkpoint: Checkpoint) -> LlamaModel:
-    model = LlamaModel(config, checkpoint)
+def _read(
+    config: ModelConfig, checkpoint: Checkpoint, ranks: RankGroup | None = None
+) -> LlamaModel:
+    model = LlamaModel(config, checkpoint, ranks)
     checkpoint.check_all_read(["lm_head.weight"] if config.tied_embeddings else [])
     return model
 
 
-def _outer_group(linear: Linear, shape: BaseShape) -> LoraGroup:
+def _outer_group(linear: Linear, shape: BaseShape, shard: Shard) -> LoraGroup:
     index = shape.index(linear.name)
-    d_in, d_out = shape.dims(index)
-    return LoraGroup((index,), d_in, (d_out,))
+    kept = shard.ranges(shape)[index]
+    return LoraGroup((index,), len(kept.inputs), (len(kept.outputs),))
 
 
 def _lora_step(lora: LoraWeights | None, batch: Batch) -> LoraStep | None:
@@ -187,15 +205,18 @@ def _lora_step(lora: LoraWeights | None, batch: Batch) -> LoraStep | None:
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, ranks: RankGroup | None
+    ) -> None:
         def path(norm: str | None) -> str | None:
             return norm and f"model.layers.{layer}.{norm}"
 
         norms = config.norms
         self.attention_norm = RmsNorm(config, checkpoint, path(norms.attention_input))
-        self.attention = _Attention(config, checkpoint, layer, path(norms.attention_output))
+        output_norm = path(norms.attention_output)
+        self.attention = _Attention(config, checkpoint, layer, ranks, output_norm)
         self.mlp_norm = RmsNorm(config, checkpoint, path(norms.mlp_input))
-        self.mlp = _Mlp(config, checkpoint, layer, path(norms.mlp_output))
+        self.mlp = _Mlp(config, checkpoint, layer, ranks, path(norms.mlp_output))
 
     def __call__(
         self, x: torch.Tensor, delta: Product, layer_kv: torch.Tensor, step: _Step
@@ -208,13 +229,19 @@ class _Layer:
 
 class _Attention:
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, output_norm: str | None
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layer: int,
+        ranks: RankGroup | None,
+        output_norm: str | None,
     ) -> None:
         shape = config.shape
-        self.heads, self.head_dim = shape.heads, shape.head_dim
+        self.heads = checkpoint.shard.part_of(shape).heads
+        self.head_dim = shape.head_dim
         self.turns = config.rope_layers[layer]
         self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
-        self.o = LoraLinear(checkpoint, shape, layer, "o", bias=config.o_bias)
+        self.o = read_row_linear(ranks, checkpoint, shape, layer, "o", bias=config.o_bias)
         self.kv_scales = read_kv_scales(checkpoint, layer)
         self.qk_norm = read_qk_norm(config, checkpoint, layer)
         self.interleaved = config.rope.interleaved
@@ -237,45 +264,19 @@ class _Attention:
 
 class _Mlp:
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, output_norm: str | None
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layer: int,
+        ranks: RankGroup | None,
+        output_norm: str | None,
     ) -> None:
-        bias = config.mlp_bias
-        self.gate_up = LoraLinear(checkpoint, config.shape, layer, "gate_up", bias=bias)
-        self.down = LoraLinear(checkpoint, config.shape, layer, "down", bias=bias)
+        shape, bias = config.shape, config.mlp_bias
+        self.gate_up = LoraLinear(checkpoint, shape, layer, "gate_up", bias=bias)
+        self.down = read_row_linear(ranks, checkpoint, shape, layer, "down", bias=bias)
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def __call__(self, x: Inputs, step: _Step) -> Product:
         gate = silu_and_mul_fp8 if fp8.rounds(self.down.weight, len(rows_of(x))) else silu_and_mul
         gated = gate(*self.gate_up.before_silu(x, step.lora))
         return Product(*self.down(gated, step.lora), self.output_weight)
-
-
-class LoraLinear:
-    """y = x·Wᵀ + b, and + B(t)·A(t)·x for a token t whose sequence has an adapter.
-
-    Linears of one group are fused: their weights stand on top of one another in
-    weight [sum(d_outs), d_in], their outputs side by side in y.
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, shape: BaseShape, layer: int, group: str, *, bias: bool
-    ) -> None:
-        """Read the linears of a group of the shape's; raises ModelError."""
-        linears = shape.groups[group]
-        assert all(shape.linears[n].experts == 1 for n in linears), "one matrix for all tokens"
-        d_in, d_outs = shape.dims(linears[0])[0], tuple(shape.dims(n)[1] for n in linears)
-        self.layer = layer
-        self.group = LoraGroup(linears, d_in, d_outs)
-        paths = [shape.linears[n].path(layer) for n in linears]
-        self.weight = checkpoint.read_linear([f"{path}.weight" for path in paths], d_outs, d_in)
-        self.bias = checkpoint.read([f"{path}.bias" for path in paths], d_outs) if bias else None
-
-    def __call__(self, x: Inputs, lora: LoraStep | None) -> tuple[torch.Tensor, LoraDelta | None]:
-        """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and what is yet to be added to it."""
-        return linear_with_lora(x, self.weight, self.bias, lora, self.layer, self.group)
-
-    def before_silu(
-        self, x: Inputs, lora: LoraStep | None
-    ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-        """Do what __call__ does, for silu_and_mul alone to read: the delta may be unexpanded."""
-        return linear_with_lora_before_silu(x, self.weight, self.bias, lora, self.layer, self.group)

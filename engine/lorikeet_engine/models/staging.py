@@ -1,5 +1,6 @@
 """Tensors from files to a device, through a few staging buffers that are used again and again."""
 
+import math
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 import torch
 
 from lorikeet_engine.errors import ModelError
+from lorikeet_engine.models.cut import Cut
 
 READERS = 4
 STAGING_BYTES = 16 << 20  # of each reader
@@ -15,11 +17,26 @@ STAGING_BYTES = 16 << 20  # of each reader
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a tensor lies: its elements, dense, from byte `begin` of the file on."""
+    """Where a tensor lies: from byte `begin` of the file on, rows of `width` elements.
+
+    columns: those of each row that are wanted. Where all are, each element is a row.
+    """
 
     file: Path
     begin: int
     dtype: torch.dtype
+    width: int
+    columns: range
+
+    @classmethod
+    def of(cls, file: Path, begin: int, dtype: torch.dtype, cut: Cut) -> "Span":
+        """What a cut keeps of a tensor that begins at `begin`."""
+        width = math.prod(cut.shape[1:])
+        begin += cut.rows.start * width * dtype.itemsize
+        if cut.kept_shape[1:] == cut.shape[1:]:  # dense, in pieces of any length
+            return cls(file, begin, dtype, 1, range(1))
+        assert cut.columns is not None
+        return cls(file, begin, dtype, width, cut.columns)
 
 
 class Staging:
@@ -35,10 +52,11 @@ class Staging:
         self._copies: list[Future[None]] = []
 
     def copy(self, span: Span, out: torch.Tensor) -> None:
-        """Begin to fill out, which is dense, with a span of as many elements, cast to its dtype."""
-        flat, most = out.view(-1), STAGING_BYTES // span.dtype.itemsize
-        for first in range(0, flat.numel(), most):
-            piece = flat[first : first + most]
+        """Begin to fill out, which is dense, with a span's elements, cast to its dtype."""
+        rows = out.view(-1, len(span.columns))
+        most = STAGING_BYTES // (span.width * span.dtype.itemsize)
+        for first in range(0, len(rows), most):
+            piece = rows[first : first + most]
             self._copies.append(self._pool.submit(self._copy, span, first, piece))
 
     def finish(self) -> None:
@@ -52,10 +70,12 @@ class Staging:
         self._pool.shutdown(cancel_futures=True)
 
     def _copy(self, span: Span, first: int, out: torch.Tensor) -> None:
-        buffer = self._buffer()[: out.numel() * span.dtype.itemsize]
-        _read(span.file, span.begin + first * span.dtype.itemsize, buffer)
-        # cast where the copy is going, in that device's time
-        out.copy_(buffer.view(span.dtype).to(out.device, non_blocking=True))
+        row_bytes, columns = span.width * span.dtype.itemsize, span.columns
+        buffer = self._buffer()[: len(out) * row_bytes]
+        _read(span.file, span.begin + first * row_bytes, buffer)
+        # cut and cast where the copy is going, in that device's time
+        rows = buffer.view(span.dtype).to(out.device, non_blocking=True).view(-1, span.width)
+        out.copy_(rows[:, columns.start : columns.stop])
         if self._device.type == "cuda":
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.parallel.ring import SharedMemory
 from lorikeet_engine.residency.changes import OnChange, ignore_change
 from lorikeet_engine.residency.checksums import LayerSums
 from lorikeet_engine.residency.free_list import FreeList
@@ -33,13 +34,19 @@ class HostArena:
     """
 
     def __init__(
-        self, budget_bytes: int, dtype: torch.dtype, pin: bool, on_change: OnChange = ignore_change
+        self,
+        budget_bytes: int,
+        dtype: torch.dtype,
+        pin: bool,
+        on_change: OnChange = ignore_change,
+        shared: SharedMemory | None = None,
     ) -> None:
-        """on_change: called with the digest of what has come here or gone."""
+        """on_change: called with the digest of what has come here or gone.
+
+        shared: the memory to use, of budget_bytes, where other processes read it, too.
+        """
         self.elements = budget_bytes // dtype.itemsize
-        self._arena = (
-            _pinned(self.elements, dtype) if pin else torch.empty(self.elements, dtype=dtype)
-        )
+        self._arena = host_memory(self.elements, dtype, pin, shared)
         self._on_change = on_change
         self._lock = threading.Lock()
         self._blocks = FreeList(self.elements)
@@ -84,10 +91,10 @@ class HostArena:
             if digest in self._images:
                 return None
             if for_request:
-                self._reservations.make_way_for(layout.elements)
-            offset = self._blocks.allocate(layout.elements)
-            while offset is None and self._evict_one(layout.elements, for_request):
-                offset = self._blocks.allocate(layout.elements)
+                self._reservations.make_way_for(layout.image_elements)
+            offset = self._blocks.allocate(layout.image_elements)
+            while offset is None and self._evict_one(layout.image_elements, for_request):
+                offset = self._blocks.allocate(layout.image_elements)
             if offset is None:
                 return None
             self._images[digest] = _Image(offset, layout)
@@ -144,7 +151,7 @@ class HostArena:
             image = self._images.get(digest)
             if image is None or image.packed is None:
                 return False
-            return self._reservations.grant(digest, image.layout.elements)
+            return self._reservations.grant(digest, image.layout.image_elements)
 
     def unpin(self, digest: str) -> None:
         """Let the image be evicted again."""
@@ -154,7 +161,7 @@ class HostArena:
 
     def _evict_one(self, elements: int, for_request: bool) -> bool:
         evictable = {
-            digest: image.layout.elements
+            digest: image.layout.image_elements
             for digest, image in self._images.items()
             if not image.holders and digest not in self._reservations
         }
@@ -169,17 +176,26 @@ class HostArena:
     def _drop(self, digest: str) -> None:
         image = self._images.pop(digest)
         self._reservations.revoke(digest)
-        self._blocks.release(image.offset, image.layout.elements)
+        self._blocks.release(image.offset, image.layout.image_elements)
         self._on_change(digest)
 
     def _view(self, image: _Image) -> torch.Tensor:
-        return self._arena[image.offset : image.offset + image.layout.elements]
+        return self._arena[image.offset : image.offset + image.layout.image_elements]
 
 
-def _pinned(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate without torch's pin_memory, which takes the next power of two: for 84 GB, 137 GB."""
-    arena = torch.empty(elements, dtype=dtype)
-    if arena.nbytes:
+def host_memory(
+    elements: int, dtype: torch.dtype, pin: bool, shared: SharedMemory | None = None
+) -> torch.Tensor:
+    """Memory for images, pinned in this process on request; the shared memory's where it is given.
+
+    Without torch's pin_memory, which takes the next power of two: for 84 GB, 137 GB. Raises
+    SettingsError where so much cannot be pinned.
+    """
+    if shared is not None and elements:
+        arena = torch.frombuffer(shared.bytes, dtype=dtype, count=elements)
+    else:
+        arena = torch.empty(elements, dtype=dtype)
+    if pin and arena.nbytes:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(cudart.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))
         if status:

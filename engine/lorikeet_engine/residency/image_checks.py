@@ -44,7 +44,8 @@ _RETRY_S = 1.0  # a load takes less, as a rule
 class CheckedImage(NamedTuple):
     """An image that is to be checked.
 
-    memory: the arena in which its pieces lie. unchanged: whether it lies where it did, whole.
+    layout, sums: of one of its spans. memory: the arena in which the span's pieces lie. unchanged:
+    whether it lies where it did, whole.
     """
 
     digest: str
@@ -198,13 +199,15 @@ def _round(
 
 
 def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterator[CheckedImage]:
-    """The images on the GPU that steps may read."""
+    """The images on the GPU that steps may read; of other ranks' spans their GPUs know."""
     for adapter in gpu.snapshot():
         digest, image = adapter.ref.digest, pool.image(adapter.slot)
         if image is None or gpu.usable(digest) is not adapter:
             continue
         unchanged = partial(_lies_there, gpu, pool, adapter, image)
-        yield CheckedImage(digest, image.layout, adapter.sums, arena, image.pieces, unchanged)
+        layout, pieces = image.layout, image.pieces
+        sums = adapter.sums[: len(layout.layers)]  # of the leader's span
+        yield CheckedImage(digest, layout, sums, arena, pieces, unchanged)
 
 
 def host_images(host: HostArena) -> Iterator[CheckedImage]:
@@ -213,10 +216,11 @@ def host_images(host: HostArena) -> Iterator[CheckedImage]:
         image = host.image(digest)
         if image is None:
             continue
-        layout, elements, sums = image
+        layout, unchanged = image.layout, partial(_is_there, host, digest, image)
         whole = (Piece(0, 0, layout.elements),)
-        unchanged = partial(_is_there, host, digest, image)
-        yield CheckedImage(digest, layout, sums, elements, whole, unchanged)
+        for rank in range(len(layout.ranges)):
+            span, sums = image.span(rank), image.span_sums(rank)
+            yield CheckedImage(digest, layout, sums, span, whole, unchanged)
 
 
 def _lies_there(gpu: GpuAdapters, pool: SlotPool, adapter: GpuAdapter, image: PlacedImage) -> bool:

@@ -46,8 +46,8 @@ class LoadResult:
 
     residency: HOST if the image is there, and held for the receiver of this result. DISK without
     an error if that was asked for, or the host had no room: try again once its `frees` has changed.
-    elements, read_s: of the image that was loaded to the host, None without one, and how long that
-    took from the disk. download_s: how long the blob took to the disk, None if it was there.
+    elements, read_s: of the image that was loaded to the host, what one GPU takes of it, None
+    without one, and how long that took from the disk. download_s: the blob's, None if it was there.
     """
 
     ref: AdapterRef
@@ -91,10 +91,11 @@ class Loader:
         host: HostArena,
         gpu_elements: int,
         on_result: Callable[[], None],
+        world: int = 1,
     ) -> None:
-        self._shape, self._limits = shape, limits
+        self._shape, self._limits, self._world = shape, limits, world
         self._disk, self._host = disk, host
-        self._most_elements = min(gpu_elements, host.elements)
+        self._most_elements = min(gpu_elements, host.elements // world)
         self._on_result = on_result
         self._lock = threading.RLock()  # guards the two below
         self._tasks: dict[str, _Task] = {}
@@ -219,7 +220,7 @@ class Loader:
         """Load the image; False where there is no good one, a damaged one is removed."""
         ref = task.ref
         try:
-            image = ImageFile.of(self._disk.image(ref.digest), self._shape)
+            image = ImageFile.of(self._disk.image(ref.digest), self._shape, self._world)
             self._fill(task, image.layout, image.read)
         except FileNotFoundError:
             return False
@@ -231,7 +232,7 @@ class Loader:
 
     def _pack(self, task: _Task, blob: Path) -> None:
         spec = read_spec(blob, self._shape, self._limits)
-        layout = PackedLayout.of(spec, self._shape)
+        layout = PackedLayout.of(spec, self._shape, self._world)
         if self._fill(task, layout, partial(pack, blob, spec, layout)):
             self._submit(self._writer, task, partial(self._write_image, task.ref))
 
@@ -266,16 +267,15 @@ class Loader:
 
     def _write_image(self, ref: AdapterRef) -> None:
         """Write an image to the disk, unless it is there or has left the host again."""
-        digest = ref.digest
-        held = None if self._disk.has_image(digest) else self._host.hold(digest)
+        held = None if self._disk.has_image(ref.digest) else self._host.hold(ref.digest)
         if held is None:
             return
         try:
-            with self._disk.adding_image(digest) as part:
+            with self._disk.adding_image(ref.digest) as part:
                 try:
-                    write_image(part, self._disk.image_name(digest), held)
+                    write_image(part, self._disk.image_name(ref.digest), held)
                 finally:  # not held while the disk takes it in, which can be seconds
-                    self._host.release(digest)
+                    self._host.release(ref.digest)
                     self._on_result()  # a load may have waited for the room
         except OSError as error:
             log.warning("image_not_written", extra={"adapter": str(ref), "error": str(error)})

@@ -3,12 +3,15 @@
 For each layer, and once more for what the model has once, and each fused group come the group's A
 matrices, then its B matrices transposed, every matrix at a multiple of ALIGNMENT elements and of
 its true rank. A of the embeddings is transposed, too, since a token reads a column of it. Last are
-the rows of trained tokens as A, with their ids as B. Where processes share the layers, each packs
-its own shard's part of every matrix and reads nothing else.
+the rows of trained tokens as A, with their ids as B.
+
+Where ranks share the layers, an image has a span for each of them, one after another: a rank's part
+of every matrix. All are laid out as the first rank's, whose parts are the largest: a place in one
+GPU's arena is a place in all.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -26,45 +29,50 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.adapter_format.families import EMBEDDING_ROWS, HEAD, HEAD_ROWS
 from lorikeet_engine.adapter_format.token_rows import digits
 from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.parallel.shard import Shard, ShardRange
 from lorikeet_engine.residency.checksums import LayerSums, layer_sums
-from lorikeet_engine.residency.shard import WHOLE, Shard, ShardRange
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where each matrix lies in an adapter's image.
+    """Where each matrix lies in a span of an adapter's image.
 
     rows [layers + 1, modules, 3] int64, on the CPU, as BaseShape says: element offsets of A and B
-    in the image, and the rank; all 0 where the adapter leaves a linear alone. elements: the
-    image's size. ranges: for each of the shape's modules, what of its matrices is in the image; the
-    rank is the adapter's, and A may have fewer rows. layers: where in the image each layer begins,
-    and then the outer one; one that has nothing there, where the next does. head_rank: lm_head's.
+    in the span, and the rank; all 0 where the adapter leaves a linear alone. elements: the span's
+    size, which is what the image takes on one GPU. ranges: for each rank's span, and each of the
+    shape's modules, what of its matrices is there. layers: where in the span each layer begins, and
+    then the outer one; one that has nothing there, where the next does. head_rank: lm_head's.
     head_rows: how many rows of it are replaced. Neither counts as the other.
     """
 
     rows: torch.Tensor
     elements: int
     max_rank: int
-    ranges: tuple[ShardRange, ...]
+    ranges: tuple[tuple[ShardRange, ...], ...]
     layers: tuple[int, ...]
     head_rank: int
     head_rows: int
 
+    @property
+    def image_elements(self) -> int:
+        """The size of all spans together, which is what the image takes on the host."""
+        return self.elements * len(self.ranges)
+
     @classmethod
-    def of(cls, spec: AdapterSpec, shape: BaseShape, shard: Shard = WHOLE) -> "PackedLayout":
-        """The layout of a validated adapter for its base model, or of its part in one shard.
+    def of(cls, spec: AdapterSpec, shape: BaseShape, world: int = 1) -> "PackedLayout":
+        """The layout of a validated adapter for its base model, which `world` ranks share.
 
         Raises SettingsError when the base model cannot be cut so.
         """
         ranks = {(part.layer, part.linear): part.rank for part in spec.linears}
         ranks |= {(shape.outer_layer, part.linear): len(part.ids) for part in spec.token_rows}
-        return cls.of_ranks(ranks, shape, shard)
+        return cls.of_ranks(ranks, shape, world)
 
     @classmethod
     def of_ranks(
-        cls, ranks: Mapping[tuple[int, int], int], shape: BaseShape, shard: Shard = WHOLE
+        cls, ranks: Mapping[tuple[int, int], int], shape: BaseShape, world: int = 1
     ) -> "PackedLayout":
         """The layout of ranks by (layer, module), which may be 0.
 
@@ -76,9 +84,9 @@ class PackedLayout:
         shared = shape.tied and ranks.get((outer, of_embeddings), 0) > 0
         if shared:
             ranks.pop((outer, of_head), None)
-        ranges, groups = shard.ranges(shape), list(shape.groups.values())
-        groups += [(n,) for n in range(len(shape.linears), len(shape.modules))]
+        ranges = tuple(Shard(index, world).ranges(shape) for index in range(world))
         modules = range(len(shape.modules))
+        groups = [*shape.groups.values(), *((n,) for n in modules[len(shape.linears) :])]
         rows = [
             [[0, 0, ranks.get((layer, n), 0)] for n in modules] for layer in range(shape.layers + 1)
         ]
@@ -90,7 +98,7 @@ class PackedLayout:
                 for side in (0, 1):
                     for n, rank in members:
                         layer[n][side] = end
-                        end += aligned(ranges[n].elements(rank)[side])
+                        end += aligned(ranges[0][n].elements(rank)[side])
         table = torch.tensor(rows, dtype=torch.int64)
         if shared:
             table[outer, of_head] = table[outer, of_embeddings]
@@ -105,9 +113,9 @@ class PackedLayout:
         )
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
-        """The table's rows for an image that begins at this element of the arena.
+        """The table's rows for a span that begins at this element of the arena.
 
-        A tensor [layers + 1, 1, 1] has an offset for each layer: where the image would begin if all
+        A tensor [layers + 1, 1, 1] has an offset for each layer: where the span would begin if all
         of it lay as that layer does.
         """
         rows = self.rows.clone()
@@ -116,33 +124,59 @@ class PackedLayout:
 
 
 class PackedImage(NamedTuple):
-    """An image in memory: elements [layout.elements], and its sums when it was packed."""
+    """An image in memory, all of its spans, and its sums when it was packed.
+
+    elements [layout.image_elements]. sums: of the first span's layers, then of the next one's.
+    """
 
     layout: PackedLayout
     elements: torch.Tensor
     sums: LayerSums
 
+    def span(self, rank: int) -> torch.Tensor:
+        """The elements that this rank's GPU has, [layout.elements]."""
+        return self.elements.view(-1, self.layout.elements)[rank]
+
+    def span_sums(self, rank: int) -> LayerSums:
+        """The sums of this rank's span."""
+        count = len(self.layout.layers)
+        return self.sums[rank * count : (rank + 1) * count]
+
 
 def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor) -> LayerSums:
-    """Write the image into out [layout.elements]: its dtype, and the scaling folded into B.
+    """Write the image into out [layout.image_elements]: its dtype, and the scaling folded into B.
 
     Returns the image's sums. B is scaled in float32 before it is rounded. Two matrices at a time
     are in memory besides. Raises AdapterRejected when a value does not fit out's dtype.
     """
+    spans = zip(torch.split(out, layout.elements), layout.ranges, strict=True)
+    return tuple(
+        layer_sum
+        for span, ranges in spans
+        for layer_sum in _pack_span(blob, spec, layout, ranges, span)
+    )
+
+
+def _pack_span(
+    blob: Path,
+    spec: AdapterSpec,
+    layout: PackedLayout,
+    ranges: Sequence[ShardRange],
+    out: torch.Tensor,
+) -> LayerSums:
     # One buffer each for all matrices: memory that is new for each costs more than the copies.
     stored = torch.empty(max(max(_size(p.a), _size(p.b)) for p in spec.linears), dtype=torch.uint8)
     wide = torch.empty(max(math.prod(m.shape) for p in spec.linears for m in (p.a, p.b)))
     _pack_token_rows(blob, spec, layout, out)
     with blob.open("rb", buffering=0) as file:
         for part in spec.linears:
-            kept = layout.ranges[part.linear]
+            kept = ranges[part.linear]
             a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
-            rows = kept.a_rows(rank)
-            a = _matrix(out, a_at, len(rows), len(kept.inputs))
-            saved = _matrix(wide, 0, len(rows), len(kept.inputs)) if part.gathers else a
-            _read(file, part.a, rows, kept.inputs, saved, stored)
+            a = _matrix(out, a_at, rank, len(kept.inputs))
+            saved = _matrix(wide, 0, rank, len(kept.inputs)) if part.gathers else a
+            _read(file, part.a, range(rank), kept.inputs, saved, stored)
             if part.gathers:
-                a.view(len(kept.inputs), len(rows)).copy_(saved.T)
+                a.view(len(kept.inputs), rank).copy_(saved.T)
             b = _matrix(wide, 0, len(kept.outputs), rank)
             _read(file, part.b, kept.outputs, range(rank), b, stored)
             b_transposed = _matrix(out, b_at, rank, len(kept.outputs))

@@ -17,15 +17,16 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.errors import AdapterDamaged
-from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.parallel.followers import Followers
 from lorikeet_engine.residency.changes import ResidencyChanges
 from lorikeet_engine.residency.disk.cache import AdapterSource, DiskCache
 from lorikeet_engine.residency.disk.image_file import fingerprint
 from lorikeet_engine.residency.disk.watcher import DiskWatcher
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
-from lorikeet_engine.residency.gpu.arena import DeviceArena
+from lorikeet_engine.residency.gpu.arena import allocate_weights
 from lorikeet_engine.residency.gpu.leases import Lease, SlotUsage, SlotUser
+from lorikeet_engine.residency.gpu.rank_arenas import arena_of
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.gpu.transfers import Transfers
 from lorikeet_engine.residency.host_arena import HostArena
@@ -50,8 +51,10 @@ class Tiers:
 
     rank, loaded_at_s, request, lease, advance and close belong to the engine's thread; the rest may
     be called from any, `moved` by one at a time.
-    weights: the arena and its table, the same tensors for the engine's life.
+    arena: the GPU's; its weights are the same tensors for the engine's life, and `weights`.
     changed: set when `moved` may have something to report.
+    world: how many ranks share the model. What is said of the GPU is said of each rank's.
+    followers: the other ranks' processes, in which all happens that happens in `arena`.
     """
 
     def __init__(
@@ -68,26 +71,27 @@ class Tiers:
         cache_dir: Path,
         max_slots: int,
         wake: Callable[[], None],
+        world: int = 1,
+        followers: Followers | None = None,
     ) -> None:
         """Allocate both arenas. `wake` is called, on other threads, when advance has work."""
-        self.weights = _allocate(shape, gpu_bytes, max_slots, dtype, device)
-        self._wake, self._usage = wake, SlotUsage(time.monotonic)
+        self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
+        self._wake, self._usage, self._copies = wake, SlotUsage(time.monotonic), Transfers(wake)
         self._changes = ResidencyChanges(self.residency_of)
         self.changed, note = self._changes.changed, self._changes.note
         pool = self._pool = SlotPool(self.weights.arena.numel(), max_slots)
-        self._arena = DeviceArena(self.weights, device)
-        self._gpu = GpuAdapters(pool, self._arena, LeastUsedForItsSize(), time.monotonic, note)
-        self._host = HostArena(host_bytes, dtype, device.type == "cuda", note)
-        kind = fingerprint(shape, limits, dtype)
+        self.arena = arena_of(self.weights, device, followers)
+        self._gpu = GpuAdapters(pool, self.arena, LeastUsedForItsSize(), time.monotonic, note)
+        shared = followers and followers.memory
+        self._host = HostArena(host_bytes, dtype, device.type == "cuda", note, shared)
+        kind = fingerprint(shape, limits, dtype, world)
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)
-        self._loader = Loader(shape, limits, self._disk, self._host, pool.elements, wake)
-        self._copies = Transfers(wake)
+        self._loader = Loader(shape, limits, self._disk, self._host, pool.elements, wake, world)
         self._pins = Pins(self._gpu, self._host, self._disk, self._loader, self._place)
-        self._stats = ResidencyStats(
-            pool, dtype.itemsize, self._gpu, self._copies, self._pins, self.residency_of
-        )
-        place = partial(self._place, requested=True)
-        self._requests = RequestedAdapters(self._host, self._loader, self._stats, place, wake)
+        parts = self._gpu, self._copies, self._pins
+        self._stats = ResidencyStats(pool, dtype.itemsize, *parts, self.residency_of)
+        loads = self._host, self._loader, self._stats
+        self._requests = RequestedAdapters(*loads, self._place_requested, wake)
         self._prefetches = Prefetches(self._gpu, self._host, self._loader, self._place_spare)
         self._disk_watcher = DiskWatcher(self._disk, self._changes)
         images = self._gpu, pool, self.weights.arena, self._host
@@ -274,6 +278,10 @@ class Tiers:
         self._take_copies()  # on a CPU it is over
         return self._gpu.placed(digest)
 
+    def _place_requested(self, ref: AdapterRef, image: PackedImage) -> bool:
+        """Copy an image that a request waits for to the GPU."""
+        return self._place(ref, image, requested=True)
+
     def _place_spare(self, ref: AdapterRef, image: PackedImage, uses: float) -> bool:
         """Copy a prefetched image to the GPU, evicting only what has a lower score."""
         score = self._gpu.prefetch_score(ref.digest, image.layout, uses)
@@ -286,13 +294,3 @@ class Tiers:
             damaged = None if good else self._checks.discard(copy.digest, Residency.HOST)
             self._requests.on_copy(copy.digest, damaged)
             self._host.release(copy.digest)
-
-
-def _allocate(
-    shape: BaseShape, gpu_bytes: int, slots: int, dtype: torch.dtype, device: torch.device
-) -> LoraWeights:
-    table = (slots, shape.layers + 1, len(shape.modules), 3)
-    return LoraWeights(
-        torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
-        torch.zeros(table, dtype=torch.int64, device=device),
-    )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from lorikeet_engine.device.memory import free_bytes, gib
-from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.errors import DeviceLost, SettingsError
 
 
 class DeviceMemory:
@@ -44,7 +44,7 @@ class StartUpStages(DeviceMemory):
         began_s = time.perf_counter()
         try:
             yield
-        except RuntimeError as error:  # torch's allocator and the driver each have their own kind
+        except (RuntimeError, DeviceLost) as error:  # torch, the driver and ranks have their own
             if "out of memory" not in str(error):
                 raise
             raise SettingsError(

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from itertools import permutations
 
 Version = tuple[int, int]
 
@@ -21,11 +22,13 @@ class Cuda:
     """torch: the CUDA version it was built for; None: none, or there is no torch.
 
     driver: the newest CUDA version that the driver knows; None: there is no driver.
+    peers: whether each GPU can read the others' memory.
     """
 
     gpus: tuple[Gpu, ...] = ()
     torch: Version | None = None
     driver: Version | None = None
+    peers: bool = True
 
 
 def find_cuda() -> Cuda:
@@ -39,7 +42,9 @@ def find_cuda() -> Cuda:
         return Cuda(driver=driver)
     major, minor, *_ = map(int, torch.version.cuda.split("."))
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    return Cuda(tuple(map(_gpu, gpus)), (major, minor), driver)
+    pairs = permutations(gpus, 2)
+    peers = all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
+    return Cuda(tuple(map(_gpu, gpus)), (major, minor), driver, peers)
 
 
 def _gpu(index: int) -> Gpu:

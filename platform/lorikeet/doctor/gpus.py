@@ -16,7 +16,7 @@ _PREBUILT = "flashinfer_jit_cache"
 
 
 def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
-    """As many as engines, and a driver that knows torch's CUDA."""
+    """As many as engines want, and a driver that knows torch's CUDA."""
     if planned.gpu_memory:
         yield ok("gpus", "not looked at: --gpu-memory plans for others")
         return
@@ -106,29 +106,45 @@ def _fault_of_driver(cuda: Cuda) -> Finding | None:
 
 def _check_count(planned: PlannedStart) -> Iterator[Finding]:
     settings, there = planned.settings, len(planned.cuda.gpus)
-    most = sum(map(settings.most_replicas, settings.base_models))
+    of_replica = settings.tensor_parallel
+    most = sum(settings.most_replicas(name) * of_replica[name] for name in settings.base_models)
     names = ", ".join(sorted({gpu.name for gpu in planned.cuda.gpus})) or "none"
+    each = "one" if set(of_replica.values()) == {1} else "LORIKEET_TENSOR_PARALLEL"
     found = (
-        f"{there} ({names}), and {planned.engines} are wanted: one for each replica of each model"
+        f"{there} ({names}), and {planned.engine_gpus} are wanted: {each} for each replica of each "
+        "model"
     )
-    if there < planned.engines:
+    widest = max(of_replica.values())
+    if there < planned.engine_gpus:
         if "RAY_ADDRESS" in planned.environ:
             yield warning("gpus", found, "count those of the other nodes: `ray status`")
+        elif there < widest:
+            fix = "a replica's GPUs are of one machine: lower LORIKEET_TENSOR_PARALLEL"
+            yield problem("gpus", found, fix)
         else:
-            yield problem("gpus", found, _fix(there, len(settings.base_models)))
+            yield problem("gpus", found, _fix(there, sum(of_replica.values())))
     elif there < most:
         found += f", of which there may be {most}"
         yield warning("gpus", found, f"LORIKEET_MAX_REPLICAS={there}, or more GPUs")
     else:
         yield ok("gpus", found)
+    if widest > 1 and not planned.cuda.peers:
+        yield warning(
+            "gpus",
+            "they cannot read one another's memory, so sums over LORIKEET_TENSOR_PARALLEL of them "
+            "go through the host and take several times as long",
+            "GPUs joined by NVLink, or LORIKEET_TENSOR_PARALLEL=1 where the model fits one",
+        )
 
 
-def _fix(gpus: int, models: int) -> str:
+def _fix(gpus: int, for_one_of_each: int) -> str:
+    """for_one_of_each: the GPUs of one replica of each base model."""
     if not gpus:
         return "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or set LORIKEET_DEVICE=cpu"
-    if gpus < models:
+    if gpus < for_one_of_each:
         return "name fewer in LORIKEET_BASE_MODELS, or add GPUs: engines without one wait for ever"
-    return f"LORIKEET_REPLICAS={gpus // models}, or more GPUs: engines without one wait for ever"
+    replicas = gpus // for_one_of_each
+    return f"LORIKEET_REPLICAS={replicas}, or more GPUs: engines without one wait for ever"
 
 
 def _missing_tools(planned: PlannedStart) -> Iterator[str]:

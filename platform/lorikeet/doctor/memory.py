@@ -66,11 +66,12 @@ def check_host_memory(planned: PlannedStart) -> Iterator[Finding]:
     """Host arenas and processes of all engines, and on CPU the models too."""
     settings, host, engines = planned.settings, planned.host, planned.engines
     arenas = engines * settings.adapter_host_memory
-    processes = engines * _PROCESS_BYTES[planned.device] + settings.gateways * _GATEWAY_BYTES
+    processes = planned.engine_gpus * _PROCESS_BYTES[planned.device]
+    processes += settings.gateways * _GATEWAY_BYTES
     needed, models = arenas + processes, 0
     if planned.device == "cpu":
         models = sum(
-            settings.replicas[name] * plan.total
+            settings.replicas[name] * settings.tensor_parallel[name] * plan.total
             for name, plan in planned.plans.items()
             if not isinstance(plan, EngineError)
         )

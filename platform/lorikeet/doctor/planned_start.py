@@ -70,6 +70,12 @@ class PlannedStart:
         return sum(self.settings.replicas.values())
 
     @property
+    def engine_gpus(self) -> int:
+        """The GPUs of all engines, at the start; on CPUs their processes."""
+        settings = self.settings
+        return sum(n * settings.tensor_parallel[name] for name, n in settings.replicas.items())
+
+    @property
     def device_free(self) -> int | None:
         """Bytes for one engine, of the GPU that has the least; None where that is not known."""
         if self.device == "cpu":
@@ -98,11 +104,13 @@ class PlannedStart:
     def _plan(self, settings: "EngineSettings") -> "MemoryPlan | EngineError":
         from lorikeet_engine.execution.memory_plan import plan_memory
         from lorikeet_engine.models.llama import rehearse_load
+        from lorikeet_engine.parallel.shard import Shard
 
+        shard = Shard(0, settings.tensor_parallel)  # none has more
         try:
             config, weights = rehearse_load(
-                settings.model, settings.torch_dtype, settings.max_context, settings.rounding
+                settings.model, settings.torch_dtype, settings.max_context, settings.rounding, shard
             )
-            return plan_memory(config, weights, settings, self.device_free or 0)
+            return plan_memory(config, weights, settings, self.device_free or 0, shard)
         except EngineError as error:
             return error

@@ -56,10 +56,11 @@ _WRITTEN_FLUSHES = 2  # after so many, what was used is written down where the s
 
 
 def engine(settings: Settings, base_model: str) -> Application:
-    """The engines of one base model: a replica each, one GPU each where there are any."""
+    """The engines of one base model: a replica each, with its GPUs where there are any."""
     from lorikeet.replica.engine_settings import device_of  # torch, which only this call needs
 
-    gpus = 1 if device_of(settings) == "cuda" else 0
+    # An actor's resources are on one node, so a replica's GPUs are of one machine.
+    gpus = settings.tensor_parallel[base_model] if device_of(settings) == "cuda" else 0
     deployment = serve.deployment(
         name=f"engine-{base_model}",
         max_ongoing_requests=settings.max_ongoing_requests + 2 * settings.gateways + _ENGINE_CALLS,

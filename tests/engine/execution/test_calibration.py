@@ -15,6 +15,7 @@ from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import calibration
 from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.residency.gpu.arena import DeviceArena
 from tests.engine.engine_driver import Answers, greedy, prompt
 from tests.engine.hash_model import SHAPE
 
@@ -47,6 +48,9 @@ class ExactRunner:
         self.weights, self.costs, self.noise = weights, costs, noise
         self.now_s, self.dice = 0.0, random.Random(3)
 
+    def share(self, _step):
+        pass
+
     def forward(self, batch):
         slots = [] if batch.segments is None else batch.segments.slots.tolist()
         ranks = sum(int(self.weights.table[slot, :, :, 2].max()) for slot in slots)
@@ -77,7 +81,8 @@ def measure(monkeypatch):
         runner = ExactRunner(weights, costs, noise, context)
         clock = SimpleNamespace(perf_counter=lambda: runner.now_s)
         monkeypatch.setattr(calibration, "time", clock)
-        found = measure_step_costs(runner, 20_000, weights, shape, replace(SETTINGS, **changes))
+        arena = DeviceArena(weights, torch.device("cpu"))
+        found = measure_step_costs(runner, 20_000, arena, shape, replace(SETTINGS, **changes))
         assert not table.any()
         measured_s.append(runner.now_s)
         return found

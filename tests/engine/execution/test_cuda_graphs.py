@@ -115,6 +115,9 @@ class Twice:
         self.runner = runner
         self.compared = []
 
+    def share(self, *_arguments):
+        pass
+
     def forward(self, batch, scores):
         graphs = self.runner._graphs
         if not graphs.fit(batch):

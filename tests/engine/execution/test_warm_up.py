@@ -73,6 +73,9 @@ class Recorder:
     def __init__(self, runner):
         self.model, self.batches = runner.model, []
 
+    def share(self, _step, *, graphs):
+        pass
+
     def forward(self, batch):
         self.batches.append(batch)
         return torch.zeros(len(batch.logit_rows), CONFIG["vocab_size"])

@@ -141,7 +141,7 @@ def watch_streams(engine, monkeypatch):
 
     def read(batch, scores):
         for slot in batch.segments.slots.tolist() if batch.segments else ():
-            for block in tiers._arena.blocks(tiers._pool.placed()[slot].pieces):
+            for block in tiers.arena.blocks(tiers._pool.placed()[slot].pieces):
                 streams.access(block, writes=False)
         return forward(batch, scores)
 
@@ -150,7 +150,7 @@ def watch_streams(engine, monkeypatch):
 
 def begin_late(engine):
     """Let the GPU begin steps and copies later than it could, some of them."""
-    chance, runner, arena = random.Random(5), engine._runner, engine._tiers._arena
+    chance, runner, arena = random.Random(5), engine._runner, engine._tiers.arena
     forward, copy = runner.forward, arena.copy
 
     def forward_late(batch, scores):

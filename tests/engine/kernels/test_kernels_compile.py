@@ -173,6 +173,11 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     assert compiled >= {"_add_rms_norm", "_silu_and_mul", "_silu_and_mul_fp8"}
 
 
+def test_adding_what_adapters_add(compiled: set[str]) -> None:
+    fused.add_delta(empty(8, 4096), LoraDelta(empty(8, 4096), empty(1, dtype=torch.int32)))
+    assert compiled >= {"_add_delta"}
+
+
 @pytest.mark.parametrize("tokens", [1, 256])
 def test_attention_of_small_steps(compiled: set[str], tokens: int) -> None:
     shape = AttentionShape(32, 8, 128, 16, torch.bfloat16)

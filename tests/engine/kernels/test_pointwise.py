@@ -155,6 +155,16 @@ def test_what_adapters_add_is_added_first(kind, tokens):
 
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("width", [8, 1500])
+def test_what_adapters_add_is_added_to_their_rows_alone(kind, width, tokens):
+    y = random(kind, tokens, width)
+    lora, summed = adapted(kind, y)
+    fused.add_delta(y, lora)
+    assert_equal(y, summed.to(y.dtype))
+
+
+@sizes
+@pytest.mark.parametrize("kind", DEVICES)
 def test_what_adapters_add_to_queries_keys_and_values(kind, tokens):
     qkv, kv = random(kind, tokens, 4, 16), random(kind, 2, 3, 16, 1, 16)
     lora, summed = adapted(kind, qkv)

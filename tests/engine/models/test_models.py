@@ -66,7 +66,7 @@ class Run:
 
     def __init__(self, folder, tokens, dtype=torch.float32, lora=None, model=None):
         model = model or load(folder, tokens.device, dtype)
-        c = model.config.shape
+        c = model.shape
         shape = (c.layers, 2, tokens.pages, tokens.page_size, c.kv_heads, c.head_dim)
         kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
         self.runner = ModelRunner(model, SdpaAttention(), lora, kv)

@@ -10,9 +10,9 @@ import transformers
 from lorikeet_engine.adapter_format import FAMILIES, AdapterLimits, BaseShape, Family, read_spec
 from lorikeet_engine.errors import AdapterRejected, SettingsError
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
-from lorikeet_engine.residency.shard import Shard
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 CONFIG: dict[str, Any] = {

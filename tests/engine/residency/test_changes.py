@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.residency import tiers
 from lorikeet_engine.residency.disk import watcher
+from lorikeet_engine.residency.gpu import rank_arenas
 from lorikeet_engine.residency.gpu.arena import DeviceArena, ImageCopy
 from lorikeet_engine.residency.packing import PackedLayout
 from tests.engine.blobs import SHAPE, Shelf, everywhere
@@ -153,7 +153,7 @@ class SlowCopies(DeviceArena):
 
 
 def test_an_adapter_that_is_being_copied_is_on_its_way_and_not_there(shelf, bench, monkeypatch):
-    monkeypatch.setattr(tiers, "DeviceArena", SlowCopies)
+    monkeypatch.setattr(rank_arenas, "DeviceArena", SlowCopies)
     (a,) = make(shelf, "a")
     b = bench()
     mirror = Mirror(b)

@@ -10,7 +10,7 @@ from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.checksums import layer_sums
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
-from lorikeet_engine.residency.gpu.arena import DeviceArena, ImageCopy, Piece
+from lorikeet_engine.residency.gpu.arena import ClearRow, DeviceArena, ImageCopy, Piece, ReadsEnd
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packing import PackedImage
 from tests.engine.fake_streams import Streams
@@ -126,13 +126,14 @@ def test_a_copy_waits_for_the_last_of_an_adapters_leases(monkeypatch):
 def test_on_a_device_a_copy_passes_steps_and_waits_for_reads():
     image, size = torch.arange(1 << 22).pin_memory(), 1 << 22
     memory = torch.zeros(2 << 22, dtype=torch.int64, device="cuda")
-    arena = DeviceArena(LoraWeights(memory, memory), torch.device("cuda"))
+    table = torch.zeros(1, dtype=torch.int64, device="cuda")
+    arena = DeviceArena(LoraWeights(memory, table), torch.device("cuda"))
     step = torch.cuda.current_stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # cycles, so about half a second
     arena.copy(image, [Piece(0, 0, size)]).event.synchronize()
     assert not step.query(), "the copy is over and the step is not"
-    arena.wait_for(arena.reads())
+    arena.run(ReadsEnd(0), ClearRow(0))
     arena.copy(image, [Piece(size, 0, size)]).event.synchronize()
     assert step.query(), "the copy began when the step was over"
     assert torch.equal(memory.cpu(), torch.cat([image, image]))

@@ -26,7 +26,7 @@ def on_gpu(b: TiersDriver, ref: AdapterRef) -> torch.Tensor:
     (adapter,) = (one for one in b.tiers._gpu.snapshot() if one.ref == ref)
     image = b.tiers._pool.image(adapter.slot)
     assert image is not None
-    return b.tiers._arena.blocks(image.pieces)[-1]
+    return b.tiers.arena.blocks(image.pieces)[-1]
 
 
 def on_host(b: TiersDriver, ref: AdapterRef) -> torch.Tensor:
@@ -287,7 +287,7 @@ def test_that_it_moved_meanwhile_is_no_alarm(shelf, bench, sums, monkeypatch):
         evict(b, small)
     steps_until(b, lambda: under_way(b, GPU) == a.digest)
     at = on_gpu(b, a).data_ptr()
-    b.tiers._arena.run(b.tiers._pool._compact(b.tiers._pool.elements // 2))
+    b.tiers.arena.run(b.tiers._pool._compact(b.tiers._pool.elements // 2))
     assert on_gpu(b, a).data_ptr() != at
     b.tiers.weights.arena[-16:] = 1.0  # behind what moved
     read_sums(b, sums)

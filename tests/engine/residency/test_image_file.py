@@ -11,7 +11,6 @@ from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
-from lorikeet_engine.residency.shard import WHOLE, Shard
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
@@ -36,11 +35,11 @@ def written(tmp_path):
     """Packs an adapter and writes its image: the file, the layout and the image."""
     shelf = Shelf(tmp_path)
 
-    def write(ranks=UNEVEN, dtype=torch.bfloat16, shape=SHAPE, shard=WHOLE):
+    def write(ranks=UNEVEN, dtype=torch.bfloat16, shape=SHAPE, world=1):
         shelf.make("x", ranks, shape=shape)
         spec = read_spec(shelf.blob("x"), shape, LIMITS)
-        layout = PackedLayout.of(spec, shape, shard)
-        image = torch.zeros(layout.elements, dtype=dtype)
+        layout = PackedLayout.of(spec, shape, world)
+        image = torch.zeros(layout.image_elements, dtype=dtype)
         sums = pack(shelf.blob("x"), spec, layout, image)
         path = tmp_path / NAME
         write_image(path, NAME, PackedImage(layout, image, sums))
@@ -51,13 +50,13 @@ def written(tmp_path):
 
 @pytest.mark.parametrize("ranks", [everywhere(4), UNEVEN | OUTER, {(1, 3): 64}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2), Shard(0, 2, fully=True)])
-def test_the_image_and_its_layout_come_back_to_the_bit(written, ranks, dtype, shard):
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_image_and_its_layout_come_back_to_the_bit(written, ranks, dtype, world):
     shape = BaseShape(
         "llama", 2, hidden=18, intermediate=22, heads=2, kv_heads=1, head_dim=5, vocabulary=40
     )
-    path, layout, image = written(ranks, dtype, shape, shard)
-    file = ImageFile.of(path, shape, shard)
+    path, layout, image = written(ranks, dtype, shape, world)
+    file = ImageFile.of(path, shape, world)
     out = torch.full_like(image, torch.nan)
     file.read(out)
     assert torch.equal(out.view(torch.uint8), image.view(torch.uint8))
@@ -82,15 +81,15 @@ def test_an_image_is_read_to_its_place_among_others(written):
 
 def test_all_that_an_image_depends_on_changes_its_fingerprint():
     assert OTHER_SHAPES.keys() == {field.name for field in dataclasses.fields(SHAPE)}
-    base = (SHAPE, LIMITS, torch.float16, WHOLE)
+    base = (SHAPE, LIMITS, torch.float16, 1)
     changes = [
         *(
             (dataclasses.replace(SHAPE, **{field: value}), *base[1:])
             for field, value in OTHER_SHAPES.items()
         ),
         (SHAPE, dataclasses.replace(LIMITS, max_rank=32), *base[2:]),
-        (*base[:2], torch.bfloat16, WHOLE),
-        *((*base[:3], shard) for shard in (Shard(0, 2), Shard(1, 2), Shard(0, 2, fully=True))),
+        (*base[:2], torch.bfloat16, 1),
+        *((*base[:3], world) for world in (2, 4)),
     ]
     fingerprints = {fingerprint(*facts) for facts in (base, *changes)}
     assert len(fingerprints) == 1 + len(changes)

@@ -15,11 +15,11 @@ from lorikeet_engine.adapter_format import (
     read_spec,
     write_blob,
 )
-from lorikeet_engine.errors import AdapterRejected, SettingsError
+from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.kernels.lora.reference import add_lora
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
-from lorikeet_engine.residency.packing import PackedLayout, pack
-from lorikeet_engine.residency.shard import WHOLE, Shard
+from lorikeet_engine.residency.checksums import layer_sums
+from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
@@ -32,10 +32,10 @@ def shelf(tmp_path):
     return Shelf(tmp_path)
 
 
-def packed(shelf, name, dtype=torch.float32, shape=SHAPE, shard=WHOLE):
+def packed(shelf, name, dtype=torch.float32, shape=SHAPE, world=1):
     spec = read_spec(shelf.blob(name), shape, LIMITS)
-    layout = PackedLayout.of(spec, shape, shard)
-    image = torch.full((layout.elements,), torch.nan, dtype=dtype)
+    layout = PackedLayout.of(spec, shape, world)
+    image = torch.full((layout.image_elements,), torch.nan, dtype=dtype)
     pack(shelf.blob(name), spec, layout, image)
     return spec, layout, image
 
@@ -106,55 +106,58 @@ def test_rows_of_linears_without_weights_stay_zero_wherever_the_image_lies(shelf
                 assert rows[layer, linear].tolist() == [0, 0, 0]
 
 
-def matrices(layout, image, layer, linear):
-    """A [rows, d_in] and B transposed [rank, d_out], as far as they are in the image."""
-    a_at, b_at, rank = layout.rows[layer, linear].tolist()
-    cut = layout.ranges[linear]
-    a_elements, b_elements = cut.elements(rank)
-    a = image[a_at : a_at + a_elements].view(-1, len(cut.inputs))
-    return a, image[b_at : b_at + b_elements].view(rank, -1)
+def matrices(layout, image, layer, linear, rank=0):
+    """A [rows, d_in] and B transposed [rank, d_out], as far as they are in a rank's span."""
+    a_at, b_at, lora_rank = layout.rows[layer, linear].tolist()
+    kept, span = layout.ranges[rank][linear], image.split(layout.elements)[rank]
+    a_elements, b_elements = kept.elements(lora_rank)
+    a, b = span[a_at : a_at + a_elements], span[b_at : b_at + b_elements]
+    if linear == SHAPE.index("embed_tokens"):
+        return a.view(len(kept.inputs), -1), b.view(lora_rank, -1)
+    return a.view(-1, len(kept.inputs)), b.view(lora_rank, -1)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("fully", [False, True])
-@pytest.mark.parametrize("ranks", [everywhere(8), everywhere(7), UNEVEN])
-def test_the_shards_hold_what_the_schemes_say_and_no_more(shelf, world, fully, ranks):
+@pytest.mark.parametrize("ranks", [everywhere(8), everywhere(7), UNEVEN, UNEVEN | OUTER])
+def test_each_span_holds_its_ranks_part_and_all_are_laid_out_alike(shelf, world, ranks):
     shape = BaseShape(
-        "llama", 2, hidden=24, intermediate=20, heads=4, kv_heads=2, head_dim=5, vocabulary=40
+        "llama", 2, hidden=24, intermediate=20, heads=4, kv_heads=2, head_dim=5, vocabulary=43
     )
     shelf.make("x", ranks, shape=shape)
     _, *whole = packed(shelf, "x", shape=shape)
-    shards = [packed(shelf, "x", shape=shape, shard=Shard(n, world, fully)) for n in range(world)]
-    for (layer, linear), rank in ranks.items():
+    _, layout, image = packed(shelf, "x", shape=shape, world=world)
+    assert len(image) == world * layout.elements
+    runs = {2: [24, 19], 4: [16, 16, 11, 0]}[world]  # of the vocabulary, by multiples of 8
+    for (layer, linear), lora_rank in ranks.items():
         a, b = matrices(*whole, layer, linear)
-        for index, (_, layout, image) in enumerate(shards):
+        assert layout.rows[layer, linear, 2] == lora_rank
+        for rank in range(world):
+            want_a, want_b = a, b
             if linear in (3, 6):  # o, down
-                want_a = a.chunk(world, dim=1)[index]
-                want_b = b.chunk(world, dim=1)[index] if fully else b
-            else:
-                # Four processes share two heads of k and of v: each head is in two of them.
+                want_a = a.chunk(world, dim=1)[rank]
+            elif linear == shape.index("lm_head"):
+                want_b = b.split(runs, dim=1)[rank]
+            elif linear != shape.index("embed_tokens"):
+                # Four ranks share two heads of k and of v: each head is in two of them.
                 pieces = min(world, shape.kv_heads) if linear in (1, 2) else world
-                want_a = a[index::world] if fully else a
-                want_b = b.chunk(pieces, dim=1)[index * pieces // world]
-            got_a, got_b = matrices(layout, image, layer, linear)
+                want_b = b.chunk(pieces, dim=1)[rank * pieces // world]
+            got_a, got_b = matrices(layout, image, layer, linear, rank)
             assert torch.equal(got_a, want_a)
             assert torch.equal(got_b, want_b)
-            assert layout.rows[layer, linear, 2] == rank
 
 
-@pytest.mark.parametrize("fully", [False, True])
 @pytest.mark.parametrize("ranks", [everywhere(5), UNEVEN])
-def test_a_shards_image_is_aligned_and_as_small_as_its_matrices(shelf, fully, ranks):
+def test_a_span_is_aligned_and_as_small_as_its_matrices(shelf, ranks):
     shape = BaseShape(
         "llama", 2, hidden=18, intermediate=22, heads=2, kv_heads=1, head_dim=5, vocabulary=40
     )
     shelf.make("odd", ranks, shape=shape)
-    _, layout, _ = packed(shelf, "odd", shape=shape, shard=Shard(1, 2, fully))
+    _, layout, _ = packed(shelf, "odd", shape=shape, world=2)
     spans = []
     for (layer, linear), rank in ranks.items():
-        sizes = layout.ranges[linear].elements(rank)
+        sizes = layout.ranges[1][linear].elements(rank)
         starts = layout.rows[layer, linear, :2].tolist()
-        spans += [(at, at + size) for at, size in zip(starts, sizes, strict=True) if size]
+        spans += [(at, at + size) for at, size in zip(starts, sizes, strict=True)]
     spans.sort()
     assert spans[0][0] == 0
     assert all(begin % ALIGNMENT == 0 for begin, _ in spans)
@@ -162,57 +165,16 @@ def test_a_shards_image_is_aligned_and_as_small_as_its_matrices(shelf, fully, ra
     assert 0 <= layout.elements - spans[-1][1] < ALIGNMENT
 
 
-def test_a_shard_reads_its_own_part_of_the_blob_alone(shelf):
-    # The blob ends with v_proj's B; without its second half, the first shard misses nothing.
-    shape = BaseShape(
-        "llama", 2, hidden=16, intermediate=32, heads=2, kv_heads=2, head_dim=8, vocabulary=40
-    )
-    shelf.make("x", {(0, 2): 4}, shape=shape)
-    spec, layout, image = packed(shelf, "x", shape=shape, shard=Shard(0, 2))
-    b = spec.linears[0].b
-    with shelf.blob("x").open("r+b") as file:
-        assert file.seek(0, 2) == b.end
-        file.truncate((b.begin + b.end) // 2)
-    again = torch.empty_like(image)
-    pack(shelf.blob("x"), spec, layout, again)
-    assert torch.equal(again, image)
-    second = PackedLayout.of(spec, shape, Shard(1, 2))
-    with pytest.raises(AdapterRejected, match="ended early"):
-        pack(shelf.blob("x"), spec, second, torch.empty(second.elements))
-
-
-def test_the_key_head_of_every_query_head_is_in_the_same_shard():
-    for heads, kv_heads, world in [(8, 2, 2), (8, 2, 4), (8, 2, 8), (32, 8, 16), (6, 3, 6)]:
-        shape = BaseShape("llama", 1, 96, 96, heads, kv_heads, head_dim=1, vocabulary=96)
-        for index in range(world):
-            q, k, v, *_ = Shard(index, world).ranges(shape)
-            read = {head * kv_heads // heads for head in q.outputs}
-            assert read == set(k.outputs) == set(v.outputs)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "fully", "named"),
-    [
-        ("heads", 6, False, "num_attention_heads=6"),
-        ("kv_heads", 3, False, "num_key_value_heads=3"),
-        ("intermediate", 30, False, "intermediate_size=30"),
-        ("hidden", 18, True, "hidden_size=18"),
-    ],
-)
-def test_a_base_model_that_cannot_be_cut_evenly_is_refused(field, value, fully, named):
-    shape = BaseShape(
-        "llama", 1, hidden=16, intermediate=32, heads=4, kv_heads=4, head_dim=4, vocabulary=40
-    )
-    Shard(0, 4, fully).ranges(shape)
-    with pytest.raises(SettingsError, match=named):
-        Shard(0, 4, fully).ranges(dataclasses.replace(shape, **{field: value}))
-
-
-def test_hidden_states_need_not_be_divisible_unless_fully_sharded():
-    shape = BaseShape(
-        "llama", 1, hidden=18, intermediate=32, heads=4, kv_heads=4, head_dim=4, vocabulary=40
-    )
-    assert {len(cut.outputs) for cut in Shard(0, 4).ranges(shape)} == {3, 4, 8, 10, 18}
+def test_an_image_has_the_sums_of_each_span(shelf):
+    shape = dataclasses.replace(SHAPE, kv_heads=2)
+    shelf.make("y", everywhere(3), shape=shape)
+    spec = read_spec(shelf.blob("y"), shape, LIMITS)
+    layout = PackedLayout.of(spec, shape, 2)
+    elements = torch.zeros(layout.image_elements)
+    image = PackedImage(layout, elements, pack(shelf.blob("y"), spec, layout, elements))
+    for rank in range(2):
+        assert image.span_sums(rank) == layer_sums(image.span(rank), layout.layers)
+    assert image.span_sums(0) != image.span_sums(1)
 
 
 def test_a_scaling_that_overflows_the_dtype_is_refused_by_tensor(shelf):

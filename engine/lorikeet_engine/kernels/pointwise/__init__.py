@@ -20,6 +20,7 @@ from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 
 __all__ = [
     "QkNorm",
+    "add_delta",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "rotary_and_store_kv",
@@ -116,6 +117,11 @@ def silu_and_mul_fp8(
     """Do what silu_and_mul does, and round each of its rows to FP8 as well."""
     y: Activations = _operators(x.device.type).silu_and_mul_fp8(x, lora)
     return y
+
+
+def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
+    """Add to a product y [tokens, width], dense, what adapters add to it, in place."""
+    _operators(y.device.type).add_delta(y, lora)
 
 
 @cache

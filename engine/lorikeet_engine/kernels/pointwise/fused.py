@@ -23,6 +23,7 @@ from lorikeet_engine.kernels.pointwise.fused_rotary import rotary_and_store_kv
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 
 __all__ = [
+    "add_delta",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "rotary_and_store_kv",
@@ -30,7 +31,7 @@ __all__ = [
     "silu_and_mul_fp8",
 ]
 
-COLUMNS = 1024  # gated by one program
+COLUMNS = 1024  # gated, or added to, by one program
 COLUMNS_AT_ONCE = 8192  # of a row that one program gates and rounds
 
 
@@ -126,6 +127,12 @@ def silu_and_mul_fp8(
         **launch_options(early=lora is None and can_launch_early(x.device)),
     )  # fmt: skip
     return Activations(y, rounded)
+
+
+def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
+    """Add to y [tokens, width] what adapters add to it, in place; rounded once."""
+    tokens, width = y.shape
+    _add_delta[(tokens, triton.cdiv(width, COLUMNS))](y, *operands(lora), width, COLUMNS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -256,3 +263,21 @@ def _silu_and_mul_fp8(
         at = token * width + columns
         out = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(rounded_y + at, divided(out, scale, rounded_y.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_delta(
+    y: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Compute some columns of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    at = token * width + columns
+    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    total += lora_at(lora, adapted, token, at, inside)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)

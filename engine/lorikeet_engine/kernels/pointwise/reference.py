@@ -99,6 +99,11 @@ def silu_and_mul_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activati
     return Activations(y, quantize_rows(y))
 
 
+def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
+    """See kernels.pointwise."""
+    _add_lora_delta(y, lora)
+
+
 def _add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
     if lora is not None:
         y[: lora.tokens] += lora.rows[: lora.tokens]

@@ -3,7 +3,7 @@
 A safetensors file with one tensor, `image`, and in the header's metadata the file's own name, the
 ranks of PackedLayout.rows, from which all else follows that the layout says, and each layer's sum.
 The name says what the image depends on, so nobody reads one that was made for another model, dtype
-or shard.
+or number of GPUs.
 
 A file has its name only once all of it is on the disk. What the disk damages later, the sums tell
 when it is read (checksums.py).
@@ -22,21 +22,19 @@ from lorikeet_engine.adapter_format.header import read_header
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.checksums import LayerSums, layer_sums
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout
-from lorikeet_engine.residency.shard import WHOLE, Shard
 
 # Raise this with every change to the file, or to what pack or PackedLayout makes of a blob.
 _VERSION = 3
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-def fingerprint(
-    shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, shard: Shard = WHOLE
-) -> str:
+def fingerprint(shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, world: int = 1) -> str:
     """16 hex digits that change with anything that an image depends on, besides the blob.
 
-    limits: the blob's are checked before it is packed, and not again when its image is read.
+    world: how many ranks share the model. limits: the blob's are checked before it is packed, and
+    not again when its image is read.
     """
-    facts = (_VERSION, ALIGNMENT, tuple(shape.groups.values()), shape, limits, dtype, shard)
+    facts = (_VERSION, ALIGNMENT, tuple(shape.groups.values()), shape, limits, dtype, world)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -48,7 +46,7 @@ def write_image(path: Path, name: str, image: PackedImage) -> None:
         "__metadata__": {"name": name, "ranks": _text(ranks), "sums": _text(sums)},
         "image": {
             "dtype": _DTYPES[elements.dtype],
-            "shape": [layout.elements],
+            "shape": [layout.image_elements],
             "data_offsets": [0, elements.nbytes],
         },
     }
@@ -71,25 +69,29 @@ class ImageFile:
     sums: str
 
     @classmethod
-    def of(cls, path: Path, shape: BaseShape, shard: Shard = WHOLE) -> "ImageFile":
+    def of(cls, path: Path, shape: BaseShape, world: int = 1) -> "ImageFile":
         """Read the header only. Raises AdapterRejected when the file is damaged."""
         header = read_header(path)
         image, facts = header.tensors.get("image"), header.metadata
         ranks, sums = facts.get("ranks"), facts.get("sums")
         if facts.get("name") != path.name or image is None or ranks is None or sums is None:
             raise _damaged(path)
-        layout = PackedLayout.of_ranks(_table(ranks, shape, path), shape, shard)
-        if image.shape != (layout.elements,):
+        layout = PackedLayout.of_ranks(_table(ranks, shape, path), shape, world)
+        if image.shape != (layout.image_elements,):
             raise _damaged(path)
         return cls(path, layout, image.begin, sums)
 
     def read(self, out: torch.Tensor) -> LayerSums:
-        """Read into out [layout.elements]; return the sums. Raises AdapterRejected for others."""
+        """Read into out [layout.image_elements]; return the sums.
+
+        Raises AdapterRejected where they are not those that the image was packed with.
+        """
         with self.path.open("rb") as file:
             file.seek(self.begin)
             if file.readinto(out.view(torch.uint8).numpy().data) != out.nbytes:
                 raise _damaged(self.path)
-        sums = layer_sums(out, self.layout.layers)
+        spans, layers = torch.split(out, self.layout.elements), self.layout.layers
+        sums = tuple(layer_sum for span in spans for layer_sum in layer_sums(span, layers))
         if _text(sums) != self.sums:
             raise _damaged(self.path)
         return sums

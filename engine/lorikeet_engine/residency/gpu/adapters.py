@@ -9,7 +9,7 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.changes import OnChange, ignore_change
 from lorikeet_engine.residency.checksums import added
 from lorikeet_engine.residency.eviction_score import EvictionPolicy, RecentUses, UsageRecord
-from lorikeet_engine.residency.gpu.arena import DeviceArena, ImageCopy
+from lorikeet_engine.residency.gpu.arena import DeviceArena, ImageCopy, ReadsEnd
 from lorikeet_engine.residency.gpu.leases import GpuAdapter, Lease
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout
@@ -244,7 +244,7 @@ class GpuAdapters:
         adapter.leases -= 1
         adapter.last_used_s = self._clock()
         if not adapter.leases:
-            adapter.reads = self._arena.reads()
+            self._arena.run(ReadsEnd(adapter.slot))
             self._unhold(adapter)
             if adapter.damaged:
                 self._evict(adapter)
@@ -294,7 +294,6 @@ class GpuAdapters:
         self._held.pop(digest, None)
         self._take_out(adapter)
         self._on_change(digest)
-        self._arena.wait_for(adapter.reads)
         self._arena.run(self._pool.evict(adapter.slot))
         idle_s = self._clock() - adapter.last_used_s
         log.info("adapter_evicted", extra={"adapter": str(adapter.ref), "idle_s": idle_s})

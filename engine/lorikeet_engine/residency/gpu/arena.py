@@ -8,7 +8,7 @@ go on another stream than the one that computes:
 
     computing   step · rows of the table · step · images that move · step
     copying            │ image                  │           image
-                       └ waits for `reads`      └ Compact: each waits for the other
+                       └ waits for ReadsEnd     └ Compact: each waits for the other
 
 What steps read and what copies write meet in the arena alone. Steps (a replayed graph like any
 other: what it does on side streams it joins before it ends), the table's rows and images that
@@ -16,9 +16,9 @@ move are on the computing stream and so in order among themselves: a step in fli
 as they were when it was launched, whatever has its slots by now. Three things remain to be seen to.
 
 A copy overwrites what was evicted. Only steps launched while that was leased can read it, so the
-end of its last lease leaves an event behind (`reads`), and `wait_for` it is called when it is
-evicted. By then the event is over, as a rule, and the copy begins at once, whatever computes. The
-copying stream works in order: no later copy needs to wait for the same event again.
+end of its last lease leaves an event behind (ReadsEnd), which copies wait for once it is evicted
+(ClearRow). By then the event is over, as a rule, and the copy begins at once, whatever computes.
+The copying stream works in order: no later copy needs to wait for the same event again.
 
 Images move. All copies so far end before, and no later one begins until all is moved.
 
@@ -38,12 +38,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.async_copies import Download, upload
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.checksums import word_sum
@@ -73,8 +74,18 @@ class WriteRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadsEnd:
+    """Say that no step from now on reads a slot's image, until this is said anew."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClearRow:
-    """Clear the row of a slot that has no image any more: rank 0 everywhere."""
+    """Clear the row of a slot that has no image any more: rank 0 everywhere.
+
+    No copy begins from now on until the steps are over that may read the image.
+    """
 
     slot: int
 
@@ -96,18 +107,33 @@ class Compact:
     rows: tuple[WriteRow, ...]
 
 
+class CopyTotal(Protocol):
+    """A copy's sum, on its way. Implemented by Download (device/async_copies.py)."""
+
+    def wait(self) -> torch.Tensor:
+        """The sum [] int64, once the copy is over."""
+        ...
+
+
+class CopyEvent(Protocol):
+    """A copy's end. Implemented by torch.cuda.Event."""
+
+    def synchronize(self) -> None:
+        """Sleep until the copy is over."""
+        ...
+
+
 class ImageCopy(NamedTuple):
     """A copy under way. total: word_sum of what lies in the arena then.
 
-    event: over when all is done, the total included; None on a CPU, where it is done. A thread
-    that waits for it sleeps.
+    event: over when all is done, the total included; None where it is done, as on a CPU alone.
     """
 
-    total: Download
-    event: torch.cuda.Event | None
+    total: CopyTotal
+    event: CopyEvent | None
 
 
-Command = WriteRow | ClearRow | Compact
+Command = WriteRow | ReadsEnd | ClearRow | Compact
 """Plain data: another process with an arena of the same layout can run the same commands."""
 
 
@@ -121,24 +147,15 @@ class DeviceArena:
         """weights: on the device."""
         self.weights = weights
         self._copying: torch.cuda.Stream | None = None
+        self._reads: dict[int, torch.cuda.Event] = {}  # by slot; of those that may be evicted
         if device.type == "cuda":
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             word_sum(weights.table)  # its kernel is loaded now, not under requests
 
     def run(self, *commands: Command) -> None:
         """Run commands; steps launched from now on find the arena so."""
-        table = self.weights.table
         for command in commands:
-            match command:
-                case WriteRow(slot, row):
-                    table[slot].copy_(upload(row, table.device))
-                case ClearRow(slot):
-                    table[slot].zero_()
-                case Compact(moves, rows):
-                    with self._between_copies():
-                        for move in moves:
-                            self._move(move)
-                        self.run(*rows)
+            self._run(command)
 
     def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> ImageCopy:
         """Copy the image from the host to where its pieces lie, in turn, and add it up there."""
@@ -158,22 +175,33 @@ class DeviceArena:
             event.record(self._copying)
         return ImageCopy(total, event)
 
-    def reads(self) -> torch.cuda.Event | None:
-        """An event that is over once the steps launched so far are; None on a CPU."""
-        if self._copying is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._copying.device))
-        return event
-
-    def wait_for(self, reads: torch.cuda.Event | None) -> None:
-        """Let no copy begin from now on until `reads` is over: what those steps read is evicted."""
-        if self._copying is not None and reads is not None:
-            self._copying.wait_event(reads)
-
     def blocks(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Views of the arena that are an image end to end, while its pieces lie there."""
         return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
+
+    def _run(self, command: Command) -> None:
+        table = self.weights.table
+        match command:
+            case WriteRow(slot, row):
+                table[slot].copy_(upload(row, table.device))
+            case ReadsEnd(slot):
+                self._note_reads(slot)
+            case ClearRow(slot):
+                table[slot].zero_()
+                if self._copying is not None and slot in self._reads:
+                    self._copying.wait_event(self._reads.pop(slot))
+            case Compact(moves, rows):
+                with self._between_copies():
+                    for move in moves:
+                        self._move(move)
+                    for written in rows:
+                        self._run(written)
+
+    def _note_reads(self, slot: int) -> None:
+        if self._copying is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._copying.device))
+            self._reads[slot] = event
 
     @contextmanager
     def _between_copies(self) -> Iterator[None]:
@@ -193,6 +221,17 @@ class DeviceArena:
             part = arena[move.source + done : move.source + min(done + step, move.elements)]
             into = arena[move.target + done :][: part.numel()]
             into.copy_(part if part.numel() <= gap else part.clone())
+
+
+def allocate_weights(
+    shape: BaseShape, gpu_bytes: int, slots: int, dtype: torch.dtype, device: torch.device
+) -> LoraWeights:
+    """Allocate an arena of this many bytes and a table of this many slots, without an adapter."""
+    table = (slots, shape.layers + 1, len(shape.modules), 3)
+    return LoraWeights(
+        torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
+        torch.zeros(table, dtype=torch.int64, device=device),
+    )
 
 
 def _sum(blocks: Iterable[torch.Tensor]) -> Download:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
 
-import torch
-
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.checksums import LayerSums
 from lorikeet_engine.residency.packing import PackedLayout
@@ -23,8 +21,7 @@ class GpuAdapter:
     """One adapter on the GPU.
 
     sums: of its image. guarded_until_s: while a request waits to lease it. copying: nobody can
-    lease it yet. damaged: nobody can any more. reads: DeviceArena's, of the steps that may have
-    read it; None until its first lease has ended.
+    lease it yet. damaged: nobody can any more.
     """
 
     ref: AdapterRef
@@ -38,7 +35,6 @@ class GpuAdapter:
     copying: bool = True
     damaged: bool = False
     loaded_at_s: float = 0.0
-    reads: torch.cuda.Event | None = None
 
     def held_at(self, now_s: float) -> bool:
         """Whether the adapter is in use or about to be, and must stay."""

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
-from lorikeet_engine.device.async_copies import Download
-from lorikeet_engine.residency.gpu.arena import ImageCopy
+from lorikeet_engine.residency.gpu.arena import CopyEvent, CopyTotal, ImageCopy
 from lorikeet_engine.residency.workers import Workers
 
 
@@ -60,12 +57,12 @@ class Transfers:
         """Wait for no more copies."""
         self._worker.close()
 
-    def _wait(self, event: torch.cuda.Event, ended: Callable[[], None]) -> None:
+    def _wait(self, event: CopyEvent, ended: Callable[[], None]) -> None:
         event.synchronize()
         ended()
         self._wake()
 
-    def _ended(self, digest: str, elements: int, began_s: float, total: Download) -> None:
+    def _ended(self, digest: str, elements: int, began_s: float, total: CopyTotal) -> None:
         end_s = time.perf_counter()
         took_s = end_s - max(began_s, self._last_end_s)
         self._last_end_s = end_s

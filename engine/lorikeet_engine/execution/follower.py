@@ -1,0 +1,148 @@
+"""A follower: what its replica's leader runs, it runs on its own GPU and its part of the model."""
+
+import gc
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lorikeet_engine.device.memory import free_bytes, resolve
+from lorikeet_engine.execution.assembly import load_weights
+from lorikeet_engine.execution.batch_builder import LogitsInput
+from lorikeet_engine.execution.leading_runner import RunStep
+from lorikeet_engine.execution.memory_plan import count_pages, count_slots
+from lorikeet_engine.execution.ranks import BuildRunner, CountPages, StartFollower, rank_device
+from lorikeet_engine.execution.runner_parts import RunnerParts
+from lorikeet_engine.execution.steps import ModelRunner
+from lorikeet_engine.kernels.lora.types import Segments
+from lorikeet_engine.parallel.followers import CopyReport
+from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.parallel.ring import SharedMemory
+from lorikeet_engine.parallel.shard import Shard
+from lorikeet_engine.residency.gpu.arena import CopyEvent, allocate_weights
+from lorikeet_engine.residency.gpu.rank_arenas import CopyImage, FollowingArena
+from lorikeet_engine.residency.host_arena import host_memory
+from lorikeet_engine.residency.workers import Workers
+from lorikeet_engine.telemetry.start_up import StartUpStages
+
+log = logging.getLogger(__name__)
+
+
+class Follower:
+    """One rank's model, arena and KV pages, and what the leader does with them.
+
+    The leader's assembly (assembly.py) does the same in the same order.
+    """
+
+    def __init__(
+        self,
+        start: StartFollower,
+        shard: Shard,
+        host: SharedMemory,
+        report: Callable[[CopyReport], None],
+    ) -> None:
+        """Join the others and load. host: the host arena. report: called on another thread."""
+        settings = self._settings = start.settings
+        device = self._device = rank_device(torch.device(settings.device), shard.index)
+        if device.type == "cpu":  # the ranks share its cores
+            torch.set_num_threads(max(1, torch.get_num_threads() // shard.world))
+        self._stages, self._shard, self._report = StartUpStages(device), shard, report
+        self._group = RankGroup(shard, start.rendezvous, device)
+        self._model = load_weights(start.load, settings, device, self._group, self._stages)
+        with self._stages.stage("slot pool"):
+            self._arena = self._allocate_arena(host)
+        self._parts = RunnerParts.of(self._model, self._arena.weights, settings)
+        self._runner: ModelRunner | None = None
+        self._copies = Workers(1, "copies")
+        self._steps = Workers(1, "steps")
+
+    def do(self, message: object) -> None:
+        """What the leader says, in its order."""
+        match message:
+            case RunStep():
+                self._run(message)
+            case CopyImage():
+                self._copy(message)
+            case BuildRunner(pages):
+                self._runner = None
+                self._runner = self._parts.build(pages)
+            case CountPages():
+                self._count_pages()
+            case command:
+                self._arena.run(command)  # type: ignore[arg-type]
+
+    def _allocate_arena(self, host: SharedMemory) -> FollowingArena:
+        settings, shape = self._settings, self._model.config.shape
+        wanted = resolve(settings.adapter_gpu_bytes, self._stages.free)
+        (gpu_bytes,) = self._group.minimum((wanted,))
+        dtype = settings.torch_adapter_dtype
+        slots = count_slots(gpu_bytes // dtype.itemsize, shape, settings.max_batch_adapters)
+        weights = allocate_weights(shape, gpu_bytes, slots, dtype, self._device)
+        elements = settings.adapter_host_bytes // dtype.itemsize
+        images = host_memory(elements, dtype, self._device.type == "cuda", host)
+        return FollowingArena(weights, self._device, images, self._shard.index)
+
+    def _count_pages(self) -> None:
+        if self._device.type == "cuda":
+            taken = self._stages.free - free_bytes(self._device)
+            self._stages.take("steps and graphs", taken)
+            self._runner = None
+            gc.collect()
+            torch.cuda.empty_cache()
+        self._group.minimum((count_pages(self._model.shape, self._settings, self._stages),))
+
+    def _run(self, message: RunStep) -> None:
+        runner, step = self._runner, message.step
+        assert runner is not None, "a step before there are KV pages"
+        tokens = None
+        if message.previous_rows:
+            tokens = torch.empty(message.previous_rows, dtype=torch.int64, device=self._device)
+            self._group.broadcast_tokens(tokens)
+        batch = step.upload(self._device, tokens)
+        scores = _MoreLogits(message.logits) if message.logits else None
+        (runner.forward if message.graphs else runner.forward_eager)(batch, scores)
+        if self._device.type == "cuda":
+            # blocking: the thread sleeps and leaves its core to others
+            over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            over.record()
+            self._steps.submit(partial(_wait, over), urgent=True)
+
+    def _copy(self, message: CopyImage) -> None:
+        total, event = self._arena.copy_own(message)
+
+        def report() -> None:
+            if event is not None:
+                _wait(event)
+            self._report(CopyReport(message.copy, int(total.wait())))
+
+        if event is None:
+            report()
+        else:
+            self._copies.submit(report, urgent=True)
+
+
+class _MoreLogits:
+    """A LogitsReader that reads none of them: the leader does."""
+
+    def __init__(self, inputs: tuple[LogitsInput, ...]) -> None:
+        self._inputs = inputs
+
+    def compute(
+        self,
+        hidden: torch.Tensor,
+        logits_of: Callable[[torch.Tensor, Segments | None], torch.Tensor],
+    ) -> None:
+        for each in self._inputs:
+            rows, heads = each.upload(hidden.device)
+            logits_of(hidden[rows], heads)
+
+
+def _wait(event: CopyEvent) -> None:
+    """Wait for the device. Where it has failed, so has this process: no other call may tell."""
+    try:
+        event.synchronize()
+    except RuntimeError as error:
+        log.critical("device_lost", extra={"error": str(error)})
+        os._exit(1)

@@ -1,0 +1,125 @@
+"""Where one engine runs: in this process alone, or in this one and its followers.
+
+A follower (follower.py) allocates and captures in the same order as the leader, which tells it
+when: both run collectives, and what memory holds is the least that any of them has room for.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorikeet_engine.execution.leading_runner import LeadingRunner
+from lorikeet_engine.execution.steps import ModelRunner
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.parallel.followers import Followers
+from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.parallel.ring import SharedMemory
+from lorikeet_engine.parallel.shard import Shard
+from lorikeet_engine.settings import EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class StartFollower:
+    """Join the others, load the rank's part of the model with `load`, and allocate its arena.
+
+    load: picklable; LoadModel's kind. rendezvous: RankGroup's.
+    """
+
+    settings: EngineSettings
+    load: Any
+    rendezvous: Path
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRunner:
+    """Allocate so many KV pages and capture a rank's graphs, in place of those that it had."""
+
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class CountPages:
+    """Count how many KV pages a rank has room for beside steps, and agree on the least."""
+
+
+class OneRank:
+    """An engine in this process alone. group: how its ranks sum up; None without others."""
+
+    group: RankGroup | None = None
+    followers: Followers | None = None
+
+    def least(self, number: int) -> int:
+        """The least that any rank gave."""
+        return number
+
+    def announce(self, message: BuildRunner | CountPages) -> None:
+        """Have the other ranks do what this one is about to do."""
+
+    def runner(self, *parts: Any) -> ModelRunner:
+        """A runner whose steps run in all ranks. parts: ModelRunner's."""
+        return ModelRunner(*parts)
+
+    def close(self) -> None:
+        """End the other ranks."""
+
+
+class LeadingRank(OneRank):
+    """The first of an engine's ranks, which has started the others."""
+
+    group: RankGroup
+    followers: Followers
+
+    def __init__(self, settings: EngineSettings, load: Any) -> None:
+        """Start the others and connect to them. Raises SettingsError, ModelError."""
+        # NCCL would wait for those that have ended; on CUDA this process's end is the group's.
+        self._leaves = settings.device == "cpu"
+        world, device = settings.tensor_parallel, torch.device(settings.device)
+        shape = ModelConfig.from_folder(settings.model, settings.max_context).shape
+        Shard(0, world).ranges(shape)  # raises before any process is started
+        # A file without a name: nothing of it is left, whoever is killed when.
+        self._rendezvous_fd = os.memfd_create("lorikeet-rendezvous")
+        rendezvous = Path(f"/proc/self/fd/{self._rendezvous_fd}")
+        start = StartFollower(settings, load, rendezvous)
+        memory = SharedMemory(settings.adapter_host_bytes)
+        self.followers = Followers(world, start, memory, (self._rendezvous_fd,))
+        try:
+            self.group = RankGroup(Shard(0, world), rendezvous, rank_device(device, 0))
+        except BaseException:
+            self.followers.close()
+            raise
+
+    def least(self, number: int) -> int:
+        """The least that any rank gave; waits for them."""
+        return self.group.minimum((number,))[0]
+
+    def announce(self, message: BuildRunner | CountPages) -> None:
+        """Have the other ranks do what this one is about to do."""
+        self.followers.send(message)
+
+    def runner(self, *parts: Any) -> ModelRunner:
+        """A runner whose steps run in all ranks."""
+        return LeadingRunner(self.group, self.followers, *parts)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self.followers.close()
+        if self._leaves:
+            self.group.close()
+        os.close(self._rendezvous_fd)
+
+
+def start_ranks(settings: EngineSettings, load: Any) -> OneRank:
+    """Start the processes of an engine's other GPUs. Raises SettingsError, ModelError."""
+    return LeadingRank(settings, load) if settings.tensor_parallel > 1 else OneRank()
+
+
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """A rank's device, which on CUDA is made the process's own."""
+    if device.type != "cuda":
+        return device
+    own = torch.device("cuda", rank)
+    torch.cuda.set_device(own)
+    return own

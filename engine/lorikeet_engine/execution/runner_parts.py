@@ -1,0 +1,63 @@
+"""Builds a runner around a model: attention, KV pages, graphs. In every rank alike."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
+from lorikeet_engine.execution.memory_plan import allocate_kv
+from lorikeet_engine.execution.steps import ModelRunner
+from lorikeet_engine.kernels.attention import choose_attention
+from lorikeet_engine.kernels.attention.protocol import (
+    AttentionBackend,
+    AttentionShape,
+    CapturableAttention,
+)
+from lorikeet_engine.kernels.fp8_kv import FP8_KV
+from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.settings import EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """What a runner is made of, but for its KV pages and the graphs that hold their address."""
+
+    model: LlamaModel
+    attention: AttentionBackend
+    weights: LoraWeights
+    settings: EngineSettings
+
+    @classmethod
+    def of(cls, model: LlamaModel, weights: LoraWeights, settings: EngineSettings) -> "RunnerParts":
+        """The parts for a model. Raises SettingsError where there are no kernels for it."""
+        c, page, fp8 = model.shape, settings.page_size, settings.torch_kv_dtype == FP8_KV
+        shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, page, model.dtype, fp8)
+        return cls(model, choose_attention(shape, model.device), weights, settings)
+
+    def build(self, pages: int, runner: Callable[..., ModelRunner] = ModelRunner) -> ModelRunner:
+        """Allocate so many KV pages, and capture graphs on CUDA. runner: the one to make."""
+        model = self.model
+        kv = allocate_kv(model.shape, self.settings, pages, model.device)
+        graphs = _capture(model, self.attention, self.weights, kv, self.settings)
+        return runner(model, self.attention, self.weights, kv, graphs)
+
+
+def _capture(
+    model: LlamaModel,
+    attention: AttentionBackend,
+    weights: LoraWeights,
+    kv: torch.Tensor,
+    settings: EngineSettings,
+) -> CudaGraphs | None:
+    """CUDA graphs of small steps; None if the attention kernels cannot be captured."""
+    if not isinstance(attention, CapturableAttention):
+        return None
+    limits = StepLimits(
+        tokens=settings.max_batch_tokens,
+        adapters=settings.max_batch_adapters,
+        rank=settings.max_rank,
+        pages=settings.max_running * -(-model.config.max_context // settings.page_size),
+    )
+    return CudaGraphs(model, attention, weights, kv, limits)

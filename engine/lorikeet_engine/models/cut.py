@@ -1,0 +1,45 @@
+"""Which part of a checkpoint's tensors a process keeps, where several share the model's layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is kept of a tensor of this shape: of a matrix rows and columns, of a vector rows."""
+
+    shape: tuple[int, ...]
+    rows: range
+    columns: range | None = None
+
+    @classmethod
+    def whole(cls, *shape: int) -> "Cut":
+        """All of a tensor [rows] or [rows, columns]."""
+        return cls(shape, *map(range, shape))
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """The shape of what is kept."""
+        return tuple(len(side) for side in self._sides)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is kept of a tensor of this shape: a view of it."""
+        return tensor[tuple(slice(side.start, side.stop) for side in self._sides)]
+
+    @property
+    def _sides(self) -> tuple[range, ...]:
+        return (self.rows,) if self.columns is None else (self.rows, self.columns)
+
+
+def stack(
+    cuts: Sequence[Cut], device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """An empty tensor for what is kept of several, one on top of another, and the views for each.
+
+    All keep as many columns.
+    """
+    heights = [len(cut.rows) for cut in cuts]
+    out = torch.empty(sum(heights), *cuts[0].kept_shape[1:], device=device, dtype=dtype)
+    return out, torch.split(out, heights)

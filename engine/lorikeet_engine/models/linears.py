@@ -1,0 +1,107 @@
+"""The linears of a decoder's layers, with LoRA, and cut where several processes share them."""
+
+import torch
+
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.adapter_format.families import Parallel
+from lorikeet_engine.kernels.lora.linear import (
+    Inputs,
+    linear_with_lora,
+    linear_with_lora_before_silu,
+)
+from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, UnexpandedDelta
+from lorikeet_engine.kernels.pointwise import add_delta
+from lorikeet_engine.models.checkpoint import Checkpoint
+from lorikeet_engine.models.cut import Cut
+from lorikeet_engine.parallel.rank_group import RankGroup
+
+
+class LoraLinear:
+    """y = x·Wᵀ + b, and + B(t)·A(t)·x for a token t whose sequence has an adapter.
+
+    Linears of one group are fused: their weights stand on top of one another in
+    weight [sum(d_outs), d_in], their outputs side by side in y. Of each, this process has what the
+    checkpoint's shard keeps.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, shape: BaseShape, layer: int, group: str, *, bias: bool
+    ) -> None:
+        """Read the linears of a group of the shape's; raises ModelError.
+
+        shape: the whole model's.
+        """
+        linears = shape.groups[group]
+        assert all(shape.linears[n].experts == 1 for n in linears), "one matrix for all tokens"
+        kept = [checkpoint.shard.ranges(shape)[n] for n in linears]
+        self.layer = layer
+        self.group = LoraGroup(
+            linears, len(kept[0].inputs), tuple(len(cut.outputs) for cut in kept)
+        )
+        paths = [shape.linears[n].path(layer) for n in linears]
+        d_in, d_outs = shape.dims(linears[0])[0], [shape.dims(n)[1] for n in linears]
+        self.weight = checkpoint.read_linear(
+            [f"{path}.weight" for path in paths],
+            [
+                Cut((d_out, d_in), cut.outputs, cut.inputs)
+                for d_out, cut in zip(d_outs, kept, strict=True)
+            ],
+        )
+        self.bias: torch.Tensor | None = None
+        biases = [f"{path}.bias" for path in paths]
+        if bias and shape.linears[linears[0]].parallel is Parallel.ROW and checkpoint.shard.index:
+            checkpoint.leave(biases)  # the sum has it from the first process
+        elif bias:
+            cuts = [Cut((d_out,), cut.outputs) for d_out, cut in zip(d_outs, kept, strict=True)]
+            self.bias = checkpoint.read_parts(biases, cuts)
+
+    def __call__(self, x: Inputs, lora: LoraStep | None) -> tuple[torch.Tensor, LoraDelta | None]:
+        """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and what is yet to be added to it."""
+        return linear_with_lora(x, self.weight, self.bias, lora, self.layer, self.group)
+
+    def before_silu(
+        self, x: Inputs, lora: LoraStep | None
+    ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
+        """Do what __call__ does, for silu_and_mul alone to read: the delta may be unexpanded."""
+        return linear_with_lora_before_silu(x, self.weight, self.bias, lora, self.layer, self.group)
+
+
+class SummedLinear(LoraLinear):
+    """A LoraLinear whose inputs are cut: what the processes compute is summed."""
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        checkpoint: Checkpoint,
+        shape: BaseShape,
+        layer: int,
+        group: str,
+        *,
+        bias: bool,
+    ) -> None:
+        """Read this process's part, as LoraLinear does."""
+        super().__init__(checkpoint, shape, layer, group, bias=bias)
+        self._ranks = ranks
+
+    def __call__(self, x: Inputs, lora: LoraStep | None) -> tuple[torch.Tensor, LoraDelta | None]:
+        """Return y [tokens, d_out], with all that adapters add, and None."""
+        y, delta = super().__call__(x, lora)
+        if delta is not None:
+            add_delta(y, delta)
+        self._ranks.sum_(y)
+        return y, None
+
+
+def read_row_linear(
+    ranks: RankGroup | None,
+    checkpoint: Checkpoint,
+    shape: BaseShape,
+    layer: int,
+    group: str,
+    *,
+    bias: bool,
+) -> LoraLinear:
+    """A linear of which processes keep some inputs each; a LoraLinear where there is but one."""
+    if ranks is None:
+        return LoraLinear(checkpoint, shape, layer, group, bias=bias)
+    return SummedLinear(ranks, checkpoint, shape, layer, group, bias=bias)

@@ -1,0 +1,211 @@
+"""The follower processes of a tensor parallel replica, as its leader sees them.
+
+    leader ── ring: commands, all in one order ──▶ every follower     (process/follower.py)
+           ◀── a pipe each: copies that are over ── follower
+
+A follower does what the leader says, in that order, and knows no requests. None can go on without
+the others: they would wait in a sum for ever. So where one has ended or stands still, the leader's
+process ends at once; and Linux ends a follower whose leader has ended.
+"""
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from lorikeet_engine.errors import DeviceLost
+from lorikeet_engine.parallel.ring import RingWriter, SharedMemory
+
+log = logging.getLogger(__name__)
+
+# A step's record names each sequence's KV pages: 256 of 131,072 tokens have 8 MB of them.
+_RING_BYTES = 32 << 20
+_LOOK_S = 0.5  # how often to look whether a follower stands still
+_STOPPED_S = 3.0  # a debugger or a snapshot may stop one for a moment
+_END_S = 2.0  # how long a follower may take to end when it is told to
+
+
+class CopyReport(NamedTuple):
+    """A follower's word that a copy to its GPU is over. total: word_sum of what lies there."""
+
+    copy: int
+    total: int
+
+
+class RankCopies:
+    """The followers' part of one copy. Filled by one thread, waited for by another."""
+
+    def __init__(self, followers: int) -> None:
+        self._totals: list[int] = []
+        self._followers = followers
+        self._over = threading.Event()
+
+    def add(self, total: int) -> None:
+        """Note that one of them has it."""
+        self._totals.append(total)
+        if len(self._totals) == self._followers:
+            self._over.set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of them have it."""
+        return self._over.is_set()
+
+    def wait(self) -> list[int]:
+        """The totals, once all of them have it."""
+        self._over.wait()
+        return self._totals
+
+
+class Followers:
+    """Starts the followers and tells them what to do; `close` ends them.
+
+    `queue`, `send` and `expect_copy` belong to one thread, the engine's once it steps. Where a
+    follower is lost, `on_lost` is called with its rank and why, on another thread. memory: what
+    they share beside the ring.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        start: object,
+        memory: SharedMemory,
+        fds: Sequence[int] = (),
+        on_lost: Callable[[int, str], None] | None = None,
+    ) -> None:
+        """Start world − 1 processes. Linux ends them with the thread that calls this.
+
+        start: a picklable message, their first. memory: theirs to map, too. fds: descriptors that
+        they inherit under the same numbers. on_lost: None ends this process.
+        """
+        self._on_lost = on_lost or _end_process
+        self._queued: list[object] = []
+        self._copies: dict[int, RankCopies] = {}
+        self._closing = threading.Event()
+        self.memory = memory
+        size = _RING_BYTES + 8 * (world - 1)
+        ring = SharedMemory(size)
+        pipes = [os.pipe() for _ in range(1, world)]
+        self._ring = RingWriter(ring, [wake for _, wake in pipes])
+        self._reports, self._processes = list[Connection](), list["subprocess.Popen[bytes]"]()
+        for rank, (woken, _) in enumerate(pipes, 1):
+            reports, report_to = Pipe(duplex=False)
+            own = (ring.fd, woken, report_to.fileno(), memory.fd)
+            numbers = rank, world, ring.fd, size, woken, report_to.fileno(), memory.fd, memory.size
+            with report_to:
+                self._processes.append(_start(numbers, (*own, *fds)))
+            os.close(woken)
+            self._reports.append(reports)
+        ring.close()
+        memory.close()
+        self._watcher = threading.Thread(target=self._run, name="lorikeet-ranks", daemon=True)
+        self._watcher.start()
+        self.send(start)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, by rank from 1 on."""
+        return [process.pid for process in self._processes]
+
+    def queue(self, *messages: object) -> None:
+        """Have them do something before what is sent next."""
+        self._queued += messages
+
+    def send(self, *messages: object) -> None:
+        """Have them do what is queued and then this, at once. Raises DeviceLost if one is gone."""
+        queued, self._queued = self._queued, []
+        try:
+            self._ring.write(pickle.dumps([*queued, *messages], pickle.HIGHEST_PROTOCOL))
+        except OSError as error:
+            raise DeviceLost("a process of another GPU of this replica is gone") from error
+
+    def expect_copy(self, copy: int) -> RankCopies:
+        """What the followers will report of a copy of this number that is yet to be sent."""
+        copies = self._copies[copy] = RankCopies(len(self._processes))
+        return copies
+
+    def close(self) -> None:
+        """Let them do what was sent and end; kill what does not."""
+        self._closing.set()
+        self._ring.close()
+        deadline_s = time.monotonic() + _END_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._watcher.join()
+        for reports in self._reports:
+            reports.close()
+
+    def _run(self) -> None:
+        stopped_since_s: dict[int, float] = {}
+        while not self._closing.is_set():
+            ready = wait(self._reports, _LOOK_S)
+            for rank, reports in enumerate(self._reports, 1):
+                if reports not in ready:
+                    continue
+                try:
+                    report: CopyReport = reports.recv()
+                except (EOFError, OSError):
+                    if not self._closing.is_set():
+                        self._on_lost(rank, f"it ended with status {self._status(rank)}")
+                    return
+                self._copied(report)
+            for rank, process in enumerate(self._processes, 1):
+                if not _is_stopped(process.pid):
+                    stopped_since_s.pop(rank, None)
+                elif (
+                    time.monotonic() - stopped_since_s.setdefault(rank, time.monotonic())
+                    > _STOPPED_S
+                ):
+                    self._on_lost(rank, "it was stopped and does not go on")
+                    return
+
+    def _copied(self, report: CopyReport) -> None:
+        copies = self._copies[report.copy]
+        copies.add(report.total)
+        if copies.is_over:
+            del self._copies[report.copy]
+
+    def _status(self, rank: int) -> int | None:
+        try:
+            return self._processes[rank - 1].wait(_LOOK_S)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def _start(numbers: Sequence[int], fds: Sequence[int]) -> "subprocess.Popen[bytes]":
+    module = "lorikeet_engine.process.follower"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(os.getpid()), *map(str, numbers)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was stopped: it would look alive, and do nothing for ever.
+
+    As the kernel tells. A silence would say less: importing torch or compiling kernels is silent.
+    """
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it has ended, which its pipe says
+        return False
+    return facts.rpartition(")")[2].split()[0] in "tT"
+
+
+def _end_process(rank: int, reason: str) -> NoReturn:
+    log.critical("rank_lost", extra={"rank": rank, "reason": reason})
+    os._exit(1)

@@ -1,0 +1,106 @@
+"""What the processes of a tensor parallel replica say to one another in a step and at start.
+
+A process's place among them is its rank, from 0, the leader's, on: not to be mixed up with an
+adapter's rank. On CUDA all of it is launched on the current stream and can be captured in a graph;
+the host waits for nothing but in `minimum`. A process that is gone leaves the others waiting: who
+starts them watches them.
+"""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lorikeet_engine.parallel.shard import Shard
+
+# How long ranks wait for one another at start, while each reads its weights.
+_START = timedelta(minutes=30)
+_ENVIRONMENT = {
+    # NVLink multicast can put all GPUs of a host out of service where others share them.
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # NCCL's own thread would end the process when a peer is gone, later and without a reason.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+
+
+class RankGroup:
+    """The processes that compute a replica's layers together, as one of them sees it.
+
+    Every one must call the same methods in the same order, with tensors of the same shapes. A
+    process has at most one.
+    """
+
+    def __init__(self, shard: Shard, rendezvous: Path, device: torch.device) -> None:
+        """Wait until all have come, and connect to them.
+
+        rendezvous: a file on this host that is not there yet, the same for all of one replica and
+        for no other. device: this process's own.
+        """
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self.shard = shard
+        cuda = device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=dist.FileStore(str(rendezvous), shard.world),
+            rank=shard.index,
+            world_size=shard.world,
+            timeout=_START,
+            device_id=device if cuda else None,
+        )
+        self.sum_(torch.zeros(1, device=device))  # connects: no graph could capture that
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self.shard.index
+
+    @property
+    def world(self) -> int:
+        """How many processes there are."""
+        return self.shard.world
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that samples tokens."""
+        return self.rank == 0
+
+    def sum_(self, tensor: torch.Tensor) -> None:
+        """Replace a dense tensor by the sum over all ranks, bit for bit the same in each."""
+        dist.all_reduce(tensor)
+
+    def gather_logits(self, part: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """Logits [rows, vocabulary] at the leader, [0, vocabulary] in the others.
+
+        part [rows, width], dense: this rank's, as Shard.vocabulary has it.
+        """
+        widths = [len(Shard(rank, self.world).vocabulary(vocabulary)) for rank in range(self.world)]
+        padded = part
+        if part.shape[1] < widths[0]:
+            padded = part.new_zeros(len(part), widths[0])
+            padded[:, : part.shape[1]] = part
+        if not self.leads:
+            dist.gather(padded, dst=0)
+            return part.new_empty(0, vocabulary)
+        parts = [torch.empty_like(padded) for _ in widths]
+        dist.gather(padded, parts, dst=0)
+        return torch.cat([p[:, :width] for p, width in zip(parts, widths, strict=True)], dim=1)
+
+    def broadcast_tokens(self, tokens: torch.Tensor) -> None:
+        """Replace tokens [rows] int64 by the leader's."""
+        dist.broadcast(tokens, src=0)
+
+    def minimum(self, values: Sequence[int]) -> tuple[int, ...]:
+        """The least that any rank gave of each value; waits for all ranks. For start-up."""
+        least = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return tuple(least.tolist())
+
+    def close(self) -> None:
+        """Leave; the others do, too."""
+        dist.destroy_process_group()

@@ -1,0 +1,67 @@
+"""The process of a replica's second or later GPU: python -m lorikeet_engine.process.follower.
+
+The engine's process starts it (parallel/followers.py) and says through a ring what to do; Follower
+(execution/follower.py) does that. It ends with its leader, or at the first error.
+"""
+
+import ctypes
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from lorikeet_engine.parallel.followers import CopyReport
+from lorikeet_engine.parallel.ring import RingReader, SharedMemory
+
+log = logging.getLogger("lorikeet_engine.process.follower")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Follow one leader to its end. Arguments: as parallel.followers starts it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    leader, rank, world, ring_fd, ring_bytes, wake_fd, reports_fd, host_fd, host_bytes = map(
+        int, sys.argv[1:]
+    )
+    if os.getppid() != leader:  # it ended before the line above
+        os._exit(1)
+    for fd in (ring_fd, wake_fd, reports_fd, host_fd):
+        os.set_inheritable(fd, False)
+    ring = RingReader(SharedMemory(ring_bytes, ring_fd), world - 1, rank - 1, wake_fd)
+    reports = Connection(reports_fd, readable=False)
+    try:
+        _follow(ring, SharedMemory(host_bytes, host_fd), reports, rank, world)
+    except EOFError:  # the leader has closed us
+        os._exit(0)  # a thread may wait for a device that others have left
+    except BaseException:
+        log.critical("follower_failed", exc_info=True, extra={"rank": rank})
+        os._exit(1)
+
+
+def _follow(
+    ring: RingReader, host: SharedMemory, reports: Connection, rank: int, world: int
+) -> None:
+    # Not before: the leader sees from now on whether this process stands still.
+    from lorikeet_engine.execution.follower import Follower
+    from lorikeet_engine.parallel.shard import Shard
+
+    lock = threading.Lock()
+
+    def report(copy: CopyReport) -> None:
+        with lock:
+            reports.send(copy)
+
+    (start, *rest) = pickle.loads(ring.read())
+    assert not rest, "nothing comes with the first message"
+    follower = Follower(start, Shard(rank, world), host, report)
+    while True:
+        for message in pickle.loads(ring.read()):
+            follower.do(message)
+
+
+if __name__ == "__main__":
+    main()

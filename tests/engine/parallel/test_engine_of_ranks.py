@@ -1,0 +1,112 @@
+"""An engine of several processes says, token for token, what PEFT and what one process say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.models.config import ModelConfig
+from tests.engine.descending_grammar import DescendingGrammars
+from tests.engine.engine_driver import PAGE, Answers, greedy, prompt
+from tests.engine.peft_world import PeftWorld, ask
+from tests.engine.test_peft_equality import ADAPTERS, ALL
+
+TOKENS = 24
+HEAD = {"r": 6, "lora_alpha": 12, "target_modules": [*ALL, "lm_head"]}
+# What one adapter of rank 16 on all linears takes: few parts of them fit, so they come and go.
+_ONE = 16 * 2 * (4 * 64 + 3 * 96 + 64 + 2 * 32 + 2 * 96 + 5 * 64) * 4
+
+
+def build(world: PeftWorld, cache: Path, ranks: int, **settings: Any) -> Engine:
+    """An engine with little room: for two or three adapters, and few KV pages."""
+    shape = ModelConfig.from_folder(world.checkpoint).shape
+    kv_heads = max(1, shape.kv_heads // ranks)
+    page_bytes = 2 * 4 * shape.layers * PAGE * kv_heads * shape.head_dim
+    sizes = {
+        "kv_bytes": 9 * page_bytes,
+        "max_context": 112,
+        "max_running": 8,
+        "max_batch_tokens": 48,
+        "adapter_gpu_bytes": _ONE,
+        "adapter_host_bytes": 8 << 20,
+        "page_size": PAGE,
+        "tensor_parallel": ranks,
+    }
+    of_engine = EngineSettings(model=world.checkpoint, cache_dir=cache, **{**sizes, **settings})
+    return Engine(of_engine, world.shelf, grammars=DescendingGrammars())
+
+
+@pytest.fixture(scope="module", params=[(2, "llama"), (4, "biased")], ids=["2", "4-biased"])
+def ranks_and_world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory, one_thread):
+    ranks, name = request.param
+    checkpoint = {**tiny_checkpoints, **variant_checkpoints}[name]
+    folder = tmp_path_factory.mktemp(name)
+    return ranks, PeftWorld(checkpoint, folder, {**ADAPTERS, "head": HEAD}, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def world(ranks_and_world):
+    return ranks_and_world[1]
+
+
+@pytest.fixture(scope="module")
+def engine(ranks_and_world, tmp_path_factory):
+    ranks, world = ranks_and_world
+    engine = build(world, tmp_path_factory.mktemp("cache"), ranks)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def alone(world, tmp_path_factory):
+    """An engine of one process, with room for all."""
+    engine = build(world, tmp_path_factory.mktemp("alone"), 1, kv_bytes=4 << 20)
+    yield engine
+    engine.close()
+
+
+def test_adapters_that_come_and_go_answer_as_peft_does(engine, world):
+    answers = Answers(engine)
+    assert ask(world, answers) == world.expected
+    assert ask(world, answers) == world.expected, "with what the prefix cache holds"
+    gpu = engine.status().tiers[Residency.GPU]
+    assert gpu.evictions > 3
+    assert gpu.checksum_failures == 0
+
+
+def test_what_was_preempted_goes_on_as_in_one_process(engine, alone):
+    before, said = engine.status().preemptions, []
+    for each in (engine, alone):
+        answers = Answers(each)
+        for i in range(4):  # two of the nine KV pages each at first, four at last
+            answers.submit(greedy(f"r{i}", prompt(30, 50 + i), max_tokens=30))
+        answers.all()
+        said.append(answers.tokens)
+    assert said[0] == said[1]
+    assert engine.status().preemptions > before
+
+
+def ask_all_kinds(answers: Answers, world: PeftWorld) -> Answers:
+    """Grammars, draws, penalties, scores and choices under adapters."""
+    requests = [
+        greedy("grammar", prompt(20), adapter=world.refs["head"], grammar="below 200, end under 9"),
+        greedy("drawn", prompt(33), adapter=world.refs["patterns"], temperature=1.0, seed=3, n=2),
+        greedy("fined", prompt(18), presence_penalty=1.5, frequency_penalty=0.5),
+        greedy("scored", prompt(40), adapter=world.refs["head"], prompt_logprobs=2, logprobs=3),
+    ]
+    for request in requests:
+        answers.submit(request)
+    answers.all()
+    assert not answers.errors
+    return answers
+
+
+def test_what_sampling_can_do_comes_out_as_in_one_process(engine, world, alone):
+    wanted = ask_all_kinds(Answers(alone), world)
+    got = ask_all_kinds(Answers(engine), world)
+    assert (got.tokens, got.finish) == (wanted.tokens, wanted.finish)
+    assert len(wanted.scores["scored", 0]) == 39
+    for score, other in zip(got.scores["scored", 0], wanted.scores["scored", 0], strict=True):
+        assert score.logprob == pytest.approx(other.logprob, abs=1e-4)

@@ -1,0 +1,58 @@
+"""What each process keeps of a base model: whole heads, even parts, or a refusal by name."""
+
+import dataclasses
+
+import pytest
+
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.parallel.shard import Shard
+
+SHAPE = BaseShape(
+    "llama", 1, hidden=18, intermediate=32, heads=4, kv_heads=4, head_dim=4, vocabulary=40
+)
+
+
+def test_the_key_head_of_every_query_head_is_in_the_same_shard():
+    for heads, kv_heads, world in [(8, 2, 2), (8, 2, 4), (8, 2, 8), (32, 8, 16), (6, 3, 6)]:
+        shape = BaseShape("llama", 1, 96, 96, heads, kv_heads, head_dim=1, vocabulary=96)
+        for index in range(world):
+            q, k, v, *_ = Shard(index, world).ranges(shape)
+            read = {head * kv_heads // heads for head in q.outputs}
+            assert read == set(k.outputs) == set(v.outputs)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_a_shards_own_shape_has_the_widths_of_what_it_keeps(world):
+    shape = BaseShape("llama", 3, 96, 64, heads=8, kv_heads=2, head_dim=4, vocabulary=96)
+    for index in range(world):
+        own = Shard(index, world).part_of(shape)
+        for linear, kept in enumerate(Shard(index, world).ranges(shape)[:7]):
+            assert own.dims(linear) == (len(kept.inputs), len(kept.outputs))
+
+
+@pytest.mark.parametrize(("size", "world"), [(27, 4), (40, 4), (49155, 2), (9, 8), (128256, 8)])
+def test_the_vocabulary_is_cut_into_runs_of_which_the_first_is_the_longest(size, world):
+    runs = [Shard(index, world).vocabulary(size) for index in range(world)]
+    assert [token for run in runs for token in run] == list(range(size))
+    assert len(runs[0]) == max(map(len, runs))
+    assert len(runs[0]) % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("heads", 6, "num_attention_heads=6"),
+        ("kv_heads", 3, "num_key_value_heads=3"),
+        ("intermediate", 30, "intermediate_size=30"),
+        ("family", "olmo2", "olmo2: a norm over all heads"),
+        ("family", "phi3", "phi3: a linear that stores several"),
+        ("family", "glm4", "glm4: a linear that stores several"),
+    ],
+)
+def test_a_base_model_that_cannot_be_cut_evenly_is_refused(field, value, named):
+    other = dataclasses.replace(SHAPE, **{field: value})
+    Shard(0, 4).ranges(SHAPE)
+    Shard(0, 1).ranges(other)
+    with pytest.raises(SettingsError, match=named):
+        Shard(0, 4).ranges(other)

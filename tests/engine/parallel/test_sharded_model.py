@@ -1,0 +1,83 @@
+"""A model that ranks share gives the logits of one process, whatever its family."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.models.llama import load_model, rehearse_load
+from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.parallel.shard import Shard
+from tests.engine.conftest import FAMILIES, PagedTokens, save_all
+from tests.engine.models.test_models import Run, assert_equal
+from tests.engine.ranks import CPU, run_ranks
+
+# kv heads: two, so that four ranks have each of them twice
+CONFIGS = {
+    **{name: FAMILIES[name] for name in ("llama", "mistral", "qwen2", "qwen3", "granite")},
+    "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "smollm3": FAMILIES["smollm3"],
+}
+NAMES = list(CONFIGS)
+ROUNDED = {"llama": Quantization.NF4}
+PROMPTS = {"one": [7], "odd": list(range(40, 77)), "long": list(range(90, 0, -1))}
+
+
+def answers(folders: dict[str, Path], group: RankGroup | None) -> dict[str, torch.Tensor]:
+    """Each model's logits of all tokens: prompts, one that goes on, and decodes."""
+    logits = {}
+    for name, folder in folders.items():
+        rounding = ROUNDED.get(name)
+        model = load_model(folder, CPU, torch.float32, rounding=rounding, ranks=group)
+        run = Run(folder, PagedTokens(), model=model)
+        parts = [
+            run.runner.forward(run.tokens.batch(chunks))
+            for chunks in (
+                {"odd": PROMPTS["odd"], "long": PROMPTS["long"][:50]},
+                {"long": PROMPTS["long"][50:], "one": PROMPTS["one"]},
+                {"one": [3], "odd": [5], "long": [9]},
+            )
+        ]
+        logits[name] = torch.cat(parts)
+    return logits
+
+
+def answers_of_rank(group: RankGroup, folders: dict[str, Path]) -> dict[str, torch.Tensor]:
+    return answers(folders, group)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return save_all(CONFIGS, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    return answers(folders, None)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def shared(request, folders, tmp_path_factory):
+    """What each rank has, by rank and model."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(request.param, answers_of_rank, folder, folders)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_leaders_logits_are_those_of_one_process(alone, shared, name):
+    leader, *followers = (rank[name] for rank in shared)
+    assert_equal(leader, alone[name])
+    assert all(len(logits) == 0 for logits in followers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_has_its_part_of_the_weights_and_the_first_the_most(folders, name):
+    whole = rehearse_load(folders[name], torch.float32)[1]
+    parts = [
+        rehearse_load(folders[name], torch.float32, shard=Shard(index, 4))[1] for index in range(4)
+    ]
+    assert max(parts) == parts[0]
+    assert sum(parts) >= whole
+    assert max(parts) < 0.6 * whole  # what all have are embeddings, norms and one head of keys

@@ -1,0 +1,48 @@
+"""Real processes that form a rank group, as the GPUs of one replica do."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.parallel.shard import Shard
+
+CPU = torch.device("cpu")
+# Each process would import these by itself: 3 s.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["lorikeet_engine.execution.assembly", "transformers", "peft"]
+)
+
+
+def run_ranks(
+    world: int, work: Callable[..., Any], folder: Path, *arguments: Any, device: str = "cpu"
+) -> list[Any]:
+    """What work(group, *arguments) returns in each of `world` processes, by rank.
+
+    work: a function of a module, since other processes import it. device: cuda, and each process
+    has a GPU of its own.
+    """
+    torch.multiprocessing.start_processes(
+        _run, (world, work, folder, arguments, device), nprocs=world, start_method="forkserver"
+    )
+    return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(world)]
+
+
+def _run(
+    rank: int,
+    world: int,
+    work: Callable[..., Any],
+    folder: Path,
+    arguments: tuple[Any, ...],
+    device: str,
+) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    own = torch.device(device, rank) if device == "cuda" else CPU
+    group = RankGroup(Shard(rank, world), folder / "rendezvous", own)
+    torch.save(work(group, *arguments), folder / f"result-{rank}")
+    group.close()
