@@ -35,8 +35,8 @@ _PART_DTYPES = {**DTYPES, "F8_E4M3": fp8.DTYPE, "U8": torch.uint8, "I32": torch.
 class Checkpoint:
     """A folder's tensors by name, cast to one dtype on one device.
 
-    nbytes: what the tensors that were read take there. Beside them, host memory holds Staging's
-    buffers alone. Use it as a context manager: the tensors are whole once it is left without an
+    rounding: what linears are rounded to. nbytes: what the tensors that were read take there.
+    Beside them, host memory holds Staging's buffers alone. Use it as a context manager: the tensors are whole once it is left without an
     exception. On the meta device of the files only the headers are read: a rehearsal, which finds
     all that is wrong but the values.
     """
@@ -64,11 +64,15 @@ class Checkpoint:
         self.device = device
         self.dtype = dtype
         self.nbytes = 0
-        self._rounding = rounding
+        self.rounding = rounding
         self._weight_format = _weight_format(quantized) if quantized else None
         self._stored = find_tensors(folder)
         self._unread = set(self._stored)
         self._staging = None if device.type == "meta" else Staging(device)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the files have a tensor of this name."""
+        return name in self._stored
 
     def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
         """One tensor [sum(rows), *tail], the named ones on top of one another.
@@ -87,7 +91,7 @@ class Checkpoint:
         weights are rounded a second time; linears that are not all FP8 get their exact values.
         Names and rows as in read, which raises what this does.
         """
-        stored, rounding = self._weight_format, self._rounding
+        stored, rounding = self._weight_format, self.rounding
         weight: Weight
         if not isinstance(stored, Fp8) or not all(stored.holds(n, self._stored) for n in names):
             weight = self._rounded(self._read(names, rows, d_in), rows, rounding)

@@ -25,6 +25,7 @@ from lorikeet_engine.kernels.lora.linear import (
     linear_with_lora,
     linear_with_lora_before_silu,
     replace_logits,
+    rows_of,
 )
 from lorikeet_engine.kernels.lora.types import (
     LoraDelta,
@@ -41,6 +42,7 @@ from lorikeet_engine.kernels.pointwise import (
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.experts import Experts
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.norms import Product, RmsNorm, read_norm_weight, read_qk_norm
 from lorikeet_engine.models.rotary import RotaryEmbedding
@@ -193,15 +195,16 @@ class _Layer:
         self.attention_norm = RmsNorm(config, checkpoint, path(norms.attention_input))
         self.attention = _Attention(config, checkpoint, layer, path(norms.attention_output))
         self.mlp_norm = RmsNorm(config, checkpoint, path(norms.mlp_input))
-        self.mlp = _Mlp(config, checkpoint, layer, path(norms.mlp_output))
+        mlp = _MoeMlp if config.experts_per_token else _Mlp
+        self.mlp: _Mlp | _MoeMlp = mlp(config, checkpoint, layer, path(norms.mlp_output))
 
     def __call__(
         self, x: torch.Tensor, delta: Product, layer_kv: torch.Tensor, step: _Step
     ) -> Product:
         """Add delta, and attention's output, to x in place; return what is yet to be added."""
-        qkv, gate_up = self.attention.qkv, self.mlp.gate_up
+        qkv, first = self.attention.qkv, self.mlp.first
         delta = self.attention(self.attention_norm.inputs_of(qkv.weight, x, delta), layer_kv, step)
-        return self.mlp(self.mlp_norm.inputs_of(gate_up.weight, x, delta), step)
+        return self.mlp(self.mlp_norm.inputs_of(first.weight, x, delta), step)
 
 
 class _Attention:
@@ -242,9 +245,26 @@ class _Mlp:
         self.down = LoraLinear(checkpoint, config.shape, layer, "down", bias=bias)
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
+    @property
+    def first(self) -> "LoraLinear":
+        return self.gate_up
+
     def __call__(self, x: Inputs, step: _Step) -> Product:
         gated = silu_and_mul(*self.gate_up.before_silu(x, step.lora))
         return Product(*self.down(gated, step.lora), self.output_weight)
+
+
+class _MoeMlp:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, output_norm: str | None
+    ) -> None:
+        self.first = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
+        self.experts = Experts(config, checkpoint, layer)
+        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
+
+    def __call__(self, x: Inputs, step: _Step) -> Product:
+        logits, lora = self.first(x, step.lora)
+        return Product(self.experts(rows_of(x), logits, lora), norm_weight=self.output_weight)
 
 
 class LoraLinear:

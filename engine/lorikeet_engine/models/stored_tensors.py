@@ -1,6 +1,7 @@
 """Where the tensors of a Hugging Face checkpoint lie: what the headers of its files say."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from lorikeet_engine.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Mixtral's checkpoints call by names of their own what other mixtures of experts have, too.
+_MIXTRAL = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+)(?:\.(w[123]))?\.")
+_PROJECTIONS = {"w1": ".gate_proj", "w2": ".down_proj", "w3": ".up_proj", None: ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for file in sorted(set(file_of.values())):
         found |= _tensors_of(folder / file)
-    return {name: found[name] for name in file_of if name in found}
+    return {name: found[name] for name in map(_renamed, file_of) if name in found}
 
 
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
@@ -55,8 +59,12 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     return {
-        name: StoredTensor(
+        _renamed(name): StoredTensor(
             path, 8 + length + tensor["data_offsets"][0], tensor["dtype"], tuple(tensor["shape"])
         )
         for name, tensor in header.items()
     }
+
+
+def _renamed(name: str) -> str:
+    return _MIXTRAL.sub(lambda match: f".mlp.{match[1]}{_PROJECTIONS[match[2]]}.", name)
