@@ -6,6 +6,7 @@ the operators themselves launch, on tensors without memory, and what they launch
 
 import json
 import re
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,17 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows
 from lorikeet_engine.kernels.fp8.fused import linear as fp8_linear
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
-from lorikeet_engine.kernels.lora import linear, tiles
+from lorikeet_engine.kernels.lora import expert_rows, linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
+from lorikeet_engine.kernels.lora.experts import ExpertStep
 from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.linear import linear_with_lora
 from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.token_rows import place_logits
 from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, LoraWeights, Segments
+from lorikeet_engine.kernels.moe.types import RoutedRows
 from lorikeet_engine.kernels.penalties import PENALTIES, PenaltyState
 from lorikeet_engine.kernels.penalties.fused import penalise
 from lorikeet_engine.kernels.pointwise import QkNorm, fused
@@ -46,6 +49,7 @@ QKV, GATE_UP, DOWN, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS = (
     LoraGroup((9,), 4096, (3,)),
     LoraGroup((10,), 4096, (3,)),
 )
+EXPERT_DOWN = LoraGroup((7,), 768, (2048,))
 
 
 class Hopper:
@@ -210,3 +214,19 @@ def test_penalties(compiled: set[str], dtype: torch.dtype) -> None:
 )
 def test_the_modules_of_triton_kernels_that_linears_name_are_there(name):
     assert find_spec(f"lorikeet_engine.kernels.{name}")
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize(("tokens", "segments"), [(1, 1), (256, 128), (2048, 1)])
+def test_lora_of_experts(compiled: set[str], tokens: int, segments: int, rank: int) -> None:
+    rows = tokens * 8
+    integers = partial(empty, dtype=torch.int32)
+    routed = RoutedRows(empty(tokens, 8), integers(rows), integers(tokens, 8), integers(129))
+    weights, _ = lora(tokens, segments, rank)
+    runs = [integers(segments) for _ in range(3)]
+    step = LoraStep(weights, Segments(*runs, rank), None)
+    made = ExpertStep(step, routed, expert_rows.list_owners(step.segments, routed))
+    for d_in, group in ((2048, LoraGroup((5, 6), 2048, (768, 768))), (768, EXPERT_DOWN)):
+        x, y = empty(rows, d_in), empty(rows, sum(group.d_outs))
+        expert_rows.add_expert_lora(y, x, made, 3, group, gathered=d_in == 2048)
+    assert compiled >= {"_list_owners", "_shrink", "_expand"}
