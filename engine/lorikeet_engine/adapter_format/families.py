@@ -39,8 +39,8 @@ class Linear:
 
     module: its path in the layer, or in the model. outputs: several where it stores several
     linears on top of one another. group: neighbouring linears of one group read one input, and are
-    one fused product. experts: how many matrices of these widths it holds, each with an adapter of
-    its own.
+    one fused product. of_experts: whether it is one for each of the model's experts, each with an
+    adapter of its own.
     """
 
     module: str
@@ -48,7 +48,7 @@ class Linear:
     outputs: tuple[Width, ...]
     group: str
     parallel: Parallel
-    experts: int = 1
+    of_experts: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -145,10 +145,29 @@ _GATE_UP = Linear(
 _DOWN = Linear("mlp.down_proj", Width.INTERMEDIATE, (Width.HIDDEN,), "down", Parallel.ROW)
 
 _ROUTER = Linear("mlp.gate", Width.HIDDEN, (Width.EXPERTS,), "router", Parallel.WHOLE)
+_EXPERT_GATE, _EXPERT_UP = (
+    Linear(
+        f"mlp.experts.{name}",
+        Width.HIDDEN,
+        (Width.INTERMEDIATE,),
+        "expert_gate_up",
+        Parallel.COLUMN,
+        of_experts=True,
+    )
+    for name in ("gate_proj", "up_proj")
+)
+_EXPERT_DOWN = Linear(
+    "mlp.experts.down_proj",
+    Width.INTERMEDIATE,
+    (Width.HIDDEN,),
+    "expert_down",
+    Parallel.ROW,
+    of_experts=True,
+)
 
 _SEPARATE = (_Q, _K, _V, _O, _GATE, _UP, _DOWN)
 _FUSED = (_QKV, _O, _GATE_UP, _DOWN)
-_ROUTED = (_Q, _K, _V, _O, _ROUTER)
+_ROUTED = (_Q, _K, _V, _O, _ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
 _BIASES = {"attention_bias": False, "mlp_bias": False}
 _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 

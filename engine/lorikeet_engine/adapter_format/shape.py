@@ -93,6 +93,10 @@ class BaseShape:
         linear = self.modules[index]
         return self._elements(linear.inputs), sum(map(self._elements, linear.outputs))
 
+    def matrices(self, index: int) -> int:
+        """How many of these widths the linear with this index has: of experts one for each."""
+        return self.experts if self.modules[index].of_experts else 1
+
     def index(self, name: str) -> int:
         """The index in `modules` of the one with this name. Raises ValueError if there is none."""
         return [linear.name for linear in self.modules].index(name)

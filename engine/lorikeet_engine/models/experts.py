@@ -3,7 +3,8 @@
 import torch
 
 from lorikeet_engine.errors import ModelError
-from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
+from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep
 from lorikeet_engine.kernels.moe import combine, expert_products, route
 from lorikeet_engine.kernels.pointwise import silu_and_mul
 from lorikeet_engine.models.checkpoint import Checkpoint
@@ -25,25 +26,37 @@ class Experts:
                 f"weight_dtype={checkpoint.rounding}: experts are served as floats: want auto",
                 field="weight_dtype",
             )
+        shape = config.shape
+        self.layer = layer
+        self.gate_up_group, self.down_group = (
+            LoraGroup(linears, shape.dims(linears[0])[0], tuple(shape.dims(n)[1] for n in linears))
+            for linears in (shape.groups["expert_gate_up"], shape.groups["expert_down"])
+        )
         self.per_token, self.normalised = config.experts_per_token, config.normalised_experts
-        count, width, hidden = config.shape.experts, config.shape.intermediate, config.shape.hidden
+        count, width, hidden = shape.experts, shape.intermediate, shape.hidden
         path = f"model.layers.{layer}.mlp.experts"
         self.gate_up = _read(checkpoint, path, ("gate_proj", "up_proj"), count, width, hidden)
         self.down = _read(checkpoint, path, ("down_proj",), count, hidden, width)
 
     def __call__(
-        self, x: torch.Tensor, logits: torch.Tensor, lora: LoraDelta | None
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        lora: LoraDelta | None,
+        step: LoraStep | None,
     ) -> torch.Tensor:
         """Return y [tokens, hidden] of x [tokens, hidden].
 
-        logits [tokens, experts]: the router's; lora is to be added to them.
+        logits [tokens, experts]: the router's; lora is to be added to them. step: the LoRA work of
+        the experts' own linears.
         """
         routed = route(logits, self.per_token, lora, normalised=self.normalised)
-        # [rows, 2 · width]; an adapter's gate_up(e) reads and adds here, before the activation
-        gate_up = expert_products(x, self.gate_up, routed, gathered=True)
+        adapted = begin_experts(step, routed)
+        gate_up = expert_products(x, self.gate_up, routed, gathered=True)  # [rows, 2 · width]
+        add_expert_lora(gate_up, x, adapted, self.layer, self.gate_up_group, gathered=True)
         gated = silu_and_mul(gate_up)
-        # [rows, hidden]; an adapter's down(e) reads gated and adds here, before rows are weighed
-        down = expert_products(gated, self.down, routed)
+        down = expert_products(gated, self.down, routed)  # [rows, hidden]
+        add_expert_lora(down, gated, adapted, self.layer, self.down_group)
         return combine(down, routed)
 
 

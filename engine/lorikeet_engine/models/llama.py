@@ -264,7 +264,8 @@ class _MoeMlp:
 
     def __call__(self, x: Inputs, step: _Step) -> Product:
         logits, lora = self.first(x, step.lora)
-        return Product(self.experts(rows_of(x), logits, lora), norm_weight=self.output_weight)
+        mixed = self.experts(rows_of(x), logits, lora, step.lora)
+        return Product(mixed, norm_weight=self.output_weight)
 
 
 class LoraLinear:
@@ -279,7 +280,7 @@ class LoraLinear:
     ) -> None:
         """Read the linears of a group of the shape's; raises ModelError."""
         linears = shape.groups[group]
-        assert all(shape.linears[n].experts == 1 for n in linears), "one matrix for all tokens"
+        assert not any(shape.linears[n].of_experts for n in linears), "one matrix for all tokens"
         d_in, d_outs = shape.dims(linears[0])[0], tuple(shape.dims(n)[1] for n in linears)
         self.layer = layer
         self.group = LoraGroup(linears, d_in, d_outs)

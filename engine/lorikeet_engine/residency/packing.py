@@ -2,9 +2,10 @@
 
 For each layer, and once more for what the model has once, and each fused group come the group's A
 matrices, then its B matrices transposed, every matrix at a multiple of ALIGNMENT elements and of
-its true rank. A of the embeddings is transposed, too, since a token reads a column of it. Last are
-the rows of trained tokens as A, with their ids as B. Where processes share the layers, each packs
-its own shard's part of every matrix and reads nothing else.
+its true rank; of experts one linear's for all of them follow each other without a gap. A of the
+embeddings is transposed, too, since a token reads a column of it. Last are the rows of trained
+tokens as A, with their ids as B. Where processes share the layers, each packs its own shard's part
+of every matrix and reads nothing else.
 """
 
 import math
@@ -90,7 +91,7 @@ class PackedLayout:
                 for side in (0, 1):
                     for n, rank in members:
                         layer[n][side] = end
-                        end += aligned(ranges[n].elements(rank)[side])
+                        end += aligned(shape.matrices(n) * ranges[n].elements(rank)[side])
         table = torch.tensor(rows, dtype=torch.int64)
         if shared:
             table[outer, of_head] = table[outer, of_embeddings]
@@ -131,25 +132,29 @@ def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor)
     """
     # One buffer each for all matrices: memory that is new for each costs more than the copies.
     stored = torch.empty(max(max(_size(p.a), _size(p.b)) for p in spec.linears), dtype=torch.uint8)
-    wide = torch.empty(max(math.prod(m.shape) for p in spec.linears for m in (p.a, p.b)))
+    wide = torch.empty(max(math.prod(m.shape[-2:]) for p in spec.linears for m in (p.a, p.b)))
     _pack_token_rows(blob, spec, layout, out)
     with blob.open("rb", buffering=0) as file:
         for part in spec.linears:
             kept = layout.ranges[part.linear]
             a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
-            rows = kept.a_rows(rank)
-            a = _matrix(out, a_at, len(rows), len(kept.inputs))
-            saved = _matrix(wide, 0, len(rows), len(kept.inputs)) if part.gathers else a
-            _read(file, part.a, rows, kept.inputs, saved, stored)
-            if part.gathers:
-                a.view(len(kept.inputs), len(rows)).copy_(saved.T)
-            b = _matrix(wide, 0, len(kept.outputs), rank)
-            _read(file, part.b, kept.outputs, range(rank), b, stored)
-            b_transposed = _matrix(out, b_at, rank, len(kept.outputs))
-            b_transposed.copy_(b.mul_(part.scaling).T)
-            for side, matrix in (("A", a), ("B", b_transposed)):
-                if not _finite(matrix):
-                    raise _overflow(part, side, out.dtype)
+            a_elements, b_elements = kept.elements(rank)
+            for expert in range(part.experts):
+                a_span, b_span = part.of_expert(expert)
+                a_begin, b_begin = a_at + expert * a_elements, b_at + expert * b_elements
+                rows = kept.a_rows(rank)
+                a = _matrix(out, a_begin, len(rows), len(kept.inputs))
+                saved = _matrix(wide, 0, len(rows), len(kept.inputs)) if part.gathers else a
+                _read(file, a_span, rows, kept.inputs, saved, stored)
+                if part.gathers:
+                    a.view(len(kept.inputs), len(rows)).copy_(saved.T)
+                b = _matrix(wide, 0, len(kept.outputs), rank)
+                _read(file, b_span, kept.outputs, range(rank), b, stored)
+                b_transposed = _matrix(out, b_begin, rank, len(kept.outputs))
+                b_transposed.copy_(b.mul_(part.scaling).T)
+                for side, matrix in (("A", a), ("B", b_transposed)):
+                    if not _finite(matrix):
+                        raise _overflow(part, side, out.dtype)
     return layer_sums(out, layout.layers)
 
 
