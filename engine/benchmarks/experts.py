@@ -34,7 +34,7 @@ READ_BYTES_PER_S = 4.3e12  # of an H200
 class Row:
     """One product in a step of so many tokens; times of one layer, in microseconds.
 
-    around_us: routing before it and the sum behind, once a layer.
+    around_us: of the routing before both products and the sum behind them, once a layer.
     """
 
     tokens: int
