@@ -192,8 +192,14 @@ class StepTimer:
         return [self.longest] * whole + [rest] * (rest > 0)
 
     def _chunk(self, depth: int, tokens: int, index: int, lease: DummyLease | None) -> Chunk:
-        """The last tokens of a sequence; those of equal lengths and another index are elsewhere."""
-        sequence = dummy_chunk(depth + tokens, self._page_size, lease).sequence
+        """The last tokens of a sequence; those of equal lengths and another index are elsewhere.
+
+        They are all kinds of tokens: of one kind, a mixture of experts would use but a few experts.
+        """
+        vocabulary = self._runner.model.config.vocab_size
+        sequence = dummy_chunk(
+            depth + tokens, self._page_size, lease, vocabulary, first=index
+        ).sequence
         kv = sequence.kv
         pages = len(kv.pages)
         kv.pages = array("i", [(index * pages + i) % self._kv_pages for i in range(pages)])

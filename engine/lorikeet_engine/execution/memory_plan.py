@@ -108,7 +108,10 @@ def step_bytes(config: ModelConfig, settings: EngineSettings) -> int:
     itemsize = settings.torch_dtype.itemsize
     shape = config.shape
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    widths = 6 * shape.hidden + qkv + 3 * shape.intermediate  # alive at once in a layer
+    mlp = 3 * shape.intermediate
+    if config.experts_per_token:  # a row for each of a token's experts, with its input and output
+        mlp = config.experts_per_token * (mlp + 2 * shape.hidden)
+    widths = 6 * shape.hidden + qkv + mlp  # alive at once in a layer
     activations = settings.max_batch_tokens * widths * itemsize
     # logits, two tensors of their size in 32 bits for penalties, and what sampling under penalties
     # and a grammar makes of them, four more

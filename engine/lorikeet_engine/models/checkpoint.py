@@ -36,9 +36,9 @@ class Checkpoint:
     """A folder's tensors by name, cast to one dtype on one device.
 
     rounding: what linears are rounded to. nbytes: what the tensors that were read take there.
-    Beside them, host memory holds Staging's buffers alone. Use it as a context manager: the tensors are whole once it is left without an
-    exception. On the meta device of the files only the headers are read: a rehearsal, which finds
-    all that is wrong but the values.
+    Beside them, host memory holds Staging's buffers alone. Use it as a context manager: the tensors
+    are whole once it is left without an exception. On the meta device of the files only the headers
+    are read: a rehearsal, which finds all that is wrong but the values.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ FILES = (
     "test_fp8.py",
     "test_gemv.py",
     "test_lora_triton.py",
+    "test_moe.py",
     "test_paged_decode.py",
     "test_penalty_kernel.py",
     "test_pointwise.py",

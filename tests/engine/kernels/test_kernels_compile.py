@@ -32,6 +32,7 @@ from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.token_rows import place_logits
 from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, LoraWeights, Segments
+from lorikeet_engine.kernels.moe import fused as moe
 from lorikeet_engine.kernels.moe.types import RoutedRows
 from lorikeet_engine.kernels.penalties import PENALTIES, PenaltyState
 from lorikeet_engine.kernels.penalties.fused import penalise
@@ -164,6 +165,21 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
         empty(8, 48, 128), angles, angles, fp8, slots, delta(48 * 128), norm, KvScales(0.1, 0.2)
     )
     assert compiled >= {"_add_rms_norm", "_silu_and_mul", "_rotary_and_store_kv"}
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 256, 2048])
+@pytest.mark.parametrize(("experts", "per_token", "inner"), [(128, 8, 768), (8, 2, 14336)])
+def test_mixture_of_experts(
+    compiled: set[str], tokens: int, experts: int, per_token: int, inner: int
+) -> None:
+    for lora in (None, LoraDelta(empty(tokens, experts), empty(1, dtype=torch.int32))):
+        routed = moe.route(empty(tokens, experts), per_token, lora, normalised=True)
+    x, gate_up = empty(tokens, 2048), empty(experts, 2 * inner, 2048)
+    y = moe.expert_products(x, gate_up, routed, gathered=True)
+    assert y.shape == (tokens * per_token, 2 * inner)
+    down = moe.expert_products(y[:, :inner], empty(experts, 2048, inner), routed)
+    assert moe.combine(down, routed).shape == (tokens, 2048)
+    assert compiled == {"choose", "sort_by_expert", "_products", "sum_weighed"}
 
 
 @pytest.mark.parametrize("tokens", [1, 256])

@@ -2,12 +2,12 @@
 
 A token and one of its experts are a pair, token · per_token + j. Products work on rows, one for
 each pair, that are sorted by expert and, of one expert, by token: so tokens of one adapter, which
-are neighbours in a step, are neighbours among an expert's rows, too. All is deterministic: no sum
-depends on what else is in the step, nor on the order in which programs run.
+are neighbours in a step, are neighbours among an expert's rows, too. No sum depends on the order in
+which programs run.
 
-`reference` is the equations in torch and runs on the CPU. On CUDA `routing` and `combining` are
-Triton kernels; `products` is a Triton kernel for the few rows of a decode, which reads each weight
-once, and torch's grouped product for the many of a prefill.
+`reference` is the equations in torch and runs on the CPU. `fused` runs on CUDA: kernels in Triton,
+`routing` around the products and `grouped` for the products of few rows; torch's grouped product
+multiplies the many of a prefill.
 """
 
 from functools import cache
