@@ -250,7 +250,8 @@ class _DummyAdapters:
 def _image(shape: BaseShape, rank: int) -> tuple[torch.Tensor, int]:
     """An adapter's rows of the table, [layers, linears, 3], with its weights at 0; its elements."""
     sizes = [
-        [aligned(rank * d) for d in shape.dims(linear)] for linear in range(len(shape.linears))
+        [aligned(shape.matrices(linear) * rank * d) for d in shape.dims(linear)]
+        for linear in range(len(shape.linears))
     ]
     sizes_ = torch.tensor(sizes).repeat(shape.layers, 1, 1)  # [layers, linears, 2]
     ends = sizes_.flatten().cumsum(0).view_as(sizes_)
