@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import FAMILIES
+from tests.engine.conftest import FAMILIES, MOE
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy
 from tests.engine.peft_world import PeftWorld, ask, bring_all
 
@@ -34,7 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 # Of those with a scaled rotary embedding every prompt is longer than their original context.
-@pytest.fixture(scope="module", params=[*FAMILIES, "longrope", "yarn"])
+@pytest.fixture(scope="module", params=[*FAMILIES, *MOE, "longrope", "yarn"])
 def world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = {**tiny_checkpoints, **variant_checkpoints}[request.param]

@@ -53,7 +53,7 @@ class BaseShape:
         head_dim = integer(config, "head_dim", hidden // heads)
         if head_dim % 2:
             raise refusal("head_dim", head_dim, "an even number")
-        keys = FAMILIES[family].experts
+        keys, config = FAMILIES[family].experts, {**FAMILIES[family].switches, **config}
         return cls(
             family=family,
             layers=integer(config, "num_hidden_layers"),
@@ -63,7 +63,7 @@ class BaseShape:
             kv_heads=kv_heads,
             head_dim=head_dim,
             vocabulary=integer(config, "vocab_size"),
-            tied=flag({**FAMILIES[family].switches, **config}, "tie_word_embeddings"),
+            tied=flag(config, "tie_word_embeddings"),
             experts=_experts(config, keys.counts) if keys else 0,
         )
 
