@@ -20,7 +20,7 @@ _STORED_AS_ONE = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-# Where MLPs are experts, which no adapter can change, those of attention take their place.
+# Where MLPs are experts, whose linears are no modules, those of attention take their place.
 _BESIDE_EXPERTS = {"gate_proj": "q_proj", "up_proj": "v_proj", "down_proj": "o_proj"}
 
 
