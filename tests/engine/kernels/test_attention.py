@@ -3,15 +3,13 @@
 import math
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention import choose_attention
-from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable
+from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
@@ -222,18 +220,3 @@ class TestFlashInfer:
         compare({str(i): 1 + 5 * i for i in range(12)})
         for _ in range(3):
             compare({str(i): 1 for i in range(12)})
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 4), (64, 8), (32, 32), (16, 1)])
-def test_prompts_of_any_length_have_room_to_be_split(heads, kv_heads):
-    shape = AttentionShape(heads, kv_heads, 128, 16, torch.bfloat16)
-    attention = choose_attention(shape, torch.device("cuda"))
-    for tokens in (16 << step for step in range(10)):
-        starts = np.array([0, tokens], np.int32)
-        pages = np.arange(tokens // 16, dtype=np.int32)
-        table = PageTable(np.array([0, len(pages)], np.int32), pages)
-        attention.plan(
-            SimpleNamespace(query_starts=starts, kv_lengths=starts[1:], page_table=table)
-        )

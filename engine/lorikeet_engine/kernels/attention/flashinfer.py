@@ -18,9 +18,8 @@ from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspac
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences, PageTable
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
-# The most rows of queries of one head that a block of the GPU takes, and blocks of each
-# multiprocessor, where sequences are split over several.
-_TILE_ROWS, _BLOCKS_PER_SM = 128, 2
+# Partial results of sequences that are split over several blocks of the GPU.
+_WORKSPACE_BYTES = 128 << 20
 # From so many tokens that a step's prompts see, added up, its decodes are attended to apart.
 _SEEN_TO_SPLIT = 1 << 19
 Int32s = npt.NDArray[np.int32]
@@ -74,8 +73,7 @@ class FlashInferAttention:
         nvcc takes half a minute for them, beside what else is done until the first plan.
         """
         self._shape = shape
-        needed = _workspace_bytes(shape, device)
-        self._workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         # FA2: FlashInfer's FA3 kernels would be a second set to compile and do not split a long
         # sequence.
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -171,16 +169,6 @@ class FlashInferAttention:
         if tokens >= self._most_decodes:  # of steps one after another, so buffers may be shared
             self._decode, self._most_decodes = captured, tokens
         return captured
-
-
-def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
-    """What partial results of split sequences take: float32 vectors, and a number each, of rows.
-
-    139 MB for 8 queries to a key and heads of 128 on an H200.
-    """
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    tiles = _BLOCKS_PER_SM * sms // shape.kv_heads
-    return 4 * tiles * shape.heads * _TILE_ROWS * (shape.head_dim + 1)
 
 
 def _chosen(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> _Sequences:
