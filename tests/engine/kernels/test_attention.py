@@ -3,13 +3,15 @@
 import math
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention import choose_attention
-from lorikeet_engine.kernels.attention.protocol import AttentionShape
+from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
@@ -220,3 +222,15 @@ class TestFlashInfer:
         compare({str(i): 1 + 5 * i for i in range(12)})
         for _ in range(3):
             compare({str(i): 1 for i in range(12)})
+
+    @pytest.mark.parametrize("kv_heads", [1, 2, 4])
+    def test_there_is_room_to_split_long_sequences_of_few_kv_heads(self, kv_heads):
+        shape, pages = replace(LARGE, heads=32, kv_heads=kv_heads), 2000
+        batch = SimpleNamespace(
+            query_starts=np.arange(5, dtype=np.int32) * 64,
+            kv_lengths=np.full(4, pages * shape.page_size, np.int32),
+            page_table=PageTable(
+                np.arange(5, dtype=np.int32) * pages, np.zeros(4 * pages, np.int32)
+            ),
+        )
+        choose_attention(shape, CUDA).plan(batch)
