@@ -18,9 +18,6 @@ from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspac
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences, PageTable
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
-# The most rows of queries of one head that a block of the GPU takes, and blocks of each
-# multiprocessor, where sequences are split over several.
-_TILE_ROWS, _BLOCKS_PER_SM = 128, 2
 # From so many tokens that a step's prompts see, added up, its decodes are attended to apart.
 _SEEN_TO_SPLIT = 1 << 19
 Int32s = npt.NDArray[np.int32]
@@ -74,8 +71,9 @@ class FlashInferAttention:
         nvcc takes half a minute for them, beside what else is done until the first plan.
         """
         self._shape = shape
-        needed = _workspace_bytes(shape, device)
-        self._workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+        self._workspace = torch.empty(
+            _workspace_bytes(shape, device), dtype=torch.uint8, device=device
+        )
         # FA2: FlashInfer's FA3 kernels would be a second set to compile and do not split a long
         # sequence.
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -86,8 +84,12 @@ class FlashInferAttention:
         self._most_decodes = 0
         self._split: _Split | None = None
         compiler = ThreadPoolExecutor(1, thread_name_prefix="flashinfer")
-        self._compiled = compiler.submit(self._plan, _one_token())
+        self._compiled = compiler.submit(self._compile, device)
         compiler.shutdown(wait=False)
+
+    def _compile(self, device: torch.device) -> None:
+        with torch.cuda.device(device):  # threads begin with the first
+            self._plan(_one_token())
 
     def plan(self, batch: PagedSequences) -> None:
         """See AttentionBackend.plan. The first raises what compiling raised."""
@@ -173,16 +175,6 @@ class FlashInferAttention:
         return captured
 
 
-def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
-    """What partial results of split sequences take: float32 vectors, and a number each, of rows.
-
-    139 MB for 8 queries to a key and heads of 128 on an H200.
-    """
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    tiles = _BLOCKS_PER_SM * sms // shape.kv_heads
-    return 4 * tiles * shape.heads * _TILE_ROWS * (shape.head_dim + 1)
-
-
 def _chosen(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> _Sequences:
     """Some of the sequences as a batch of their own. chosen [sequences]."""
     table = batch.page_table
@@ -195,6 +187,17 @@ def _chosen(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> _Sequences:
 
 def _starts(lengths: Int32s) -> Int32s:
     return np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
+
+
+def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
+    """For float32 partial results of the sequences that FlashInfer splits over the GPU's blocks.
+
+    It starts two blocks a multiprocessor, each with a tile of at most 128 query rows of one head,
+    and keeps a row's sum beside its values.
+    """
+    blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    rows = blocks // shape.kv_heads * shape.heads * 128
+    return max(128 << 20, 4 * rows * (shape.head_dim + 1) + (1 << 20))
 
 
 def _one_token() -> _Sequences:
