@@ -31,6 +31,7 @@ WORKS = (
     Work("base, 128", 256, 128, requests=128),
     Work("base", 256, 128),
     Work("8 adapters", 256, 128, adapters=8),
+    Work("32 adapters", 256, 128, adapters=32),
     Work("128 adapters", 256, 128, adapters=128),
     Work("128 adapters with lm_head", 256, 128, adapters=128, lm_head=True),
 )

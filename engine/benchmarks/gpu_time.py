@@ -19,6 +19,7 @@ _KINDS = (
     ("shrink", r"shrink"),
     ("expand", r"^_expand"),
     ("norms, rotary, KV write, SiLU", r"^_(add_rms_norm|rotary|silu|quantize)"),
+    ("experts", r"^(_products|choose|sort_by_expert|sum_weighed)|[gG]rouped"),
     ("attention", r"^_decode|flashinfer|fmha"),
     ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv|^_multiply"),
     ("sampling", r"^_(sum_chunks|draw|penalise)|ArgMax|argmax|softmax|[sS]ort|scan|Philox"),

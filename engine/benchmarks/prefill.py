@@ -71,7 +71,8 @@ def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
     """Operations of one forward pass of whole prompts, two for each multiply and add."""
     c = config.shape
     width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    linears = c.hidden * (2 * width + 2 * kv_width + 3 * c.intermediate)
+    mlp = 3 * c.intermediate * (config.experts_per_token or 1) + c.experts  # and the router
+    linears = c.hidden * (2 * width + 2 * kv_width + mlp)
     seen = tokens * (tokens + 1) // 2  # pairs of a query and a key
     layer = sequences * (tokens * linears + 2 * seen * width)
     return 2 * (c.layers * layer + sequences * c.hidden * config.vocab_size)

@@ -145,8 +145,9 @@ def _tensors(shape: BaseShape, rank: int) -> dict[str, torch.Tensor]:
         for index, linear in enumerate(shape.linears):
             d_in, d_out = shape.dims(index)
             path = f"base_model.model.{linear.path(layer)}"
-            a = torch.randn(rank, d_in, generator=random) * d_in**-0.5
-            b = torch.randn(d_out, rank, generator=random) * (0.1 * rank**-0.5)
+            experts = (shape.experts,) if linear.of_experts else ()
+            a = torch.randn(*experts, rank, d_in, generator=random) * d_in**-0.5
+            b = torch.randn(*experts, d_out, rank, generator=random) * (0.1 * rank**-0.5)
             tensors[f"{path}.lora_A.weight"] = a.bfloat16()
             tensors[f"{path}.lora_B.weight"] = b.bfloat16()
     return tensors

@@ -68,11 +68,28 @@ PHI_4: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 250000.0,
 }
+QWEN3_30B_A3B: Mapping[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+}
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.1-70b": LLAMA_3_1_70B,
     "qwen3-8b": QWEN3_8B,
     "phi-4": PHI_4,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
 }
 
 
@@ -95,7 +112,7 @@ class RandomCheckpoint(Checkpoint):
         self.dtype = dtype
         self.nbytes = 0
         self._weight_format = None
-        self._rounding = rounding
+        self.rounding = rounding
         self._staging = None
         self._random = torch.Generator(device).manual_seed(seed)
 
@@ -104,6 +121,10 @@ class RandomCheckpoint(Checkpoint):
         if len(cuts[0].shape) == 1:
             return out.fill_(1.0)
         return out.normal_(0.0, cuts[0].shape[1] ** -0.5, generator=self._random)
+
+    def __contains__(self, _name: str) -> bool:
+        """No tensor holds several linears."""
+        return False
 
     def scalar(self, _name: str) -> None:
         """No tensor of one number is there."""

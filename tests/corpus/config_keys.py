@@ -66,7 +66,7 @@ _METHODS: tuple[tuple[str, str, Any], ...] = (
     ("monteclora_config", "sampled LoRA", {"num_samples": 8}),
     ("megatron_config", "Megatron's parallel layers", {"params_dtype": "bf16"}),
     ("layer_replication", "another base model", [[0, 2], [1, 3]]),
-    ("target_parameters", "bare parameters", ["mlp.experts.gate_up_proj"]),
+    ("target_parameters", "no weight is for a parameter", ["mlp.experts.gate_up_proj"]),
     ("alora_invocation_tokens", "activated LoRA", [128_006, 78]),
     ("modules_to_save", "whole modules", ["score"]),
     ("bias", "biases are not supported", "all"),

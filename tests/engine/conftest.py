@@ -65,6 +65,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {"model_type": "glm4", "head_dim": 16},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 32},
 }
+MOE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "linear_rope": {
@@ -110,7 +121,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoint folders in float32 of each family."""
-    return save_all(FAMILIES, tmp_path_factory.mktemp("families"))
+    return save_all({**FAMILIES, **MOE}, tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="session")

@@ -70,6 +70,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "glm4": {"head_dim": 128},
     "seed_oss": {"head_dim": 128},
+    # All experts of each token: of some, a rounding may choose others than the reference does.
+    "qwen3_moe": {
+        "head_dim": 128,
+        "moe_intermediate_size": 256,
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+    },
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 3},
 }
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {

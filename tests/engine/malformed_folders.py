@@ -64,7 +64,7 @@ def _features() -> Iterator[Case]:
         ("fan_in_fan_out", True, "Conv1D"),
         ("loftq_config", {"loftq_bits": 4}, "changes the base model"),
         ("trainable_token_indices", [5, 6], "not in the file"),
-        ("target_parameters", ["experts.up"], "bare parameters"),
+        ("target_parameters", ["experts.up"], "no weight is for a parameter"),
         ("layer_replication", [[0, 1]], "another base model"),
         ("alora_invocation_tokens", [1, 2], "activated LoRA"),
         ("use_qalora", True, "QA-LoRA"),

@@ -20,6 +20,8 @@ _STORED_AS_ONE = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
+# Where MLPs are experts, whose linears are no modules, those of attention take their place.
+_BESIDE_EXPERTS = {"gate_proj": "q_proj", "up_proj": "v_proj", "down_proj": "o_proj"}
 
 
 def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> Path:
@@ -43,7 +45,8 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
 
 def _named_as_in(model: Any, lora: dict[str, Any]) -> dict[str, Any]:
     known = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    renamed = {part: one for part, one in _STORED_AS_ONE.items() if part not in known}
+    renames = _BESIDE_EXPERTS if "experts" in known else _STORED_AS_ONE
+    renamed = {part: one for part, one in renames.items() if part not in known}
 
     def name(key: str) -> str:
         return renamed.get(key, key)

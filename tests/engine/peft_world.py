@@ -29,20 +29,21 @@ class PeftWorld:
         self.shelf = BlobShelf(folder / "blobs")
         self.refs: dict[str | None, AdapterRef | None] = {None: None}
         self.prompts = {name: prompt(9 + 8 * i) for i, name in enumerate(self.names)}
-        self.expected = {None: self._generate(None)}
+        self.expected = {None: self.generated(self.model(None), self.prompts[None])}
         for seed, (name, lora) in enumerate(adapters.items()):
             save_adapter(checkpoint, folder / name, seed, **lora)
             self.refs[name] = self.shelf.add(folder / name, name)
-            self.expected[name] = self._generate(name)
+            self.expected[name] = self.generated(self.model(name), self.prompts[name])
 
     def model(self, name: str | None) -> Any:
         """PEFT's model under an adapter, as its folder has it."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.checkpoint)
         return model if name is None else peft.PeftModel.from_pretrained(model, self.folder / name)
 
-    def _generate(self, name: str | None) -> list[int]:
-        ids = torch.tensor([self.prompts[name]])
-        made = self.model(name).generate(
+    def generated(self, model: Any, prompt: list[int]) -> list[int]:
+        """What a model answers greedily."""
+        ids = torch.tensor([prompt])
+        made = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=self.tokens,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import FAMILIES
+from tests.engine.conftest import FAMILIES, MOE
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy
 from tests.engine.peft_world import PeftWorld, ask, bring_all
 
@@ -34,8 +34,14 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 # Of those with a scaled rotary embedding every prompt is longer than their original context.
-WORLDS = (*FAMILIES, "longrope", "yarn")
-OFTEN = ("phi3", "glm4", "longrope", "yarn")  # fused linears; the matrix has all families
+WORLDS = (*FAMILIES, *MOE, "longrope", "yarn")
+OFTEN = (
+    "phi3",
+    "glm4",
+    "qwen3_moe",
+    "longrope",
+    "yarn",
+)  # fused linears; the matrix has all families
 
 
 @pytest.fixture(

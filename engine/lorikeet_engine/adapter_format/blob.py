@@ -14,6 +14,12 @@ from typing import Any
 import numpy as np
 
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, copies_metadata, describe_copy
+from lorikeet_engine.adapter_format.experts.forms import (
+    Pair,
+    Stored,
+    name_parameters,
+    stack_experts,
+)
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.header import (
     MAX_HEADER_BYTES,
@@ -24,7 +30,7 @@ from lorikeet_engine.adapter_format.header import (
 from lorikeet_engine.adapter_format.lora_config import LoraConfig, refuse_unsupported
 from lorikeet_engine.adapter_format.mlx import is_mlx, mlx_tensors, peft_config
 from lorikeet_engine.adapter_format.saved_weights import WEIGHTS_FILE, SavedTensor, saved_tensors
-from lorikeet_engine.adapter_format.spec import METADATA_KEY, check_rank, pair_tensors
+from lorikeet_engine.adapter_format.spec import METADATA_KEY, pair_tensors
 from lorikeet_engine.adapter_format.tensor_names import (
     copied_module,
     module_in_blobs,
@@ -56,16 +62,12 @@ def write_blob(folder: Path, out: Path) -> str:
     tensors = {name: tensor for name, tensor in tensors.items() if not copied_module(name)}
     rows = _take_rows(tensors)
     tokens = trained_tokens(raw, rows)
-    pairs = pair_tensors(tensors, split_saved_name)
+    pairs = name_parameters(pair_tensors(tensors, split_saved_name), raw)
     config = LoraConfig.from_peft(raw, pairs)
-    named = {token_rows_name(module): tensor for module, tensor in rows.items()}
-    for saved, sides in pairs.items():
-        module = module_in_blobs(saved)
-        check_rank(module, sides, want=config.rank(module))
-        new = {tensor_name(module, side): tensor for side, tensor in sides.items()}
-        if new.keys() & named.keys():
-            raise AdapterRejected(f"two modules of the file are {module}", field=saved)
-        named |= new
+    modules, config = stack_experts(_in_blobs(pairs), config)
+    named: dict[str, Stored] = {token_rows_name(m): tensor for m, tensor in rows.items()}
+    for module, sides in modules.items():
+        named |= {tensor_name(module, side): tensor for side, tensor in sides.items()}
     named = dict(sorted(named.items()))
     try:
         with out.open("wb") as file:
@@ -116,6 +118,17 @@ def blob_digest(blob: Path) -> str:
     """SHA-256 of the file's bytes, 64 lower-case hex digits."""
     with blob.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _in_blobs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+    """The pairs by what blobs call their modules."""
+    modules: dict[str, Pair] = {}
+    for saved, sides in pairs.items():
+        module = module_in_blobs(saved)
+        if module in modules:
+            raise AdapterRejected(f"two modules of the file are {module}", field=saved)
+        modules[module] = sides
+    return modules
 
 
 def _take_rows(tensors: dict[str, SavedTensor]) -> dict[str, SavedTensor]:

@@ -20,6 +20,7 @@ class Width(StrEnum):
     QUERIES = "num_attention_heads"
     KEYS = "num_key_value_heads"  # and as wide: values
     INTERMEDIATE = "intermediate_size"
+    EXPERTS = "num_local_experts"
     VOCABULARY = "vocab_size"
     TOKEN = "token"  # an id, to the base of 256
 
@@ -38,8 +39,8 @@ class Linear:
 
     module: its path in the layer, or in the model. outputs: several where it stores several
     linears on top of one another. group: neighbouring linears of one group read one input, and are
-    one fused product. experts: how many matrices of these widths it holds, each with an adapter of
-    its own.
+    one fused product. of_experts: whether it is one for each of the model's experts, each with an
+    adapter of its own.
     """
 
     module: str
@@ -47,7 +48,7 @@ class Linear:
     outputs: tuple[Width, ...]
     group: str
     parallel: Parallel
-    experts: int = 1
+    of_experts: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -86,6 +87,20 @@ class QkNormKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertKeys:
+    """The keys of config.json that size a mixture of experts, which a family's MLPs are.
+
+    counts: of how many experts a layer has; the first that a file has counts. width: of each
+    expert's intermediate vector. normalised: whether the weights of a token's experts add up to 1
+    whatever norm_topk_prob says.
+    """
+
+    counts: tuple[str, ...]
+    width: str
+    normalised: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A family of models. linears: of each decoder layer, in the table's order.
 
@@ -93,7 +108,7 @@ class Family:
     the file leaves it out, as in transformers' class of the family; so also for common keys whose
     default is not the usual one. qkv_bias: whether q, k and v have biases, whatever attention_bias
     says. o_bias: the switch that gives o one; None: none does. interleaved_rope: whether neighbours
-    turn as a pair, and not x[i] with x[i + half].
+    turn as a pair, and not x[i] with x[i + half]. experts: None where MLPs are dense.
     """
 
     name: str
@@ -104,6 +119,7 @@ class Family:
     norms: LayerNorms = LayerNorms()
     qk_norm: QkNormKind = QkNormKind.NONE
     interleaved_rope: bool = False
+    experts: ExpertKeys | None = None
 
 
 _Q = Linear("self_attn.q_proj", Width.HIDDEN, (Width.QUERIES,), "qkv", Parallel.COLUMN)
@@ -128,8 +144,30 @@ _GATE_UP = Linear(
 )
 _DOWN = Linear("mlp.down_proj", Width.INTERMEDIATE, (Width.HIDDEN,), "down", Parallel.ROW)
 
+_ROUTER = Linear("mlp.gate", Width.HIDDEN, (Width.EXPERTS,), "router", Parallel.WHOLE)
+_EXPERT_GATE, _EXPERT_UP = (
+    Linear(
+        f"mlp.experts.{name}",
+        Width.HIDDEN,
+        (Width.INTERMEDIATE,),
+        "expert_gate_up",
+        Parallel.COLUMN,
+        of_experts=True,
+    )
+    for name in ("gate_proj", "up_proj")
+)
+_EXPERT_DOWN = Linear(
+    "mlp.experts.down_proj",
+    Width.INTERMEDIATE,
+    (Width.HIDDEN,),
+    "expert_down",
+    Parallel.ROW,
+    of_experts=True,
+)
+
 _SEPARATE = (_Q, _K, _V, _O, _GATE, _UP, _DOWN)
 _FUSED = (_QKV, _O, _GATE_UP, _DOWN)
+_ROUTED = (_Q, _K, _V, _O, _ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
 _BIASES = {"attention_bias": False, "mlp_bias": False}
 _QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 
@@ -200,6 +238,35 @@ FAMILIES: Mapping[str, Family] = {
         _SEPARATE,
         {**_BIASES, "attention_bias": True, "attention_out_bias": False},
         o_bias="attention_out_bias",
+    ),
+    "qwen3_moe": Family(
+        "Qwen 3 MoE",
+        _ROUTED,
+        {
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+        },
+        qk_norm=QkNormKind.HEAD,
+        experts=ExpertKeys(("num_local_experts", "num_experts"), "moe_intermediate_size"),
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        _ROUTED,
+        {
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+        },
+        experts=ExpertKeys(("num_local_experts",), "intermediate_size", normalised=True),
     ),
 }
 

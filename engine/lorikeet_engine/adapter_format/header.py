@@ -17,9 +17,19 @@ from typing import Any
 from lorikeet_engine.errors import AdapterRejected
 
 MAX_HEADER_BYTES = 1_000_000
-MAX_TENSORS = 10_000
 MAX_NAME_CHARACTERS = 512
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderLimits:
+    """The bounds of a file's header: its bytes, and the tensors that it names."""
+
+    max_bytes: int = MAX_HEADER_BYTES
+    max_tensors: int = 10_000
+
+
+BLOB_LIMITS = HeaderLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +54,11 @@ class BlobHeader:
     file_bytes: int
 
 
-def read_header(path: Path, dtype_bytes: Mapping[str, int] = DTYPE_BYTES) -> BlobHeader:
+def read_header(
+    path: Path,
+    dtype_bytes: Mapping[str, int] = DTYPE_BYTES,
+    limits: HeaderLimits = BLOB_LIMITS,
+) -> BlobHeader:
     """Parse and check: spans cover the file without holes or overlaps, sizes fit the shapes.
 
     dtype_bytes: the dtypes that may be in it, and how many bytes an element of each takes. Raises
@@ -58,15 +72,15 @@ def read_header(path: Path, dtype_bytes: Mapping[str, int] = DTYPE_BYTES) -> Blo
                 f"{path.name} has {file_bytes} bytes and its header claims {length}: not a "
                 "safetensors file, or truncated; save or upload it again"
             )
-        if length > MAX_HEADER_BYTES:
-            raise _bad(f"a header of {length} bytes: the limit is {MAX_HEADER_BYTES}")
-        entries = _parse_json(file.read(length))
+        if length > limits.max_bytes:
+            raise _bad(f"a header of {length} bytes: the limit is {limits.max_bytes}")
+        entries = _parse_json(file.read(length), limits)
     metadata = entries.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata  # MLX writes null
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _bad("__metadata__ must map names to texts")
-    if len(entries) > MAX_TENSORS:
-        raise _bad(f"{len(entries)} tensors: the limit is {MAX_TENSORS}")
+    if len(entries) > limits.max_tensors:
+        raise _bad(f"{len(entries)} tensors: the limit is {limits.max_tensors}")
     tensors = {name: _span(name, entry, 8 + length, dtype_bytes) for name, entry in entries.items()}
     _check_cover(tensors, 8 + length, file_bytes)
     return BlobHeader(tensors, metadata, file_bytes)
@@ -107,9 +121,9 @@ def parse_json_object(data: bytes | str, field: str) -> dict[str, Any]:
     return parsed
 
 
-def _parse_json(data: bytes) -> dict[str, Any]:
-    if data.count(b'"dtype"') > MAX_TENSORS:
-        raise _bad(f"more than {MAX_TENSORS} tensors")
+def _parse_json(data: bytes, limits: HeaderLimits) -> dict[str, Any]:
+    if data.count(b'"dtype"') > limits.max_tensors:
+        raise _bad(f"more than {limits.max_tensors} tensors")
     return parse_json_object(data, "header")
 
 

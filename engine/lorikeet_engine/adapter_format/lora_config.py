@@ -28,6 +28,7 @@ _UNDERSTOOD = frozenset(
         "rank_pattern",
         "alpha_pattern",
         "target_modules",
+        "target_parameters",
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
@@ -64,8 +65,6 @@ _REASONS = {
     "lora_bias": "LoRA biases are not supported; train with lora_bias=False",
     "fan_in_fan_out": "it is for Conv1D layers, as GPT-2 has; no base model served here has them",
     "loftq_config": "LoftQ changes the base model; train without it",
-    "target_parameters": "LoRA on bare parameters, such as experts, is not supported; "
-    "target linear layers",
     "layer_replication": "replicated layers make another base model; train without them",
     "alora_invocation_tokens": "activated LoRA is not supported; train a plain LoRA",
     "use_qalora": "QA-LoRA pools the layers' inputs; train with use_qalora=False",

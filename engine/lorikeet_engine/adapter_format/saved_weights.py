@@ -10,7 +10,7 @@ import numpy as np
 from lorikeet_engine.adapter_format.header import (
     DTYPE_BYTES,
     MAX_HEADER_BYTES,
-    MAX_TENSORS,
+    HeaderLimits,
     TensorSpan,
     parse_json_object,
     read_header,
@@ -20,6 +20,9 @@ from lorikeet_engine.errors import AdapterRejected
 WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _MAX_SHARDS = 100
+# A folder is read by whom it belongs to. Qwen3-30B-A3B has 36,864 matrices of single experts, whose
+# names take 7 MB; in a blob they are 288.
+_LIMITS = HeaderLimits(max_bytes=32_000_000, max_tensors=150_000)
 _CHUNK_BYTES = 4 << 20
 _FLOAT8 = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}  # bits of the exponent, and of the fraction
 _IN_BLOBS = {"F64": "F32"} | dict.fromkeys(_FLOAT8, "BF16")
@@ -88,13 +91,13 @@ def tensors_of(files: Sequence[Path]) -> dict[str, SavedTensor]:
     """The tensors of safetensors files, by name. Raises AdapterRejected."""
     tensors: dict[str, SavedTensor] = {}
     for file in files:
-        for name, span in read_header(file, _SAVED_BYTES).tensors.items():
+        for name, span in read_header(file, _SAVED_BYTES, _LIMITS).tensors.items():
             if name in tensors:
                 raise _bad(f"{name} is in {tensors[name].file.name} and {file.name}", name)
             place = (span.dtype, span.shape, span.begin, span.end)
             tensors[name] = SavedTensor(*place, file=file)
-    if len(tensors) > MAX_TENSORS:
-        raise _bad(f"{len(tensors)} tensors: the limit is {MAX_TENSORS}", "header")
+    if len(tensors) > _LIMITS.max_tensors:
+        raise _bad(f"{len(tensors)} tensors: the limit is {_LIMITS.max_tensors}", "header")
     return tensors
 
 

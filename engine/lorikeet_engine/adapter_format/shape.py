@@ -1,6 +1,6 @@
 """A base model's sizes, and the widths of its linears: what an adapter's matrices must fit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -24,7 +24,8 @@ class BaseShape:
 
     Tables of all that adapters can change have a row for each decoder layer and one more,
     outer_layer, and a column for each of `modules`. The last four of these are outer_layer's alone.
-    tied: whether lm_head's weights are those of the embeddings.
+    tied: whether lm_head's weights are those of the embeddings. experts: of each layer, of which
+    intermediate is one's width; 0 where MLPs are dense.
     """
 
     family: str
@@ -36,6 +37,7 @@ class BaseShape:
     head_dim: int
     vocabulary: int
     tied: bool = False
+    experts: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
@@ -54,16 +56,18 @@ class BaseShape:
         head_dim = integer(config, "head_dim", hidden // heads)
         if head_dim % 2:
             raise refusal("head_dim", head_dim, "an even number")
+        keys, config = FAMILIES[family].experts, {**FAMILIES[family].switches, **config}
         return cls(
             family=family,
             layers=integer(config, "num_hidden_layers"),
             hidden=hidden,
-            intermediate=integer(config, "intermediate_size"),
+            intermediate=integer(config, keys.width if keys else "intermediate_size"),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             vocabulary=integer(config, "vocab_size"),
-            tied=flag({**FAMILIES[family].switches, **config}, "tie_word_embeddings"),
+            tied=flag(config, "tie_word_embeddings"),
+            experts=_experts(config, keys.counts) if keys else 0,
         )
 
     @property
@@ -92,6 +96,10 @@ class BaseShape:
         linear = self.modules[index]
         return self._elements(linear.inputs), sum(map(self._elements, linear.outputs))
 
+    def matrices(self, index: int) -> int:
+        """How many of these widths the linear with this index has: of experts one for each."""
+        return self.experts if self.modules[index].of_experts else 1
+
     def index(self, name: str) -> int:
         """The index in `modules` of the one with this name. Raises ValueError if there is none."""
         return [linear.name for linear in self.modules].index(name)
@@ -103,6 +111,7 @@ class BaseShape:
             Width.QUERIES: (self.heads, self.head_dim),
             Width.KEYS: (self.kv_heads, self.head_dim),
             Width.INTERMEDIATE: (self.intermediate, 1),
+            Width.EXPERTS: (self.experts, 1),
             Width.VOCABULARY: (self.vocabulary, 1),
             Width.TOKEN: (3, 1),
         }[width]
@@ -110,3 +119,9 @@ class BaseShape:
     def _elements(self, width: Width) -> int:
         count, each = self.pieces(width)
         return count * each
+
+
+def _experts(config: Mapping[str, Any], counts: Sequence[str]) -> int:
+    """How many experts a layer has, as the first of these keys that the file has says."""
+    field = next((key for key in counts if config.get(key) is not None), counts[0])
+    return integer(config, field)

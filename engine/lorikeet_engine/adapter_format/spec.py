@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from lorikeet_engine.adapter import TouchedModules
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, parse_copies
+from lorikeet_engine.adapter_format.experts.names import is_of_experts
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD, OUTER_MODULES
 from lorikeet_engine.adapter_format.header import TensorSpan, read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
@@ -46,8 +47,9 @@ class AdapterLimits:
 class LinearLora:
     """One adapted linear: a [rank, d_in], b [d_out, rank].
 
+    Of experts both have a first dimension more: as many as there are, or 1 that all of them share.
     layer, linear: its place in tables, as BaseShape says. name: what errors call it. gathers:
-    Linear's.
+    Linear's. experts: how many there are; 1 for other linears.
     """
 
     layer: int
@@ -58,6 +60,16 @@ class LinearLora:
     a: TensorSpan
     b: TensorSpan
     gathers: bool
+    experts: int = 1
+
+    def of_expert(self, expert: int) -> tuple[TensorSpan, TensorSpan]:
+        """A [rank, d_in] and B [d_out, rank] of one expert, from 0 on."""
+        return _of_expert(self.a, expert), _of_expert(self.b, expert)
+
+    @property
+    def packed_elements(self) -> int:
+        """Elements that both take in an image, where every expert has its own."""
+        return sum(aligned(self.experts * math.prod(each.shape[-2:])) for each in (self.a, self.b))
 
     def matrix(self, side: str) -> str:
         """What errors call one of its matrices; side: A or B."""
@@ -92,10 +104,7 @@ class AdapterSpec:
 
     def packed_elements(self) -> int:
         """Elements of the packed image: true ranks, each matrix aligned."""
-        return sum(
-            aligned(part.a.shape[0] * part.a.shape[1]) + aligned(part.b.shape[0] * part.b.shape[1])
-            for part in self.linears
-        ) + sum(
+        return sum(part.packed_elements for part in self.linears) + sum(
             aligned(math.prod(part.rows.shape)) + aligned(3 * len(part.ids))
             for part in self.token_rows
         )
@@ -167,20 +176,25 @@ def pair_tensors(
 
 
 def check_rank(module: str, sides: Mapping[str, TensorSpan], want: int | None = None) -> int:
-    """The rank that both halves agree on. Raises AdapterRejected."""
+    """The rank that both halves agree on. Raises AdapterRejected.
+
+    Of experts either may be stacked, with one dimension more.
+    """
     a, b = sides["A"].shape, sides["B"].shape
-    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or 0 in (*a, *b):
+    dimensions = (2, 3) if is_of_experts(module) else (2,)
+    are_matrices = len(a) in dimensions and len(b) in dimensions
+    if not are_matrices or a[-2] != b[-1] or 0 in (*a, *b):
         remedy = ": gather what ZeRO or FSDP keeps in other processes before saving"
         raise AdapterRejected(
             f"{module}: lora_A {list(a)} and lora_B {list(b)} are not [rank, d_in], [d_out, rank]"
             f"{remedy if 0 in (*a, *b) else ''}",
             field=module,
         )
-    if want is not None and a[0] != want:
+    if want is not None and a[-2] != want:
         raise AdapterRejected(
-            f"{module}: the weights have rank {a[0]} and the config says {want}", field=module
+            f"{module}: the weights have rank {a[-2]} and the config says {want}", field=module
         )
-    return a[0]
+    return a[-2]
 
 
 def _linear(
@@ -199,7 +213,8 @@ def _linear(
             rank=rank,
             max_rank=limits.max_rank,
         )
-    got, want = (sides["A"].shape[1], sides["B"].shape[0]), shape.dims(linear)
+    _check_experts(module, sides, shape, linear)
+    got, want = (sides["A"].shape[-1], sides["B"].shape[-2]), shape.dims(linear)
     if got != want:
         raise AdapterRejected(
             f"{module} maps {got[0]} to {got[1]} and the base model's {want[0]} to {want[1]}: "
@@ -209,7 +224,33 @@ def _linear(
     found = shape.modules[linear]
     name = found.name if layer == shape.outer_layer else f"layers.{layer}.{found.name}"
     scaling, spans = config.scaling(module), (sides["A"], sides["B"])
-    return LinearLora(layer, linear, name, rank, scaling, *spans, gathers=found.gathers)
+    return LinearLora(
+        layer, linear, name, rank, scaling, *spans, found.gathers, shape.matrices(linear)
+    )
+
+
+def _check_experts(
+    module: str, sides: Mapping[str, TensorSpan], shape: BaseShape, linear: int
+) -> None:
+    experts, of_experts = shape.matrices(linear), shape.modules[linear].of_experts
+    for side, span in sides.items():
+        stacked = span.shape[:-2]
+        if stacked not in ({(1,), (experts,)} if of_experts else {()}):
+            count = stacked[0] if stacked else "no"
+            raise AdapterRejected(
+                f"{module}: lora_{side} is for {count} experts and the base model has {experts}: "
+                "the adapter was trained for another base model",
+                field=module,
+            )
+
+
+def _of_expert(span: TensorSpan, expert: int) -> TensorSpan:
+    if len(span.shape) == 2:
+        return span
+    number = expert if span.shape[0] > 1 else 0
+    each = (span.end - span.begin) // span.shape[0]
+    begin = span.begin + number * each
+    return TensorSpan(span.dtype, span.shape[1:], begin, begin + each)
 
 
 def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from lorikeet_engine.adapter_format.experts.names import PARAMETER, configured_names
 from lorikeet_engine.adapter_format.expressions import MAX_EXPRESSIONS, Expressions, bad_config
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
 from lorikeet_engine.adapter_format.tensor_names import (
@@ -32,26 +33,42 @@ def check_targets(raw: Mapping[str, Any], modules: Sequence[str], run: Expressio
     place = place_of_layers(modules)
     outer = {m for m in modules if not _is_in_layer(m)}
     located = {m: locate_module(module_in_blobs(m), linears)[0] for m in modules if m not in outer}
-    if raw.get("target_modules") is None:
+    if raw.get("target_modules") is None and not raw.get("target_parameters"):
         return
+    if raw.get("target_parameters") and not any(targets_parameter(raw, m) for m in modules):
+        raise bad_config("no weight is for a parameter that it selects", "target_parameters")
     last = max(located.values(), default=0)
     layers = range(min(last + 1, _MAX_LAYERS))
-    expected = {linear.path(layer) for layer in layers for linear in linears}
+    paths = [linear.path(layer) for layer in layers for linear in linears]
+    expected = {name for path in paths for name in configured_names(path, modules)}
     expected |= {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
     given = set(modules)
     every = {place + m.removeprefix("model.") if m != HEAD.module else m for m in expected} | given
-    targeted = _targeted(raw, every, run)
+    named = _targeted(raw, every, run)
+
+    def targeted(module: str) -> bool:
+        if module.endswith(".weight") or (module not in given and PARAMETER.fullmatch(module)):
+            return targets_parameter(raw, module)
+        return targets_parameter(raw, module) or named(module)
+
     tied = raw.get("ensure_weight_tying") and any(is_outer(m, EMBEDDINGS) for m in outer)
     for module in sorted(every):
         if targeted(module) and module not in given:
             missing = _missing(module_in_blobs(module), last, set(located.values()))
-            raise bad_config(missing, "target_modules")
+            key = "target_parameters" if targets_parameter(raw, module) else "target_modules"
+            raise bad_config(missing, key)
         if tied and is_outer(module, HEAD):
             continue  # PEFT saves it as the embeddings' twin, targeted or not
         if module in given and not targeted(module):
             raise bad_config(
                 f"there are weights for {module}, which it leaves out", "target_modules"
             )
+
+
+def targets_parameter(raw: Mapping[str, Any], name: str) -> bool:
+    """Whether target_parameters selects a parameter, by its whole name or the end of it."""
+    targets = _strings(raw.get("target_parameters") or [], "target_parameters")
+    return not _ends(name).isdisjoint(targets)
 
 
 def _missing(module: str, last: int, layers: Collection[int]) -> str:
@@ -87,7 +104,7 @@ def _behind_any(name: str) -> str:
 
 
 def _targeted(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) -> Selects:
-    targets = raw["target_modules"]
+    targets = raw.get("target_modules") or []
     excluded = _names(raw, "exclude_modules", modules, run)
     if isinstance(targets, str):  # PEFT narrows an expression by no layers_to_transform
         every = targets.lower() == _ALL_LINEAR
@@ -109,16 +126,16 @@ def _names(raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expres
         matches = run.first_matches([value], modules, key)
         return lambda module: module in matches
     ends = set(_strings(value or [], key))
-    return lambda module: not ends.isdisjoint(_ends(module))
+    return lambda module: not _ends(module).isdisjoint(ends)
 
 
 def _is_in_layer(module: str) -> bool:
     return not any(is_outer(module, outer) for outer in _OUTER)
 
 
-def _ends(module: str) -> list[str]:
+def _ends(module: str) -> set[str]:
     parts = module.split(".")
-    return [".".join(parts[at:]) for at in range(len(parts))]
+    return {".".join(parts[at:]) for at in range(len(parts))}
 
 
 def _layers(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) -> Selects:

@@ -8,6 +8,7 @@ larger one.
 import re
 from collections.abc import Iterable, Sequence
 
+from lorikeet_engine.adapter_format.experts.names import linear_of, modern
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear
 from lorikeet_engine.errors import AdapterRejected
 
@@ -90,7 +91,7 @@ def module_in_blobs(saved: str) -> str:
         if is_outer(saved, outer):
             return outer.module
     match = _SAVED_MODULE.fullmatch(saved)
-    return f"model.{match[2]}" if match else saved
+    return modern(f"model.{match[2].removesuffix('.weight')}" if match else saved)
 
 
 def is_outer(saved: str, outer: Linear) -> bool:
@@ -131,6 +132,7 @@ def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
 
     That is the family which has the most of them.
     """
+    modules = [linear_of(module) for module in modules]
     paths = [match[2] for match in map(_MODULE.fullmatch, modules) if match]
 
     def known(linears: tuple[Linear, ...]) -> int:
@@ -141,7 +143,7 @@ def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
 
 def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
     """(layer, index in linears). Raises AdapterRejected for modules that cannot be adapted."""
-    match = _MODULE.fullmatch(module)
+    match = _MODULE.fullmatch(linear_of(module))
     for index, linear in enumerate(linears):
         if match and match[2] == linear.module:
             return int(match[1]), index

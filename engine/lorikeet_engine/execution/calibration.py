@@ -195,8 +195,14 @@ class StepTimer:
         return [self.longest] * whole + [rest] * (rest > 0)
 
     def _chunk(self, depth: int, tokens: int, index: int, lease: DummyLease | None) -> Chunk:
-        """The last tokens of a sequence; those of equal lengths and another index are elsewhere."""
-        sequence = dummy_chunk(depth + tokens, self._page_size, lease).sequence
+        """The last tokens of a sequence; those of equal lengths and another index are elsewhere.
+
+        They are all kinds of tokens: of one kind, a mixture of experts would use but a few experts.
+        """
+        vocabulary = self._runner.model.config.vocab_size
+        sequence = dummy_chunk(
+            depth + tokens, self._page_size, lease, vocabulary, first=index
+        ).sequence
         kv = sequence.kv
         pages = len(kv.pages)
         kv.pages = array("i", [(index * pages + i) % self._kv_pages for i in range(pages)])
@@ -249,7 +255,8 @@ class _DummyAdapters:
 def _image(shape: BaseShape, rank: int) -> tuple[torch.Tensor, int]:
     """An adapter's rows of the table, [layers, linears, 3], with its weights at 0; its elements."""
     sizes = [
-        [aligned(rank * d) for d in shape.dims(linear)] for linear in range(len(shape.linears))
+        [aligned(shape.matrices(linear) * rank * d) for d in shape.dims(linear)]
+        for linear in range(len(shape.linears))
     ]
     sizes_ = torch.tensor(sizes).repeat(shape.layers, 1, 1)  # [layers, linears, 2]
     ends = sizes_.flatten().cumsum(0).view_as(sizes_)

@@ -50,7 +50,7 @@ def plan_memory(
     _take(memory, "weights", weights)
     _take(memory, "slot pool", resolve(settings.adapter_gpu_bytes, memory.free))
     shape = shard.part_of(config.shape)
-    _take(memory, "steps and graphs", step_bytes(shape, settings))
+    _take(memory, "steps and graphs", step_bytes(config, shape, settings))
     pages = count_pages(shape, settings, memory)
     page_bytes = allocate_kv(shape, settings, 1, torch.device("meta")).nbytes
     return MemoryPlan(
@@ -103,14 +103,17 @@ def allocate_kv(
     return torch.zeros(size, dtype=settings.torch_kv_dtype, device=device)
 
 
-def step_bytes(shape: BaseShape, settings: EngineSettings) -> int:
-    """An estimate of the bytes that the largest step and the graphs take.
+def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:
+    """An estimate of the bytes that the largest step and the graphs take; shape: as count_pages'.
 
     Llama-3.1-8B with steps of 8,192 tokens: 3.7 GiB here, 3.8 GiB measured (docs/benchmarks.md).
     """
     itemsize = settings.torch_dtype.itemsize
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    widths = 6 * shape.hidden + qkv + 3 * shape.intermediate  # alive at once in a layer
+    mlp = 3 * shape.intermediate
+    if config.experts_per_token:  # a row for each of a token's experts, with its input and output
+        mlp = config.experts_per_token * (mlp + 2 * shape.hidden)
+    widths = 6 * shape.hidden + qkv + mlp  # alive at once in a layer
     activations = settings.max_batch_tokens * widths * itemsize
     # logits, two tensors of their size in 32 bits for penalties, and what sampling under penalties
     # and a grammar makes of them, four more

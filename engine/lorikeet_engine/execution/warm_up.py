@@ -132,9 +132,11 @@ def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]
             row.slot.release()
 
 
-def dummy_chunk(length: int, page_size: int, lease: DummyLease | None) -> Chunk:
-    """All the tokens of a sequence of this length, on KV page 0."""
-    prompt = (0,) * length
+def dummy_chunk(
+    length: int, page_size: int, lease: DummyLease | None, vocabulary: int = 1, first: int = 0
+) -> Chunk:
+    """All the tokens of a sequence of this length, on KV page 0: `first` and those after it."""
+    prompt = tuple((first + at) % vocabulary for at in range(length))
     sequence = Sequence(
         Request("warm-up", (prompt,)),
         0,

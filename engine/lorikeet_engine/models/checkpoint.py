@@ -36,10 +36,10 @@ class Checkpoint:
     """A folder's tensors by name, cast to one dtype on one device.
 
     shard: whose part of the model is read; each call says which part of its tensors that is.
-    nbytes: what the tensors that were read take there. Beside them, host memory holds Staging's
-    buffers alone. Use it as a context manager: the tensors are whole once it is left without an
-    exception. On the meta device of the files only the headers are read: a rehearsal, which finds
-    all that is wrong but the values.
+    rounding: what linears are rounded to. nbytes: what the tensors that were read take there.
+    Beside them, host memory holds Staging's buffers alone. Use it as a context manager: the tensors
+    are whole once it is left without an exception. On the meta device of the files only the headers
+    are read: a rehearsal, which finds all that is wrong but the values.
     """
 
     def __init__(
@@ -67,11 +67,15 @@ class Checkpoint:
         self.dtype = dtype
         self.shard = shard
         self.nbytes = 0
-        self._rounding = rounding
+        self.rounding = rounding
         self._weight_format = _weight_format(quantized) if quantized else None
         self._stored = find_tensors(folder)
         self._unread = set(self._stored)
         self._staging = None if device.type == "meta" else Staging(device)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the files have a tensor of this name."""
+        return name in self._stored
 
     def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
         """One tensor [sum(rows), *tail], the named ones on top of one another.
@@ -95,7 +99,7 @@ class Checkpoint:
         Rounded to FP8 is what is kept, to NF4 all, whose scales depend on it. Raises what `read`
         does.
         """
-        stored, rounding = self._weight_format, self._rounding
+        stored, rounding = self._weight_format, self.rounding
         weight: Weight
         if isinstance(stored, Fp8) and all(stored.holds(name, self._stored) for name in names):
             whole_rows = stored.stored.block is None

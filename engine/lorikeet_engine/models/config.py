@@ -29,7 +29,8 @@ class ModelConfig:
     multiplied by embedding_multiplier, what a layer adds to them by residual_multiplier, and logits
     divided by logits_scaling. quantized_linears: how they are stored if they are.
     eos_token_ids: every end-of-sequence id of config.json and generation_config.json, in rising
-    order.
+    order. experts_per_token: that compute a token, 0 where MLPs are dense; normalised_experts:
+    whether their weights add up to 1.
     """
 
     shape: BaseShape
@@ -49,6 +50,8 @@ class ModelConfig:
     logits_scaling: float
     quantized_linears: QuantizedLinears | None
     eos_token_ids: tuple[int, ...]
+    experts_per_token: int
+    normalised_experts: bool
 
     @classmethod
     def from_folder(cls, folder: Path, max_context: int | None = None) -> "ModelConfig":
@@ -91,6 +94,8 @@ class ModelConfig:
             logits_scaling=_multiplier(raw, family, "logits_scaling"),
             quantized_linears=quantized_linears(raw),
             eos_token_ids=eos,
+            experts_per_token=_experts_per_token(raw, shape),
+            normalised_experts=_normalised_experts(raw, family),
         )
 
 
@@ -114,6 +119,29 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family, context: int) ->
             f"null or at least the context of {context} tokens; serve it with a maximum context "
             f"of {window}, within which the window hides nothing",
         )
+
+
+def _experts_per_token(raw: Mapping[str, Any], shape: BaseShape) -> int:
+    if not shape.experts:
+        return 0
+    sparse_step, dense_layers = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers")
+    if sparse_step != 1:
+        raise refusal("decoder_sparse_step", sparse_step, "1: experts in every layer")
+    if dense_layers:
+        raise refusal("mlp_only_layers", dense_layers, "an empty list: experts in every layer")
+    stored = quantized_linears(raw)
+    if stored is not None:
+        raise refusal("quantization_config", stored.format, "experts of floats")
+    chosen = integer(raw, "num_experts_per_tok")
+    if chosen > shape.experts:
+        raise refusal("num_experts_per_tok", chosen, f"at most the {shape.experts} experts")
+    return chosen
+
+
+def _normalised_experts(raw: Mapping[str, Any], family: Family) -> bool:
+    if family.experts is None:
+        return False
+    return family.experts.normalised or flag(raw, "norm_topk_prob")
 
 
 def _window(raw: Mapping[str, Any], family: Family) -> int | None:

@@ -32,7 +32,7 @@ class LoraLinear:
         shape: the whole model's.
         """
         linears = shape.groups[group]
-        assert all(shape.linears[n].experts == 1 for n in linears), "one matrix for all tokens"
+        assert not any(shape.linears[n].of_experts for n in linears), "one matrix for all tokens"
         kept = [checkpoint.shard.ranges(shape)[n] for n in linears]
         self.layer = layer
         self.group = LoraGroup(

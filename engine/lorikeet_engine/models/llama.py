@@ -35,6 +35,7 @@ from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
+from lorikeet_engine.models.experts import Experts
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.linears import LoraLinear, read_row_linear
 from lorikeet_engine.models.norms import Product, RmsNorm, read_norm_weight, read_qk_norm
@@ -216,15 +217,20 @@ class _Layer:
         output_norm = path(norms.attention_output)
         self.attention = _Attention(config, checkpoint, layer, ranks, output_norm)
         self.mlp_norm = RmsNorm(config, checkpoint, path(norms.mlp_input))
-        self.mlp = _Mlp(config, checkpoint, layer, ranks, path(norms.mlp_output))
+        output_norm = path(norms.mlp_output)
+        self.mlp: _Mlp | _MoeMlp
+        if config.experts_per_token:
+            self.mlp = _MoeMlp(config, checkpoint, layer, output_norm)
+        else:
+            self.mlp = _Mlp(config, checkpoint, layer, ranks, output_norm)
 
     def __call__(
         self, x: torch.Tensor, delta: Product, layer_kv: torch.Tensor, step: _Step
     ) -> Product:
         """Add delta, and attention's output, to x in place; return what is yet to be added."""
-        qkv, gate_up = self.attention.qkv, self.mlp.gate_up
+        qkv, first = self.attention.qkv, self.mlp.first
         delta = self.attention(self.attention_norm.inputs_of(qkv.weight, x, delta), layer_kv, step)
-        return self.mlp(self.mlp_norm.inputs_of(gate_up.weight, x, delta), step)
+        return self.mlp(self.mlp_norm.inputs_of(first.weight, x, delta), step)
 
 
 class _Attention:
@@ -276,7 +282,25 @@ class _Mlp:
         self.down = read_row_linear(ranks, checkpoint, shape, layer, "down", bias=bias)
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
+    @property
+    def first(self) -> "LoraLinear":
+        return self.gate_up
+
     def __call__(self, x: Inputs, step: _Step) -> Product:
         gate = silu_and_mul_fp8 if fp8.rounds(self.down.weight, len(rows_of(x))) else silu_and_mul
         gated = gate(*self.gate_up.before_silu(x, step.lora))
         return Product(*self.down(gated, step.lora), self.output_weight)
+
+
+class _MoeMlp:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, output_norm: str | None
+    ) -> None:
+        self.first = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
+        self.experts = Experts(config, checkpoint, layer)
+        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
+
+    def __call__(self, x: Inputs, step: _Step) -> Product:
+        logits, lora = self.first(x, step.lora)
+        mixed = self.experts(rows_of(x), logits, lora, step.lora)
+        return Product(mixed, norm_weight=self.output_weight)

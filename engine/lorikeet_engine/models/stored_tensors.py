@@ -22,6 +22,9 @@ INDEX = "model.safetensors.index.json"
 # it is alone; and lm_head or language_model.lm_head.
 _DECODER = re.compile(r"(?:(?:language_)?model\.){1,2}((?:layers|embed_tokens|norm)\..+)")
 _HEAD = re.compile(r"(?:language_model\.)?(lm_head\..+)")
+# Mixtral's checkpoints call by names of their own what other mixtures of experts have, too.
+_MIXTRAL = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+)(?:\.(w[123]))?\.")
+_PROJECTIONS = {"w1": ".gate_proj", "w2": ".down_proj", "w3": ".up_proj", None: ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for file in sorted(set(file_of.values())):
         found |= _tensors_of(folder / file)
-    return {name: found[name] for name in file_of if name in found}
+    return {name: found[name] for name in map(_renamed, file_of) if name in found}
 
 
 def _decoder_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -94,8 +97,12 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     header.pop("__metadata__", None)
     begin = 8 + length
     return {
-        name: StoredTensor(
+        _renamed(name): StoredTensor(
             name, path, begin + tensor["data_offsets"][0], tensor["dtype"], tuple(tensor["shape"])
         )
         for name, tensor in header.items()
     }
+
+
+def _renamed(name: str) -> str:
+    return _MIXTRAL.sub(lambda match: f".mlp.{match[1]}{_PROJECTIONS[match[2]]}.", name)

@@ -54,6 +54,10 @@ class Shard:
                 f"{shape.family}: a norm over all heads' queries needs all of them in one process: "
                 "choose one GPU"
             )
+        if self.world > 1 and shape.experts:
+            raise SettingsError(
+                f"{shape.family}: processes cannot share a mixture of experts: choose one GPU"
+            )
         return tuple(self._range(linear, shape) for linear in shape.modules)
 
     def part_of(self, shape: BaseShape) -> BaseShape:

@@ -2,8 +2,9 @@
 
 For each layer, and once more for what the model has once, and each fused group come the group's A
 matrices, then its B matrices transposed, every matrix at a multiple of ALIGNMENT elements and of
-its true rank. A of the embeddings is transposed, too, since a token reads a column of it. Last are
-the rows of trained tokens as A, with their ids as B.
+its true rank; of experts one linear's for all of them follow each other without a gap. A of the
+embeddings is transposed, too, since a token reads a column of it. Last are the rows of trained
+tokens as A, with their ids as B.
 
 Where ranks share the layers, an image has a span for each of them, one after another: a rank's part
 of every matrix. All are laid out as the first rank's, whose parts are the largest: a place in one
@@ -98,7 +99,7 @@ class PackedLayout:
                 for side in (0, 1):
                     for n, rank in members:
                         layer[n][side] = end
-                        end += aligned(ranges[0][n].elements(rank)[side])
+                        end += aligned(shape.matrices(n) * ranges[0][n].elements(rank)[side])
         table = torch.tensor(rows, dtype=torch.int64)
         if shared:
             table[outer, of_head] = table[outer, of_embeddings]
@@ -166,24 +167,28 @@ def _pack_span(
 ) -> LayerSums:
     # One buffer each for all matrices: memory that is new for each costs more than the copies.
     stored = torch.empty(max(max(_size(p.a), _size(p.b)) for p in spec.linears), dtype=torch.uint8)
-    wide = torch.empty(max(math.prod(m.shape) for p in spec.linears for m in (p.a, p.b)))
+    wide = torch.empty(max(math.prod(m.shape[-2:]) for p in spec.linears for m in (p.a, p.b)))
     _pack_token_rows(blob, spec, layout, out)
     with blob.open("rb", buffering=0) as file:
         for part in spec.linears:
             kept = ranges[part.linear]
             a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
-            a = _matrix(out, a_at, rank, len(kept.inputs))
-            saved = _matrix(wide, 0, rank, len(kept.inputs)) if part.gathers else a
-            _read(file, part.a, range(rank), kept.inputs, saved, stored)
-            if part.gathers:
-                a.view(len(kept.inputs), rank).copy_(saved.T)
-            b = _matrix(wide, 0, len(kept.outputs), rank)
-            _read(file, part.b, kept.outputs, range(rank), b, stored)
-            b_transposed = _matrix(out, b_at, rank, len(kept.outputs))
-            b_transposed.copy_(b.mul_(part.scaling).T)
-            for side, matrix in (("A", a), ("B", b_transposed)):
-                if not _finite(matrix):
-                    raise _overflow(part, side, out.dtype)
+            a_elements, b_elements = kept.elements(rank)
+            for expert in range(part.experts):
+                a_span, b_span = part.of_expert(expert)
+                a_begin, b_begin = a_at + expert * a_elements, b_at + expert * b_elements
+                a = _matrix(out, a_begin, rank, len(kept.inputs))
+                saved = _matrix(wide, 0, rank, len(kept.inputs)) if part.gathers else a
+                _read(file, a_span, range(rank), kept.inputs, saved, stored)
+                if part.gathers:
+                    a.view(len(kept.inputs), rank).copy_(saved.T)
+                b = _matrix(wide, 0, len(kept.outputs), rank)
+                _read(file, b_span, kept.outputs, range(rank), b, stored)
+                b_transposed = _matrix(out, b_begin, rank, len(kept.outputs))
+                b_transposed.copy_(b.mul_(part.scaling).T)
+                for side, matrix in (("A", a), ("B", b_transposed)):
+                    if not _finite(matrix):
+                        raise _overflow(part, side, out.dtype)
     return layer_sums(out, layout.layers)
 
 

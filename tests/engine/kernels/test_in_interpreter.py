@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 FILES = (
+    "test_expert_lora.py",
     "test_fp8.py",
     "test_gemv.py",
     "test_lora_triton.py",
+    "test_moe.py",
     "test_paged_decode.py",
     "test_penalty_kernel.py",
     "test_pointwise.py",

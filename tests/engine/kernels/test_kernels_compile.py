@@ -6,6 +6,7 @@ the operators themselves launch, on tensors without memory, and what they launch
 
 import json
 import re
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,18 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.fp8 import fused as fp8_fused
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
-from lorikeet_engine.kernels.lora import linear, tiles
+from lorikeet_engine.kernels.lora import expert_rows, linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
+from lorikeet_engine.kernels.lora.experts import ExpertStep
 from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.linear import linear_with_lora
 from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.token_rows import place_logits
 from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, LoraWeights, Segments
+from lorikeet_engine.kernels.moe import fused as moe
+from lorikeet_engine.kernels.moe.types import RoutedRows
 from lorikeet_engine.kernels.penalties import PENALTIES, PenaltyState
 from lorikeet_engine.kernels.penalties.fused import penalise
 from lorikeet_engine.kernels.pointwise import QkNorm, fused, fused_rotary
@@ -48,6 +52,7 @@ QKV, GATE_UP, DOWN, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS = (
     LoraGroup((9,), 4096, (3,)),
     LoraGroup((10,), 4096, (3,)),
 )
+EXPERT_DOWN = LoraGroup((7,), 768, (2048,))
 
 
 class Hopper:
@@ -178,6 +183,21 @@ def test_adding_what_adapters_add(compiled: set[str]) -> None:
     assert compiled >= {"_add_delta"}
 
 
+@pytest.mark.parametrize("tokens", [1, 32, 256, 2048])
+@pytest.mark.parametrize(("experts", "per_token", "inner"), [(128, 8, 768), (8, 2, 14336)])
+def test_mixture_of_experts(
+    compiled: set[str], tokens: int, experts: int, per_token: int, inner: int
+) -> None:
+    for lora in (None, LoraDelta(empty(tokens, experts), empty(1, dtype=torch.int32))):
+        routed = moe.route(empty(tokens, experts), per_token, lora, normalised=True)
+    x, gate_up = empty(tokens, 2048), empty(experts, 2 * inner, 2048)
+    y = moe.expert_products(x, gate_up, routed, gathered=True)
+    assert y.shape == (tokens * per_token, 2 * inner)
+    down = moe.expert_products(y[:, :inner], empty(experts, 2048, inner), routed)
+    assert moe.combine(down, routed).shape == (tokens, 2048)
+    assert compiled == {"choose", "sort_by_expert", "_products", "sum_weighed"}
+
+
 @pytest.mark.parametrize("tokens", [1, 256])
 def test_attention_of_small_steps(compiled: set[str], tokens: int) -> None:
     shape = AttentionShape(32, 8, 128, 16, torch.bfloat16)
@@ -241,3 +261,19 @@ def test_penalties(compiled: set[str], dtype: torch.dtype) -> None:
 )
 def test_the_modules_of_triton_kernels_that_linears_name_are_there(name):
     assert find_spec(f"lorikeet_engine.kernels.{name}")
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize(("tokens", "segments"), [(1, 1), (256, 128), (2048, 1)])
+def test_lora_of_experts(compiled: set[str], tokens: int, segments: int, rank: int) -> None:
+    rows = tokens * 8
+    integers = partial(empty, dtype=torch.int32)
+    routed = RoutedRows(empty(tokens, 8), integers(rows), integers(tokens, 8), integers(129))
+    weights, _ = lora(tokens, segments, rank)
+    runs = [integers(segments) for _ in range(3)]
+    step = LoraStep(weights, Segments(*runs, rank), None)
+    made = ExpertStep(step, routed, expert_rows.list_owners(step.segments, routed))
+    for d_in, group in ((2048, LoraGroup((5, 6), 2048, (768, 768))), (768, EXPERT_DOWN)):
+        x, y = empty(rows, d_in), empty(rows, sum(group.d_outs))
+        expert_rows.add_expert_lora(y, x, made, 3, group, gathered=d_in == 2048)
+    assert compiled >= {"_list_owners", "_shrink", "_expand"}

@@ -13,9 +13,9 @@ from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.llama import load_model
-from tests.engine.conftest import FAMILIES, VARIANTS
+from tests.engine.conftest import FAMILIES, MOE, VARIANTS
 
-NAMES = [*FAMILIES, *(name for name in VARIANTS if name != "longrope")]
+NAMES = [*FAMILIES, *MOE, *(name for name in VARIANTS if name != "longrope")]
 EPS = torch.finfo(torch.float32).eps
 
 

@@ -3,10 +3,17 @@
 Also the product's CPU path, so it loops over segments and never over tokens.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch.nn import functional as F
 
 from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
+from lorikeet_engine.kernels.moe.types import RoutedRows
+
+if TYPE_CHECKING:
+    from lorikeet_engine.kernels.lora.experts import ExpertStep
 
 
 def add_lora(
@@ -81,6 +88,43 @@ def replace_logits(
         values = weights.arena[a_start : a_start + count * group.d_in].view(count, -1)
         made = x[rows].float() @ values.float().T
         y[rows][:, _ids(weights, b_start, count)] = made.to(y.dtype)
+
+
+def list_owners(segments: Segments, routed: RoutedRows) -> torch.Tensor:
+    """The slot of each row's adapter, −1 for none, and its expert: [rows, 2] int32."""
+    per_expert, tokens = routed.starts.diff().long(), len(routed.weights)
+    experts = torch.repeat_interleave(per_expert)
+    slots = torch.repeat_interleave(segments.slots, segments.lengths.long())
+    slots = F.pad(slots, (0, tokens - len(slots)), value=-1)
+    return torch.stack([slots[routed.pairs // routed.per_token], experts.int()], 1)
+
+
+def add_expert_lora(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    experts: "ExpertStep",
+    layer: int,
+    group: LoraGroup,
+    *,
+    gathered: bool,
+) -> None:
+    """y[r] += B(r) A(r) x[r] for each row of a layer's experts: see kernels.lora.experts."""
+    weights, routed = experts.step.weights, experts.routed
+    runs, lengths = torch.unique_consecutive(experts.owners, dim=0, return_counts=True)
+    end = 0
+    for (slot, expert), length in zip(runs.tolist(), lengths.tolist(), strict=True):
+        rows, end = slice(end, end + length), end + length
+        if slot < 0:
+            continue
+        inputs = x[routed.pairs[rows] // routed.per_token if gathered else rows].float()
+        for s, linear in enumerate(group.linears):
+            a_start, b_start, rank = weights.table[slot, layer, linear].tolist()
+            in_a, in_b = rank * group.d_in, rank * group.d_outs[s]
+            a_start, b_start = a_start + expert * in_a, b_start + expert * in_b
+            a = weights.arena[a_start : a_start + in_a].view(rank, group.d_in)
+            b = weights.arena[b_start : b_start + in_b].view(rank, group.d_outs[s])
+            column = sum(group.d_outs[:s])
+            y[rows, column : column + group.d_outs[s]] += inputs @ a.float().T @ b.float()
 
 
 def shrink(

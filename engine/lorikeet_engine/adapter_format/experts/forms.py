@@ -1,0 +1,266 @@
+"""Adapters on the experts of mixture-of-experts models: the forms they come in, and a blob's one.
+
+A blob holds for each of a layer's experts.gate_proj, up_proj and down_proj two tensors, A [experts,
+rank, d_in] and B [experts, d_out, rank]; a leading 1 says that all experts share it. Trainers save
+
+parameters   mlp.experts and mlp.experts.base_layer, PEFT's wrappers of gate_up_proj, which is both
+             linears on top of one another, and of down_proj, the one inside the other if there are
+             both: A [experts · rank, d_in] by experts, but B [d_out, rank · experts] by ranks
+numbered     mlp.experts.7.gate_proj: matrices for each expert, as its own linear
+stacked      mlp.experts.gate_proj: a blob's form, or a matrix that all experts share
+
+with Mixtral's old names w1, w3 and w2 for gate_proj, up_proj and down_proj. An adapter that PEFT
+made of a numbered one has gate_up_proj of twice the rank, half of whose B is zero: it is two again.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lorikeet_engine.adapter_format.experts.names import (
+    DOWN,
+    GATE,
+    GATE_UP,
+    NUMBERED,
+    PARAMETER,
+    UP,
+    WRAPPED,
+    is_of_experts,
+)
+from lorikeet_engine.adapter_format.header import DTYPE_BYTES
+from lorikeet_engine.adapter_format.lora_config import LoraConfig
+from lorikeet_engine.adapter_format.saved_weights import SavedTensor
+from lorikeet_engine.adapter_format.spec import check_rank
+from lorikeet_engine.adapter_format.targets import targets_parameter
+from lorikeet_engine.errors import AdapterRejected
+
+Pair = Mapping[str, SavedTensor]
+Arrange = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """A tensor [experts, rows, columns] of a blob: what `arrange` makes of each source in turn.
+
+    arrange: takes the numbers of one source, as integers as wide, [elements].
+    """
+
+    sources: tuple[SavedTensor, ...]
+    shape: tuple[int, ...]
+    arrange: Arrange
+
+    @property
+    def blob_dtype(self) -> str:
+        """The dtype that a blob holds it in."""
+        return self.sources[0].blob_dtype
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its bytes in blob_dtype, a source's at once. Raises AdapterRejected."""
+        for source in self.sources:
+            yield self.arrange(_words(source)).tobytes()
+
+
+Stored = SavedTensor | ExpertTensor
+"""What a blob can be written of."""
+
+
+def name_parameters(pairs: Mapping[str, Pair], raw: Mapping[str, Any]) -> dict[str, Pair]:
+    """The pairs under the names of the parameters that PEFT's wrappers are for.
+
+    Of mlp.experts.base_layer and mlp.experts either can be gate_up_proj: their shapes tell, and of
+    one alone raw's target_parameters. A linear whose weight is targeted as a parameter gets that
+    one's name. Raises AdapterRejected.
+    """
+    named: dict[str, Pair] = {}
+    for saved, pair in pairs.items():
+        match = WRAPPED.fullmatch(saved)
+        if match is None:
+            is_parameter = targets_parameter(raw, f"{saved}.weight")
+            named[f"{saved}.weight" if is_parameter else saved] = pair
+            continue
+        other = pairs.get(match[1] if match[2] else f"{match[1]}.base_layer")
+        named[f"{match[1]}.{_wrapped_parameter(match[1], pair, other, raw)}"] = pair
+    return named
+
+
+def _wrapped_parameter(experts: str, pair: Pair, other: Pair | None, raw: Mapping[str, Any]) -> str:
+    if other is not None:
+        if _is_down_of(pair, other):
+            return DOWN
+        if _is_down_of(other, pair):
+            return GATE_UP
+        raise AdapterRejected(
+            f"{experts} has two pairs of weights whose shapes are not those of {GATE_UP} and "
+            f"{DOWN}: the file is damaged",
+            field=experts,
+        )
+    targeted = [name for name in (GATE_UP, DOWN) if targets_parameter(raw, f"{experts}.{name}")]
+    if len(targeted) != 1:
+        named = " and ".join(targeted) or "neither of its parameters"
+        raise AdapterRejected(
+            f"{experts} has weights for one parameter and target_parameters selects {named}: "
+            "save the adapter again with the config that it was trained with",
+            field="target_parameters",
+        )
+    return targeted[0]
+
+
+def _is_down_of(down: Pair, gate_up: Pair) -> bool:
+    """Whether the shapes are of H → 2I and I → H, in this order gate_up's and down's."""
+    hidden, both = gate_up["A"].shape[-1], gate_up["B"].shape[0]
+    return both == 2 * down["A"].shape[-1] and hidden == down["B"].shape[0]
+
+
+def stack_experts(
+    pairs: Mapping[str, Pair], config: LoraConfig
+) -> tuple[dict[str, Mapping[str, Stored]], LoraConfig]:
+    """What a blob holds of the pairs, and the config for its modules.
+
+    pairs: by their modules as module_in_blobs calls them; those that are not of experts come out as
+    they are. config: of these modules; its patterns come out with a blob's. Raises AdapterRejected.
+    """
+    modules: dict[str, Mapping[str, Stored]] = {}
+    origins: dict[str, str] = {}
+    numbered: dict[str, dict[int, str]] = {}
+    for module, pair in pairs.items():
+        parts: Mapping[str, Mapping[str, Stored]]
+        if match := NUMBERED.fullmatch(module):
+            numbered.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = module
+            continue
+        match = PARAMETER.fullmatch(module)
+        if match and len(pair["A"].shape) == len(pair["B"].shape) == 2:
+            parts = _of_parameter(match[1], match[2], module, pair, config)
+        else:
+            check_rank(module, pair, want=config.rank(module))
+            stacked = {side: _as_stacked(tensor) for side, tensor in pair.items()}
+            parts = {module: stacked if is_of_experts(module) else pair}
+        _add(modules, parts)
+        origins |= dict.fromkeys(parts, module)
+    for module, members in numbered.items():
+        _add(modules, {module: _of_numbered(module, members, pairs, config)})
+        origins[module] = members[0]
+    return modules, _config_of(modules, origins, config)
+
+
+def _add(
+    modules: dict[str, Mapping[str, Stored]], parts: Mapping[str, Mapping[str, Stored]]
+) -> None:
+    for module in modules.keys() & parts.keys():
+        raise AdapterRejected(f"{module} is in the file in two forms", field=module)
+    modules |= parts
+
+
+def _config_of(
+    modules: Mapping[str, Mapping[str, Stored]], origins: Mapping[str, str], config: LoraConfig
+) -> LoraConfig:
+    """The config for a blob's modules: each has the scaling of what it was made of."""
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for module, pair in modules.items():
+        rank, origin = pair["A"].shape[-2], origins[module]
+        alpha = config.alpha_pattern.get(origin, config.lora_alpha)
+        if rank != config.rank(origin):
+            share = rank / config.rank(origin)
+            alpha *= math.sqrt(share) if config.use_rslora else share
+        ranks |= {module: rank} if rank != config.r else {}
+        alphas |= {module: alpha} if alpha != config.lora_alpha else {}
+    return replace(config, rank_pattern=ranks, alpha_pattern=alphas)
+
+
+def _of_parameter(
+    experts: str, parameter: str, module: str, pair: Pair, config: LoraConfig
+) -> dict[str, dict[str, ExpertTensor]]:
+    """The linears of a parameter that PEFT wrapped, by module."""
+    rank, rows = config.rank(module), pair["A"].shape[0]
+    if len(pair["A"].shape) != 2 or rows % rank:
+        raise AdapterRejected(
+            f"{module}: lora_A {list(pair['A'].shape)} is not [experts · rank, d_in] and the "
+            f"config says rank {rank}",
+            field=module,
+        )
+    count, d_out = rows // rank, pair["B"].shape[0]
+    every = slice(0, rank)
+    if parameter == DOWN:
+        return {module: _cut(pair, rank, count, slice(0, d_out), every)}
+    half = d_out // 2
+    gate_ranks = up_ranks = every
+    if _is_block_diagonal(pair["B"], rank, count):
+        gate_ranks, up_ranks = slice(0, rank // 2), slice(rank // 2, rank)
+    return {
+        f"{experts}.{GATE}": _cut(pair, rank, count, slice(0, half), gate_ranks),
+        f"{experts}.{UP}": _cut(pair, rank, count, slice(half, d_out), up_ranks),
+    }
+
+
+def _cut(
+    pair: Pair, rank: int, count: int, outputs: slice, ranks: slice
+) -> dict[str, ExpertTensor]:
+    """Some ranks of every expert's A, and some rows and ranks of its B."""
+    d_in, d_out, kept = pair["A"].shape[1], pair["B"].shape[0], ranks.stop - ranks.start
+
+    def of_a(words: np.ndarray) -> np.ndarray:
+        return words.reshape(count, rank, d_in)[:, ranks]
+
+    def of_b(words: np.ndarray) -> np.ndarray:
+        return words.reshape(d_out, rank, count)[outputs, ranks].transpose(2, 0, 1)
+
+    b_shape = (count, outputs.stop - outputs.start, kept)
+    return {
+        "A": ExpertTensor((pair["A"],), (count, kept, d_in), of_a),
+        "B": ExpertTensor((pair["B"],), b_shape, of_b),
+    }
+
+
+def _is_block_diagonal(b: SavedTensor, rank: int, count: int) -> bool:
+    """Whether gate reads the first half of the ranks alone, and up the second."""
+    if rank % 2 or b.shape[0] % 2:
+        return False
+    words = _words(b).reshape(2, b.shape[0] // 2, 2, rank // 2, count)
+    sign = np.array(1 << (8 * words.itemsize - 1), words.dtype)
+    return not ((words[0, :, 1] | words[1, :, 0]) & ~sign).any()
+
+
+def _of_numbered(
+    module: str, members: Mapping[int, str], pairs: Mapping[str, Pair], config: LoraConfig
+) -> dict[str, ExpertTensor]:
+    """One linear's matrices of all experts, stacked."""
+    for number, member in enumerate(sorted(members)):
+        if number != member:
+            raise AdapterRejected(
+                f"{module}: there are weights for {len(members)} experts, but none for expert "
+                f"{number}: save all of them",
+                field=module,
+            )
+    first, tensors = members[0], {}
+    check_rank(first, pairs[first], want=config.rank(first))
+    for side in "AB":
+        sources = tuple(pairs[members[number]][side] for number in range(len(members)))
+        for number, source in enumerate(sources):
+            other = members[number]
+            if (source.shape, source.blob_dtype) != (sources[0].shape, sources[0].blob_dtype):
+                raise _differ(other, first, "shape or dtype")
+            if config.scaling(other) != config.scaling(first):
+                raise _differ(other, first, "scaling")
+        shape = (len(sources), *sources[0].shape)
+        tensors[side] = ExpertTensor(sources, shape, lambda words: words)
+    return tensors
+
+
+def _differ(module: str, other: str, what: str) -> AdapterRejected:
+    return AdapterRejected(
+        f"{module} has another {what} than {other}: all experts of a linear are served with one "
+        "rank and alpha; train them so",
+        field=module,
+    )
+
+
+def _as_stacked(tensor: SavedTensor) -> ExpertTensor:
+    shape = tensor.shape if len(tensor.shape) == 3 else (1, *tensor.shape)
+    return ExpertTensor((tensor,), shape, lambda words: words)
+
+
+def _words(tensor: SavedTensor) -> np.ndarray:
+    return np.frombuffer(b"".join(tensor.pieces()), f"<u{DTYPE_BYTES[tensor.blob_dtype]}")

@@ -1,0 +1,73 @@
+"""What adapters add to the products of a layer's experts, whose rows are sorted by expert.
+
+Of an expert's rows those of one adapter are neighbours, too (kernels/moe): a run. An adapter has
+for each expert its own A and B, so a run is what a segment of tokens is to other linears.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from lorikeet_engine.errors import ShapeError
+from lorikeet_engine.kernels.lora import reference
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraStep, check_group, check_rows
+from lorikeet_engine.kernels.moe.types import RoutedRows
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStep:
+    """The LoRA work of one layer's experts in a step.
+
+    owners [rows, 2] int32: the slot of each row's adapter, −1 for none, and its expert.
+    """
+
+    step: LoraStep
+    routed: RoutedRows
+    owners: torch.Tensor
+
+
+def begin_experts(step: LoraStep | None, routed: RoutedRows) -> ExpertStep | None:
+    """The LoRA work of a layer's experts, once it is known who computes what; None for none.
+
+    On CUDA one launch.
+    """
+    if step is None:
+        return None
+    list_owners = reference.list_owners if step.tiles is None else _triton().list_owners
+    return ExpertStep(step, routed, list_owners(step.segments, routed))
+
+
+def add_expert_lora(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    experts: ExpertStep | None,
+    layer: int,
+    group: LoraGroup,
+    *,
+    gathered: bool = False,
+) -> None:
+    """y[r] += B(r) A(r) x[r] for each row r, its adapter and its expert, in place.
+
+    x [rows, d_in], or gathered [tokens, d_in], of which r reads its token's; y [rows, sum(d_outs)],
+    the outputs of the group's linears side by side, all of one width. A(r) of a group's linear lies
+    rank · d_in elements behind that of the expert before, B(r) rank · d_out. Sums are float32; rows
+    without an adapter keep their y. On CUDA two launches, whose programs end at once where
+    adapters leave experts alone. Raises ShapeError.
+    """
+    if experts is None:
+        return
+    weights = experts.step.weights
+    check_group(weights, group)
+    check_rows("x", x, group.d_in, weights)
+    check_rows("y", y, sum(group.d_outs), weights)
+    if len(y) != len(experts.owners) or len(set(group.d_outs)) != 1:
+        raise ShapeError(f"y is {tuple(y.shape)}: want {len(experts.owners)} rows, of one width")
+    add = reference.add_expert_lora if experts.step.tiles is None else _triton().add_expert_lora
+    add(y, x, experts, layer, group, gathered=gathered)
+
+
+def _triton() -> Any:
+    # Imported only here: a machine without a GPU may have no Triton.
+    return import_module("lorikeet_engine.kernels.lora.expert_rows")

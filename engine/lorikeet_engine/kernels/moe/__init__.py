@@ -1,0 +1,63 @@
+"""A mixture of experts: which experts compute a token, their products, and the sum of these.
+
+A token and one of its experts are a pair, token · per_token + j. Products work on rows, one for
+each pair, that are sorted by expert and, of one expert, by token: so tokens of one adapter, which
+are neighbours in a step, are neighbours among an expert's rows, too. No sum depends on the order in
+which programs run.
+
+`reference` is the equations in torch and runs on the CPU. `fused` runs on CUDA: kernels in Triton,
+`routing` around the products and `grouped` for the products of few rows; torch's grouped product
+multiplies the many of a prefill.
+"""
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.moe.types import RoutedRows
+
+__all__ = ["RoutedRows", "combine", "expert_products", "route"]
+
+
+def route(
+    logits: torch.Tensor, per_token: int, lora: LoraDelta | None = None, *, normalised: bool
+) -> RoutedRows:
+    """Choose the per_token likeliest experts of each token, of equal ones the first.
+
+    logits [tokens, experts], dense; their softmax in float32 weighs the experts, divided by the
+    sum of the chosen ones' if normalised. lora belongs to logits.
+    """
+    return _operators(logits.device.type).route(logits, per_token, lora, normalised=normalised)
+
+
+def expert_products(
+    x: torch.Tensor, weight: torch.Tensor, routed: RoutedRows, *, gathered: bool = False
+) -> torch.Tensor:
+    """y[r] = x[r] · weight[e]ᵀ of each row r and its expert e; gathered: x[t] of its token t.
+
+    x [rows, d_in], or gathered [tokens, d_in], dense; weight [experts, d_out, d_in], dense → [rows,
+    d_out] like x. Sums are float32.
+    """
+    y: torch.Tensor = _operators(x.device.type).expert_products(
+        x, weight, routed, gathered=gathered
+    )
+    return y
+
+
+def combine(y: torch.Tensor, routed: RoutedRows) -> torch.Tensor:
+    """Sum each token's rows of y [rows, width], weighed, in the order of their weights.
+
+    In float32, rounded once → [tokens, width] like y.
+    """
+    out: torch.Tensor = _operators(y.device.type).combine(y, routed)
+    return out
+
+
+@cache
+def _operators(device_type: str) -> ModuleType:
+    # Triton is imported only here: a machine without a GPU may have none.
+    name = "fused" if device_type == "cuda" else "reference"
+    return import_module(f"lorikeet_engine.kernels.moe.{name}")

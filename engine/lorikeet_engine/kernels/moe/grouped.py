@@ -1,0 +1,127 @@
+"""Products of rows that are sorted by expert, in Triton: each expert's weights are read once.
+
+A decode has few rows of each expert, and waits for the weights. A program multiplies a tile of
+one expert's rows by some of its outputs, and finds its tile by the experts' starts. Tiles are
+as many as rows can at most make, whatever the experts, so a CUDA graph can hold the launch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.kernels.moe.types import RoutedRows
+
+_FIRST_WITH_GROUPED = (9, 0)
+GROUPED_ROWS = 256
+"""Rows of an expert, on average, from which on torch's grouped product is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How a launch cuts its work: rows and outputs of a tile, inputs read at once."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+FEW = TileConfig(16, 32, 128, 4, 4)
+SOME = TileConfig(32, 64, 128, 4, 3)
+MANY = TileConfig(64, 128, 64, 4, 4)
+MOST = TileConfig(128, 128, 64, 8, 3)
+
+
+def is_better(x: torch.Tensor, weight: torch.Tensor, rows: int) -> bool:
+    """Whether torch's grouped product can multiply so many rows, and is faster than `products`."""
+    return (
+        rows >= GROUPED_ROWS * len(weight)
+        and x.dtype is torch.bfloat16
+        and x.is_cuda
+        and torch.cuda.get_device_capability(x.device) >= _FIRST_WITH_GROUPED
+    )
+
+
+def tile_config(rows: int, experts: int) -> TileConfig:
+    """How to cut the products of so many rows: tiles as high as an expert's rows, on average."""
+    average = rows / experts
+    if average <= 8:
+        return FEW
+    return SOME if average <= 32 else MANY if average <= 96 else MOST
+
+
+def products(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routed: RoutedRows,
+    config: TileConfig | None = None,
+    *,
+    gathered: bool = False,
+) -> torch.Tensor:
+    """See kernels.moe.expert_products. config: other than tile_config's."""
+    experts, d_out, d_in = weight.shape
+    rows = len(routed.pairs)
+    c = config or tile_config(rows, experts)
+    tiles = rows // c.rows + min(rows, experts)
+    y = x.new_empty((rows, d_out))
+    inputs = min(c.inputs, max(16, triton.next_power_of_2(d_in)))
+    _products[(tiles, triton.cdiv(d_out, c.outputs))](
+        x, weight, routed.pairs, routed.starts, y, experts, d_out, d_in, routed.per_token, gathered,
+        triton.next_power_of_2(experts), c.rows, c.outputs, inputs,
+        num_warps=c.warps, num_stages=c.stages,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _products(
+    x: tl.tensor,
+    weight: tl.tensor,
+    pairs: tl.tensor,
+    starts: tl.tensor,
+    y: tl.tensor,
+    experts: tl.constexpr,
+    d_out: tl.constexpr,
+    d_in: tl.constexpr,
+    per_token: tl.constexpr,
+    gathered: tl.constexpr,
+    expert_block: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_outputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+) -> None:
+    """Compute some outputs of one tile, or nothing where the experts' rows make fewer tiles."""
+    tile = tl.program_id(0)
+    each = tl.arange(0, expert_block)
+    begins = tl.load(starts + each, mask=each < experts, other=0)
+    ends = tl.load(starts + each + 1, mask=each < experts, other=0)
+    tiles = (ends - begins + block_rows - 1) // block_rows
+    past = tl.cumsum(tiles, 0)
+    expert = tl.sum((past <= tile).to(tl.int32), 0)
+    if expert >= experts:
+        return
+    mine = each == expert
+    ahead = tile - tl.sum(tl.where(mine, past - tiles, 0), 0)
+    begin, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
+    row = begin + ahead * block_rows + tl.arange(0, block_rows)
+    real = row < end
+    token = row
+    if gathered:
+        token = tl.load(pairs + row, mask=real, other=0) // per_token
+    output = tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)
+    held = output < d_out
+    element = tl.arange(0, block_inputs)
+    at_x = x + token[:, None].to(tl.int64) * d_in + element[None, :]
+    line = expert.to(tl.int64) * d_out + output
+    at_weight = weight + line[None, :] * d_in + element[:, None]
+    total = tl.zeros((block_rows, block_outputs), tl.float32)
+    for first in range(0, d_in, block_inputs):
+        inside = first + element < d_in
+        values = tl.load(at_x + first, mask=real[:, None] & inside[None, :], other=0.0)
+        weights = tl.load(at_weight + first, mask=held[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(values, weights, total, input_precision="ieee")
+    at_y = y + row[:, None].to(tl.int64) * d_out + output[None, :]
+    tl.store(at_y, total.to(y.dtype.element_ty), mask=real[:, None] & held[None, :])

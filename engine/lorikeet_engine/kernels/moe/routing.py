@@ -1,0 +1,101 @@
+"""Triton kernels around the products of experts: choosing, sorting, summing; fused launches them.
+
+None adds with atomics: the same step gives the same rows and the same sums each time.
+"""
+
+import triton
+import triton.language as tl
+
+from lorikeet_engine.kernels.pointwise.lora_operands import lora_at
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def choose(
+    logits: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    chosen: tl.tensor,
+    weights: tl.tensor,
+    experts: tl.constexpr,
+    per_token: tl.constexpr,
+    normalised: tl.constexpr,
+    block: tl.constexpr,
+    pair_block: tl.constexpr,
+) -> None:
+    """Choose one token's experts and weigh them."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, block)
+    inside = expert < experts
+    at = token * experts + expert
+    scores = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
+    if lora is not None:
+        scores += lora_at(lora, adapted, token, at, inside)
+    scores = tl.where(inside, scores, -float("inf"))
+    left = tl.exp(scores - tl.max(scores, 0))
+    left = left / tl.sum(left, 0)
+    pair = tl.arange(0, pair_block)
+    indices = tl.zeros((pair_block,), tl.int32)
+    shares = tl.zeros((pair_block,), tl.float32)
+    for j in tl.static_range(per_token):
+        best = tl.max(left, 0)
+        # within bounds also where a logit is NaN, which equals nothing
+        index = tl.minimum(tl.min(tl.where(left == best, expert, block), 0), experts - 1)
+        indices = tl.where(pair == j, index, indices)
+        shares = tl.where(pair == j, best, shares)
+        left = tl.where(expert == index, -1.0, left)
+    if normalised:
+        shares = shares / tl.sum(shares, 0)
+    first = token * per_token
+    tl.store(chosen + first + pair, indices, mask=pair < per_token)
+    tl.store(weights + first + pair, shares, mask=pair < per_token)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def sort_by_expert(
+    chosen: tl.tensor,
+    pairs: tl.tensor,
+    rows: tl.tensor,
+    starts: tl.tensor,
+    count: tl.tensor,
+    experts: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """List one expert's pairs, in order, behind those of the experts before it."""
+    expert = tl.program_id(0)
+    start = 0
+    for first in range(0, count, block):
+        pair = first + tl.arange(0, block)
+        of = tl.load(chosen + pair, mask=pair < count, other=experts)
+        start += tl.sum((of < expert).to(tl.int32), 0)
+    tl.store(starts + expert, start)
+    for first in range(0, count, block):
+        pair = first + tl.arange(0, block)
+        mine = tl.load(chosen + pair, mask=pair < count, other=experts) == expert
+        row = start + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(pairs + row, pair, mask=mine)
+        tl.store(rows + pair, row, mask=mine)
+        start += tl.sum(mine.to(tl.int32), 0)
+    if expert == experts - 1:
+        tl.store(starts + experts, start)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_weighed(
+    y: tl.tensor,
+    rows: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    width: tl.constexpr,
+    per_token: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Compute some columns of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    total = tl.zeros((block,), tl.float32)
+    for j in tl.static_range(per_token):
+        row = tl.load(rows + token * per_token + j).to(tl.int64)
+        share = tl.load(weights + token * per_token + j)
+        total += share * tl.load(y + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,74 @@
+"""The experts of a layer whose MLP is a mixture of them: each token is computed by a few."""
+
+import torch
+
+from lorikeet_engine.errors import ModelError
+from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
+from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep
+from lorikeet_engine.kernels.moe import combine, expert_products, route
+from lorikeet_engine.kernels.pointwise import silu_and_mul
+from lorikeet_engine.models.checkpoint import Checkpoint
+from lorikeet_engine.models.config import ModelConfig
+
+
+class Experts:
+    """y[t] = Σ p(t, e) · down(e) · (silu(gate(e)·x[t]) · up(e)·x[t]) over the experts e of token t.
+
+    gate_up [experts, 2 · width, hidden] and down [experts, hidden, width], with width the shape's
+    intermediate. Between the products lie rows, one for each pair of a token and an expert of its,
+    sorted by expert (kernels/moe).
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
+        """Read a layer's experts; raises ModelError, also where linears are to be rounded."""
+        if checkpoint.rounding is not None:
+            raise ModelError(
+                f"weight_dtype={checkpoint.rounding}: experts are served as floats: want auto",
+                field="weight_dtype",
+            )
+        shape = config.shape
+        self.layer = layer
+        self.gate_up_group, self.down_group = (
+            LoraGroup(linears, shape.dims(linears[0])[0], tuple(shape.dims(n)[1] for n in linears))
+            for linears in (shape.groups["expert_gate_up"], shape.groups["expert_down"])
+        )
+        self.per_token, self.normalised = config.experts_per_token, config.normalised_experts
+        count, width, hidden = shape.experts, shape.intermediate, shape.hidden
+        path = f"model.layers.{layer}.mlp.experts"
+        self.gate_up = _read(checkpoint, path, ("gate_proj", "up_proj"), count, width, hidden)
+        self.down = _read(checkpoint, path, ("down_proj",), count, hidden, width)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        lora: LoraDelta | None,
+        step: LoraStep | None,
+    ) -> torch.Tensor:
+        """Return y [tokens, hidden] of x [tokens, hidden].
+
+        logits [tokens, experts]: the router's; lora is to be added to them. step: the LoRA work of
+        the experts' own linears.
+        """
+        routed = route(logits, self.per_token, lora, normalised=self.normalised)
+        adapted = begin_experts(step, routed)
+        gate_up = expert_products(x, self.gate_up, routed, gathered=True)  # [rows, 2 · width]
+        add_expert_lora(gate_up, x, adapted, self.layer, self.gate_up_group, gathered=True)
+        gated = silu_and_mul(gate_up)
+        down = expert_products(gated, self.down, routed)  # [rows, hidden]
+        add_expert_lora(down, gated, adapted, self.layer, self.down_group)
+        return combine(down, routed)
+
+
+def _read(
+    checkpoint: Checkpoint, path: str, parts: tuple[str, ...], count: int, d_out: int, d_in: int
+) -> torch.Tensor:
+    """All experts' linears of one input, on top of one another: [count, parts · d_out, d_in].
+
+    As one tensor, gate_up_proj or down_proj, or as a tensor of each expert's linear.
+    """
+    whole = f"{path}.{'gate_up_proj' if len(parts) > 1 else parts[0]}"
+    if whole in checkpoint:
+        return checkpoint.read([whole], [count], len(parts) * d_out, d_in)
+    names = [f"{path}.{expert}.{part}.weight" for expert in range(count) for part in parts]
+    return checkpoint.read(names, [d_out] * len(names), d_in).view(count, -1, d_in)

@@ -1,0 +1,201 @@
+"""Adapters on experts, in every form that they come in, change each expert as PEFT's do."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.adapter_format import (
+    AdapterLimits,
+    AdapterSpec,
+    BaseShape,
+    read_spec,
+    write_blob,
+)
+from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.residency.packing import PackedLayout, pack
+from tests.engine.conftest import MOE
+from tests.engine.moe_adapters import (
+    PARAMETERS,
+    peft_deltas,
+    save_again,
+    save_numbered,
+    save_shared,
+    shared_deltas,
+)
+from tests.engine.peft_adapters import save_adapter
+
+LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 24)
+
+
+def shape_of(checkpoint: Path) -> BaseShape:
+    return BaseShape.from_config(json.loads((checkpoint / "config.json").read_text()))
+
+
+def specified(checkpoint: Path, folder: Path) -> AdapterSpec:
+    write_blob(folder, folder / "blob")
+    return read_spec(folder / "blob", shape_of(checkpoint), LIMITS)
+
+
+def packed_deltas(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """B A of every linear in the adapter's image, by the linear's path; of experts stacked."""
+    shape, spec = shape_of(checkpoint), specified(checkpoint, folder)
+    layout = PackedLayout.of(spec, shape)
+    assert layout.elements == spec.packed_elements()
+    image = torch.empty(layout.elements)
+    pack(folder / "blob", spec, layout, image)
+    deltas = {}
+    for part in spec.linears:
+        a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
+        (d_in, d_out), count = shape.dims(part.linear), shape.matrices(part.linear)
+        a = image[a_at : a_at + count * rank * d_in].view(count, rank, d_in)
+        b = image[b_at : b_at + count * rank * d_out].view(count, rank, d_out)
+        delta = b.mT @ a
+        path = shape.linears[part.linear].path(part.layer)
+        deltas[path] = delta if ".experts." in path else delta[0]
+    return deltas
+
+
+def assert_as_peft(checkpoint: Path, folder: Path) -> None:
+    ours, theirs = packed_deltas(checkpoint, folder), peft_deltas(checkpoint, folder)
+    for name, delta in theirs.items():
+        if name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            halves = delta.chunk(2, dim=1)
+            wanted = dict(zip((f"{stem}gate_proj", f"{stem}up_proj"), halves, strict=True))
+        else:
+            wanted = {name.removesuffix(".weight"): delta}
+        for path, want in wanted.items():
+            if path not in ours:
+                assert not want.any(), f"{path} is changed by PEFT alone"
+                continue
+            torch.testing.assert_close(ours.pop(path), want, rtol=1e-4, atol=1e-5)
+    assert not ours
+
+
+@pytest.mark.parametrize("form", PARAMETERS)
+@pytest.mark.parametrize("family", MOE)
+def test_adapters_on_parameters_change_each_expert_as_in_peft(
+    family: str, form: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = save_adapter(tiny_checkpoints[family], tmp_path / form, **PARAMETERS[form])
+    assert_as_peft(tiny_checkpoints[family], folder)
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_matrices_of_each_expert_change_it_as_in_peft(
+    family: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    old = family == "mixtral"
+    folder = save_numbered(tiny_checkpoints[family], tmp_path / "old", 3, old_names=old)
+    assert_as_peft(tiny_checkpoints[family], folder)
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_what_peft_converted_is_split_back_to_the_rank_it_was_trained_with(
+    family: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints[family]
+    old = save_numbered(
+        checkpoint, tmp_path / "old", 4, old_names=family == "mixtral", use_rslora=True
+    )
+    converted = save_again(checkpoint, old, tmp_path / "converted")
+    assert {part.rank for part in specified(checkpoint, converted).linears} == {4}
+    assert_as_peft(checkpoint, converted)
+
+
+def test_a_matrix_that_all_experts_share_is_each_ones(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints["mixtral"]
+    folder = save_shared(checkpoint, tmp_path / "shared", 2)
+    ours, names = packed_deltas(checkpoint, folder), {"w1": "gate", "w2": "down", "w3": "up"}
+    for path, delta in shared_deltas(folder, scaling=8 / 2).items():
+        stem, _, name = path.removeprefix("base_model.model.").rpartition(".")
+        torch.testing.assert_close(ours.pop(f"{stem}.{names[name]}_proj"), delta)
+    assert not ours
+
+
+def test_a_blob_of_many_experts_has_few_tensors(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints["qwen3_moe"]
+    folder = save_numbered(checkpoint, tmp_path / "old", 3)
+    write_blob(folder, tmp_path / "blob")
+    layers, linears_of_experts = shape_of(checkpoint).layers, 3
+    assert len(load_file(tmp_path / "blob")) == 2 * layers * linears_of_experts
+
+
+def test_parameters_that_the_config_leaves_open_are_refused(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = save_adapter(tiny_checkpoints["mixtral"], tmp_path / "one", **PARAMETERS["down"])
+    _edit(folder, target_parameters=["gate_up_proj", "down_proj"])
+    with pytest.raises(AdapterRejected, match="selects gate_up_proj and down_proj"):
+        write_blob(folder, tmp_path / "blob")
+
+
+def test_a_targeted_parameter_without_weights_is_missed(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = save_adapter(tiny_checkpoints["mixtral"], tmp_path / "router", **PARAMETERS["router"])
+    _edit(folder, target_parameters=["gate.weight", "experts.down_proj"])
+    with pytest.raises(AdapterRejected, match=r"selects model.layers.0.mlp.experts.down_proj"):
+        write_blob(folder, tmp_path / "blob")
+
+
+def test_an_expert_without_weights_is_missed(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "old", 3)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    kept = {
+        name: tensor for name, tensor in tensors.items() if "layers.1.mlp.experts.2" not in name
+    }
+    save_file(kept, folder / "adapter_model.safetensors")
+    with pytest.raises(AdapterRejected, match=r"layers.1.mlp.experts.2"):
+        write_blob(folder, tmp_path / "blob")
+
+
+def test_an_expert_of_another_rank_is_refused(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    odd = "model.layers.0.mlp.experts.1.up_proj"
+    folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "old", 3)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for side, kept in (("A", (slice(2), slice(None))), ("B", (slice(None), slice(2)))):
+        name = f"base_model.model.{odd}.lora_{side}.weight"
+        tensors[name] = tensors[name][kept].contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    _edit(folder, rank_pattern={odd: 2})
+    with pytest.raises(AdapterRejected, match=f"{odd} has another shape"):
+        write_blob(folder, tmp_path / "blob")
+
+
+def test_an_adapter_for_another_number_of_experts_is_refused(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "old", 3)
+    write_blob(folder, tmp_path / "blob")
+    config = json.loads((tiny_checkpoints["qwen3_moe"] / "config.json").read_text())
+    shape = BaseShape.from_config(config | {"num_experts": 8})
+    with pytest.raises(AdapterRejected, match="is for 6 experts and the base model has 8"):
+        read_spec(tmp_path / "blob", shape, LIMITS)
+
+
+def test_the_scaling_of_a_split_parameter_is_that_of_the_whole(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints["mixtral"]
+    old = save_numbered(checkpoint, tmp_path / "old", 4, old_names=True, use_rslora=True)
+    spec = specified(checkpoint, save_again(checkpoint, old, tmp_path / "converted"))
+    gate = spec.linears[0]
+    assert math.isclose(gate.scaling, 16 / math.sqrt(8), rel_tol=1e-6)
+
+
+def _edit(folder: Path, **changes: object) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -1,0 +1,174 @@
+"""LoRA of experts against float32 sums written out here, at odd counts.
+
+On CUDA the tests marked `gpu` run the compiled kernels in bfloat16, too. Without a GPU the same
+tests run in Triton's interpreter, in a process that test_in_interpreter.py starts, and here with
+the reference.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lorikeet_engine.kernels.lora import expert_rows, reference
+from lorikeet_engine.kernels.lora.experts import ExpertStep
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraStep, LoraWeights, Segments
+from lorikeet_engine.kernels.moe.reference import route
+from lorikeet_engine.kernels.moe.types import RoutedRows
+from tests.engine.interpreter import INTERPRETED
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+on_gpu = [pytest.mark.gpu, needs_cuda]
+if INTERPRETED:
+    KINDS = [("cpu", torch.float32)]
+else:
+    KINDS = [
+        pytest.param(("cuda", dtype), marks=on_gpu) for dtype in (torch.float32, torch.bfloat16)
+    ]
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+LAYERS, LINEARS, LAYER = 2, 8, 1
+GATE_UP = LoraGroup((5, 6), d_in=72, d_outs=(40, 40))
+DOWN = LoraGroup((7,), d_in=40, d_outs=(72,))
+LONG = LoraGroup((7,), d_in=1300, d_outs=(530,))
+groups = pytest.mark.parametrize("group", [GATE_UP, DOWN], ids=["gate_up", "down"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is put on a device: the runs' slots with their ranks, and each token's experts."""
+
+    runs: tuple[tuple[int, int], ...]  # slot, tokens
+    ranks: tuple[int, ...]  # of each slot; 0: leaves experts alone
+    tokens: int
+    experts: int
+    per_token: int
+    favourite: int | None = None  # an expert of all tokens
+    padding: int = 0  # segments of length 0
+
+
+CASES = {
+    "a_token": Case(((1, 1),), (3, 4), 1, 5, 2),
+    "more_experts_than_rows": Case(((0, 1), (2, 2)), (4, 1, 16), 4, 37, 2),
+    "an_expert_with_all": Case(((0, 3), (1, 6)), (5, 16), 11, 7, 3, favourite=6),
+    "mixed_ranks_and_none": Case(((2, 4), (0, 9), (1, 1)), (33, 0, 7), 19, 5, 3),
+    "many_rows_of_one": Case(((0, 150),), (12,), 157, 2, 2),
+    "padded_segments": Case(((1, 5), (0, 2)), (4, 8), 9, 3, 1, padding=140),
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    step: LoraStep
+    routed: RoutedRows
+    group: LoraGroup
+    x: torch.Tensor  # [tokens, d_in]
+    y: torch.Tensor  # [rows, sum(d_outs)]
+    want: torch.Tensor  # y with the delta, in float32, of x[token] for each row
+
+    def rows_of_x(self) -> torch.Tensor:
+        return self.x[self.routed.pairs.long() // self.routed.per_token]
+
+
+def make(case: Case, group: LoraGroup, kind: tuple[str, torch.dtype]) -> Made:
+    """Random adapters whose gaps hold NaN, and the equation row by row."""
+    device, dtype = kind
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * 0.3).to(dtype)
+
+    table = torch.zeros(len(case.ranks), LAYERS, LINEARS, 3, dtype=torch.int64)
+    stored, end = [], 0
+    a, b = {}, {}
+    for slot, rank in enumerate(case.ranks):
+        for s, linear in enumerate(group.linears if rank else ()):
+            own = rank + s if s else rank  # gate and up may have ranks of their own
+            d_out = group.d_outs[s]
+            a[slot, s], b[slot, s] = (
+                random(case.experts, own, group.d_in),
+                random(case.experts, own, d_out),
+            )
+            for side, matrix in enumerate((a[slot, s], b[slot, s])):
+                table[slot, LAYER, linear, side] = end
+                gap = -matrix.numel() % 16 + 16
+                stored += [matrix.flatten(), torch.full((gap,), torch.nan, dtype=dtype)]
+                end += matrix.numel() + gap
+            table[slot, LAYER, linear, 2] = own
+    logits = torch.randn(case.tokens, case.experts, generator=generator)
+    if case.favourite is not None:
+        logits[:, case.favourite] = 99.0
+    routed = route(logits, case.per_token, normalised=True)
+    x = random(case.tokens, group.d_in)
+    y = random(len(routed.pairs), sum(group.d_outs))
+    want = y.float()
+    owners = [slot for slot, length in case.runs for _ in range(length)]
+    bounds = routed.starts.tolist()
+    for row, pair in enumerate(routed.pairs.tolist()):
+        token = pair // case.per_token
+        expert = sum(bound <= row for bound in bounds[1:])
+        if token >= len(owners) or not case.ranks[owners[token]]:
+            continue
+        delta = [
+            a[owners[token], s][expert].float()
+            @ x[token].float()
+            @ b[owners[token], s][expert].float()
+            for s in range(len(group.linears))
+        ]
+        want[row] += torch.cat(delta)
+    lengths = torch.tensor([length for _, length in case.runs] + [0] * case.padding)
+    slots = torch.tensor([slot for slot, _ in case.runs] + [0] * case.padding)
+    segments = Segments(
+        slots.int().to(device),
+        (lengths.cumsum(0) - lengths).int().to(device),
+        lengths.int().to(device),
+        max_rank=max(case.ranks) + 1,
+    )
+    arena = torch.cat(stored).to(device)
+    moved = RoutedRows(*(getattr(routed, f).to(device) for f in RoutedRows.__slots__))
+    step = LoraStep(LoraWeights(arena, table.to(device)), segments, None)
+    return Made(step, moved, group, x.to(device), y.to(device), want.to(device))
+
+
+def check(made: Made, module: object, *, gathered: bool) -> None:
+    owners = module.list_owners(made.step.segments, made.routed)
+    assert torch.equal(owners, reference.list_owners(made.step.segments, made.routed))
+    x = made.x if gathered else made.rows_of_x().contiguous()
+    experts = ExpertStep(made.step, made.routed, owners)
+    module.add_expert_lora(made.y, x, experts, LAYER, made.group, gathered=gathered)
+    rtol, atol = (1e-4, 1e-5) if made.y.dtype == torch.float32 else (2e-2, 3e-2)
+    torch.testing.assert_close(made.y.float(), made.want, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@groups
+def test_the_reference_adds_each_rows_adapter_of_its_expert(case: Case, group: LoraGroup) -> None:
+    made = make(case, group, ("cpu", torch.float32))
+    check(made, reference, gathered=group is GATE_UP)
+
+
+@kinds
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@groups
+def test_the_kernels_add_each_rows_adapter_of_its_expert(
+    case: Case, group: LoraGroup, kind: tuple[str, torch.dtype]
+) -> None:
+    check(make(case, group, kind), expert_rows, gathered=group is GATE_UP)
+
+
+@kinds
+def test_a_wide_input_is_split_and_summed(kind: tuple[str, torch.dtype]) -> None:
+    check(make(CASES["more_experts_than_rows"], LONG, kind), expert_rows, gathered=False)
+
+
+@kinds
+def test_rows_that_are_not_dense_are_read_by_their_strides(
+    kind: tuple[str, torch.dtype],
+) -> None:
+    made = make(CASES["mixed_ranks_and_none"], GATE_UP, kind)
+    wide = made.x.new_full((len(made.x), 2 * made.x.shape[1]), torch.nan)
+    wide[:, : made.x.shape[1]] = made.x
+    strided = Made(
+        made.step, made.routed, made.group, wide[:, : made.x.shape[1]], made.y, made.want
+    )
+    check(strided, expert_rows, gathered=True)

@@ -1,0 +1,154 @@
+"""A mixture of experts: the routing's order, and the kernels equal torch's operators.
+
+Without a GPU the kernels run in Triton's interpreter; the routing's cases run on the CPU, too.
+"""
+
+import pytest
+import torch
+
+from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.moe import reference
+from tests.engine.interpreter import INTERPRETED
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = (
+    [("cpu", torch.float32), ("cpu", torch.float16)]
+    if INTERPRETED
+    else [
+        pytest.param(("cuda", torch.bfloat16), marks=on_gpu),
+        pytest.param(("cuda", torch.float32), marks=on_gpu),
+    ]
+)
+# tokens, experts, per_token: also more experts than rows, and all experts of each token
+ROUTES = [(1, 8, 2), (7, 3, 1), (5, 128, 8), (33, 6, 6), (130, 60, 4)]
+
+
+def random(kind, *shape):
+    device, dtype = kind
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def counts(routed):
+    return routed.starts.diff().tolist()
+
+
+def assert_near(got, want):
+    """The sums are of float32, and rounded once; want is float64."""
+    eps = 2 * torch.finfo(got.dtype).eps + 8 * torch.finfo(torch.float32).eps
+    atol = eps * want.abs().max().item()
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "per_token"), ROUTES)
+def test_rows_are_sorted_by_expert_and_then_by_token(tokens, experts, per_token):
+    logits = random(("cpu", torch.float32), tokens, experts)
+    routed = reference.route(logits, per_token, normalised=False)
+    probabilities, best = logits.softmax(-1).topk(per_token)
+    torch.testing.assert_close(routed.weights, probabilities)
+    chosen = best.flatten().tolist()
+    want = sorted(range(len(chosen)), key=lambda pair: (chosen[pair], pair))
+    assert routed.pairs.tolist() == want
+    assert [want[row] for row in routed.rows.flatten()] == list(range(len(chosen)))
+    assert counts(routed) == [chosen.count(expert) for expert in range(experts)]
+
+
+def test_of_equally_likely_experts_the_first_are_chosen():
+    routed = reference.route(torch.zeros(2, 5), 2, normalised=True)
+    assert counts(routed) == [2, 2, 0, 0, 0]
+    assert routed.weights.tolist() == [[0.5, 0.5]] * 2
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "per_token"), ROUTES)
+def test_route(kind, tokens, experts, per_token, adapters, normalised):
+    from lorikeet_engine.kernels.moe import fused
+
+    logits, lora = random(kind, tokens, experts), None
+    if adapters:
+        some = torch.tensor([tokens // 2], dtype=torch.int32, device=kind[0])
+        lora = LoraDelta(random(kind, experts, tokens).T.contiguous(), some)
+    got = fused.route(logits, per_token, lora, normalised=normalised)
+    want = reference.route(logits, per_token, lora, normalised=normalised)
+    torch.testing.assert_close(got.weights, want.weights)
+    for name in ("pairs", "rows", "starts"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_equal_logits_and_such_as_are_not_numbers_stay_within_bounds(kind):
+    from lorikeet_engine.kernels.moe import fused
+
+    logits = torch.zeros(3, 5, device=kind[0], dtype=kind[1])
+    logits[1] = float("nan")
+    routed = fused.route(logits, 2, normalised=True)
+    assert counts(routed)[:2] == [2, 2]
+    assert sorted(routed.pairs.tolist()) == list(range(6))
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(("d_out", "d_in"), [(48, 64), (33, 100)])
+@pytest.mark.parametrize("spread", ["even", "one expert has all", "more experts than rows"])
+def test_products(kind, d_out, d_in, spread, gathered):
+    from lorikeet_engine.kernels.moe import fused
+
+    tokens, experts = (3, 40) if spread == "more experts than rows" else (45, 4)
+    logits = random(kind, tokens, experts)
+    if spread == "one expert has all":
+        logits[:, 1] += 100
+    per_token = 1 if spread == "one expert has all" else 2
+    routed = reference.route(logits, per_token, normalised=True)
+    x = random(kind, tokens if gathered else tokens * per_token, d_in)
+    weight = random(kind, experts, d_out, d_in)
+    got = fused.expert_products(x, weight, routed, gathered=gathered)
+    want = reference.expert_products(x.double(), weight.double(), routed, gathered=gathered)
+    assert_near(got, want)
+
+
+@pytest.mark.parametrize("rows", [20, 100, 400])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_products_of_every_tile(kind, rows):
+    """Of each TileConfig, whose tiles of an expert are full, begun and none."""
+    from lorikeet_engine.kernels.moe import grouped
+
+    logits = random(kind, rows, 3)
+    logits[:, 2] -= 100
+    routed = reference.route(logits, 1, normalised=True)
+    x, weight = random(kind, rows, 48), random(kind, 3, 40, 48)
+    want = reference.expert_products(x.double(), weight.double(), routed)
+    for config in (grouped.FEW, grouped.SOME, grouped.MANY, grouped.MOST):
+        got = grouped.products(x, weight, routed, config)
+        assert_near(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_products_of_a_prefill():
+    from lorikeet_engine.kernels.moe import fused, grouped
+
+    kind = ("cuda", torch.bfloat16)
+    tokens = 4 * grouped.GROUPED_ROWS
+    routed = reference.route(random(kind, tokens, 4), 1, normalised=True)
+    x, weight = random(kind, tokens, 256), random(kind, 4, 128, 256)
+    assert grouped.is_better(x, weight, tokens)
+    got = fused.expert_products(x, weight, routed, gathered=True)
+    want = grouped.products(x, weight, routed, gathered=True)
+    torch.testing.assert_close(got, want, rtol=0, atol=0.25)
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("width", [64, 1500])
+def test_combine(kind, width):
+    from lorikeet_engine.kernels.moe import fused
+
+    routed = reference.route(random(kind, 7, 9), 3, normalised=True)
+    y = random(kind, 21, width)
+    eps = torch.finfo(kind[1]).eps
+    got, want = fused.combine(y, routed), reference.combine(y, routed)
+    torch.testing.assert_close(got, want, rtol=4 * eps, atol=4 * eps)

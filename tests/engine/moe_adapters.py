@@ -1,0 +1,112 @@
+"""Adapters on experts in the forms that they come in, and what PEFT makes of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.adapter_format import BaseShape
+
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+# LoraConfig's arguments.
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "both": {"target_modules": ["q_proj"], "target_parameters": BOTH, "r": 4, "lora_alpha": 9},
+    "gate_up": {"target_modules": [], "target_parameters": BOTH[:1], "r": 3, "lora_alpha": 8},
+    "down": {
+        "target_modules": ["o_proj"],
+        "target_parameters": BOTH[1:],
+        "r": 5,
+        "use_rslora": True,
+    },
+    "patterns": {
+        "target_modules": [],
+        "target_parameters": BOTH,
+        "r": 4,
+        "rank_pattern": {"experts.gate_up_proj": 2},
+        "alpha_pattern": {"experts.gate_up_proj": 5, "layers.1.mlp.experts.down_proj": 3},
+    },
+    "all": {"target_modules": "all-linear", "r": 4},
+    "router": {"target_modules": ["gate"], "r": 2, "lora_alpha": 50},
+}
+
+
+def save_numbered(
+    checkpoint: Path,
+    folder: Path,
+    rank: int,
+    *,
+    old_names: bool = False,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """A folder with matrices for each expert's linears, as PEFT wrote before transformers 5.
+
+    old_names: Mixtral's. config: more of adapter_config.json.
+    """
+    shape = BaseShape.from_config(json.loads((checkpoint / "config.json").read_text()))
+    block, names = ("block_sparse_moe", ("w1", "w3", "w2")) if old_names else ("mlp", None)
+    names = names or ("gate_proj", "up_proj", "down_proj")
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(shape.layers):
+        for expert in range(shape.experts):
+            for name, linear in zip(names, ("gate_proj", "up_proj", "down_proj"), strict=True):
+                d_in, d_out = shape.dims(shape.index(linear))
+                path = f"base_model.model.model.layers.{layer}.{block}.experts.{expert}.{name}"
+                tensors[f"{path}.lora_A.weight"] = torch.randn(rank, d_in, generator=generator)
+                tensors[f"{path}.lora_B.weight"] = (
+                    torch.randn(d_out, rank, generator=generator) * 0.1
+                )
+    return _save(folder, tensors, r=rank, target_modules=list(names), **config)
+
+
+def save_shared(checkpoint: Path, folder: Path, rank: int) -> Path:
+    """A folder whose experts share A of gate and up, and B of down; the rest is stacked."""
+    shape = BaseShape.from_config(json.loads((checkpoint / "config.json").read_text()))
+    generator, tensors = torch.Generator().manual_seed(5), {}
+    for layer in range(shape.layers):
+        for name in ("w1", "w2", "w3"):
+            linear = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[name]
+            d_in, d_out = shape.dims(shape.index(linear))
+            of_a, of_b = (shape.experts, 1) if name == "w2" else (1, shape.experts)
+            path = f"base_model.model.model.layers.{layer}.mlp.experts.{name}"
+            tensors[f"{path}.lora_A.weight"] = torch.randn(of_a, rank, d_in, generator=generator)
+            b = torch.randn(of_b, d_out, rank, generator=generator) * 0.1
+            tensors[f"{path}.lora_B.weight"] = b
+    return _save(folder, tensors, r=rank, target_modules=["w1", "w2", "w3"])
+
+
+def _save(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_alpha": 8, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_again(checkpoint: Path, folder: Path, out: Path) -> Path:
+    """What PEFT saves of an adapter that it has loaded: it converts old forms."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    peft.PeftModel.from_pretrained(model, folder).save_pretrained(out)
+    return out
+
+
+def peft_deltas(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """What an adapter adds to each matrix of the model, merged by PEFT, by the parameter's name."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    before = {name: weight.clone() for name, weight in base.named_parameters()}
+    merged = peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
+    return {name: weight - before[name] for name, weight in merged.named_parameters()}
+
+
+def shared_deltas(folder: Path, scaling: float) -> dict[str, torch.Tensor]:
+    """What save_shared's adapter adds to each linear of experts [experts, d_out, d_in]."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    return {
+        name.removesuffix(".lora_A.weight"): tensors[name.replace("lora_A", "lora_B")] @ a * scaling
+        for name, a in tensors.items()
+        if "lora_A" in name
+    }
