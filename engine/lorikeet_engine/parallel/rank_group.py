@@ -87,6 +87,8 @@ class RankGroup:
 
         part [rows, width], dense: this rank's, as Shard.vocabulary has it.
         """
+        if not len(part):  # in no rank then; backends need not know how to send nothing
+            return part.new_empty(0, vocabulary)
         widths = [len(Shard(rank, self.world).vocabulary(vocabulary)) for rank in range(self.world)]
         padded = part
         if part.shape[1] < widths[0]:
