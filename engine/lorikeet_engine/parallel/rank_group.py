@@ -6,6 +6,7 @@ the host waits for nothing but in `minimum`. A process that is gone leaves the o
 starts them watches them.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from lorikeet_engine.parallel.shard import Shard
+from lorikeet_engine.parallel.symmetric_sums import SymmetricSums, can_map_peers
+
+log = logging.getLogger(__name__)
 
 # How long ranks wait for one another at start, while each reads its weights.
 _START = timedelta(minutes=30)
@@ -53,7 +57,8 @@ class RankGroup:
             timeout=_START,
             device_id=device if cuda else None,
         )
-        self.sum_(torch.zeros(1, device=device))  # connects: no graph could capture that
+        dist.all_reduce(torch.zeros(1, device=device))  # connects: no graph could capture that
+        self._small_sums = self._connect_small_sums(device) if cuda else None
 
     @property
     def rank(self) -> int:
@@ -72,13 +77,18 @@ class RankGroup:
 
     def sum_(self, tensor: torch.Tensor) -> None:
         """Replace a dense tensor by the sum over all ranks, bit for bit the same in each."""
-        dist.all_reduce(tensor)
+        if self._small_sums is not None and self._small_sums.take(tensor):
+            self._small_sums.sum_(tensor)
+        else:
+            dist.all_reduce(tensor)
 
     def gather_logits(self, part: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """Logits [rows, vocabulary] at the leader, [0, vocabulary] in the others.
 
         part [rows, width], dense: this rank's, as Shard.vocabulary has it.
         """
+        if not len(part):  # in no rank then; backends need not know how to send nothing
+            return part.new_empty(0, vocabulary)
         widths = [len(Shard(rank, self.world).vocabulary(vocabulary)) for rank in range(self.world)]
         padded = part
         if part.shape[1] < widths[0]:
@@ -104,3 +114,13 @@ class RankGroup:
     def close(self) -> None:
         """Leave; the others do, too."""
         dist.destroy_process_group()
+
+    def _connect_small_sums(self, device: torch.device) -> SymmetricSums | None:
+        """What sums small tensors faster than NCCL; None unless all ranks have it."""
+        sums = None
+        if self.minimum([can_map_peers(device, self.world)]) == (1,):
+            try:
+                sums = SymmetricSums(device)
+            except RuntimeError as error:
+                log.warning("symmetric_memory_left_out", extra={"error": str(error)})
+        return sums if self.minimum([sums is not None]) == (1,) else None

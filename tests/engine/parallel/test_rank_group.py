@@ -21,6 +21,7 @@ def exchange(group: RankGroup) -> dict[str, torch.Tensor | tuple[int, ...]]:
         "sum": numbers,
         "tokens": tokens,
         "logits": group.gather_logits(part, VOCABULARY),
+        "no logits": group.gather_logits(part[:0], VOCABULARY),
         "minimum": group.minimum([10 - group.rank, 3 + group.rank]),
     }
 
@@ -31,6 +32,7 @@ def test_ranks_exchange_sums_logits_tokens_and_the_least_of_numbers(tmp_path, wo
     for result in results:
         assert torch.equal(result["sum"], torch.full((2, 3), (10.0**world - 1) / 9))
         assert result["tokens"].tolist() == [5, 7]
+        assert result["no logits"].shape == (0, VOCABULARY)
         assert result["minimum"] == (11 - world, 3)
     leader, *followers = (result["logits"] for result in results)
     assert torch.equal(leader, LOGITS)

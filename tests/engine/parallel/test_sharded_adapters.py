@@ -66,22 +66,28 @@ class Case(NamedTuple):
     blobs: dict[str, Path]
 
 
-def answers(cases: dict[str, Case], group: RankGroup | None) -> dict[str, torch.Tensor]:
-    """By model, all logits of one batch of all its adapters and the base model."""
+def answers(
+    cases: dict[str, Case], group: RankGroup | None, device: torch.device = CPU
+) -> dict[str, torch.Tensor]:
+    """By model, all logits of one batch of all its adapters and the base model, on the CPU."""
     logits = {}
     for name, case in cases.items():
-        model = load_model(case.checkpoint, CPU, torch.float32, ranks=group)
+        model = load_model(case.checkpoint, device, torch.float32, ranks=group)
         weights, layouts = packed(model, case.blobs, group)
-        run = Run(case.checkpoint, PagedTokens(), lora=weights, model=model)
+        run = Run(case.checkpoint, PagedTokens(str(device)), lora=weights, model=model)
         prompts = {adapter: PROMPTS[name, adapter] for adapter in (*case.blobs, None)}
         parts = [slice(0, -3), slice(-3, -2), slice(-2, -1), slice(-1, None)]
         steps = [{key: tokens[part] for key, tokens in prompts.items()} for part in parts]
-        logits[name] = torch.cat([step(run, chunks, layouts) for chunks in steps])
+        logits[name] = torch.cat([step(run, chunks, layouts) for chunks in steps]).cpu()
     return logits
 
 
 def answers_of_rank(group: RankGroup, cases: dict[str, Case]) -> dict[str, torch.Tensor]:
     return answers(cases, group)
+
+
+def answers_of_gpu(group: RankGroup, cases: dict[str, Case]) -> dict[str, torch.Tensor]:
+    return answers(cases, group, torch.device("cuda", group.rank))
 
 
 def packed(
@@ -99,7 +105,8 @@ def packed(
         spans.append(image.span(rank))
         rows.append(layout.rows_at(end))
         end += layout.elements
-    return LoraWeights(torch.cat(spans), torch.stack(rows)), layouts
+    arena, table = torch.cat(spans), torch.stack(rows)
+    return LoraWeights(arena.to(model.device), table.to(model.device)), layouts
 
 
 def step(
@@ -108,10 +115,11 @@ def step(
     """The logits of a step whose first chunks have these adapters, in this order."""
     batch = run.tokens.batch(chunks)
     starts = torch.tensor(batch.query_starts[: len(layouts) + 1])
+    device = batch.token_ids.device
     segments = Segments(
-        torch.arange(len(layouts), dtype=torch.int32),
-        starts[:-1],
-        starts.diff(),
+        torch.arange(len(layouts), dtype=torch.int32, device=device),
+        starts[:-1].to(device),
+        starts.diff().to(device),
         max_rank=max(layout.max_rank for layout in layouts),
     )
     of_head = replace(
@@ -172,6 +180,16 @@ def test_the_leaders_logits_are_pefts(cases, folder, shared, name, adapter):
     with torch.inference_mode():
         want = model(torch.tensor([PROMPTS[name, adapter]])).logits[0]
     assert_equal(of(shared[0][name], name, adapter), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_logits_of_one(cases, tmp_path):
+    leader, follower = run_ranks(2, answers_of_gpu, tmp_path, cases, device="cuda")
+    for name, want in answers(cases, None, torch.device("cuda", 0)).items():
+        # products of Triton's kernels are of TF32, and otherwise cut
+        torch.testing.assert_close(leader[name], want, rtol=0, atol=0.01 * want.abs().max().item())
+        assert len(follower[name]) == 0
 
 
 def of(logits: torch.Tensor, name: str, adapter: str | None) -> torch.Tensor:

@@ -1,0 +1,114 @@
+"""Sums over the GPUs of one host, by size: NCCL, and torch's symmetric memory without multicast.
+
+python -m engine.benchmarks.rank_sums --json rank_sums.json [--gpus 2]
+
+Each is captured many times in a CUDA graph, as a model's layers capture it, and checked first. The
+one- and two-shot sums of symmetric memory are timed with the copy to the shared buffer before, the
+two-shot one with that back as well. A replica of several GPUs sums twice a layer.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine.benchmarks import harness
+from engine.benchmarks.gpu_time import medians_ms
+from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.parallel.shard import Shard
+from lorikeet_engine.parallel.symmetric_sums import SymmetricSums, can_map_peers
+
+SIZES = tuple(16 << 10 << step for step in range(12))  # 16 KiB to 32 MiB
+_SUMS = 32  # in a graph
+_TIMES = 20
+
+Sum = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Microseconds of one sum of bfloat16 in a graph; None where it is not to be had."""
+
+    kib: int
+    nccl_us: float
+    one_shot_us: float | None
+    two_shot_us: float | None
+
+
+def measure(group: RankGroup, device: torch.device) -> list[Row]:
+    """All sizes, in one rank of several that do the same."""
+    sums: dict[str, Sum] = {"nccl": dist.all_reduce}
+    if can_map_peers(device, group.world):
+        symmetric = SymmetricSums(device, SIZES[-1])
+        sums |= {"one_shot": symmetric.sum_, "two_shot": partial(_two_shot, symmetric)}
+    rows = []
+    for size in SIZES:
+        tensor = torch.empty(size // 2, dtype=torch.bfloat16, device=device)
+        took_us = {}
+        for name, sum_ in sums.items():
+            check(group, sum_, tensor, name)
+            took_us[name] = time_us(sum_, tensor)
+        rows.append(
+            Row(size >> 10, took_us["nccl"], took_us.get("one_shot"), took_us.get("two_shot"))
+        )
+    return rows
+
+
+def check(group: RankGroup, sum_: Sum, tensor: torch.Tensor, name: str) -> None:
+    """Raise AssertionError unless a sum is right at every element, again and again."""
+    each = torch.arange(tensor.numel(), device=tensor.device) % 13  # exact in bfloat16
+    for turn in range(1, 4):
+        tensor.copy_(each * turn + group.rank)
+        sum_(tensor)
+        want = each * turn * group.world + sum(range(group.world))
+        assert torch.equal(tensor.float(), want.float()), f"{name}: {tensor.nbytes} bytes"
+
+
+def time_us(sum_: Sum, tensor: torch.Tensor) -> float:
+    """One sum's time, of many in a graph; tensor is overwritten."""
+    tensor.zero_()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(_SUMS):
+            sum_(tensor)
+    return 1e3 * medians_ms([graph.replay], _TIMES)[0] / _SUMS
+
+
+def _two_shot(symmetric: SymmetricSums, tensor: torch.Tensor) -> None:
+    shared = symmetric._buffers[tensor.dtype][: tensor.numel()]
+    shared.copy_(tensor)
+    symmetric._operators.two_shot_all_reduce_(shared, "sum", symmetric._group)
+    tensor.copy_(shared)
+
+
+def _run(rank: int, world: int, folder: Path) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = RankGroup(Shard(rank, world), folder / "rendezvous", device)
+    rows = measure(group, device)
+    if group.leads:  # the others' times are as long: they wait for one another
+        (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
+    group.close()
+
+
+def main() -> None:
+    """Start a process for each GPU, print a table and write the rows."""
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--gpus", type=int, default=2)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.multiprocessing.spawn(_run, (options.gpus, folder), nprocs=options.gpus)
+        rows = [Row(**row) for row in json.loads((folder / "rows.json").read_text())]
+    facts = harness.facts(options.commit)
+    harness.write(options.json, facts, gpus=options.gpus, rank_sums=harness.show(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Sums over two GPUs are right at every size, in graphs as well, and alike in both."""
+
+import pytest
+import torch
+
+from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.parallel.symmetric_sums import LARGEST_BYTES
+from tests.engine.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+# below, at and above the largest that symmetric memory sums, and one that it cannot take
+COUNTS = (8, 4096, LARGEST_BYTES // 2, LARGEST_BYTES // 2 + 8, 4093)
+
+
+def summed(group: RankGroup) -> list[torch.Tensor]:
+    """Each count's sums: of one launch, then of two replays of a graph of two sums."""
+    device, results = torch.device("cuda", group.rank), []
+    for count in COUNTS:
+        own = (torch.arange(count, device=device) % 7 + group.rank).bfloat16()
+        tensor = own.clone()
+        group.sum_(tensor)
+        results.append(tensor.cpu())
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            group.sum_(tensor)
+            group.sum_(tensor)
+        for _ in range(2):
+            tensor.copy_(own)
+            graph.replay()
+            results.append(tensor.cpu())
+    return results
+
+
+def test_sums_are_right_at_every_size_in_graphs_too(tmp_path):
+    first, second = run_ranks(2, summed, tmp_path, device="cuda")
+    for n, (one, other) in enumerate(zip(first, second, strict=True)):
+        want = 2 * (torch.arange(len(one)) % 7) + 1
+        assert torch.equal(one, other)
+        assert torch.equal(one.float(), want.float() * (1 if n % 3 == 0 else 2))

@@ -1,0 +1,94 @@
+"""What a process reads of a shared model's linears is its part of the whole weight, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.errors import ModelError
+from lorikeet_engine.kernels.fp8 import Fp8Rows
+from lorikeet_engine.kernels.lora.linear import Weight
+from lorikeet_engine.models import staging
+from lorikeet_engine.models.checkpoint import Checkpoint
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.cut import Cut
+from tests.engine.models.test_fp8_checkpoints import written
+
+GATE_UP = [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")]
+DOWN = ["model.layers.0.mlp.down_proj.weight"]
+# of gate and up [96, 64] rows that are no whole blocks of scales, of down [64, 96] columns
+ROWS = [Cut((96, 64), range(40, 88), range(64)), Cut((96, 64), range(8, 56), range(64))]
+COLUMNS = [Cut((64, 96), range(64), range(30, 78))]
+KINDS = ["floats", "nf4", "dynamic", "static", "blocks"]
+
+
+def read(folder: Path, kind: str, names: list[str], cuts: list[Cut]) -> Weight:
+    config = ModelConfig.from_folder(folder)
+    rounding = Quantization.NF4 if kind == "nf4" else None
+    stored, cpu = config.quantized_linears, torch.device("cpu")
+    with Checkpoint(folder, cpu, torch.float32, stored, rounding) as checkpoint:
+        weight = checkpoint.read_linear(names, cuts)
+    assert checkpoint.nbytes == weight.nbytes
+    return weight
+
+
+@pytest.fixture(params=KINDS)
+def case(request, tiny_checkpoints, tmp_path):
+    """A kind of checkpoint, and its folder."""
+    folder = tiny_checkpoints["llama"]
+    if request.param in ("floats", "nf4"):
+        return request.param, folder
+    return request.param, written(folder, tmp_path, request.param)[0]
+
+
+def pair(case: tuple[str, Path], names: list[str], cuts: list[Cut]) -> tuple[Weight, list[Weight]]:
+    """What is read of the cut linears at once, and of each of them whole."""
+    kind, folder = case
+    wholes = [[Cut.whole(*cut.shape)] for cut in cuts]
+    return (
+        read(folder, kind, names, cuts),
+        [read(folder, kind, [name], whole) for name, whole in zip(names, wholes, strict=True)],
+    )
+
+
+def test_rows_of_fused_linears(case, monkeypatch):
+    monkeypatch.setattr(staging, "STAGING_BYTES", 1 << 10)  # a few rows at a time
+    got, wholes = pair(case, GATE_UP, ROWS)
+    for part, whole, cut in zip(split(got, [48, 48]), wholes, ROWS, strict=True):
+        if isinstance(whole, Fp8Rows):
+            assert isinstance(part, Fp8Rows)
+            assert torch.equal(part.rows.float(), cut.of(whole.rows.float()))
+            assert torch.equal(part.scales, whole.scales[cut.rows.start : cut.rows.stop])
+        else:
+            assert torch.equal(part, cut.of(whole))
+
+
+def test_columns_of_a_linear(case, monkeypatch):
+    monkeypatch.setattr(staging, "STAGING_BYTES", 1 << 10)
+    got, (whole,) = pair(case, DOWN, COLUMNS)
+    if case[0] == "blocks":  # rounded once more, to the largest of the columns that are kept
+        assert isinstance(got, Fp8Rows)
+        assert isinstance(whole, Fp8Rows)
+        want = COLUMNS[0].of(whole.rows.float() * whole.scales[:, None])
+        error = got.rows.float() * got.scales[:, None] - want
+        assert error.abs().max() <= 2**-3 * want.abs().max()
+    elif isinstance(whole, Fp8Rows):
+        assert isinstance(got, Fp8Rows)
+        assert torch.equal(got.rows.float(), COLUMNS[0].of(whole.rows.float()))
+        assert torch.equal(got.scales, whole.scales)
+    else:
+        assert torch.equal(got, COLUMNS[0].of(whole))
+
+
+def test_the_stored_tensor_is_checked_whatever_is_kept_of_it(tiny_checkpoints):
+    wrong = [Cut((64, 90), range(64), range(30, 78))]
+    with pytest.raises(ModelError, match=r"down_proj.weight is F32 \[64, 96\]: want \[64, 90\]"):
+        read(tiny_checkpoints["llama"], "floats", DOWN, wrong)
+
+
+def split(weight: Weight, heights: list[int]) -> list[Weight]:
+    if isinstance(weight, Fp8Rows):
+        parts = zip(weight.rows.split(heights), weight.scales.split(heights), strict=True)
+        return [Fp8Rows(rows, scales) for rows, scales in parts]
+    return list(weight.split(heights))
