@@ -1,3 +1,46 @@
+"""On two GPUs: what one says, and the end of a replica whose follower is killed under load."""
+
+import random
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from engine.benchmarks.random_checkpoint import write_checkpoint
+from engine.benchmarks.random_model import LLAMA_3_1_8B
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.errors import EngineClosed
+from lorikeet_engine.process.client import EngineProcessClient
+from lorikeet_engine.request import Failed
+from tests.engine.blobs import Shelf
+from tests.engine.engine_driver import Answers, greedy, prompt
+from tests.engine.process_engines import Blobs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+CONFIG = LLAMA_3_1_8B | {
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 2048,
+}
+RANKS = (4, 8, 16, 33)
+LOAD_S = 20.0
+# Of log probabilities in bfloat16, whose sums have another order.
+TOLERANCE = 0.1
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
