@@ -82,7 +82,7 @@ class Tiers:
         pool = self._pool = SlotPool(self.weights.arena.numel(), max_slots)
         self.arena = arena_of(self.weights, device, followers)
         self._gpu = GpuAdapters(pool, self.arena, LeastUsedForItsSize(), time.monotonic, note)
-        shared = followers and followers.memory
+        shared = None if followers is None else followers.memory
         self._host = HostArena(host_bytes, dtype, device.type == "cuda", note, shared)
         kind = fingerprint(shape, limits, dtype, world)
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)

@@ -1,0 +1,124 @@
+"""On two GPUs: what one says, and the end of a replica whose follower is killed under load."""
+
+import random
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from engine.benchmarks.random_checkpoint import write_checkpoint
+from engine.benchmarks.random_model import LLAMA_3_1_8B
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.errors import EngineClosed
+from lorikeet_engine.process.client import EngineProcessClient
+from lorikeet_engine.request import Failed
+from tests.engine.blobs import Shelf
+from tests.engine.engine_driver import Answers, greedy, prompt
+from tests.engine.process_engines import Blobs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+CONFIG = LLAMA_3_1_8B | {
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 2048,
+}
+RANKS = (4, 8, 16, 33)
+LOAD_S = 20.0
+# Of log probabilities in bfloat16, whose sums have another order.
+TOLERANCE = 0.1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    write_checkpoint(folder / "model", CONFIG, torch.device("cuda"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def refs(folder):
+    shape, shelf = BaseShape.from_config(CONFIG), Shelf(folder / "made")
+    everywhere = [(layer, linear) for layer in range(shape.layers) for linear in range(7)]
+    (folder / "blobs").mkdir()
+    refs = [shelf.make(f"r{r}", dict.fromkeys(everywhere, r), shape=shape) for r in RANKS]
+    for ref in refs:
+        (folder / "blobs" / ref.digest).write_bytes(shelf.blob(ref.name).read_bytes())
+    return refs
+
+
+def engine_of(folder: Path, gpus: int) -> Engine:
+    """With room on each GPU for two or three of the adapters."""
+    settings = EngineSettings(
+        folder / "model",
+        folder / f"cache-{gpus}",
+        device="cuda",
+        dtype="bfloat16",
+        adapter_dtype="bfloat16",
+        kv_bytes=64 << 20,
+        max_running=32,
+        max_batch_adapters=4,
+        adapter_gpu_bytes=6 << 20,
+        tensor_parallel=gpus,
+    )
+    return Engine(settings, Blobs(folder / "blobs"))
+
+
+def test_prompts_are_as_likely_on_two_gpus_as_on_one(folder, refs):
+    scores = []
+    for gpus in (1, 2):
+        engine = engine_of(folder, gpus)
+        answers = Answers(engine)
+        for i, ref in enumerate([None, *refs]):
+            request = greedy(f"{i}", prompt(200 + i, i), adapter=ref, prompt_logprobs=0)
+            answers.submit(request)
+        answers.all()
+        assert not answers.errors
+        told = {key: [s.logprob for s in told] for key, told in answers.scores.items()}
+        scores.append(torch.tensor([told[f"{i}", 0][:199] for i in range(len(refs) + 1)]))
+        engine.close()
+    one, two = scores
+    assert (one - two).square().mean().sqrt() < TOLERANCE
+    assert one[0].sub(one[1]).square().mean().sqrt() > 3 * TOLERANCE, "what adapters change"
+
+
+def test_load_with_churn_goes_on_until_a_follower_is_killed(folder, refs):
+    ended, failed, tokens = threading.Event(), [], [0]
+
+    def on_outputs(outputs):
+        failed.extend(output for output in outputs if isinstance(output, Failed))
+        tokens[0] += len(outputs)
+
+    client = EngineProcessClient(
+        partial(engine_of, folder, 2), on_outputs, lambda _: ended.set(), lambda _: None
+    )
+    chance, until_s = random.Random(1), time.monotonic() + LOAD_S
+    for number in range(100_000):
+        if time.monotonic() > until_s:
+            break
+        ref = chance.choice([None, *refs])
+        ids, more = prompt(chance.randint(1, 300), number), {"temperature": chance.choice([0, 1.0])}
+        client.submit(greedy(f"{number}", ids, adapter=ref, max_tokens=64, **more)).result()
+        time.sleep(0.02)
+    assert not failed
+    assert tokens[0] > 100 * LOAD_S
+    (leader,) = (p for p in psutil.Process().children() if "process.server" in str(p.cmdline()))
+    (follower,) = (p for p in leader.children() if "process.follower" in str(p.cmdline()))
+    follower.kill()
+    assert ended.wait(2.0)
+    assert not psutil.wait_procs([leader, follower], 5.0)[1], "no process is left"
+    with pytest.raises(EngineClosed):
+        client.submit(greedy("late", prompt(5))).result()
+    client.close()
