@@ -153,10 +153,8 @@ def build_runner(
     tried out first, and then built again with all the pages that the trial has left room for.
     Graphs cannot be kept, since they hold the address of the KV pages. Raises SettingsError.
     """
-    device, c = model.device, model.config.shape
-    page, fp8 = settings.page_size, settings.torch_kv_dtype == FP8_KV
-    shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, page, model.dtype, fp8)
-    attention = choose_attention(shape, device)
+    device = model.device
+    attention = choose_attention(_attention_shape(model, settings), device)
 
     def build(pages: int) -> ModelRunner:
         kv = allocate_kv(model.config, settings, pages, device)
@@ -179,6 +177,20 @@ def build_runner(
             # takes its memory back before anything else does
             run_largest_step(runner, sampler, settings)
     return runner, pages
+
+
+def _attention_shape(model: LlamaModel, settings: EngineSettings) -> AttentionShape:
+    config, shape = model.config, model.config.shape
+    return AttentionShape(
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        settings.page_size,
+        model.dtype,
+        settings.torch_kv_dtype == FP8_KV,
+        tuple(dict.fromkeys(config.windows)),
+        config.attention_soft_cap,
+    )
 
 
 def _capture(

@@ -26,7 +26,7 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBa
     Raises SettingsError where FlashInfer is not installed, or the GPU has no FP8 for such pages.
     """
     if device.type != "cuda":
-        return SdpaAttention()
+        return SdpaAttention(shape.soft_cap)
     if shape.fp8_kv and torch.cuda.get_device_capability(device) < FIRST_WITH_FP8:
         raise SettingsError(
             f"kv_dtype=fp8: {torch.cuda.get_device_name(device)} is older than Ada and Hopper and "
@@ -34,7 +34,7 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBa
         )
     if reason := why_slow(shape.head_dim, shape.dtype):
         log.warning("attention_is_slow", extra={"reason": reason})
-        return SdpaAttention()
+        return SdpaAttention(shape.soft_cap)
     try:
         flashinfer = import_module("lorikeet_engine.kernels.attention.flashinfer")
     except ModuleNotFoundError as error:

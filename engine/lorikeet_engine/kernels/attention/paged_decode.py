@@ -1,7 +1,8 @@
 """Attention in Triton, each query token by itself: for CUDA graphs of steps of few tokens.
 
-A *row* is a query token and what it sees: its sequence's tokens up to itself. In a decode there is
-one a sequence; the rows of a short prompt read the same keys again, mostly from the cache.
+A *row* is a query token and what it sees: its sequence's tokens up to itself, or the last of them
+where a layer has a window. In a decode there is one a sequence; the rows of a short prompt read the
+same keys again, mostly from the cache.
 
 A program takes one *item*, a piece of what a row sees, for one key head and the query heads that
 share it. Rows are split so that there are enough items to fill the GPU and none is much longer than
@@ -51,7 +52,10 @@ class PagedDecode:
         self._pages = pages
         self._capacity = _capacity(shape, tokens)
         device = pages.device
-        self._items = torch.full((self._capacity, _FIELDS), -1, dtype=torch.int32, device=device)
+        self._items = {
+            window: torch.full((self._capacity, _FIELDS), -1, dtype=torch.int32, device=device)
+            for window in shape.windows
+        }
         rows = self._capacity * shape.heads
         floats = workspace[: workspace_bytes(shape, tokens)].view(torch.float32)
         self._parts, self._scales = floats[: rows * shape.head_dim], floats[rows * shape.head_dim :]
@@ -62,8 +66,9 @@ class PagedDecode:
     def plan(self, batch: PagedSequences) -> None:
         """See AttentionBackend.plan."""
         pages, device = batch.page_table.pages, self._pages.device
-        items = split_rows(*query_rows(batch), self._capacity)
-        self._items.copy_(upload(items, device))
+        starts, lengths = query_rows(batch)
+        for window, items in self._items.items():
+            items.copy_(upload(split_rows(starts, lengths, self._capacity, window), device))
         self._pages[: len(pages)].copy_(upload(pages, device))
 
     def attend(
@@ -72,6 +77,7 @@ class PagedDecode:
         layer_kv: torch.Tensor,
         _: PagedSequences,
         scales: KvScales | None = None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -80,11 +86,14 @@ class PagedDecode:
         value_scale = None
         if scales is not None:
             scale, value_scale = scale * scales.key, scales.value
+        cap = None
+        if shape.soft_cap is not None:  # with tanh(x) = 1 − 2 / (1 + exp(2x))
+            scale, cap = scale * 2 / shape.soft_cap, shape.soft_cap * math.log2(math.e)
         # With many programs one warp each reads best; with few, each must read more at once.
         block, warps, stages = (32, 1, 4) if self._many else (64, 2, 3)
         _decode[(shape.kv_heads, self._capacity)](
-            q, layer_kv, self._pages, self._items, self._parts, self._scales, self._done, out,
-            scale, value_scale, layer_kv.stride(0), q.stride(0),
+            q, layer_kv, self._pages, self._items[window], self._parts, self._scales, self._done,
+            out, scale, cap, value_scale, layer_kv.stride(0), q.stride(0),
             kv_heads=shape.kv_heads,
             group=group,
             rows=max(16, triton.next_power_of_2(group)),  # tl.dot wants 16
@@ -110,22 +119,24 @@ def query_rows(batch: PagedSequences) -> tuple[Int32s, Int32s]:
     return batch.page_table.starts[owner], (lengths[owner] - behind).astype(np.int32)
 
 
-def split_rows(pages: Int32s, lengths: Int32s, capacity: int) -> Int32s:
+def split_rows(pages: Int32s, lengths: Int32s, capacity: int, window: int | None = None) -> Int32s:
     """Split rows into items [capacity, 6], those left over with the row −1.
 
-    An item: row, where its pages start, first and last token, the row's first item and how many
-    it has.
+    lengths: the tokens up to each row's own, of which it sees the last `window`; None: all. An
+    item: row, where its pages start, first and last token, the row's first item and how many it
+    has.
     """
     # Long enough that adding up a sequence's parts takes no longer than computing one: each part
     # costs the last program about as much as 16 tokens do.
+    seen = lengths if window is None else np.minimum(lengths, window)
     length = SHORTEST_ITEM
-    while length * length < 8 * lengths.max():
+    while length * length < 8 * seen.max():
         length *= 2
-    while (counts := -(-lengths // length)).sum() > capacity:
+    while (counts := -(-seen // length)).sum() > capacity:
         length *= 2
     first = counts.cumsum() - counts
     owner = np.repeat(np.arange(len(counts)), counts)
-    begin = (np.arange(len(owner)) - first[owner]) * length
+    begin = (lengths - seen)[owner] + (np.arange(len(owner)) - first[owner]) * length
     end = np.minimum(begin + length, lengths[owner])
     items = np.full((capacity, _FIELDS), -1, np.int32)
     columns = (owner, pages[owner], begin, end, first[owner], counts[owner])
@@ -148,6 +159,7 @@ def _decode(
     done: tl.tensor,
     out: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     value_scale: tl.tensor,
     plane: tl.tensor,
     q_stride: tl.tensor,
@@ -187,7 +199,10 @@ def _decode(
         at = ((page * page_size + token % page_size) * kv_heads + head) * head_dim
         keys = tl.load(layer_kv + at[None, :] + column[:, None], mask=seen[None, :], other=0.0)
         keys = keys.to(queries.dtype)  # of FP8
-        score = tl.where(seen[None, :], tl.dot(queries, keys) * scale, float("-inf"))
+        score = tl.dot(queries, keys) * scale
+        if cap is not None:
+            score = cap - 2.0 * cap / (1.0 + tl.exp2(score))
+        score = tl.where(seen[None, :], score, float("-inf"))
         better = tl.maximum(best, tl.max(score, 1))
         weight = tl.exp2(score - better[:, None])
         kept = tl.exp2(best - better)

@@ -23,7 +23,7 @@ __all__ = ["QkNorm", "add_rms_norm", "add_rms_norm_fp8", "rotary_and_store_kv", 
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """RMS norms of queries and keys, with weights like what they norm.
+    """RMS norms of queries and keys, with weights like what they norm, or in float32.
 
     Of each head's, with weights [head_dim], or of all heads' together, with weights
     [heads · head_dim] and [kv_heads · head_dim].
@@ -45,9 +45,10 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Add scale · delta to x in place; returns x / sqrt(mean(x²) + eps) · weight.
 
-    Both in float32 inside. x, delta [tokens, width], dense; weight [width] → like x. lora belongs
-    to delta. With delta_weight [width], delta is delta / sqrt(mean(delta²) + eps) · delta_weight
-    before; it is rounded to its dtype before the norm and after it. Without weight, returns x.
+    Both in float32 inside. x, delta [tokens, width], dense; weight [width], which may be float32
+    where x is not → like x. lora belongs to delta. With delta_weight [width], delta is
+    delta / sqrt(mean(delta²) + eps) · delta_weight before; it is rounded to its dtype before the
+    norm and after it. Without weight, returns x.
     """
     operator = _operators(x.device.type).add_rms_norm
     y: torch.Tensor = operator(x, delta, weight, eps, lora, scale, delta_weight)
@@ -97,9 +98,14 @@ def rotary_and_store_kv(
     operator(qkv, cos, sin, layer_kv, slots, lora, norm, scales, interleaved=interleaved)
 
 
-def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None) -> torch.Tensor:
-    """silu(x[:, :width]) · x[:, width:] of x [tokens, 2 · width], dense → [tokens, width]."""
-    y: torch.Tensor = _operators(x.device.type).silu_and_mul(x, lora)
+def silu_and_mul(
+    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
+) -> torch.Tensor:
+    """silu(x[:, :width]) · x[:, width:] of x [tokens, 2 · width], dense → [tokens, width].
+
+    gelu: with GELU, by its formula with tanh, in SiLU's place.
+    """
+    y: torch.Tensor = _operators(x.device.type).silu_and_mul(x, lora, gelu=gelu)
     return y
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from lorikeet_engine.kernels.fp8 import LARGEST, LEAST_SCALE, Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.fused import empty_rows, store_rounded
-from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
+from lorikeet_engine.kernels.lora.expand_silu import activated, expand_silu_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.kernels.pointwise.fused_rotary import rotary_and_store_kv
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
@@ -74,16 +74,21 @@ def _launch_add_rms_norm(
     return x if y is None else y
 
 
-def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None) -> torch.Tensor:
+def silu_and_mul(
+    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
+) -> torch.Tensor:
     """silu(x[:, :width]) · x[:, width:] of x + lora [tokens, 2 · width] → [tokens, width].
 
-    Rounded once. In a prefill expand_silu_and_mul expands the adapters' delta in the same launch.
+    gelu: GELU in SiLU's place. Rounded once. In a prefill expand_silu_and_mul expands the adapters'
+    delta in the same launch.
     """
     if isinstance(lora, UnexpandedDelta):
-        return expand_silu_and_mul(x, lora)
+        return expand_silu_and_mul(x, lora, gelu=gelu)
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
-    _silu_and_mul[(tokens, triton.cdiv(width, COLUMNS))](x, *operands(lora), y, width, COLUMNS)
+    _silu_and_mul[(tokens, triton.cdiv(width, COLUMNS))](
+        x, *operands(lora), y, width, COLUMNS, gelu
+    )
     return y
 
 
@@ -151,6 +156,7 @@ def _silu_and_mul(
     y: tl.tensor,
     width: tl.constexpr,
     block: tl.constexpr,
+    gelu: tl.constexpr,
 ) -> None:
     """Compute some columns of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -162,5 +168,5 @@ def _silu_and_mul(
     if lora is not None:
         gates += lora_at(lora, adapted, token, at, inside)
         values += lora_at(lora, adapted, token, at + width, inside)
-    out = gates / (1.0 + tl.exp(-gates)) * values
+    out = activated(gates, gelu) * values
     tl.store(y + token * width + columns, out.to(y.dtype.element_ty), mask=inside)
