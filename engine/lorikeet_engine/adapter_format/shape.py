@@ -42,6 +42,7 @@ class BaseShape:
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
             raise refusal("model_type", family, f"one of {', '.join(FAMILIES)}")
+        config = {**FAMILIES[family].switches, **config}
         hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
         if config.get("head_dim") is None and hidden % heads:
             raise refusal("hidden_size", hidden, f"a multiple of {heads} heads, or head_dim")
@@ -60,7 +61,7 @@ class BaseShape:
             kv_heads=kv_heads,
             head_dim=head_dim,
             vocabulary=integer(config, "vocab_size"),
-            tied=flag({**FAMILIES[family].switches, **config}, "tie_word_embeddings"),
+            tied=flag(config, "tie_word_embeddings"),
         )
 
     @property

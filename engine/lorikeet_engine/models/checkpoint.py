@@ -69,6 +69,7 @@ class Checkpoint:
         self._stored = find_tensors(folder)
         self._unread = set(self._stored)
         self._staging = None if device.type == "meta" else Staging(device)
+        self._to_raise: list[torch.Tensor] = []
 
     def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
         """One tensor [sum(rows), *tail], the named ones on top of one another.
@@ -78,6 +79,17 @@ class Checkpoint:
         """
         out = self._read(names, rows, *tail)
         self.nbytes += out.nbytes
+        return out
+
+    def read_plus_one(self, name: str, width: int) -> torch.Tensor:
+        """A tensor [width], to which 1 is added once all is read; float32, which holds that sum.
+
+        Raises ModelError as `read` does.
+        """
+        out = torch.empty(width, dtype=torch.float32, device=self.device)
+        self._read_into(name, out)
+        self.nbytes += out.nbytes
+        self._to_raise.append(out)
         return out
 
     def read_linear(self, names: Sequence[str], rows: Sequence[int], d_in: int) -> Weight:
@@ -200,6 +212,8 @@ class Checkpoint:
         try:
             if kind is None:
                 self._staging.finish()
+                for weight in self._to_raise:
+                    weight += 1.0
         finally:
             self._staging.close()
 

@@ -5,6 +5,7 @@ On CUDA these launch the kernels of kernels/lora/linear.py, kernels/pointwise/fu
 steps, kernels/attention/paged_decode.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,8 @@ from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.norms import Product, RmsNorm, read_norm_weight, read_qk_norm
-from lorikeet_engine.models.rotary import RotaryEmbedding
+from lorikeet_engine.models.rope_config import RopeConfig
+from lorikeet_engine.models.rotary import RotaryEmbeddings, Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,7 @@ class _Step:
     batch: Batch
     lora: LoraStep | None
     attention: AttentionBackend
-    cos: torch.Tensor
-    sin: torch.Tensor
+    turns: Mapping[RopeConfig | None, Turns]
 
 
 class LlamaModel:
@@ -77,7 +78,9 @@ class LlamaModel:
         self._head_group = _outer_group(HEAD, shape)
         self._head_rows = _outer_group(HEAD_ROWS, shape)
         self._embeddings_groups = [_outer_group(o, shape) for o in (EMBEDDINGS, EMBEDDING_ROWS)]
-        self._rotary = RotaryEmbedding(config.rope, config.max_context, self.device)
+        # rounded as transformers rounds Gemma's
+        self._multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
+        self._rotary = RotaryEmbeddings(config.ropes, config.max_context, self.device)
 
     def forward(
         self, batch: Batch, kv: torch.Tensor, lora: LoraWeights | None, attention: AttentionBackend
@@ -90,8 +93,8 @@ class LlamaModel:
         On CUDA this Python and the layers' run when graphs are captured at start; a step replays
         the graphs (execution/cuda_graphs.py). Only a step that is too large for them runs it.
         """
-        cos, sin = self._rotary.at(batch.positions)
-        step = _Step(batch, _lora_step(lora, batch), attention, cos, sin)
+        turns = self._rotary.at(batch.positions)
+        step = _Step(batch, _lora_step(lora, batch), attention, turns)
         x = self._embed(batch, step.lora)
         delta = Product(torch.zeros_like(x))
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
@@ -103,8 +106,7 @@ class LlamaModel:
         if lora is not None:
             layer = self.config.shape.outer_layer
             embed_adapted(x, batch.token_ids, lora, layer, *self._embeddings_groups)
-        multiplier = self.config.embedding_multiplier
-        return x if multiplier == 1.0 else x.mul_(multiplier)
+        return x if self._multiplier == 1.0 else x.mul_(self._multiplier)
 
     def logits(
         self, hidden: torch.Tensor, lora: LoraWeights | None, segments: Segments | None
@@ -121,8 +123,10 @@ class LlamaModel:
             if segments.max_rank > 0:
                 add_lora(logits, hidden, lora, segments, layer, self._head_group)
             replace_logits(logits, hidden, lora, segments, layer, self._head_rows)
-        scaling = self.config.logits_scaling
-        return logits if scaling == 1.0 else logits.div_(scaling)
+        scaling, cap = self.config.logits_scaling, self.config.logits_soft_cap
+        if scaling != 1.0:
+            logits.div_(scaling)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def load_model(
@@ -210,26 +214,24 @@ class _Attention:
     ) -> None:
         shape = config.shape
         self.heads, self.head_dim = shape.heads, shape.head_dim
-        self.turns = config.rope_layers[layer]
+        self.rope, self.window = config.ropes[layer], config.windows[layer]
         self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
         self.o = LoraLinear(checkpoint, shape, layer, "o", bias=config.o_bias)
         self.kv_scales = read_kv_scales(checkpoint, layer)
         self.qk_norm = read_qk_norm(config, checkpoint, layer)
-        self.interleaved = config.rope.interleaved
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def __call__(self, x: Inputs, layer_kv: torch.Tensor, step: _Step) -> Product:
         y, lora = self.qkv(x, step.lora)
         qkv = y.view(len(y), -1, self.head_dim)
-        cos, sin = step.cos, step.sin
-        if not self.turns:  # of no columns, nothing turns
-            cos, sin = cos[:, :0], sin[:, :0]
+        turns = step.turns[self.rope]
         slots, scales = step.batch.kv_slots, self.kv_scales if layer_kv.dtype == FP8_KV else None
         rotary_and_store_kv(
-            qkv, cos, sin, layer_kv, slots, lora, self.qk_norm, scales, interleaved=self.interleaved
-        )
-        q = qkv[:, : self.heads]
-        mixed = step.attention.attend(q, layer_kv, step.batch, scales)  # [tokens, heads, head_dim]
+            qkv, turns.cos, turns.sin, layer_kv, slots, lora, self.qk_norm, scales,
+            interleaved=self.rope is not None and self.rope.interleaved,
+        )  # fmt: skip
+        q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed
+        mixed = step.attention.attend(q, layer_kv, step.batch, scales, self.window)
         return Product(*self.o(mixed.flatten(1), step.lora), self.output_weight)
 
 
@@ -240,10 +242,11 @@ class _Mlp:
         bias = config.mlp_bias
         self.gate_up = LoraLinear(checkpoint, config.shape, layer, "gate_up", bias=bias)
         self.down = LoraLinear(checkpoint, config.shape, layer, "down", bias=bias)
+        self.gelu = config.gelu
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def __call__(self, x: Inputs, step: _Step) -> Product:
-        gated = silu_and_mul(*self.gate_up.before_silu(x, step.lora))
+        gated = silu_and_mul(*self.gate_up.before_silu(x, step.lora), gelu=self.gelu)
         return Product(*self.down(gated, step.lora), self.output_weight)
 
 
