@@ -83,7 +83,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             }
         },
     },
-    "glm4": {"head_dim": 128},
+    "glm4": {"head_dim": 96},
     "gemma2": {
         "head_dim": 256,
         "query_pre_attn_scalar": 200,

@@ -9,7 +9,7 @@ import torch
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention import choose_attention
-from lorikeet_engine.kernels.attention.protocol import AttentionShape
+from lorikeet_engine.kernels.attention.protocol import AttentionShape, kv_head_dim
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
@@ -57,8 +57,8 @@ class History:
 
 def store(kv, batch, k, v):
     """Put a batch's keys and values where it says."""
-    kv[0].flatten(0, 1)[batch.kv_slots] = k
-    kv[1].flatten(0, 1)[batch.kv_slots] = v
+    kv[0].flatten(0, 1)[batch.kv_slots, :, : k.shape[-1]] = k
+    kv[1].flatten(0, 1)[batch.kv_slots, :, : v.shape[-1]] = v
 
 
 def written_out(q, keys, values, window=None, soft_cap=None):
@@ -164,10 +164,10 @@ def test_pages_of_fp8_are_refused_on_a_gpu_that_has_none(monkeypatch):
 
 
 def test_the_warning_names_what_is_in_the_way(caplog):
-    choose_attention(replace(LARGE, head_dim=80), CUDA)
+    choose_attention(replace(LARGE, head_dim=48), CUDA)
     choose_attention(replace(LARGE, dtype=torch.float32), CUDA)
     narrow, wide = (record.reason for record in caplog.records)
-    assert "heads of 64, 128, 256, and these have 80" in narrow
+    assert "heads of 64 to 256, and these have 48" in narrow
     assert "float32" in wide
 
 
@@ -185,8 +185,9 @@ class TestFlashInfer:
             LARGE,
             replace(LARGE, windows=(50, None)),
             replace(LARGE, head_dim=256, windows=(1, 20), soft_cap=0.7),
+            replace(LARGE, head_dim=96),
         ],
-        ids=["", "windows", "soft cap"],
+        ids=["", "windows", "soft cap", "odd heads"],
     )
     def shape(self, request):
         return request.param
@@ -200,11 +201,12 @@ class TestFlashInfer:
         tokens = paged_tokens(device="cuda")
         s = shape
         kv = torch.full(
-            (2, tokens.pages, s.page_size, s.kv_heads, s.head_dim),
+            (2, tokens.pages, s.page_size, s.kv_heads, kv_head_dim(s.head_dim, "cuda")),
             torch.nan,
             dtype=s.dtype if scales is None else FP8_KV,
             device="cuda",
         )
+        kv[..., s.head_dim :] = 0
         random = torch.Generator("cuda").manual_seed(5)
 
         def compare(counts):

@@ -12,7 +12,7 @@ from lorikeet_engine.kernels.attention.paged_decode import (
     split_rows,
     workspace_bytes,
 )
-from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable
+from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable, kv_head_dim
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.models.batch import Batch
@@ -30,6 +30,7 @@ SHAPES = {
     "llama": AttentionShape(8, 2, 128, PAGE, torch.bfloat16),
     "small heads": AttentionShape(6, 6, 64, PAGE, torch.bfloat16),
     "wide heads": AttentionShape(32, 1, 256, PAGE, torch.bfloat16),
+    "odd heads": AttentionShape(4, 2, 96, PAGE, torch.bfloat16),
 }
 TOLERANCE = 4 * torch.finfo(torch.bfloat16).eps
 
@@ -73,9 +74,10 @@ def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0
     table = batch.page_table
     total = int(table.pages.max()) + 4
     random = torch.Generator(device).manual_seed(1)
-    size = (2, total, PAGE, shape.kv_heads, shape.head_dim)
+    size = (2, total, PAGE, shape.kv_heads, kv_head_dim(shape.head_dim, "cuda"))
     kv = torch.randn(size, generator=random, device=device)
     kv = kv.to(dtype) if scales is None else (8 * kv).to(FP8_KV)
+    kv[..., shape.head_dim :] = 0
     for end, length in zip(table.starts[1:], lengths, strict=True):
         if length % PAGE:  # nobody may look behind the end
             kv[:, table.pages[end - 1], length % PAGE :] = torch.nan

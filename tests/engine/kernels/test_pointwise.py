@@ -111,7 +111,7 @@ def test_rotary_and_store_kv(kind, heads, kv_heads, dim, rotary_dim, interleaved
     qkv = random(kind, tokens, heads + 2 * kv_heads, dim)
     angles = random((kind[0], torch.float32), tokens, rotary_dim // 2)
     slots = torch.randperm(48, generator=torch.Generator().manual_seed(1))[:tokens].to(kind[0])
-    kv = random(kind, 2, 3, 16, kv_heads, dim)
+    kv = random(kind, 2, 3, 16, kv_heads, dim + 32 * (dim == 96))  # wider than heads
     turned, filled = qkv.clone(), kv.clone()
     at = angles.cos(), angles.sin()
     fused.rotary_and_store_kv(turned, *at, filled, slots, interleaved=interleaved)

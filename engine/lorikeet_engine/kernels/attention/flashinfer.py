@@ -4,6 +4,7 @@ A small step does not come here: it is one captured CUDA graph, whose attention 
 (paged_decode.py). FlashInfer's kernels run in larger steps, between graphs or without any.
 """
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
@@ -12,10 +13,16 @@ import flashinfer
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional as F
 
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
-from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences, PageTable
+from lorikeet_engine.kernels.attention.protocol import (
+    AttentionShape,
+    PagedSequences,
+    PageTable,
+    kv_head_dim,
+)
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
 # Partial results of sequences that are split over several blocks of the GPU.
@@ -76,6 +83,7 @@ class FlashInferAttention:
         first plan.
         """
         self._shape = shape
+        self._kv_head_dim = kv_head_dim(shape.head_dim, device.type)
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         # FA2: FlashInfer's FA3 kernels would be a second set to compile and do not split a long
         # sequence.
@@ -123,9 +131,10 @@ class FlashInferAttention:
                 *arguments,
                 self._shape.heads,
                 self._shape.kv_heads,
-                self._shape.head_dim,
+                self._kv_head_dim,
                 page_size,
                 causal=True,
+                sm_scale=1.0 / math.sqrt(self._shape.head_dim),
                 window_left=-1 if window is None else window - 1,  # a token's own is not counted
                 logits_soft_cap=self._shape.soft_cap,
                 q_data_type=self._shape.dtype,
@@ -144,6 +153,14 @@ class FlashInferAttention:
         window: int | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
+        if missing := self._kv_head_dim - self._shape.head_dim:
+            wide = self._attend(F.pad(q, (0, missing)), layer_kv, scales, window)
+            return wide[..., :-missing].contiguous()
+        return self._attend(q, layer_kv, scales, window)
+
+    def _attend(
+        self, q: torch.Tensor, layer_kv: torch.Tensor, scales: KvScales | None, window: int | None
+    ) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         split = self._split
         if split is None or self._decode is None:

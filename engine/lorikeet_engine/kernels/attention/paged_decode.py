@@ -98,8 +98,9 @@ class PagedDecode:
             group=group,
             rows=max(16, triton.next_power_of_2(group)),  # tl.dot wants 16
             head_dim=shape.head_dim,
+            kv_dim=layer_kv.shape[-1],
             page_size=shape.page_size,
-            block=block if shape.head_dim <= 128 else 32,
+            block=block if layer_kv.shape[-1] <= 128 else 32,
             num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
@@ -167,6 +168,7 @@ def _decode(
     group: tl.constexpr,
     rows: tl.constexpr,
     head_dim: tl.constexpr,
+    kv_dim: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -182,8 +184,10 @@ def _decode(
     end = tl.load(fields + 3)
     count = tl.load(fields + 5)
     row = tl.arange(0, rows)
-    column = tl.arange(0, head_dim)
+    column = tl.arange(0, kv_dim)
     real = (row < group)[:, None]
+    if head_dim != kv_dim:
+        real = real & (column < head_dim)[None, :]
     inside = (head * group + row)[:, None] * head_dim + column[None, :]  # of all heads' outputs
     queries = tl.load(q + query.to(tl.int64) * q_stride + inside, mask=real, other=0.0)
     if value_scale is not None:  # FP8 becomes float16 in a quarter of bfloat16's instructions
@@ -191,12 +195,12 @@ def _decode(
 
     best = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
-    mixed = tl.zeros([rows, head_dim], tl.float32)
+    mixed = tl.zeros([rows, kv_dim], tl.float32)
     for start in range(begin, end, block):
         token = start + tl.arange(0, block)
         seen = token < end
         page = tl.load(pages + first_page + token // page_size, mask=seen, other=0).to(tl.int64)
-        at = ((page * page_size + token % page_size) * kv_heads + head) * head_dim
+        at = ((page * page_size + token % page_size) * kv_heads + head) * kv_dim
         keys = tl.load(layer_kv + at[None, :] + column[:, None], mask=seen[None, :], other=0.0)
         keys = keys.to(queries.dtype)  # of FP8
         score = tl.dot(queries, keys) * scale
@@ -232,7 +236,7 @@ def _decode(
     first = tl.load(fields + 4)
     best = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
-    mixed = tl.zeros([rows, head_dim], tl.float32)
+    mixed = tl.zeros([rows, kv_dim], tl.float32)
     for piece in range(first, first + count):
         # .cg: from the L2 cache, which is where other programs' parts are
         theirs = tl.load(

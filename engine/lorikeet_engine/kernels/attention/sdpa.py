@@ -38,6 +38,7 @@ class SdpaAttention:
             # cut at length: what lies behind it in the last page was never written
             first_seen = 0 if window is None else max(0, length - (end - begin) + 1 - window)
             keys, values = layer_kv[:, pages].flatten(1, 2)[:, first_seen:length]
+            keys, values = keys[..., : q.shape[-1]], values[..., : q.shape[-1]]
             if scales is not None:
                 keys, values = keys.to(q.dtype), values.to(q.dtype)
             out[begin:end] = _attend_one(q[begin:end], keys, values, scales, window, self._soft_cap)

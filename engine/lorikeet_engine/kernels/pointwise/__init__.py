@@ -90,8 +90,8 @@ def rotary_and_store_kv(
     rounded to qkv's dtype before the norm and after it.
     qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values;
     cos, sin [tokens, rotary_dim / 2] float32, dense, and of no columns where nothing turns;
-    layer_kv [2, pages, page_size, kv_heads, head_dim] like qkv, contiguous; slots [tokens] int64:
-    page · page_size + offset, −1 for no place. With scales, layer_kv is FP8, and what to_fp8
+    layer_kv [2, pages, page_size, kv_heads, head_dim or wider] like qkv, contiguous; slots [tokens]
+    int64: page · page_size + offset, −1 for no place. With scales, layer_kv is FP8, and what to_fp8
     (kernels/fp8_kv.py) makes of keys and values is stored. The keys in qkv are left undefined.
     """
     operator = _operators(qkv.device.type).rotary_and_store_kv

@@ -69,7 +69,7 @@ def rotary_and_store_kv(
     pairs = pairs if interleaved else pairs.transpose(-1, -2)  # [tokens, heads, half, 2]
     first, second = pairs.float().unbind(-1)
     pairs.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1))
-    keys, values = layer_kv.flatten(1, 2)  # [pages * page_size, kv_heads, head_dim]
+    keys, values = layer_kv.flatten(1, 2)[..., : qkv.shape[2]]  # [slots, kv_heads, head_dim]
     stored = slots >= 0
     new_keys, new_values = qkv[stored, -2 * kv_heads : -kv_heads], qkv[stored, -kv_heads:]
     if scales is not None:  # as bytes: torch has no index_copy_ for FP8
