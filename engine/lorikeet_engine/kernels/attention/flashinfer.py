@@ -153,14 +153,6 @@ class FlashInferAttention:
         window: int | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
-        if missing := self._kv_head_dim - self._shape.head_dim:
-            wide = self._attend(F.pad(q, (0, missing)), layer_kv, scales, window)
-            return wide[..., :-missing].contiguous()
-        return self._attend(q, layer_kv, scales, window)
-
-    def _attend(
-        self, q: torch.Tensor, layer_kv: torch.Tensor, scales: KvScales | None, window: int | None
-    ) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         split = self._split
         if split is None or self._decode is None:
@@ -180,6 +172,9 @@ class FlashInferAttention:
         window: int | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        missing = self._kv_head_dim - self._shape.head_dim
+        if missing:  # zeros, as in the pages
+            q, out = F.pad(q, (0, missing)), None
         result: torch.Tensor = self._wrappers[window].run(
             q,
             (layer_kv[0], layer_kv[1]),
@@ -187,7 +182,7 @@ class FlashInferAttention:
             v_scale=None if scales is None else scales.value,  # one more launch, unless it is 1.0
             out=out,
         )
-        return result
+        return result[..., :-missing].contiguous() if missing else result
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
         """Give a graph of a small step its PagedDecode. See CapturableAttention.captured."""
