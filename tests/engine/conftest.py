@@ -81,7 +81,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "sliding_window": 24,
         "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 12.0,
+        "final_logit_softcapping": 8.0,
     },
     "gemma3_text": {
         "model_type": "gemma3_text",
