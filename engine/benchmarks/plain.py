@@ -127,7 +127,7 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
     ]
     heads = head_segments(chunks, np.array([len(part) for part in rows]))
     step = replace(step, logit_rows=np.concatenate(rows), head_segments=heads)
-    runner = ModelRunner(model, SdpaAttention(), tiers.weights, kv)
+    runner = ModelRunner(model, SdpaAttention(model.config.attention_soft_cap), tiers.weights, kv)
     logits = runner.forward(step.upload(model.device))
     for sequence in sequences:
         if sequence.lease is not None:

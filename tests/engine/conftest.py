@@ -46,7 +46,13 @@ LLAMA3_ROPE = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
-    "mistral": {"model_type": "mistral", "sliding_window": 512},
+    "mistral": {"model_type": "mistral", "sliding_window": 24},
+    "ministral": {
+        "model_type": "ministral",
+        "head_dim": 16,
+        "sliding_window": 24,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "phi3": {
@@ -62,8 +68,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
     "olmo2": {"model_type": "olmo2"},
+    "olmo3": {
+        "model_type": "olmo3",
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"full_attention": YARN},
+    },
     "glm4": {"model_type": "glm4", "head_dim": 16},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 32},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 24,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
 }
 MOE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -102,6 +133,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "short_factor": [1.0, 1.1, 1.2, 1.4, 1.8, 2.5],
             "long_factor": [1.2, 1.9, 4.0, 9.0, 20.0, 50.0],
         },
+    },
+    "qwen2_window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 1,
+    },
+    "qwen3_window": {
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "phi3_window": {"model_type": "phi3", "sliding_window": 24},
+    "smollm3_window": {
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 24,
     },
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 3},

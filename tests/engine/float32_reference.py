@@ -24,7 +24,7 @@ from tests.engine.peft_adapters import BlobShelf, save_adapter
 # of millions (on an H200: 0.15, and 0.257 of Granite,
 # whose logits spread wider). Two logits that differ by more keep their order, in practice.
 TOLERANCE = 36 * torch.finfo(torch.bfloat16).eps
-SIZES = {  # heads of 128 in every family: the attention kernels are compiled for each width
+SIZES = {  # heads of 128 in most families: the attention kernels are compiled for each width
     "vocab_size": 2048,
     "hidden_size": 512,
     "intermediate_size": 1024,
@@ -48,7 +48,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 128,
         }
     },
-    "mistral": {"sliding_window": 1024},
+    "mistral": {"sliding_window": 50},
+    "ministral": {
+        "head_dim": 128,
+        "sliding_window": 50,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 128, "num_attention_heads": 8},
     "phi3": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
@@ -68,7 +73,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "olmo2": {},
-    "glm4": {"head_dim": 128},
+    "olmo3": {
+        "sliding_window": 50,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    },
+    "gemma2": {
+        "head_dim": 256,
+        "query_pre_attn_scalar": 200,
+        "sliding_window": 50,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "gemma3_text": {
+        "head_dim": 256,
+        "query_pre_attn_scalar": 200,
+        "sliding_window": 50,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "glm4": {"head_dim": 96},
     "seed_oss": {"head_dim": 128},
     # All experts of each token: of some, a rounding may choose others than the reference does.
     "qwen3_moe": {

@@ -18,7 +18,8 @@ from tests.engine.engine_driver import Answers, build, greedy
 from tests.engine.peft_world import PeftWorld, ask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FAMILIES = ("qwen2", "qwen3")  # the first has biased keys, the second normed ones
+# The first has biased keys, the second normed ones, the third windows.
+FAMILIES = ("qwen2", "qwen3", "olmo3")
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {
     "rank8_all": {"r": 8, "lora_alpha": 16, "target_modules": ALL},

@@ -109,6 +109,8 @@ class Family:
     default is not the usual one. qkv_bias: whether q, k and v have biases, whatever attention_bias
     says. o_bias: the switch that gives o one; None: none does. interleaved_rope: whether neighbours
     turn as a pair, and not x[i] with x[i + half]. experts: None where MLPs are dense.
+    norms_plus_one: whether a norm multiplies by 1 + its weight. scaled_embeddings: whether
+    embeddings are multiplied by √hidden_size.
     """
 
     name: str
@@ -120,6 +122,8 @@ class Family:
     qk_norm: QkNormKind = QkNormKind.NONE
     interleaved_rope: bool = False
     experts: ExpertKeys | None = None
+    norms_plus_one: bool = False
+    scaled_embeddings: bool = False
 
 
 _Q = Linear("self_attn.q_proj", Width.HIDDEN, (Width.QUERIES,), "qkv", Parallel.COLUMN)
@@ -169,12 +173,34 @@ _SEPARATE = (_Q, _K, _V, _O, _GATE, _UP, _DOWN)
 _FUSED = (_QKV, _O, _GATE_UP, _DOWN)
 _ROUTED = (_Q, _K, _V, _O, _ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
 _BIASES = {"attention_bias": False, "mlp_bias": False}
-_QWEN_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+_QWEN_WINDOW = {
+    "layer_types": None,
+    "max_window_layers": 28,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+}
+_GEMMA = {
+    "attention_bias": False,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": None,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_GEMMA_NORMS = LayerNorms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_OLMO_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 # By config.json's model_type.
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama", _SEPARATE, _BIASES),
     "mistral": Family("Mistral", _SEPARATE, {"sliding_window": 4096}),
+    "ministral": Family("Ministral", _SEPARATE, {"layer_types": None, "sliding_window": 4096}),
     "qwen2": Family("Qwen 2.5", _SEPARATE, _QWEN_WINDOW, qkv_bias=True),
     "qwen3": Family(
         "Qwen 3", _SEPARATE, {**_QWEN_WINDOW, "attention_bias": False}, qk_norm=QkNormKind.HEAD
@@ -205,6 +231,7 @@ FAMILIES: Mapping[str, Family] = {
         _SEPARATE,
         {
             **_BIASES,
+            "layer_types": None,
             "no_rope_layer_interval": 4,
             "no_rope_layers": None,
             "rope_theta": 2_000_000.0,
@@ -217,8 +244,58 @@ FAMILIES: Mapping[str, Family] = {
         "OLMo 2",
         _SEPARATE,
         {"attention_bias": False, "rms_norm_eps": 1e-5},
-        norms=LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        norms=_OLMO_NORMS,
         qk_norm=QkNormKind.WHOLE,
+    ),
+    "olmo3": Family(
+        "OLMo 3",
+        _SEPARATE,
+        {
+            "attention_bias": False,
+            "layer_types": None,
+            "rms_norm_eps": 1e-5,
+            "rope_local_base_freq": 500_000.0,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        norms=_OLMO_NORMS,
+        qk_norm=QkNormKind.WHOLE,
+    ),
+    "gemma2": Family(
+        "Gemma 2",
+        _SEPARATE,
+        {
+            **_GEMMA,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window_pattern": 2,
+            "use_bidirectional_attention": None,
+        },
+        norms=_GEMMA_NORMS,
+        norms_plus_one=True,
+        scaled_embeddings=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma 3",
+        _SEPARATE,
+        {
+            **_GEMMA,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "max_position_embeddings": 131_072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "rope_local_base_freq": 10_000.0,
+            "rope_theta": 1_000_000.0,
+            "sliding_window_pattern": 6,
+            "use_bidirectional_attention": False,
+            "vocab_size": 262_208,
+        },
+        norms=_GEMMA_NORMS,
+        qk_norm=QkNormKind.HEAD,
+        norms_plus_one=True,
+        scaled_embeddings=True,
     ),
     "glm4": Family(
         "GLM 4",

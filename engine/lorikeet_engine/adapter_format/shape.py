@@ -47,6 +47,7 @@ class BaseShape:
             others = ", ".join(VISION_LANGUAGE)
             want = f"one of {', '.join(FAMILIES)}; or {others}, whose text part is one of these"
             raise refusal("model_type", family, want)
+        config = {**FAMILIES[family].switches, **config}
         hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
         if config.get("head_dim") is None and hidden % heads:
             raise refusal("hidden_size", hidden, f"a multiple of {heads} heads, or head_dim")

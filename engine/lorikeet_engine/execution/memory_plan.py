@@ -7,6 +7,7 @@ import torch
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import gib, resolve
 from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.kernels.attention.protocol import kv_head_dim
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 from lorikeet_engine.settings import EngineSettings
@@ -98,8 +99,9 @@ def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
 def allocate_kv(
     shape: BaseShape, settings: EngineSettings, pages: int, device: torch.device
 ) -> torch.Tensor:
-    """The tensor of all KV pages, [layers, 2, pages, page_size, kv_heads, head_dim]."""
-    size = (shape.layers, 2, pages, settings.page_size, shape.kv_heads, shape.head_dim)
+    """The tensor of all KV pages, [layers, 2, pages, page_size, kv_heads, kv_head_dim], zeros."""
+    width = kv_head_dim(shape.head_dim, settings.device)
+    size = (shape.layers, 2, pages, settings.page_size, shape.kv_heads, width)
     return torch.zeros(size, dtype=settings.torch_kv_dtype, device=device)
 
 

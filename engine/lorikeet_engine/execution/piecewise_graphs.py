@@ -59,20 +59,31 @@ class PiecewiseGraphs:
         """The hidden states of the pass for this batch, which its static tensors hold already."""
         buffers = self._buffers.first(len(batch.token_ids))
         self._attention.plan(batch)
-        for graph, layer_kv, scales in self._pieces:
-            graph.replay()
-            mixed = self._attention.attend(buffers.queries, layer_kv, batch, scales)
+        for piece in self._pieces:
+            piece.graph.replay()
+            mixed = self._attention.attend(
+                buffers.queries, piece.layer_kv, batch, piece.scales, piece.window
+            )
             buffers.outputs.copy_(mixed)
         self._last.replay()
         return self._hidden
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What runs up to a layer's attention, and what attend is given there."""
+
+    graph: torch.cuda.CUDAGraph
+    layer_kv: torch.Tensor
+    scales: KvScales | None
+    window: int | None
 
 
 class _GraphSplitter:
     """An AttentionBackend that ends one graph and begins the next where a layer calls it."""
 
     def __init__(self, buffers: AttentionBuffers, pool: Any) -> None:
-        # each with what attend was given: layer_kv and scales
-        self.pieces: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, KvScales | None]] = []
+        self.pieces: list[_Piece] = []
         self._buffers, self._pool = buffers, pool
 
     def plan(self, batch: PagedSequences) -> None:
@@ -93,9 +104,10 @@ class _GraphSplitter:
         layer_kv: torch.Tensor,
         _: PagedSequences,
         scales: KvScales | None = None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         self._buffers.queries.copy_(q)
-        self.pieces.append((self.end(), layer_kv, scales))
+        self.pieces.append(_Piece(self.end(), layer_kv, scales, window))
         self.begin()
         return self._buffers.outputs

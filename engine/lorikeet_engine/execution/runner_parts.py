@@ -32,8 +32,17 @@ class RunnerParts:
     @classmethod
     def of(cls, model: LlamaModel, weights: LoraWeights, settings: EngineSettings) -> "RunnerParts":
         """The parts for a model. Raises SettingsError where there are no kernels for it."""
-        c, page, fp8 = model.shape, settings.page_size, settings.torch_kv_dtype == FP8_KV
-        shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, page, model.dtype, fp8)
+        config, own = model.config, model.shape
+        shape = AttentionShape(
+            own.heads,
+            own.kv_heads,
+            own.head_dim,
+            settings.page_size,
+            model.dtype,
+            settings.torch_kv_dtype == FP8_KV,
+            tuple(dict.fromkeys(config.windows)),
+            config.attention_soft_cap,
+        )
         return cls(model, choose_attention(shape, model.device), weights, settings)
 
     def build(self, pages: int, runner: Callable[..., ModelRunner] = ModelRunner) -> ModelRunner:

@@ -72,6 +72,7 @@ class Checkpoint:
         self._stored = find_tensors(folder)
         self._unread = set(self._stored)
         self._staging = None if device.type == "meta" else Staging(device)
+        self._to_raise: list[torch.Tensor] = []
 
     def __contains__(self, name: str) -> bool:
         """Whether the files have a tensor of this name."""
@@ -89,6 +90,17 @@ class Checkpoint:
         """What is kept of the named tensors, one on top of another; `read` says what it raises."""
         out = self._read(names, cuts)
         self.nbytes += out.nbytes
+        return out
+
+    def read_plus_one(self, name: str, width: int) -> torch.Tensor:
+        """A tensor [width], to which 1 is added once all is read; float32, which holds that sum.
+
+        Raises ModelError as `read` does.
+        """
+        out = torch.empty(width, dtype=torch.float32, device=self.device)
+        self._read_into(name, out)
+        self.nbytes += out.nbytes
+        self._to_raise.append(out)
         return out
 
     def read_linear(self, names: Sequence[str], cuts: Sequence[Cut]) -> Weight:
@@ -203,6 +215,8 @@ class Checkpoint:
         try:
             if kind is None:
                 self._staging.finish()
+                for weight in self._to_raise:
+                    weight += 1.0
         finally:
             self._staging.close()
 

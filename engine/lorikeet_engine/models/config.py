@@ -18,31 +18,42 @@ from lorikeet_engine.adapter_format import (
     read_json,
 )
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
-from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_config
+from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_configs
+from lorikeet_engine.models.sliding_windows import sliding_layers, windows
+
+_IS_GELU = {"silu": False, "gelu_pytorch_tanh": True}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder: its sizes and in what the families differ.
 
-    max_context: tokens. rope_layers: whether each layer turns queries and keys. Embeddings are
-    multiplied by embedding_multiplier, what a layer adds to them by residual_multiplier, and logits
-    divided by logits_scaling. quantized_linears: how they are stored if they are.
-    eos_token_ids: every end-of-sequence id of config.json and generation_config.json, in rising
-    order. experts_per_token: that compute a token, 0 where MLPs are dense; normalised_experts:
-    whether their weights add up to 1.
+    max_context: tokens. ropes: how each layer turns queries and keys, None where it does not.
+    windows: how many tokens each layer's queries see, up to themselves; None: all.
+    attention_soft_cap, logits_soft_cap: c of c · tanh(x / c), to which attention's scores and the
+    logits x are bent; None: they are not. gelu: whether gates are GELU's and not SiLU's.
+    norms_plus_one: as Family says. Embeddings are multiplied by embedding_multiplier, rounded to
+    the model's dtype, what a layer adds to them by residual_multiplier, and logits divided by
+    logits_scaling. quantized_linears: how they are stored if they are. eos_token_ids: every
+    end-of-sequence id of config.json and generation_config.json, in rising order.
+    experts_per_token: that compute a token, 0 where MLPs are dense; normalised_experts: whether
+    their weights add up to 1.
     """
 
     shape: BaseShape
     vocab_size: int
     max_context: int
     norm_eps: float
-    rope: RopeConfig
-    rope_layers: tuple[bool, ...]
+    ropes: tuple[RopeConfig | None, ...]
+    windows: tuple[int | None, ...]
+    attention_soft_cap: float | None
+    logits_soft_cap: float | None
+    gelu: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     norms: LayerNorms
+    norms_plus_one: bool
     qk_norm: QkNormKind
     tied_embeddings: bool
     embedding_multiplier: float
@@ -57,9 +68,8 @@ class ModelConfig:
     def from_folder(cls, folder: Path, max_context: int | None = None) -> "ModelConfig":
         """Read config.json and, if present, generation_config.json.
 
-        max_context: serve fewer tokens than the model's position embeddings allow; this also
-        makes room for a model whose sliding window is at least that long. Raises ModelError,
-        whose `field` names the key at fault.
+        max_context: serve fewer tokens than the model's position embeddings allow. Raises
+        ModelError, whose `field` names the key at fault.
         """
         raw = read_config(folder)
         generation = folder / "generation_config.json"
@@ -74,22 +84,32 @@ class ModelConfig:
         shape = BaseShape.from_config(raw)
         family = FAMILIES[shape.family]
         raw = {**family.switches, **raw}
-        context = _context(raw, max_context)
-        _refuse_unsupported(raw, family, context)
+        context = _context(raw, family, max_context)
+        if "use_bidirectional_attention" in family.switches:
+            _refuse_bidirectional(raw)
+        turning = _turning(raw, family, shape.layers)
+        sliding = sliding_layers(raw, family, turning)
+        bias = _flag(raw, family, "attention_bias")
         return cls(
             shape=shape,
             vocab_size=integer(raw, "vocab_size"),
             max_context=context,
             norm_eps=number(raw, "rms_norm_eps", 1e-6),
-            rope=_rope(raw, shape, context),
-            rope_layers=_rope_layers(raw, family, shape.layers),
-            qkv_bias=family.qkv_bias or _flag(raw, family, "attention_bias"),
+            ropes=_ropes(raw, shape, context, turning, sliding),
+            windows=windows(raw, sliding, context),
+            attention_soft_cap=_soft_cap(raw, family, "attn_logit_softcapping"),
+            logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),
+            gelu=_is_gelu(raw, family),
+            qkv_bias=bias or family.qkv_bias,
             o_bias=family.o_bias is not None and _flag(raw, family, family.o_bias),
             mlp_bias=_flag(raw, family, "mlp_bias"),
             norms=family.norms,
+            norms_plus_one=family.norms_plus_one,
             qk_norm=family.qk_norm,
             tied_embeddings=shape.tied,
-            embedding_multiplier=_multiplier(raw, family, "embedding_multiplier"),
+            embedding_multiplier=math.sqrt(shape.hidden)
+            if family.scaled_embeddings
+            else _multiplier(raw, family, "embedding_multiplier"),
             residual_multiplier=_multiplier(raw, family, "residual_multiplier"),
             logits_scaling=_multiplier(raw, family, "logits_scaling"),
             quantized_linears=quantized_linears(raw),
@@ -106,19 +126,6 @@ def _flag(raw: Mapping[str, Any], family: Family, switch: str) -> bool:
 
 def _multiplier(raw: Mapping[str, Any], family: Family, switch: str) -> float:
     return number(raw, switch) if switch in family.switches else 1.0
-
-
-def _refuse_unsupported(raw: Mapping[str, Any], family: Family, context: int) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise refusal("hidden_act", raw["hidden_act"], "silu")
-    window = _window(raw, family)
-    if window is not None and window < context:
-        raise refusal(
-            "sliding_window",
-            window,
-            f"null or at least the context of {context} tokens; serve it with a maximum context "
-            f"of {window}, within which the window hides nothing",
-        )
 
 
 def _experts_per_token(raw: Mapping[str, Any], shape: BaseShape) -> int:
@@ -144,33 +151,54 @@ def _normalised_experts(raw: Mapping[str, Any], family: Family) -> bool:
     return family.experts.normalised or flag(raw, "norm_topk_prob")
 
 
-def _window(raw: Mapping[str, Any], family: Family) -> int | None:
-    """Tokens that some layer can look back on; None where every layer sees all."""
-    if "sliding_window" not in family.switches or raw["sliding_window"] is None:
+def _soft_cap(raw: Mapping[str, Any], family: Family, switch: str) -> float | None:
+    if switch not in family.switches or raw[switch] is None:
         return None
-    if "use_sliding_window" in family.switches:
-        kinds = raw.get("layer_types")
-        if kinds is None and "max_window_layers" in family.switches:
-            full = raw["max_window_layers"]
-            kinds = ["sliding_attention"] * (integer(raw, "num_hidden_layers") - full)
-        if not raw["use_sliding_window"]:
-            return None
-        if kinds is not None and "sliding_attention" not in kinds:
-            return None
-    return integer(raw, "sliding_window")
+    return number(raw, switch)
 
 
-def _rope(raw: Mapping[str, Any], shape: BaseShape, context: int) -> RopeConfig:
+def _is_gelu(raw: Mapping[str, Any], family: Family) -> bool:
+    key = "hidden_activation" if "hidden_activation" in family.switches else "hidden_act"
+    activation = raw.get(key, "silu")
+    if activation not in _IS_GELU:
+        raise refusal(key, activation, " or ".join(_IS_GELU))
+    return _IS_GELU[activation]
+
+
+def _refuse_bidirectional(raw: Mapping[str, Any]) -> None:
+    if flag(raw, "use_bidirectional_attention"):
+        raise refusal("use_bidirectional_attention", True, "false: tokens see what is before them")
+
+
+def _ropes(
+    raw: Mapping[str, Any],
+    shape: BaseShape,
+    context: int,
+    turning: tuple[bool, ...],
+    sliding: tuple[bool, ...],
+) -> tuple[RopeConfig | None, ...]:
     family = FAMILIES[shape.family]
-    rope = rope_config(raw, family, shape.head_dim, context)
-    if "attention_multiplier" not in family.switches:
-        return rope
+    ropes = rope_configs(raw, family, shape.head_dim, context)
     # attention divides by √head_dim: what is wanted instead goes half into queries, half into keys
-    scale = number(raw, "attention_multiplier") * math.sqrt(shape.head_dim)
-    return replace(rope, gain=rope.gain * math.sqrt(scale))
+    scale = math.sqrt(_attention_scale(raw, family, shape.head_dim) * math.sqrt(shape.head_dim))
+    full, local = (replace(rope, gain=rope.gain * scale) for rope in (ropes.full, ropes.sliding))
+    return tuple(
+        (local if slides else full) if turns else None
+        for turns, slides in zip(turning, sliding, strict=True)
+    )
 
 
-def _rope_layers(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool, ...]:
+def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> float:
+    """What attention's scores are multiplied by."""
+    if "attention_multiplier" in family.switches:
+        return number(raw, "attention_multiplier")
+    if "query_pre_attn_scalar" in family.switches:
+        head_dim = integer(raw, "query_pre_attn_scalar")
+    return 1.0 / math.sqrt(head_dim)
+
+
+def _turning(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool, ...]:
+    """Whether each layer turns queries and keys."""
     if "no_rope_layers" not in family.switches:
         return (True,) * layers
     given = raw["no_rope_layers"]  # 1 for a layer with the rotary embedding, 0 for one without
@@ -182,8 +210,8 @@ def _rope_layers(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[b
     return tuple(map(bool, given[:layers]))
 
 
-def _context(raw: Mapping[str, Any], max_context: int | None) -> int:
-    positions = context_of_positions(raw)
+def _context(raw: Mapping[str, Any], family: Family, max_context: int | None) -> int:
+    positions = context_of_positions(raw, family)
     if max_context is None:
         return positions
     if not 1 <= max_context <= positions:

@@ -33,6 +33,7 @@ class Experts:
             for linears in (shape.groups["expert_gate_up"], shape.groups["expert_down"])
         )
         self.per_token, self.normalised = config.experts_per_token, config.normalised_experts
+        self.gelu = config.gelu
         count, width, hidden = shape.experts, shape.intermediate, shape.hidden
         path = f"model.layers.{layer}.mlp.experts"
         self.gate_up = _read(checkpoint, path, ("gate_proj", "up_proj"), count, width, hidden)
@@ -54,7 +55,7 @@ class Experts:
         adapted = begin_experts(step, routed)
         gate_up = expert_products(x, self.gate_up, routed, gathered=True)  # [rows, 2 · width]
         add_expert_lora(gate_up, x, adapted, self.layer, self.gate_up_group, gathered=True)
-        gated = silu_and_mul(gate_up)
+        gated = silu_and_mul(gate_up, gelu=self.gelu)
         down = expert_products(gated, self.down, routed)  # [rows, hidden]
         add_expert_lora(down, gated, adapted, self.layer, self.down_group)
         return combine(down, routed)

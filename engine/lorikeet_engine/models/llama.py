@@ -1,10 +1,11 @@
 """The decoder that all families share, Llama and its kin; they differ in ModelConfig alone.
 
-LlamaModel and its layers; `linears` has their linears with LoRA, `norms` the norms.
+LlamaModel and its layers; `linears` has their linears with LoRA, `mlp` their MLPs, `norms` the norms.
 On CUDA these launch the kernels of kernels/lora/linear.py, kernels/pointwise/fused.py and, in small
 steps, kernels/attention/paged_decode.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,23 +24,19 @@ from lorikeet_engine.kernels.lora.linear import (
     embed_adapted,
     linear,
     replace_logits,
-    rows_of,
 )
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraStep, LoraWeights, Segments
-from lorikeet_engine.kernels.pointwise import (
-    rotary_and_store_kv,
-    silu_and_mul,
-    silu_and_mul_fp8,
-)
+from lorikeet_engine.kernels.pointwise import rotary_and_store_kv
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
-from lorikeet_engine.models.experts import Experts
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.linears import LoraLinear, read_row_linear
+from lorikeet_engine.models.mlp import Mlp, RoutedMlp
 from lorikeet_engine.models.norms import Product, RmsNorm, read_norm_weight, read_qk_norm
-from lorikeet_engine.models.rotary import RotaryEmbedding
+from lorikeet_engine.models.rope_config import RopeConfig
+from lorikeet_engine.models.rotary import RotaryEmbeddings, Turns
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 
@@ -51,8 +48,7 @@ class _Step:
     batch: Batch
     lora: LoraStep | None
     attention: AttentionBackend
-    cos: torch.Tensor
-    sin: torch.Tensor
+    turns: Mapping[RopeConfig | None, Turns]
 
 
 class LlamaModel:
@@ -88,7 +84,9 @@ class LlamaModel:
         outer = (HEAD, HEAD_ROWS, EMBEDDINGS, EMBEDDING_ROWS)
         head, rows, *embeddings = (_outer_group(each, shape, checkpoint.shard) for each in outer)
         self._head_group, self._head_rows, self._embeddings_groups = head, rows, embeddings
-        self._rotary = RotaryEmbedding(config.rope, config.max_context, self.device)
+        # rounded as transformers rounds Gemma's
+        self._multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
+        self._rotary = RotaryEmbeddings(config.ropes, config.max_context, self.device)
 
     def forward(
         self, batch: Batch, kv: torch.Tensor, lora: LoraWeights | None, attention: AttentionBackend
@@ -101,8 +99,8 @@ class LlamaModel:
         On CUDA this Python and the layers' run when graphs are captured at start; a step replays
         the graphs (execution/cuda_graphs.py). Only a step that is too large for them runs it.
         """
-        cos, sin = self._rotary.at(batch.positions)
-        step = _Step(batch, _lora_step(lora, batch), attention, cos, sin)
+        turns = self._rotary.at(batch.positions)
+        step = _Step(batch, _lora_step(lora, batch), attention, turns)
         x = self._embed(batch, step.lora)
         delta = Product(torch.zeros_like(x))
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
@@ -114,8 +112,7 @@ class LlamaModel:
         if lora is not None:
             layer = self.config.shape.outer_layer
             embed_adapted(x, batch.token_ids, lora, layer, *self._embeddings_groups)
-        multiplier = self.config.embedding_multiplier
-        return x if multiplier == 1.0 else x.mul_(multiplier)
+        return x if self._multiplier == 1.0 else x.mul_(self._multiplier)
 
     def logits(
         self, hidden: torch.Tensor, lora: LoraWeights | None, segments: Segments | None
@@ -134,8 +131,10 @@ class LlamaModel:
         if segments is not None and len(logits):
             assert lora is not None, "segments without adapter weights"
             replace_logits(logits, hidden, lora, segments, layer, self._head_rows)
-        scaling = self.config.logits_scaling
-        return logits if scaling == 1.0 else logits.div_(scaling)
+        scaling, cap = self.config.logits_scaling, self.config.logits_soft_cap
+        if scaling != 1.0:
+            logits.div_(scaling)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def load_model(
@@ -218,11 +217,11 @@ class _Layer:
         self.attention = _Attention(config, checkpoint, layer, ranks, output_norm)
         self.mlp_norm = RmsNorm(config, checkpoint, path(norms.mlp_input))
         output_norm = path(norms.mlp_output)
-        self.mlp: _Mlp | _MoeMlp
+        self.mlp: Mlp | RoutedMlp
         if config.experts_per_token:
-            self.mlp = _MoeMlp(config, checkpoint, layer, output_norm)
+            self.mlp = RoutedMlp(config, checkpoint, layer, output_norm)
         else:
-            self.mlp = _Mlp(config, checkpoint, layer, ranks, output_norm)
+            self.mlp = Mlp(config, checkpoint, layer, ranks, output_norm)
 
     def __call__(
         self, x: torch.Tensor, delta: Product, layer_kv: torch.Tensor, step: _Step
@@ -230,7 +229,7 @@ class _Layer:
         """Add delta, and attention's output, to x in place; return what is yet to be added."""
         qkv, first = self.attention.qkv, self.mlp.first
         delta = self.attention(self.attention_norm.inputs_of(qkv.weight, x, delta), layer_kv, step)
-        return self.mlp(self.mlp_norm.inputs_of(first.weight, x, delta), step)
+        return self.mlp(self.mlp_norm.inputs_of(first.weight, x, delta), step.lora)
 
 
 class _Attention:
@@ -245,62 +244,22 @@ class _Attention:
         shape = config.shape
         self.heads = checkpoint.shard.part_of(shape).heads
         self.head_dim = shape.head_dim
-        self.turns = config.rope_layers[layer]
+        self.rope, self.window = config.ropes[layer], config.windows[layer]
         self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
         self.o = read_row_linear(ranks, checkpoint, shape, layer, "o", bias=config.o_bias)
         self.kv_scales = read_kv_scales(checkpoint, layer)
         self.qk_norm = read_qk_norm(config, checkpoint, layer)
-        self.interleaved = config.rope.interleaved
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def __call__(self, x: Inputs, layer_kv: torch.Tensor, step: _Step) -> Product:
         y, lora = self.qkv(x, step.lora)
         qkv = y.view(len(y), -1, self.head_dim)
-        cos, sin = step.cos, step.sin
-        if not self.turns:  # of no columns, nothing turns
-            cos, sin = cos[:, :0], sin[:, :0]
+        turns = step.turns[self.rope]
         slots, scales = step.batch.kv_slots, self.kv_scales if layer_kv.dtype == FP8_KV else None
         rotary_and_store_kv(
-            qkv, cos, sin, layer_kv, slots, lora, self.qk_norm, scales, interleaved=self.interleaved
-        )
-        q = qkv[:, : self.heads]
-        mixed = step.attention.attend(q, layer_kv, step.batch, scales)  # [tokens, heads, head_dim]
+            qkv, turns.cos, turns.sin, layer_kv, slots, lora, self.qk_norm, scales,
+            interleaved=self.rope is not None and self.rope.interleaved,
+        )  # fmt: skip
+        q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed
+        mixed = step.attention.attend(q, layer_kv, step.batch, scales, self.window)
         return Product(*self.o(mixed.flatten(1), step.lora), self.output_weight)
-
-
-class _Mlp:
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        layer: int,
-        ranks: RankGroup | None,
-        output_norm: str | None,
-    ) -> None:
-        shape, bias = config.shape, config.mlp_bias
-        self.gate_up = LoraLinear(checkpoint, shape, layer, "gate_up", bias=bias)
-        self.down = read_row_linear(ranks, checkpoint, shape, layer, "down", bias=bias)
-        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
-
-    @property
-    def first(self) -> "LoraLinear":
-        return self.gate_up
-
-    def __call__(self, x: Inputs, step: _Step) -> Product:
-        gate = silu_and_mul_fp8 if fp8.rounds(self.down.weight, len(rows_of(x))) else silu_and_mul
-        gated = gate(*self.gate_up.before_silu(x, step.lora))
-        return Product(*self.down(gated, step.lora), self.output_weight)
-
-
-class _MoeMlp:
-    def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, output_norm: str | None
-    ) -> None:
-        self.first = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
-        self.experts = Experts(config, checkpoint, layer)
-        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
-
-    def __call__(self, x: Inputs, step: _Step) -> Product:
-        logits, lora = self.first(x, step.lora)
-        mixed = self.experts(rows_of(x), logits, lora, step.lora)
-        return Product(mixed, norm_weight=self.output_weight)

@@ -53,7 +53,7 @@ def read_norm_weight(
     config: ModelConfig, checkpoint: Checkpoint, name: str | None
 ) -> torch.Tensor | None:
     """A norm's weight [hidden], None where it has no name. Raises ModelError."""
-    return None if name is None else checkpoint.read([f"{name}.weight"], [config.shape.hidden])
+    return None if name is None else _weight(config, checkpoint, name, config.shape.hidden)
 
 
 def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkNorm | None:
@@ -63,9 +63,18 @@ def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkN
     shape, whole = config.shape, config.qk_norm is QkNormKind.WHOLE
     heads = {"q": shape.heads, "k": shape.kv_heads} if whole else {"q": 1, "k": 1}
     query, key = (
-        checkpoint.read(
-            [f"model.layers.{layer}.self_attn.{name}_norm.weight"], [count * shape.head_dim]
+        _weight(
+            config,
+            checkpoint,
+            f"model.layers.{layer}.self_attn.{name}_norm",
+            count * shape.head_dim,
         )
         for name, count in heads.items()
     )
     return QkNorm(query, key, config.norm_eps)
+
+
+def _weight(config: ModelConfig, checkpoint: Checkpoint, name: str, width: int) -> torch.Tensor:
+    if config.norms_plus_one:
+        return checkpoint.read_plus_one(f"{name}.weight", width)
+    return checkpoint.read([f"{name}.weight"], [width])

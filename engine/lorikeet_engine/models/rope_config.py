@@ -54,6 +54,10 @@ class LongRopeScaling:
     factors: tuple[float, ...]
 
 
+_LOCAL_THETA = "rope_local_base_freq"
+"""The switch of families that turn by another rotary embedding in layers with windows."""
+_PER_KIND = {"full_attention", "sliding_attention"}
+
 RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling
 
 
@@ -72,25 +76,52 @@ class RopeConfig:
     interleaved: bool = False
 
 
-def context_of_positions(raw: Mapping[str, Any]) -> int:
+@dataclass(frozen=True, slots=True)
+class LayerRopes:
+    """The rotary embeddings of layers that see all tokens, and of those with sliding windows."""
+
+    full: RopeConfig
+    sliding: RopeConfig
+
+
+def context_of_positions(raw: Mapping[str, Any], family: Family) -> int:
     """Tokens that the rotary embedding is made for: with YaRN, factor times the original ones.
 
     People switch YaRN on in config.json and leave max_position_embeddings as it was.
     """
     positions = integer(raw, "max_position_embeddings")
-    _, rope = _section(raw)
+    _, rope = _section(raw, family)
     if _kind(rope) != "yarn" or raw.get("model_type") == "phi3":
         return positions
     return max(positions, int(number(rope, "factor") * _original_context(raw, rope)))
 
 
-def rope_config(raw: Mapping[str, Any], family: Family, head_dim: int, context: int) -> RopeConfig:
-    """Read what config.json says of the rotary embedding, for contexts of up to `context` tokens.
+def rope_configs(raw: Mapping[str, Any], family: Family, head_dim: int, context: int) -> LayerRopes:
+    """Read what config.json says of rotary embeddings, for contexts of up to `context` tokens.
 
     Raises ModelError.
     """
-    name, rope = _section(raw)
+    name, rope = _section(raw, family)
     theta = number(rope, "rope_theta", number(raw, "rope_theta", 10_000.0))
+    full = _rope(raw, family, name, {**rope, "rope_theta": theta}, head_dim, context)
+    if _LOCAL_THETA not in family.switches:
+        return LayerRopes(full, full)
+    name, rope = _local_section(raw)
+    theta = number(rope, "rope_theta", number(raw, _LOCAL_THETA))
+    local = _rope(raw, family, name, {**rope, "rope_theta": theta}, head_dim, context)
+    return LayerRopes(full, local)
+
+
+def _rope(
+    raw: Mapping[str, Any],
+    family: Family,
+    name: str,
+    rope: Mapping[str, Any],
+    head_dim: int,
+    context: int,
+) -> RopeConfig:
+    """Read a section of config.json with this name."""
+    theta = number(rope, "rope_theta")
     rotary_dim = _rotary_dim(raw, rope, family, head_dim)
     kind = _kind(rope)
     if kind in ("su", "yarn") and "original_max_position_embeddings" in family.switches:
@@ -110,16 +141,25 @@ def rope_config(raw: Mapping[str, Any], family: Family, head_dim: int, context: 
     raise refusal(f"{name}.rope_type", kind, "default, linear, llama3, yarn or longrope")
 
 
-def _section(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _section(raw: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, Any]]:
+    """What config.json says of the layers that see all tokens."""
     # transformers 5 writes rope_parameters; before, rope_theta stood outside of rope_scaling
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(name) or {}
     if not isinstance(rope, Mapping):
         raise refusal(name, rope, "an object")
+    if _LOCAL_THETA in family.switches and _PER_KIND & {*rope}:
+        name, rope = f"{name}.full_attention", rope.get("full_attention") or {}
     for key, value in rope.items():
         if isinstance(value, Mapping):  # transformers 5 writes so what differs from layer to layer
             raise refusal(f"{name}.{key}", value, "one rotary embedding for all layers")
     return name, rope
+
+
+def _local_section(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """What config.json says of the layers with sliding windows, if it says so apart."""
+    parameters = raw.get("rope_parameters") or {}
+    return "rope_parameters.sliding_attention", parameters.get("sliding_attention") or {}
 
 
 def _kind(rope: Mapping[str, Any]) -> Any:

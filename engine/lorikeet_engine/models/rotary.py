@@ -1,6 +1,8 @@
 """The rotary embedding's angles: how far each pair of a head turns at each position."""
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,17 +15,35 @@ from lorikeet_engine.models.rope_config import (
 )
 
 
-class RotaryEmbedding:
-    """Cosines and sines of every position, times the gain, [positions, rotary_dim / 2] float32."""
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Cosines and sines of some positions, times the gain, [positions, rotary_dim / 2] float32."""
 
-    def __init__(self, rope: RopeConfig, positions: int, device: torch.device) -> None:
-        angles = torch.arange(positions, dtype=torch.float32)[:, None] * _frequencies(rope)
-        self._cos = (angles.cos() * rope.gain).to(device)
-        self._sin = (angles.sin() * rope.gain).to(device)
+    cos: torch.Tensor
+    sin: torch.Tensor
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [tokens, rotary_dim / 2] float32 of positions [tokens] int64."""
-        return self._cos[positions], self._sin[positions]
+
+class RotaryEmbeddings:
+    """The angles of every position, by each rotary embedding that a layer has."""
+
+    def __init__(
+        self, ropes: Iterable[RopeConfig | None], positions: int, device: torch.device
+    ) -> None:
+        distinct = dict.fromkeys(rope for rope in ropes if rope is not None)
+        self._turns = {rope: _turns(rope, positions, device) for rope in distinct}
+
+    def at(self, positions: torch.Tensor) -> dict[RopeConfig | None, Turns]:
+        """The angles of positions [tokens] int64; those of no rotary embedding have no columns."""
+        nothing = torch.empty(len(positions), 0, device=positions.device)
+        at: dict[RopeConfig | None, Turns] = {None: Turns(nothing, nothing)}
+        for rope, turns in self._turns.items():
+            at[rope] = Turns(turns.cos[positions], turns.sin[positions])
+        return at
+
+
+def _turns(rope: RopeConfig, positions: int, device: torch.device) -> Turns:
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * _frequencies(rope)
+    return Turns((angles.cos() * rope.gain).to(device), (angles.sin() * rope.gain).to(device))
 
 
 def _frequencies(rope: RopeConfig) -> torch.Tensor:

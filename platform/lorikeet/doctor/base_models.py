@@ -40,8 +40,6 @@ def _fix(folder: Path, fault: str) -> str:
         return "lower LORIKEET_MAX_CONTEXT, or unset it"
     if fault == "weight_dtype":
         return "LORIKEET_WEIGHT_DTYPE=auto for it, or a folder with floats"
-    if fault == "sliding_window":
-        return "set LORIKEET_MAX_CONTEXT to the window"
     if fault.endswith(".safetensors") and _is_pointer(folder / fault):
         return f"Git LFS has left a note in place of the file: `git -C {folder} lfs pull`"
     if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):

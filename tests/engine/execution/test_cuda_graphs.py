@@ -56,10 +56,10 @@ class Rows:
             segments=None,
         )
 
-    def attend(self, q, layer_kv, batch, scales=None):
+    def attend(self, q, layer_kv, batch, scales=None, window=None):
         out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
         rows = len(self._rows.kv_lengths)
-        out[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._rows, scales)
+        out[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._rows, scales, window)
         return out
 
 
@@ -87,10 +87,11 @@ class Piecewise:
         self._batch = batch
         return self._graphs._run(self._blank, self)
 
-    def attend(self, q, layer_kv, _, scales=None):
+    def attend(self, q, layer_kv, _, scales=None, window=None):
         rows = len(self._batch.token_ids)
         self._outputs.fill_(torch.nan)
-        self._outputs[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._batch, scales)
+        got = SdpaAttention().attend(q[:rows], layer_kv, self._batch, scales, window)
+        self._outputs[:rows] = got
         return self._outputs
 
 

@@ -41,7 +41,10 @@ def test_a_rehearsal_finds_what_loading_finds(tiny_checkpoints: dict[str, Path])
         assert config == load_model(folder, torch.device("cpu"), torch.float32).config
         stored = folder / "model.safetensors"
         assert weights == pytest.approx(stored.stat().st_size, rel=0.05)
-        assert rehearse_load(folder, torch.bfloat16)[1] == weights / 2
+        half = rehearse_load(folder, torch.bfloat16)[1]
+        if not config.norms_plus_one:  # whose norms are float32
+            assert half == weights / 2
+        assert weights / 2 <= half < 0.51 * weights
 
 
 def test_a_rehearsal_misses_a_shard(variant_checkpoints: dict[str, Path], tmp_path: Path) -> None:

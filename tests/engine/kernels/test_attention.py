@@ -11,7 +11,7 @@ import torch
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention import choose_attention
-from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable
+from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable, kv_head_dim
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
@@ -21,9 +21,10 @@ HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 class History:
     """What every sequence has been given so far, and a cache poisoned with NaN."""
 
-    def __init__(self, tokens, dtype=torch.float32, scales=None):
+    def __init__(self, tokens, dtype=torch.float32, scales=None, window=None, soft_cap=None):
         """scales: of pages of FP8."""
         self.tokens, self.dtype, self.scales = tokens, dtype, scales
+        self.window, self.soft_cap = window, soft_cap
         self.cache = torch.full(
             (2, tokens.pages, tokens.page_size, KV_HEADS, HEAD_DIM),
             torch.nan,
@@ -49,27 +50,33 @@ class History:
         ):
             keys, values = self.seen.get(name, (k[:0], v[:0]))
             self.seen[name] = torch.cat((keys, k[start:end])), torch.cat((values, v[start:end]))
-            want.append(written_out(q[start:end], *self.seen[name]))
+            keys, values = self.seen[name]
+            want.append(written_out(q[start:end], keys, values, self.window, self.soft_cap))
         store(self.cache, batch, *stored)
-        return SdpaAttention().attend(q, self.cache, batch, self.scales), torch.cat(want)
+        backend = SdpaAttention(self.soft_cap)
+        return backend.attend(q, self.cache, batch, self.scales, self.window), torch.cat(want)
 
 
 def store(kv, batch, k, v):
     """Put a batch's keys and values where it says."""
-    kv[0].flatten(0, 1)[batch.kv_slots] = k
-    kv[1].flatten(0, 1)[batch.kv_slots] = v
+    kv[0].flatten(0, 1)[batch.kv_slots, :, : k.shape[-1]] = k
+    kv[1].flatten(0, 1)[batch.kv_slots, :, : v.shape[-1]] = v
 
 
-def written_out(q, keys, values):
+def written_out(q, keys, values, window=None, soft_cap=None):
     """softmax(q·Kᵀ / √d)·V, a query and a head at a time, in float64."""
     out = torch.empty(q.shape, dtype=torch.float64)
     before = len(keys) - len(q)
     for t, query in enumerate(q.double()):
         for head in range(HEADS):
-            k = keys[: before + t + 1, head // (HEADS // KV_HEADS)].double()
-            v = values[: before + t + 1, head // (HEADS // KV_HEADS)].double()
-            scores = torch.softmax(k @ query[head] / math.sqrt(HEAD_DIM), dim=0)
-            out[t, head] = scores @ v
+            end = before + t + 1
+            first = 0 if window is None else max(0, end - window)
+            k = keys[first:end, head // (HEADS // KV_HEADS)].double()
+            v = values[first:end, head // (HEADS // KV_HEADS)].double()
+            scores = k @ query[head] / math.sqrt(HEAD_DIM)
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            out[t, head] = torch.softmax(scores, dim=0) @ v
     return out
 
 
@@ -100,6 +107,19 @@ def test_prefill_chunks_and_decodes_mix_in_one_batch(history):
     assert_equal(*history.attend({"b": 1, "c": 133, "a": 1}))
     assert_equal(*history.attend({"a": 1, "b": 1, "c": 1, "d": 1}))
     assert_equal(*history.attend({"d": 20, "a": 5, "b": 1}))
+
+
+@pytest.mark.parametrize("window", [1, 20, 64])
+def test_a_window_hides_what_is_before_it(paged_tokens, window):
+    history = History(paged_tokens(), window=window)
+    assert_equal(*history.attend({"a": 63, "b": 1}))
+    assert_equal(*history.attend({"b": 20, "c": 133, "a": 1}))
+
+
+def test_scores_are_bent_to_the_soft_cap(paged_tokens):
+    history = History(paged_tokens(), window=40, soft_cap=0.7)
+    assert_equal(*history.attend({"a": 63, "b": 1}))
+    assert_equal(*history.attend({"a": 1, "b": 20}))
 
 
 def test_bfloat16_stays_within_its_precision(paged_tokens):
@@ -146,10 +166,10 @@ def test_pages_of_fp8_are_refused_on_a_gpu_that_has_none(monkeypatch):
 
 
 def test_the_warning_names_what_is_in_the_way(caplog):
-    choose_attention(replace(LARGE, head_dim=80), CUDA)
+    choose_attention(replace(LARGE, head_dim=48), CUDA)
     choose_attention(replace(LARGE, dtype=torch.float32), CUDA)
     narrow, wide = (record.reason for record in caplog.records)
-    assert "heads of 64, 128, 256, and these have 80" in narrow
+    assert "heads of 64 to 256, and these have 48" in narrow
     assert "float32" in wide
 
 
@@ -162,20 +182,33 @@ class TestFlashInfer:
     def scales(self, request):
         return request.param
 
-    @pytest.fixture
-    def backend(self, scales):
-        return choose_attention(replace(LARGE, fp8_kv=scales is not None), CUDA)
+    @pytest.fixture(
+        params=[
+            LARGE,
+            replace(LARGE, windows=(50, None)),
+            replace(LARGE, head_dim=256, windows=(1, 20), soft_cap=0.7),
+            replace(LARGE, head_dim=96),
+        ],
+        ids=["", "windows", "soft cap", "odd heads"],
+    )
+    def shape(self, request):
+        return request.param
 
     @pytest.fixture
-    def compare(self, paged_tokens, backend, scales):
+    def backend(self, shape, scales):
+        return choose_attention(replace(shape, fp8_kv=scales is not None), CUDA)
+
+    @pytest.fixture
+    def compare(self, paged_tokens, backend, scales, shape):
         tokens = paged_tokens(device="cuda")
-        s = LARGE
+        s = shape
         kv = torch.full(
-            (2, tokens.pages, s.page_size, s.kv_heads, s.head_dim),
+            (2, tokens.pages, s.page_size, s.kv_heads, kv_head_dim(s.head_dim, "cuda")),
             torch.nan,
             dtype=s.dtype if scales is None else FP8_KV,
             device="cuda",
         )
+        kv[..., s.head_dim :] = 0
         random = torch.Generator("cuda").manual_seed(5)
 
         def compare(counts):
@@ -185,9 +218,10 @@ class TestFlashInfer:
             q, k, v = qkv.split((s.heads, s.kv_heads, s.kv_heads), dim=1)
             store(kv, batch, k.to(kv.dtype), v.to(kv.dtype))
             backend.plan(batch)
-            got = backend.attend(q, kv, batch, scales)
-            want = SdpaAttention().attend(q, kv, batch, scales)
-            torch.testing.assert_close(got, want, rtol=0, atol=4 * torch.finfo(s.dtype).eps)
+            for window in s.windows:
+                got = backend.attend(q, kv, batch, scales, window)
+                want = SdpaAttention(s.soft_cap).attend(q, kv, batch, scales, window)
+                torch.testing.assert_close(got, want, rtol=0, atol=4 * torch.finfo(s.dtype).eps)
 
         return compare
 

@@ -6,6 +6,7 @@ the operators themselves launch, on tensors without memory, and what they launch
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -154,8 +155,9 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     angles = empty(8, 64, dtype=torch.float32)
     fused.add_rms_norm(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
     fused.add_rms_norm_fp8(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
-    fused.silu_and_mul(empty(8, 2 * 14336), delta(2 * 14336))
-    fused.silu_and_mul_fp8(empty(8, 2 * 14336), delta(2 * 14336))
+    for gelu in (False, True):
+        fused.silu_and_mul(empty(8, 2 * 14336), delta(2 * 14336), gelu=gelu)
+        fused.silu_and_mul_fp8(empty(8, 2 * 14336), delta(2 * 14336), gelu=gelu)
     slots = empty(8, dtype=torch.int64)
     kv = empty(2, 100, 16, 8, 128)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128))
@@ -206,6 +208,10 @@ def test_attention_of_small_steps(compiled: set[str], tokens: int) -> None:
     q, size = empty(tokens, 48, 128)[:, :32], (2, 100, 16, 8, 128)
     attention.attend(q, empty(*size), None)
     attention.attend(q, empty(*size, dtype=FP8_KV), None, KvScales(0.1, 0.2))
+    capped = replace(shape, windows=(4096, None), soft_cap=50.0)
+    PagedDecode(capped, tokens, empty(4096, dtype=torch.int32), workspace).attend(
+        q, empty(*size), None, window=4096
+    )
     assert compiled == {"_decode"}
 
 

@@ -12,7 +12,7 @@ from lorikeet_engine.kernels.attention.paged_decode import (
     split_rows,
     workspace_bytes,
 )
-from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable
+from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable, kv_head_dim
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.models.batch import Batch
@@ -30,6 +30,7 @@ SHAPES = {
     "llama": AttentionShape(8, 2, 128, PAGE, torch.bfloat16),
     "small heads": AttentionShape(6, 6, 64, PAGE, torch.bfloat16),
     "wide heads": AttentionShape(32, 1, 256, PAGE, torch.bfloat16),
+    "odd heads": AttentionShape(4, 2, 96, PAGE, torch.bfloat16),
 }
 TOLERANCE = 4 * torch.finfo(torch.bfloat16).eps
 
@@ -59,7 +60,8 @@ def step_of(lengths, queries):
 def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0, scales=None):
     """Attend over one back end's static buffers, several times, and as torch would.
 
-    queries: of each sequence; one, where it is not said. scales: of FP8 pages.
+    In each kind of layer that the shape has. queries: of each sequence; one, where it is not said.
+    scales: of FP8 pages.
     """
     queries = queries or [1] * len(lengths)
     dtype = dtype_of(device)
@@ -72,9 +74,10 @@ def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0
     table = batch.page_table
     total = int(table.pages.max()) + 4
     random = torch.Generator(device).manual_seed(1)
-    size = (2, total, PAGE, shape.kv_heads, shape.head_dim)
+    size = (2, total, PAGE, shape.kv_heads, kv_head_dim(shape.head_dim, "cuda"))
     kv = torch.randn(size, generator=random, device=device)
     kv = kv.to(dtype) if scales is None else (8 * kv).to(FP8_KV)
+    kv[..., shape.head_dim :] = 0
     for end, length in zip(table.starts[1:], lengths, strict=True):
         if length % PAGE:  # nobody may look behind the end
             kv[:, table.pages[end - 1], length % PAGE :] = torch.nan
@@ -84,9 +87,10 @@ def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0
         qkv = torch.randn(size, generator=random, device=device).to(dtype)
         q = qkv[:, : shape.heads]  # as it lies between the keys and values
         backend.plan(batch)
-        got = backend.attend(q, kv, batch, scales)[:rows]
-        want = SdpaAttention().attend(q[:rows], kv, batch, scales)
-        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+        for window in shape.windows:
+            got = backend.attend(q, kv, batch, scales, window)[:rows]
+            want = SdpaAttention(shape.soft_cap).attend(q[:rows], kv, batch, scales, window)
+            torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     return got
 
 
@@ -102,6 +106,18 @@ def test_a_long_sequence_is_cut_and_put_together_again_every_time(device):
 def test_a_prompts_tokens_see_what_comes_before_them(device):
     lengths, queries = [40, 17, 130, 5, 70], [40, 1, 33, 5, 2]
     compare(SHAPES["llama"], lengths, device, queries=queries, times=2)
+
+
+@pytest.mark.parametrize("windows", [(33, None), (64,), (300, 1)])
+def test_layers_with_windows_look_back_no_further(device, windows):
+    shape = replace(SHAPES["llama"], kv_heads=1, windows=windows)
+    compare(shape, [32, 34, 310, 70], device, queries=[1, 1, 1, 5], times=2)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_scores_are_bent_to_the_soft_cap(device, name):
+    shape = replace(SHAPES[name], soft_cap=0.7, windows=(40, None))
+    compare(shape, [1, 45, 200], device, queries=[1, 3, 1])
 
 
 def test_spare_rows_change_nothing(device):
@@ -122,6 +138,14 @@ def test_many_sequences_and_one_long_one_say_the_same_every_time():
     lengths = [1 + 7 * i % 300 for i in range(255)] + [20_000]
     runs = [compare(SHAPES["llama"], lengths, torch.device("cuda")) for _ in range(3)]
     assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+def test_rows_with_a_window_are_as_much_work_as_the_window():
+    lengths, pages = np.array([10_000, 5, 129], np.int32), np.array([0, 625, 626], np.int32)
+    items = split_rows(pages, lengths, 40, window=100)
+    seen = [(row, begin, end) for row, _, begin, end, _, _ in items.tolist() if row >= 0]
+    assert seen == [(0, 9900, 9964), (0, 9964, 10_000), (1, 0, 5), (2, 29, 93), (2, 93, 129)]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")

@@ -72,6 +72,19 @@ def test_what_is_added_is_normed_before(kind, width, adapters, tokens):
         assert_close(y, reference.add_rms_norm(same.clone(), torch.zeros_like(x), weight, eps))
 
 
+@pytest.mark.parametrize("kind", DEVICES)
+def test_norms_weights_may_be_finer_than_what_they_norm(kind):
+    """1 + 2⁻¹⁰ is no bfloat16: rounded, it would make results too small by 2⁻¹⁰ on average."""
+    fine = torch.full((1536,), 1 + 2**-10, device=kind[0])
+    x, delta = random(kind, 3, 1536), random(kind, 1536, 3).T.contiguous()
+    for operators in (fused, reference):
+        changed = x.clone()
+        y = operators.add_rms_norm(changed, delta, fine, 1e-5, None, 1.0, fine)
+        for got, given in ((y, changed), ((changed - x), delta)):
+            normed = given.double() / (given.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+            assert abs((got.double() * normed).sum() / normed.square().sum() - fine[0]) < 2**-12
+
+
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
 def test_what_is_added_is_multiplied_before(kind, tokens):
@@ -98,7 +111,7 @@ def test_rotary_and_store_kv(kind, heads, kv_heads, dim, rotary_dim, interleaved
     qkv = random(kind, tokens, heads + 2 * kv_heads, dim)
     angles = random((kind[0], torch.float32), tokens, rotary_dim // 2)
     slots = torch.randperm(48, generator=torch.Generator().manual_seed(1))[:tokens].to(kind[0])
-    kv = random(kind, 2, 3, 16, kv_heads, dim)
+    kv = random(kind, 2, 3, 16, kv_heads, dim + 32 * (dim == 96))  # wider than heads
     turned, filled = qkv.clone(), kv.clone()
     at = angles.cos(), angles.sin()
     fused.rotary_and_store_kv(turned, *at, filled, slots, interleaved=interleaved)
@@ -120,9 +133,10 @@ def test_a_token_without_a_place_is_not_stored(kind):
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("width", [8, 1500])
-def test_silu_and_mul(kind, width, tokens):
+@pytest.mark.parametrize("gelu", [False, True])
+def test_silu_and_mul(kind, gelu, width, tokens):
     x = random(kind, tokens, 2 * width)
-    assert_equal(fused.silu_and_mul(x), reference.silu_and_mul(x))
+    assert_equal(fused.silu_and_mul(x, gelu=gelu), reference.silu_and_mul(x, gelu=gelu))
 
 
 def adapted(kind, y):

@@ -29,6 +29,7 @@ IDLE = {
 # Where every layer has experts, none is as wide as dense ones would be.
 IDLE_IN = {("qwen3_moe", "intermediate_size")}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
+WINDOW_IN_ALL = {"max_window_layers": 0, "no_rope_layers": [0, 0], "layer_types": None}
 # What else has to be set for a key to mean something.
 WITH = {
     "layer_types": {
@@ -38,13 +39,16 @@ WITH = {
     },
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 64, "layer_types": None},
     "original_max_position_embeddings": {"rope_parameters": LONGROPE},
-    "sliding_window": {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None},
-    "use_sliding_window": {"sliding_window": 64, "max_window_layers": 0, "layer_types": None},
     "no_rope_layer_interval": {"no_rope_layers": None},
+    "rope_parameters": {"layer_types": ["full_attention"] * 2},
+    "sliding_window": {"use_sliding_window": True, **WINDOW_IN_ALL},
+    "use_sliding_window": {"sliding_window": 64, **WINDOW_IN_ALL},
 }
-SHOWN_AS_WINDOWS = {"layer_types", "max_window_layers", "use_sliding_window"}
 OTHERWISE = {
+    "attn_logit_softcapping": 7.0,
+    "final_logit_softcapping": 7.0,
     "head_dim": 32,
+    "hidden_activation": "silu",
     "hidden_act": "gelu",
     "hidden_size": 128,
     "layer_types": ["full_attention", "sliding_attention"],
@@ -57,6 +61,7 @@ OTHERWISE = {
     "original_max_position_embeddings": 16,
     "rope_parameters": {"rope_type": "linear", "factor": 3.0},
     "sliding_window": 32,
+    "use_bidirectional_attention": True,
 }
 
 
@@ -109,22 +114,39 @@ def test_another_value_of_a_key_changes_the_model_or_is_refused_by_name(family, 
     other = {**plain, key: otherwise(key, plain[key])}
     before, (after, refusal) = parse(plain), outcome(parse, other)
     assert after != before
-    shown_as = "sliding_window" if key in SHOWN_AS_WINDOWS else key
-    assert after is not None or shown_as in refusal
+    assert after is not None or key in refusal
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
     known = keys_of(family)
-    outside = {"partial_rotary_factor": {"glm4": 0.5}.get(family, 1.0)}
-    outside["rope_theta"] = config_class(family).default_theta
+    theta = config_class(family).default_theta
+    theta = theta if isinstance(theta, dict) else {"global": theta, "local": theta}
+    outside = {
+        "partial_rotary_factor": {"glm4": 0.5}.get(family, 1.0),
+        "rope_local_base_freq": theta["local"],
+        "rope_theta": theta["global"],
+        "sliding_window_pattern": {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}.get(family),
+    }
     for key, value in FAMILIES[family].switches.items():
         assert value == (outside[key] if key in outside else known[key]), key
     sizes = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
-    config = parse({**sizes, "model_type": family, "sliding_window": None})
+    sizes |= {"max_position_embeddings": 8192, "num_hidden_layers": 8}
+    config = parse({**sizes, "model_type": family})
     assert config.norm_eps == known["rms_norm_eps"]
     assert config.tied_embeddings == config.shape.tied == known["tie_word_embeddings"]
-    assert config.rope.theta == config_class(family).default_theta
+    want = transformers.AutoConfig.for_model(family, **sizes)
+    slides = [kind == "sliding_attention" for kind in layer_types(want)]
+    assert config.windows == tuple(want.sliding_window if s else None for s in slides)
+    thetas = [theta["local" if s else "global"] for s in slides]
+    assert all(r is None or r.theta == t for r, t in zip(config.ropes, thetas, strict=True))
+
+
+def layer_types(config):
+    if getattr(config, "layer_types", None) is not None:
+        return config.layer_types
+    has_window = getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if has_window else "full_attention"] * config.num_hidden_layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)

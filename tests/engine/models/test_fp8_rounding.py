@@ -58,7 +58,7 @@ def test_logits_are_those_of_a_model_of_rounded_numbers(
         want = rounded_model(folder)(torch.tensor([PROMPT])).logits[0]
     assert_near(logits(model), want)
     plain = logits(load_model(folder, CPU, torch.float32))
-    assert errors(plain, want).median() > NEAR, "rounding is to be seen"
+    assert errors(plain, want).median() > NEAR / 2, "rounding is to be seen"
 
 
 def test_adapters_read_the_inputs_as_they_were(tiny_checkpoints):

@@ -49,7 +49,7 @@ def test_the_older_way_to_write_rope_means_the_same(variant_checkpoints, edited)
     theta = rope.pop("rope_theta")
     old = edited("llama", rope_parameters=None, rope_theta=theta, rope_scaling=rope)
     want = ModelConfig.from_folder(new)
-    assert ModelConfig.from_folder(old).rope == want.rope
+    assert ModelConfig.from_folder(old).ropes == want.ropes
 
 
 @pytest.mark.parametrize(
@@ -90,18 +90,13 @@ def test_the_older_way_to_write_rope_means_the_same(variant_checkpoints, edited)
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
             "short_factor",
         ),
-        ("phi3", {"sliding_window": 511}, "sliding_window"),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 64,
-                     "layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+        ("phi3", {"sliding_window": 0}, "sliding_window"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("olmo3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
-        ("mistral", {"sliding_window": 511}, "sliding_window"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 64, "layer_types": None,
-             "max_window_layers": 1},
-            "sliding_window",
-        ),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(edited, family, changes, field):
@@ -111,14 +106,20 @@ def test_what_is_not_supported_is_refused_by_name(edited, family, changes, field
     assert field.split(".")[-1] in str(refused.value)
 
 
-def test_a_window_that_hides_nothing_is_no_obstacle(edited):
-    folder = edited("mistral", sliding_window=64)
-    assert ModelConfig.from_folder(folder, max_context=64).max_context == 64
-    unused = {"use_sliding_window": False, "sliding_window": 64}
-    assert ModelConfig.from_folder(edited("qwen2", **unused)).max_context == 512
-    above = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
-    folder = edited("qwen3", **above, layer_types=None)
-    assert ModelConfig.from_folder(folder).max_context == 512
+def test_layers_have_windows_where_the_config_says_so(edited, tmp_path):
+    def windows(family, max_context=None, **changes):
+        shutil.rmtree(tmp_path / family, ignore_errors=True)
+        changes = {"sliding_window": 64, "layer_types": None, **changes}
+        return ModelConfig.from_folder(edited(family, **changes), max_context).windows
+
+    assert windows("mistral") == windows("phi3") == windows("ministral") == (64, 64)
+    assert windows("mistral", max_context=64) == (None, None), "it hides nothing there"
+    assert windows("qwen2") == windows("smollm3") == (None, None)
+    assert windows("qwen2", use_sliding_window=True, max_window_layers=1) == (None, 64)
+    assert windows("smollm3", use_sliding_window=True) == (None, 64)
+    assert windows("gemma2") == (64, None)
+    assert windows("gemma3_text", sliding_window_pattern=1) == (None, None)
+    assert windows("olmo3") == windows("gemma3_text", sliding_window_pattern=None) == (64, 64)
 
 
 def test_yarn_has_room_for_the_context_that_it_stretches_to(edited):
@@ -131,11 +132,11 @@ def test_phi_calls_longrope_by_older_names_too(variant_checkpoints, edited):
     new = json.loads((variant_checkpoints["longrope"] / "config.json").read_text())
     rope = new.pop("rope_parameters")
     factors = {key: rope[key] for key in ("short_factor", "long_factor")}
-    want = ModelConfig.from_folder(variant_checkpoints["longrope"]).rope
+    want = ModelConfig.from_folder(variant_checkpoints["longrope"]).ropes
     for kind in ("su", "yarn"):
         old = {**new, "rope_parameters": None, "rope_scaling": {"type": kind, **factors}}
         folder = edited("phi3", **old, partial_rotary_factor=0.75, rope_theta=10_000.0)
-        assert ModelConfig.from_folder(folder).rope == want
+        assert ModelConfig.from_folder(folder).ropes == want
         shutil.rmtree(folder)
 
 

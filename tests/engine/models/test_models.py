@@ -69,7 +69,8 @@ class Run:
         c = model.shape
         shape = (c.layers, 2, tokens.pages, tokens.page_size, c.kv_heads, c.head_dim)
         kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
-        self.runner = ModelRunner(model, SdpaAttention(), lora, kv)
+        attention = SdpaAttention(model.config.attention_soft_cap)
+        self.runner = ModelRunner(model, attention, lora, kv)
         self.tokens = tokens
         self.logits = {}
 

@@ -17,8 +17,6 @@ from lorikeet_engine.kernels.fp8 import FIRST_WITH_FP8
 
 log = logging.getLogger(__name__)
 
-_FLASHINFER_HEAD_DIMS = (64, 128, 256)
-
 
 def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBackend:
     """FlashInfer on CUDA, torch elsewhere and for what FlashInfer has no kernels for.
@@ -26,7 +24,7 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBa
     Raises SettingsError where FlashInfer is not installed, or the GPU has no FP8 for such pages.
     """
     if device.type != "cuda":
-        return SdpaAttention()
+        return SdpaAttention(shape.soft_cap)
     if shape.fp8_kv and torch.cuda.get_device_capability(device) < FIRST_WITH_FP8:
         raise SettingsError(
             f"kv_dtype=fp8: {torch.cuda.get_device_name(device)} is older than Ada and Hopper and "
@@ -34,7 +32,7 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBa
         )
     if reason := why_slow(shape.head_dim, shape.dtype):
         log.warning("attention_is_slow", extra={"reason": reason})
-        return SdpaAttention()
+        return SdpaAttention(shape.soft_cap)
     try:
         flashinfer = import_module("lorikeet_engine.kernels.attention.flashinfer")
     except ModuleNotFoundError as error:
@@ -50,8 +48,8 @@ def why_slow(head_dim: int, dtype: torch.dtype) -> str | None:
     """Why CUDA attends by torch, sequence by sequence and in no CUDA graph; None if it does not."""
     if dtype.itemsize != 2:
         wanted = f"16-bit dtypes, and this is {dtype}"
-    elif head_dim not in _FLASHINFER_HEAD_DIMS:
-        wanted = f"heads of {', '.join(map(str, _FLASHINFER_HEAD_DIMS))}, and these have {head_dim}"
+    elif not 64 <= head_dim <= 256:
+        wanted = f"heads of 64 to 256, and these have {head_dim}"
     else:
         return None
     return (

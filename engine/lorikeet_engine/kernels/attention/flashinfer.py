@@ -4,6 +4,7 @@ A small step does not come here: it is one captured CUDA graph, whose attention 
 (paged_decode.py). FlashInfer's kernels run in larger steps, between graphs or without any.
 """
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
@@ -12,10 +13,16 @@ import flashinfer
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional as F
 
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
-from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences, PageTable
+from lorikeet_engine.kernels.attention.protocol import (
+    AttentionShape,
+    PagedSequences,
+    PageTable,
+    kv_head_dim,
+)
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
 # From so many tokens that a step's prompts see, added up, its decodes are attended to apart.
@@ -59,6 +66,8 @@ class _Split:
 class FlashInferAttention:
     """AttentionBackend for CUDA in float16 and bfloat16. A step is planned once for all layers.
 
+    Where some layers have a window it is planned for each kind: FlashInfer fixes windows in a plan.
+
     Small steps, each captured in one CUDA graph, use neither plan nor attend of this class:
     `captured` gives their graphs a PagedDecode. Where prompts see much, PagedDecode takes the
     decodes beside them too: FlashInfer cuts all queries of a launch into tiles that fit their mean
@@ -68,17 +77,22 @@ class FlashInferAttention:
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         """Allocate the workspace, and begin to compile the kernels, which are kept on disk.
 
-        nvcc takes half a minute for them, beside what else is done until the first plan.
+        nvcc takes half a minute for those of each kind of layer, beside what else is done until the
+        first plan.
         """
         self._shape = shape
+        self._kv_head_dim = kv_head_dim(shape.head_dim, device.type)
         self._workspace = torch.empty(
             _workspace_bytes(shape, device), dtype=torch.uint8, device=device
         )
         # FA2: FlashInfer's FA3 kernels would be a second set to compile and do not split a long
         # sequence.
-        self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, "NHD", backend="fa2"
-        )
+        self._wrappers = {
+            window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, "NHD", backend="fa2"
+            )
+            for window in shape.windows
+        }
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._decode: PagedDecode | None = None
         self._most_decodes = 0
@@ -113,22 +127,25 @@ class FlashInferAttention:
         page_size = self._shape.page_size
         table, lengths = batch.page_table, batch.kv_lengths
         last_lengths = lengths - (np.diff(table.starts) - 1) * page_size
+        host = (batch.query_starts, table.starts, table.pages, last_lengths)
+        arguments, pinned_lengths = [_pinned(array) for array in host], _pinned(lengths)
         self._planned.synchronize()  # a plan is copied from a pinned buffer that the next reuses
-        self._wrapper.plan(
-            _pinned(batch.query_starts),
-            _pinned(table.starts),
-            _pinned(table.pages),
-            _pinned(last_lengths),
-            self._shape.heads,
-            self._shape.kv_heads,
-            self._shape.head_dim,
-            page_size,
-            causal=True,
-            q_data_type=self._shape.dtype,
-            kv_data_type=FP8_KV if self._shape.fp8_kv else self._shape.dtype,
-            max_token_per_sequence=int(np.diff(batch.query_starts).max()),
-            seq_lens=_pinned(lengths),
-        )
+        for window, wrapper in self._wrappers.items():
+            wrapper.plan(
+                *arguments,
+                self._shape.heads,
+                self._shape.kv_heads,
+                self._kv_head_dim,
+                page_size,
+                causal=True,
+                sm_scale=1.0 / math.sqrt(self._shape.head_dim),
+                window_left=-1 if window is None else window - 1,  # a token's own is not counted
+                logits_soft_cap=self._shape.soft_cap,
+                q_data_type=self._shape.dtype,
+                kv_data_type=FP8_KV if self._shape.fp8_kv else self._shape.dtype,
+                max_token_per_sequence=int(np.diff(batch.query_starts).max()),
+                seq_lens=pinned_lengths,
+            )
         self._planned.record()
 
     def attend(
@@ -137,15 +154,18 @@ class FlashInferAttention:
         layer_kv: torch.Tensor,
         _: PagedSequences,
         scales: KvScales | None = None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         split = self._split
         if split is None or self._decode is None:
-            return self._run(q, layer_kv, scales, out)
-        of_prompts = self._run(q[split.prompt_rows], layer_kv, scales)
+            return self._run(q, layer_kv, scales, window, out)
+        of_prompts = self._run(q[split.prompt_rows], layer_kv, scales, window)
         out.index_copy_(0, split.prompt_rows, of_prompts)
-        of_decodes = self._decode.attend(q[split.decode_rows], layer_kv, split.decodes, scales)
+        of_decodes = self._decode.attend(
+            q[split.decode_rows], layer_kv, split.decodes, scales, window
+        )
         return out.index_copy_(0, split.decode_rows, of_decodes)
 
     def _run(
@@ -153,16 +173,20 @@ class FlashInferAttention:
         q: torch.Tensor,
         layer_kv: torch.Tensor,
         scales: KvScales | None,
+        window: int | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        result: torch.Tensor = self._wrapper.run(
+        missing = self._kv_head_dim - self._shape.head_dim
+        if missing:  # zeros, as in the pages
+            q, out = F.pad(q, (0, missing)), None
+        result: torch.Tensor = self._wrappers[window].run(
             q,
             (layer_kv[0], layer_kv[1]),
             k_scale=None if scales is None else scales.key,
             v_scale=None if scales is None else scales.value,  # one more launch, unless it is 1.0
             out=out,
         )
-        return result
+        return result[..., :-missing].contiguous() if missing else result
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
         """Give a graph of a small step its PagedDecode. See CapturableAttention.captured."""

@@ -1,7 +1,8 @@
 """Attention in Triton, each query token by itself: for CUDA graphs of steps of few tokens.
 
-A *row* is a query token and what it sees: its sequence's tokens up to itself. In a decode there is
-one a sequence; the rows of a short prompt read the same keys again, mostly from the cache.
+A *row* is a query token and what it sees: its sequence's tokens up to itself, or the last of them
+where a layer has a window. In a decode there is one a sequence; the rows of a short prompt read the
+same keys again, mostly from the cache.
 
 A program takes one *item*, a piece of what a row sees, for one key head and the query heads that
 share it. Rows are split so that there are enough items to fill the GPU and none is much longer than
@@ -52,7 +53,10 @@ class PagedDecode:
         self._pages = pages
         self._capacity = _capacity(shape, tokens)
         device = pages.device
-        self._items = torch.full((self._capacity, _FIELDS), -1, dtype=torch.int32, device=device)
+        self._items = {
+            window: torch.full((self._capacity, _FIELDS), -1, dtype=torch.int32, device=device)
+            for window in shape.windows
+        }
         rows = self._capacity * shape.heads
         floats = workspace[: workspace_bytes(shape, tokens)].view(torch.float32)
         self._parts, self._scales = floats[: rows * shape.head_dim], floats[rows * shape.head_dim :]
@@ -63,8 +67,9 @@ class PagedDecode:
     def plan(self, batch: PagedSequences) -> None:
         """See AttentionBackend.plan."""
         pages, device = batch.page_table.pages, self._pages.device
-        items = split_rows(*query_rows(batch), self._capacity)
-        self._items.copy_(upload(items, device))
+        starts, lengths = query_rows(batch)
+        for window, items in self._items.items():
+            items.copy_(upload(split_rows(starts, lengths, self._capacity, window), device))
         self._pages[: len(pages)].copy_(upload(pages, device))
 
     def attend(
@@ -73,6 +78,7 @@ class PagedDecode:
         layer_kv: torch.Tensor,
         _: PagedSequences,
         scales: KvScales | None = None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -81,17 +87,21 @@ class PagedDecode:
         value_scale = None
         if scales is not None:
             scale, value_scale = scale * scales.key, scales.value
+        cap = None
+        if shape.soft_cap is not None:  # with tanh(x) = 1 − 2 / (1 + exp(2x))
+            scale, cap = scale * 2 / shape.soft_cap, shape.soft_cap * math.log2(math.e)
         # With many programs one warp each reads best; with few, each must read more at once.
         block, warps, stages = (32, 1, 4) if self._many else (64, 2, 3)
         _decode[(shape.kv_heads, self._capacity)](
-            q, layer_kv, self._pages, self._items, self._parts, self._scales, self._done, out,
-            scale, value_scale, layer_kv.stride(0), q.stride(0),
+            q, layer_kv, self._pages, self._items[window], self._parts, self._scales, self._done,
+            out, scale, cap, value_scale, layer_kv.stride(0), q.stride(0),
             kv_heads=shape.kv_heads,
             group=group,
             rows=max(16, triton.next_power_of_2(group)),  # tl.dot wants 16
             head_dim=shape.head_dim,
+            kv_dim=layer_kv.shape[-1],
             page_size=shape.page_size,
-            block=block if shape.head_dim <= 128 else 32,
+            block=block if layer_kv.shape[-1] <= 128 else 32,
             num_warps=warps,
             num_stages=stages,
             **launch_options(early=can_launch_early(q.device)),
@@ -112,22 +122,24 @@ def query_rows(batch: PagedSequences) -> tuple[Int32s, Int32s]:
     return batch.page_table.starts[owner], (lengths[owner] - behind).astype(np.int32)
 
 
-def split_rows(pages: Int32s, lengths: Int32s, capacity: int) -> Int32s:
+def split_rows(pages: Int32s, lengths: Int32s, capacity: int, window: int | None = None) -> Int32s:
     """Split rows into items [capacity, 6], those left over with the row −1.
 
-    An item: row, where its pages start, first and last token, the row's first item and how many
-    it has.
+    lengths: the tokens up to each row's own, of which it sees the last `window`; None: all. An
+    item: row, where its pages start, first and last token, the row's first item and how many it
+    has.
     """
     # Long enough that adding up a sequence's parts takes no longer than computing one: each part
     # costs the last program about as much as 16 tokens do.
+    seen = lengths if window is None else np.minimum(lengths, window)
     length = SHORTEST_ITEM
-    while length * length < 8 * lengths.max():
+    while length * length < 8 * seen.max():
         length *= 2
-    while (counts := -(-lengths // length)).sum() > capacity:
+    while (counts := -(-seen // length)).sum() > capacity:
         length *= 2
     first = counts.cumsum() - counts
     owner = np.repeat(np.arange(len(counts)), counts)
-    begin = (np.arange(len(owner)) - first[owner]) * length
+    begin = (lengths - seen)[owner] + (np.arange(len(owner)) - first[owner]) * length
     end = np.minimum(begin + length, lengths[owner])
     items = np.full((capacity, _FIELDS), -1, np.int32)
     columns = (owner, pages[owner], begin, end, first[owner], counts[owner])
@@ -150,6 +162,7 @@ def _decode(
     done: tl.tensor,
     out: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     value_scale: tl.tensor,
     plane: tl.tensor,
     q_stride: tl.tensor,
@@ -157,6 +170,7 @@ def _decode(
     group: tl.constexpr,
     rows: tl.constexpr,
     head_dim: tl.constexpr,
+    kv_dim: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
     early: tl.constexpr,
@@ -174,8 +188,10 @@ def _decode(
     end = tl.load(fields + 3)
     count = tl.load(fields + 5)
     row = tl.arange(0, rows)
-    column = tl.arange(0, head_dim)
+    column = tl.arange(0, kv_dim)
     real = (row < group)[:, None]
+    if head_dim != kv_dim:
+        real = real & (column < head_dim)[None, :]
     inside = (head * group + row)[:, None] * head_dim + column[None, :]  # of all heads' outputs
     queries = tl.load(q + query.to(tl.int64) * q_stride + inside, mask=real, other=0.0)
     if value_scale is not None:  # FP8 becomes float16 in a quarter of bfloat16's instructions
@@ -183,15 +199,18 @@ def _decode(
 
     best = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
-    mixed = tl.zeros([rows, head_dim], tl.float32)
+    mixed = tl.zeros([rows, kv_dim], tl.float32)
     for start in range(begin, end, block):
         token = start + tl.arange(0, block)
         seen = token < end
         page = tl.load(pages + first_page + token // page_size, mask=seen, other=0).to(tl.int64)
-        at = ((page * page_size + token % page_size) * kv_heads + head) * head_dim
+        at = ((page * page_size + token % page_size) * kv_heads + head) * kv_dim
         keys = tl.load(layer_kv + at[None, :] + column[:, None], mask=seen[None, :], other=0.0)
         keys = keys.to(queries.dtype)  # of FP8
-        score = tl.where(seen[None, :], tl.dot(queries, keys) * scale, float("-inf"))
+        score = tl.dot(queries, keys) * scale
+        if cap is not None:
+            score = cap - 2.0 * cap / (1.0 + tl.exp2(score))
+        score = tl.where(seen[None, :], score, float("-inf"))
         better = tl.maximum(best, tl.max(score, 1))
         weight = tl.exp2(score - better[:, None])
         kept = tl.exp2(best - better)
@@ -221,7 +240,7 @@ def _decode(
     first = tl.load(fields + 4)
     best = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
-    mixed = tl.zeros([rows, head_dim], tl.float32)
+    mixed = tl.zeros([rows, kv_dim], tl.float32)
     for piece in range(first, first + count):
         # .cg: from the L2 cache, which is where other programs' parts are
         theirs = tl.load(

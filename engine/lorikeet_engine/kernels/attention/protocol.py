@@ -11,12 +11,25 @@ import torch
 
 from lorikeet_engine.kernels.fp8_kv import KvScales
 
+_KERNEL_HEAD_DIMS = (64, 128, 256)
+
+
+def kv_head_dim(head_dim: int, device: str) -> int:
+    """How wide a head's keys lie in pages: as wide as CUDA's kernels want it, zeros behind it.
+
+    head_dim: of the model; one that no kernel is for stays as it is.
+    """
+    if not device.startswith("cuda") or head_dim < _KERNEL_HEAD_DIMS[0]:
+        return head_dim
+    return next((width for width in _KERNEL_HEAD_DIMS if width >= head_dim), head_dim)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """What every layer's attention has in common: heads, widths in elements, tokens of a page.
 
-    dtype: of queries and outputs, and of keys and values unless they are FP8 (fp8_kv).
+    dtype: of queries and outputs, and of keys and values unless they are FP8 (fp8_kv). windows:
+    those that layers have, each once; None stands for none. soft_cap: AttentionBackend.attend's.
     """
 
     heads: int
@@ -25,6 +38,8 @@ class AttentionShape:
     page_size: int
     dtype: torch.dtype
     fp8_kv: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    soft_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +103,17 @@ class AttentionBackend(Protocol):
         layer_kv: torch.Tensor,
         batch: PagedSequences,
         scales: KvScales | None = None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """out[t] = softmax(q[t]·Kᵀ / √head_dim)·V over t's own sequence up to and including t.
 
         q [tokens, heads, head_dim], dense in a token; layer_kv [2, pages, page_size, kv_heads,
-        head_dim], contiguous: keys and values, those of this step too. A sequence's queries are
-        its last tokens. Slots that no sequence has written are never read. Query head h uses key
-        head h // (heads / kv_heads). scales: of FP8 pages, by which their numbers are multiplied;
-        None for pages in q's dtype. Returns a contiguous tensor like q.
+        head_dim or wider, see kv_head_dim], contiguous: keys and values, those of this step too. A
+        sequence's queries are its last tokens. Slots that no sequence has written are never read.
+        Query head h uses key head h // (heads / kv_heads). scales: of FP8 pages, by which their
+        numbers are multiplied; None for pages in q's dtype. window: t sees that many tokens, itself
+        and those right before it; None: all. With the model's soft cap c, scores s become
+        c · tanh(s / c) before the softmax. Returns a contiguous tensor like q.
         """
         ...
 

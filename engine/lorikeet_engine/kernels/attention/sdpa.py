@@ -13,6 +13,9 @@ from lorikeet_engine.kernels.fp8_kv import KvScales
 class SdpaAttention:
     """AttentionBackend for every device that torch knows, in any mix of prefill and decode."""
 
+    def __init__(self, soft_cap: float | None = None) -> None:
+        self._soft_cap = soft_cap
+
     def plan(self, batch: PagedSequences) -> None:
         """Do nothing: there is no plan."""
 
@@ -22,6 +25,7 @@ class SdpaAttention:
         layer_kv: torch.Tensor,
         batch: PagedSequences,
         scales: KvScales | None = None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -32,15 +36,22 @@ class SdpaAttention:
         for (first, last), (begin, end), length in sequences:
             pages = table[first:last].to(q.device)
             # cut at length: what lies behind it in the last page was never written
-            keys, values = layer_kv[:, pages].flatten(1, 2)[:, :length]
+            first_seen = 0 if window is None else max(0, length - (end - begin) + 1 - window)
+            keys, values = layer_kv[:, pages].flatten(1, 2)[:, first_seen:length]
+            keys, values = keys[..., : q.shape[-1]], values[..., : q.shape[-1]]
             if scales is not None:
                 keys, values = keys.to(q.dtype), values.to(q.dtype)
-            out[begin:end] = _attend_one(q[begin:end], keys, values, scales)
+            out[begin:end] = _attend_one(q[begin:end], keys, values, scales, window, self._soft_cap)
         return out
 
 
 def _attend_one(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scales: KvScales | None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scales: KvScales | None,
+    window: int | None,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     """Q [queries, heads, head_dim]; keys, values [length, kv_heads, head_dim] → like q."""
     queries, heads, head_dim = q.shape
@@ -53,11 +64,20 @@ def _attend_one(
     mask = None
     if queries > 1:
         seen = torch.ones(queries, length, dtype=torch.bool, device=q.device)
-        mask = seen.tril(length - queries).repeat(group, 1)  # [group * queries, length]
+        seen = seen.tril(length - queries)
+        if window is not None:
+            seen = seen.triu(length - queries - window + 1)
+        mask = seen.repeat(group, 1)  # [group * queries, length]
     scale = None if scales is None else scales.key / math.sqrt(head_dim)
-    out = F.scaled_dot_product_attention(
-        rows, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], attn_mask=mask, scale=scale
-    )
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    if soft_cap is None:
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    else:
+        score = rows.float() @ keys.float().mT * (scale or 1 / math.sqrt(head_dim))
+        score = soft_cap * torch.tanh(score / soft_cap)
+        if mask is not None:
+            score = score.masked_fill(~mask, -math.inf)
+        out = score.softmax(-1).to(q.dtype) @ values
     if scales is not None:
         out *= scales.value
     out = out.view(kv_heads, group, queries, head_dim).permute(2, 0, 1, 3)

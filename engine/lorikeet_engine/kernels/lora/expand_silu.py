@@ -14,11 +14,13 @@ from lorikeet_engine.kernels.lora.tiles import tile_at
 from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
 
 
-def expand_silu_and_mul(x: torch.Tensor, shrunk: UnexpandedDelta) -> torch.Tensor:
+def expand_silu_and_mul(
+    x: torch.Tensor, shrunk: UnexpandedDelta, *, gelu: bool = False
+) -> torch.Tensor:
     """silu(g) · u of x = [g, u] [tokens, 2 · width], B v of the two slices added in float32 before.
 
-    → [tokens, width]. shrunk: the same product's; v is rounded to the adapter's dtype. Raises
-    ShapeError.
+    → [tokens, width]. gelu: GELU in SiLU's place. shrunk: the same product's; v is rounded to the
+    adapter's dtype. Raises ShapeError.
     """
     v, weights, tiles = shrunk.v, shrunk.weights, shrunk.tiles
     width, config = x.shape[1] // 2, tiles.config
@@ -41,9 +43,19 @@ def expand_silu_and_mul(x: torch.Tensor, shrunk: UnexpandedDelta) -> torch.Tenso
         more_ranks=tiles.rank_stride > ranks,
         block_out=columns,
         blocks=config.expand.blocks,
+        gelu=gelu,
         num_warps=config.expand.warps,
     )  # fmt: skip
     return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def activated(x: tl.tensor, gelu: tl.constexpr) -> tl.tensor:
+    """silu(x) of float32, or gelu(x) by its formula with tanh(u) = 2 · sigmoid(2u) − 1."""
+    if gelu:
+        x2: tl.constexpr = 2 * 0.7978845608028654  # √(2 / π)
+        return x / (1.0 + tl.exp(-x2 * (x + 0.044715 * x * x * x)))
+    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit(do_not_specialize=["layer", "first_linear", "parts"])  # type: ignore[untyped-decorator]
@@ -69,6 +81,7 @@ def _expand_silu_and_mul(
     more_ranks: tl.constexpr,
     block_out: tl.constexpr,
     blocks: tl.constexpr,
+    gelu: tl.constexpr,
 ) -> None:
     """A tile of tokens × some blocks of columns; a tile without an adapter has rank 0."""
     slot, start, length = tile_at(tiles, tl.program_id(1))
@@ -105,5 +118,5 @@ def _expand_silu_and_mul(
             up_ranks, up_v, up_b + place, real, inside, k, up_rank, width,
             parts, part_stride, block_parts, block_rank, more_ranks, upcast,
         )  # fmt: skip
-        out = gates / (1.0 + tl.exp(-gates)) * values
+        out = activated(gates, gelu) * values
         tl.store(y + row[:, None] * width + column[None, :], out.to(y.dtype.element_ty), mask=mask)

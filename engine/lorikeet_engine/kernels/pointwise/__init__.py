@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """RMS norms of queries and keys, with weights like what they norm.
+    """RMS norms of queries and keys, with weights like what they norm, or in float32.
 
     Of each head's, with weights [head_dim], or of all heads' together, with weights
     [heads · head_dim] and [kv_heads · head_dim].
@@ -53,9 +53,10 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Add scale · delta to x in place; returns x / sqrt(mean(x²) + eps) · weight.
 
-    Both in float32 inside. x, delta [tokens, width], dense; weight [width] → like x. lora belongs
-    to delta. With delta_weight [width], delta is delta / sqrt(mean(delta²) + eps) · delta_weight
-    before; it is rounded to its dtype before the norm and after it. Without weight, returns x.
+    Both in float32 inside. x, delta [tokens, width], dense; weight [width], which may be float32
+    where x is not → like x. lora belongs to delta. With delta_weight [width], delta is
+    delta / sqrt(mean(delta²) + eps) · delta_weight before; it is rounded to its dtype before the
+    norm and after it. Without weight, returns x.
     """
     operator = _operators(x.device.type).add_rms_norm
     y: torch.Tensor = operator(x, delta, weight, eps, lora, scale, delta_weight)
@@ -97,25 +98,30 @@ def rotary_and_store_kv(
     rounded to qkv's dtype before the norm and after it.
     qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values;
     cos, sin [tokens, rotary_dim / 2] float32, dense, and of no columns where nothing turns;
-    layer_kv [2, pages, page_size, kv_heads, head_dim] like qkv, contiguous; slots [tokens] int64:
-    page · page_size + offset, −1 for no place. With scales, layer_kv is FP8, and what to_fp8
+    layer_kv [2, pages, page_size, kv_heads, head_dim or wider] like qkv, contiguous; slots [tokens]
+    int64: page · page_size + offset, −1 for no place. With scales, layer_kv is FP8, and what to_fp8
     (kernels/fp8_kv.py) makes of keys and values is stored. The keys in qkv are left undefined.
     """
     operator = _operators(qkv.device.type).rotary_and_store_kv
     operator(qkv, cos, sin, layer_kv, slots, lora, norm, scales, interleaved=interleaved)
 
 
-def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None) -> torch.Tensor:
-    """silu(x[:, :width]) · x[:, width:] of x [tokens, 2 · width], dense → [tokens, width]."""
-    y: torch.Tensor = _operators(x.device.type).silu_and_mul(x, lora)
+def silu_and_mul(
+    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
+) -> torch.Tensor:
+    """silu(x[:, :width]) · x[:, width:] of x [tokens, 2 · width], dense → [tokens, width].
+
+    gelu: with GELU, by its formula with tanh, in SiLU's place.
+    """
+    y: torch.Tensor = _operators(x.device.type).silu_and_mul(x, lora, gelu=gelu)
     return y
 
 
 def silu_and_mul_fp8(
-    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None
+    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> Activations:
     """Do what silu_and_mul does, and round each of its rows to FP8 as well."""
-    y: Activations = _operators(x.device.type).silu_and_mul_fp8(x, lora)
+    y: Activations = _operators(x.device.type).silu_and_mul_fp8(x, lora, gelu=gelu)
     return y
 
 

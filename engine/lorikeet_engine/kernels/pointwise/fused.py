@@ -17,7 +17,7 @@ from lorikeet_engine.kernels.fp8.fused import (
     scale_of,
     store_rounded,
 )
-from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
+from lorikeet_engine.kernels.lora.expand_silu import activated, expand_silu_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.kernels.pointwise.fused_rotary import rotary_and_store_kv
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
@@ -90,24 +90,27 @@ def _launch_add_rms_norm(
     return x if y is None else y
 
 
-def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None) -> torch.Tensor:
+def silu_and_mul(
+    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
+) -> torch.Tensor:
     """silu(x[:, :width]) · x[:, width:] of x + lora [tokens, 2 · width] → [tokens, width].
 
-    Rounded once. In a prefill expand_silu_and_mul expands the adapters' delta in the same launch.
+    gelu: GELU in SiLU's place. Rounded once. In a prefill expand_silu_and_mul expands the adapters'
+    delta in the same launch.
     """
     if isinstance(lora, UnexpandedDelta):
-        return expand_silu_and_mul(x, lora)
+        return expand_silu_and_mul(x, lora, gelu=gelu)
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
     _silu_and_mul[(tokens, triton.cdiv(width, COLUMNS))](
-        x, *operands(lora), y, width, COLUMNS,
+        x, *operands(lora), y, width, COLUMNS, gelu,
         **launch_options(early=lora is None and can_launch_early(x.device)),
     )  # fmt: skip
     return y
 
 
 def silu_and_mul_fp8(
-    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None
+    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> Activations:
     """Do what silu_and_mul does, and round each of its rows to FP8: in the same launch if it can.
 
@@ -115,14 +118,14 @@ def silu_and_mul_fp8(
     another one rounds.
     """
     if isinstance(lora, UnexpandedDelta):
-        y = expand_silu_and_mul(x, lora)
+        y = expand_silu_and_mul(x, lora, gelu=gelu)
         return Activations(y, quantize_rows(y))
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
     rounded = empty_rows(y)
     block = min(COLUMNS_AT_ONCE, triton.next_power_of_2(width))
     _silu_and_mul_fp8[(tokens,)](
-        x, *operands(lora), y, rounded.rows, rounded.scales, width, block, LARGEST, LEAST_SCALE,
+        x, *operands(lora), y, rounded.rows, rounded.scales, width, block, gelu, LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
         **launch_options(early=lora is None and can_launch_early(x.device)),
     )  # fmt: skip
@@ -201,6 +204,7 @@ def _gated(
     token: tl.tensor,
     columns: tl.tensor,
     width: tl.constexpr,
+    gelu: tl.constexpr,
 ) -> tl.tensor:
     """Compute some columns of one token, in float32; 0 behind the width."""
     inside = columns < width
@@ -210,7 +214,7 @@ def _gated(
     if lora is not None:
         gates += lora_at(lora, adapted, token, at, inside)
         values += lora_at(lora, adapted, token, at + width, inside)
-    return gates / (1.0 + tl.exp(-gates)) * values
+    return activated(gates, gelu) * values
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -221,13 +225,14 @@ def _silu_and_mul(
     y: tl.tensor,
     width: tl.constexpr,
     block: tl.constexpr,
+    gelu: tl.constexpr,
     early: tl.constexpr,
 ) -> None:
     """Compute some columns of one token."""
     wait(early)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
-    out = _gated(x, lora, adapted, token, columns, width)
+    out = _gated(x, lora, adapted, token, columns, width, gelu)
     tl.store(y + token * width + columns, out.to(y.dtype.element_ty), mask=columns < width)
 
 
@@ -241,6 +246,7 @@ def _silu_and_mul_fp8(
     scales: tl.tensor,
     width: tl.constexpr,
     block: tl.constexpr,
+    gelu: tl.constexpr,
     largest: tl.constexpr,
     least_scale: tl.constexpr,
     early: tl.constexpr,
@@ -251,7 +257,7 @@ def _silu_and_mul_fp8(
     most = tl.zeros((block,), tl.float32)
     for start in tl.static_range(0, width, block):
         columns = start + tl.arange(0, block)
-        out = _gated(x, lora, adapted, token, columns, width).to(y.dtype.element_ty)
+        out = _gated(x, lora, adapted, token, columns, width, gelu).to(y.dtype.element_ty)
         tl.store(y + token * width + columns, out, mask=columns < width)
         most = tl.maximum(most, tl.abs(out.to(tl.float32)))
     scale = scale_of(most, largest, least_scale)

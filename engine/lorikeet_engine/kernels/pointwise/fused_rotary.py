@@ -33,8 +33,8 @@ def rotary_and_store_kv(
     layer_kv[0], its value to layer_kv[1], both to slots[token] = page · page_size + offset, to
     nowhere if that is below 0.
     qkv [tokens, heads + 2 · kv_heads, head_dim]: queries, keys, values;
-    layer_kv [2, pages, page_size, kv_heads, head_dim], FP8 with scales, by which keys and values
-    are divided, and else like qkv.
+    layer_kv [2, pages, page_size, kv_heads, head_dim or wider], FP8 with scales, by which keys and
+    values are divided, and else like qkv.
     """
     tokens, total, head_dim = qkv.shape
     kv_heads, half = layer_kv.shape[3], head_dim // 2
@@ -45,8 +45,8 @@ def rotary_and_store_kv(
     block_half = triton.next_power_of_2(half)
     _rotary_and_store_kv[(tokens, triton.cdiv(total, block_heads))](
         qkv, *operands(lora), *weights, cos, sin, layer_kv, *inverses, slots,
-        qkv.stride(0), layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, cos.shape[1],
-        interleaved, whole, block_heads, block_half,
+        qkv.stride(0), layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, layer_kv.shape[4],
+        cos.shape[1], interleaved, whole, block_heads, block_half,
         num_warps=min(16, max(4, block_heads * block_half // 512)),
         **launch_options(early=lora is None and can_launch_early(qkv.device)),
     )  # fmt: skip
@@ -103,6 +103,7 @@ def _rotary_and_store_kv(
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     half: tl.constexpr,
+    kv_dim: tl.constexpr,
     rotary_half: tl.constexpr,
     interleaved: tl.constexpr,
     whole: tl.constexpr,
@@ -161,7 +162,7 @@ def _rotary_and_store_kv(
     stored = inside & (head >= heads)
     kv_head = (head - heads) % kv_heads
     value = (head >= heads + kv_heads).to(tl.int64)
-    target = layer_kv + value * plane + (slot * kv_heads + kv_head) * (2 * half)
+    target = layer_kv + value * plane + (slot * kv_heads + kv_head) * kv_dim
     if key_inverse is not None:
         inverse = tl.where(head < heads + kv_heads, key_inverse, value_inverse)
         low = _to_fp8(low.to(tl.float32) * inverse)

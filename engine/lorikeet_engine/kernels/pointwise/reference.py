@@ -22,11 +22,11 @@ def add_rms_norm(
     """See kernels.pointwise."""
     _add_lora_delta(delta, lora)
     if delta_weight is not None:
-        delta = F.rms_norm(delta, delta_weight.shape, delta_weight, eps)
+        delta = _normed(delta, delta_weight, eps)
     x += delta if scale == 1.0 else delta * scale
     if weight is None:
         return x
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return _normed(x, weight, eps)
 
 
 def add_rms_norm_fp8(
@@ -69,7 +69,7 @@ def rotary_and_store_kv(
     pairs = pairs if interleaved else pairs.transpose(-1, -2)  # [tokens, heads, half, 2]
     first, second = pairs.float().unbind(-1)
     pairs.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1))
-    keys, values = layer_kv.flatten(1, 2)  # [pages * page_size, kv_heads, head_dim]
+    keys, values = layer_kv.flatten(1, 2)[..., : qkv.shape[2]]  # [slots, kv_heads, head_dim]
     stored = slots >= 0
     new_keys, new_values = qkv[stored, -2 * kv_heads : -kv_heads], qkv[stored, -kv_heads:]
     if scales is not None:  # as bytes: torch has no index_copy_ for FP8
@@ -83,19 +83,27 @@ def rotary_and_store_kv(
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """Norm x [tokens, heads, head_dim] in place: each head, or all of them as weight is as long."""
     rows = x.reshape(len(x), -1, len(weight))
-    x.copy_(F.rms_norm(rows, weight.shape, weight, eps).view_as(x))
+    x.copy_(_normed(rows, weight, eps).view_as(x))
 
 
-def silu_and_mul(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def silu_and_mul(
+    x: torch.Tensor, lora: LoraDelta | None = None, *, gelu: bool = False
+) -> torch.Tensor:
     """See kernels.pointwise."""
     _add_lora_delta(x, lora)
     gates, values = x.chunk(2, dim=-1)
-    return F.silu(gates) * values
+    return (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * values
 
 
-def silu_and_mul_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
+def silu_and_mul_fp8(
+    x: torch.Tensor, lora: LoraDelta | None = None, *, gelu: bool = False
+) -> Activations:
     """See kernels.pointwise."""
-    y = silu_and_mul(x, lora)
+    y = silu_and_mul(x, lora, gelu=gelu)
     return Activations(y, quantize_rows(y))
 
 

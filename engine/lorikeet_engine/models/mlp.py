@@ -1,0 +1,60 @@
+"""What follows attention in a layer: a gated MLP, or a mixture of them."""
+
+from lorikeet_engine.kernels import fp8
+from lorikeet_engine.kernels.lora.linear import Inputs, rows_of
+from lorikeet_engine.kernels.lora.types import LoraStep
+from lorikeet_engine.kernels.pointwise import silu_and_mul, silu_and_mul_fp8
+from lorikeet_engine.models.checkpoint import Checkpoint
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.experts import Experts
+from lorikeet_engine.models.linears import LoraLinear, read_row_linear
+from lorikeet_engine.models.norms import Product, read_norm_weight
+from lorikeet_engine.parallel.rank_group import RankGroup
+
+
+class Mlp:
+    """y = down(silu(gate(x)) · up(x)), or with GELU; cut over ranks, if there are any."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layer: int,
+        ranks: RankGroup | None,
+        output_norm: str | None,
+    ) -> None:
+        """Read a layer's part; raises ModelError."""
+        shape, bias = config.shape, config.mlp_bias
+        self.gate_up = LoraLinear(checkpoint, shape, layer, "gate_up", bias=bias)
+        self.down = read_row_linear(ranks, checkpoint, shape, layer, "down", bias=bias)
+        self.gelu = config.gelu
+        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
+
+    @property
+    def first(self) -> LoraLinear:
+        """The linear that reads what the norm gives."""
+        return self.gate_up
+
+    def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
+        """Return y [tokens, hidden] of x [tokens, hidden]."""
+        gate = silu_and_mul_fp8 if fp8.rounds(self.down.weight, len(rows_of(x))) else silu_and_mul
+        gated = gate(*self.gate_up.before_silu(x, lora), gelu=self.gelu)
+        return Product(*self.down(gated, lora), self.output_weight)
+
+
+class RoutedMlp:
+    """Experts, of which each token's are chosen by its logits."""
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, output_norm: str | None
+    ) -> None:
+        """Read a layer's router and experts; raises ModelError."""
+        self.first = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
+        self.experts = Experts(config, checkpoint, layer)
+        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
+
+    def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
+        """Return y [tokens, hidden] of x [tokens, hidden]."""
+        logits, delta = self.first(x, lora)
+        mixed = self.experts(rows_of(x), logits, delta, lora)
+        return Product(mixed, norm_weight=self.output_weight)
