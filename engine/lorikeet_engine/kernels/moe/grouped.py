@@ -14,9 +14,9 @@ import triton.language as tl
 from lorikeet_engine.kernels.moe.types import RoutedRows
 
 _FIRST_WITH_GROUPED = (9, 0)
-# Rows of an expert, on average, from which on torch's grouped product is faster; it wants rows that
-# are gathered before. engine.benchmarks.experts, H100: 223 µs against 250 for down of 2,048 tokens,
-# 443 against 357 for gate_up, which is gathered; of 8,192 it is 407 against 649 and 904 against 990.
+# Rows of an expert, on average, from which on torch's grouped product is faster; its rows must be
+# gathered before. engine.benchmarks.experts on an H100: 223 µs against 250 for down of 2,048
+# tokens, 443 against 357 for gate_up, which is gathered; of 8,192 407 against 649, 904 against 990.
 TORCHS_ROWS, TORCHS_GATHERED_ROWS = 64, 256
 
 
