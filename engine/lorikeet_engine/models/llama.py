@@ -1,8 +1,8 @@
 """The decoder that all families share, Llama and its kin; they differ in ModelConfig alone.
 
-LlamaModel and its layers; `linears` has their linears with LoRA, `mlp` their MLPs, `norms` the norms.
-On CUDA these launch the kernels of kernels/lora/linear.py, kernels/pointwise/fused.py and, in small
-steps, kernels/attention/paged_decode.py.
+LlamaModel and its layers; `linears` has their linears with LoRA, `mlp` their MLPs, `norms` the
+norms. On CUDA these launch the kernels of kernels/lora/linear.py, kernels/pointwise/fused.py and,
+in small steps, kernels/attention/paged_decode.py.
 """
 
 from collections.abc import Mapping

@@ -125,7 +125,8 @@ def silu_and_mul_fp8(
     rounded = empty_rows(y)
     block = min(COLUMNS_AT_ONCE, triton.next_power_of_2(width))
     _silu_and_mul_fp8[(tokens,)](
-        x, *operands(lora), y, rounded.rows, rounded.scales, width, block, gelu, LARGEST, LEAST_SCALE,
+        x, *operands(lora), y, rounded.rows, rounded.scales, width, block, gelu,
+        LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
         **launch_options(early=lora is None and can_launch_early(x.device)),
     )  # fmt: skip
