@@ -1,7 +1,6 @@
 """On a GPU in bfloat16 adapters on experts say what the float32 reference says."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
