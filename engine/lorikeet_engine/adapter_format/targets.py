@@ -44,13 +44,7 @@ def check_targets(raw: Mapping[str, Any], modules: Sequence[str], run: Expressio
     expected |= {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
     given = set(modules)
     every = {place + m.removeprefix("model.") if m != HEAD.module else m for m in expected} | given
-    named = _targeted(raw, every, run)
-
-    def targeted(module: str) -> bool:
-        if module.endswith(".weight") or (module not in given and PARAMETER.fullmatch(module)):
-            return targets_parameter(raw, module)
-        return targets_parameter(raw, module) or named(module)
-
+    targeted = _targeted(raw, every, given, run)
     tied = raw.get("ensure_weight_tying") and any(is_outer(m, EMBEDDINGS) for m in outer)
     for module in sorted(every):
         if targeted(module) and module not in given:
@@ -103,7 +97,22 @@ def _behind_any(name: str) -> str:
     return rf"(.*\.)?({name})"
 
 
-def _targeted(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) -> Selects:
+def _targeted(
+    raw: Mapping[str, Any], every: Iterable[str], given: Collection[str], run: Expressions
+) -> Selects:
+    """Which modules and parameters are targeted; of these `given` have weights."""
+    named = _targeted_modules(raw, every, run)
+
+    def selects(name: str) -> bool:
+        is_parameter = name.endswith(".weight") or PARAMETER.fullmatch(name) is not None
+        if is_parameter and name not in given:
+            return targets_parameter(raw, name)
+        return targets_parameter(raw, name) or named(name)
+
+    return selects
+
+
+def _targeted_modules(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) -> Selects:
     targets = raw.get("target_modules") or []
     excluded = _names(raw, "exclude_modules", modules, run)
     if isinstance(targets, str):  # PEFT narrows an expression by no layers_to_transform

@@ -24,9 +24,17 @@ def test_the_shape_of_a_base_model_is_that_of_its_linears(family):
     shape = BaseShape.from_config(config.to_dict())
     layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]
     for index, linear in enumerate(shape.linears):
+        if linear.of_experts:
+            continue
         module = layer.get_submodule(linear.module)
         d_out, d_in = module.weight.shape
         assert shape.dims(index) == (d_in, d_out), linear.name
+    if shape.experts:
+        (gate, up), (down,) = shape.groups["expert_gate_up"], shape.groups["expert_down"]
+        (d_in, d_gate), (_, d_up), (width, d_out) = map(shape.dims, (gate, up, down))
+        experts = layer.mlp.experts
+        assert experts.gate_up_proj.shape == (shape.matrices(gate), d_gate + d_up, d_in)
+        assert experts.down_proj.shape == (shape.matrices(down), d_out, width)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,8 +181,7 @@ def test_an_adapter_for_another_number_of_experts_is_refused(
 ) -> None:
     folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "old", 3)
     write_blob(folder, tmp_path / "blob")
-    config = json.loads((tiny_checkpoints["qwen3_moe"] / "config.json").read_text())
-    shape = BaseShape.from_config(config | {"num_experts": 8})
+    shape = replace(shape_of(tiny_checkpoints["qwen3_moe"]), experts=8)
     with pytest.raises(AdapterRejected, match="is for 6 experts and the base model has 8"):
         read_spec(tmp_path / "blob", shape, LIMITS)
 
