@@ -28,6 +28,20 @@ def test_of_many_that_want_a_blob_one_fetches_it_and_the_others_wait(refs, shelf
     assert [path.name for path in (tmp_path / "disk").iterdir()] == [refs[0].digest]
 
 
+def test_what_another_process_has_packed_is_not_fetched_though_its_blob_is_gone(
+    cache, refs, shelf, tmp_path
+):
+    here, another = cache(room=8), cache(room=8)
+    with another.adding_image(refs[0].digest) as part:
+        part.write_bytes(b"packed")
+    here.fetch(refs[0])  # before it has looked at the folder again
+    assert shelf.fetched == []
+    assert here.image(refs[0].digest).read_bytes() == b"packed"
+    here.remove_image(refs[0].digest)  # it was damaged
+    here.fetch(refs[0])
+    assert shelf.fetched == ["a"]
+
+
 def test_one_that_waits_fetches_itself_what_another_could_not(cache, refs, shelf, tmp_path):
     disk, waiting, tried = cache(room=8), threading.Event(), []
 

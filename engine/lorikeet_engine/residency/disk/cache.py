@@ -94,23 +94,20 @@ class DiskCache:
         return TierStatus(usage.adapters, usage.bytes, budget, budget, *counted)
 
     def fetch(self, ref: AdapterRef) -> None:
-        """See that the blob is there, fetched and verified.
+        """See that the blob is there, fetched and verified, or the image.
 
         If several need the same blob at once, in this process or another, one fetches it and the
-        others wait.
+        others wait. A blob that another process has packed and removed again is not fetched.
 
         Raises AdapterLoadFailed for content that is not the digest's, and what the source raises.
         """
         if not _DIGEST.fullmatch(ref.digest):
             raise AdapterLoadFailed(f"{ref}: {ref.digest!r} is no digest", adapter=str(ref))
-        with contextlib.suppress(FileNotFoundError):
-            self.blob(ref.digest)
+        if self._uses(ref.digest):
             return
         with self._fetch_lock(ref.digest):
-            with contextlib.suppress(FileNotFoundError):
-                self.blob(ref.digest)
-                return
-            self._fetch(ref)
+            if not self._uses(ref.digest):
+                self._fetch(ref)
 
     def fetch_to(self, ref: AdapterRef, path: Path) -> None:
         """Write the blob, fetched and verified, into a file. Raises as `fetch` does."""
@@ -184,6 +181,14 @@ class DiskCache:
     def close(self) -> None:
         """Give up all pins; the files stay."""
         self._pins.close()
+
+    def _uses(self, digest: str) -> bool:
+        """Whether the image or the blob is there, says the disk; it counts as used now."""
+        for find in (self.image, self.blob):
+            with contextlib.suppress(FileNotFoundError):
+                find(digest)
+                return True
+        return False
 
     def _fetch(self, ref: AdapterRef) -> None:
         # Only one fetches a digest, so what a crash left behind is overwritten.
