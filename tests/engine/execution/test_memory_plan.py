@@ -13,6 +13,7 @@ from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.execution.memory_plan import plan_memory
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
+from lorikeet_engine.parallel.shard import Shard
 from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
 GIB = 1 << 30
@@ -93,6 +94,14 @@ def test_an_fp8_cache_holds_twice_the_tokens_of_a_16_bit_one(llama_8b: ModelConf
     ]
     assert plans[1].kv_tokens == pytest.approx(2 * plans[0].kv_tokens, abs=ON_GPU.page_size)
     assert plans[1].kv == pytest.approx(plans[0].kv, rel=0.001)
+
+
+def test_each_of_two_gpus_has_room_for_more_than_twice_the_tokens(llama_8b: ModelConfig) -> None:
+    alone = plan_memory(llama_8b, WEIGHTS, ON_GPU, 80 * GIB)
+    shared = plan_memory(llama_8b, WEIGHTS // 2, ON_GPU, 80 * GIB, Shard(0, 2))
+    assert shared.kv / shared.kv_tokens == alone.kv / alone.kv_tokens / 2
+    assert shared.kv_tokens > 2 * alone.kv_tokens
+    assert shared.steps < alone.steps
 
 
 def test_what_finds_no_room_is_named(llama_8b: ModelConfig) -> None:
