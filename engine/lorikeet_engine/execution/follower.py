@@ -45,9 +45,7 @@ class Follower:
     ) -> None:
         """Join the others and load. host: the host arena. report: called on another thread."""
         settings = self._settings = start.settings
-        device = self._device = rank_device(torch.device(settings.device), shard.index)
-        if device.type == "cpu":  # the ranks share its cores
-            torch.set_num_threads(max(1, torch.get_num_threads() // shard.world))
+        device = self._device = rank_device(torch.device(settings.device), shard)
         self._stages, self._shard, self._report = StartUpStages(device), shard, report
         self._group = RankGroup(shard, start.rendezvous, device)
         self._model = load_weights(start.load, settings, device, self._group, self._stages)

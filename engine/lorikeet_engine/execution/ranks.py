@@ -86,7 +86,9 @@ class LeadingRank(OneRank):
         memory = SharedMemory(settings.adapter_host_bytes)
         self.followers = Followers(world, start, memory, (self._rendezvous_fd,))
         try:
-            self.group = RankGroup(Shard(0, world), rendezvous, rank_device(device, 0))
+            self.group = RankGroup(
+                Shard(0, world), rendezvous, rank_device(device, Shard(0, world))
+            )
         except BaseException:
             self.followers.close()
             raise
@@ -116,10 +118,11 @@ def start_ranks(settings: EngineSettings, load: Any) -> OneRank:
     return LeadingRank(settings, load) if settings.tensor_parallel > 1 else OneRank()
 
 
-def rank_device(device: torch.device, rank: int) -> torch.device:
-    """A rank's device, which on CUDA is made the process's own."""
+def rank_device(device: torch.device, shard: Shard) -> torch.device:
+    """A rank's device, which on CUDA is made the process's own; CPUs are shared by all ranks."""
     if device.type != "cuda":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // shard.world))
         return device
-    own = torch.device("cuda", rank)
+    own = torch.device("cuda", shard.index)
     torch.cuda.set_device(own)
     return own
