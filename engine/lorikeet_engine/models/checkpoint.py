@@ -20,12 +20,11 @@ from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_weight
 from lorikeet_engine.kernels.lora.linear import Weight
 from lorikeet_engine.models.cut import Cut, stack
-from lorikeet_engine.models.fp8 import UNUSED, Fp8
-from lorikeet_engine.models.int4 import Int4
-from lorikeet_engine.models.nf4 import Nf4, round_to_nf4
 from lorikeet_engine.models.staging import Span, Staging
 from lorikeet_engine.models.stored_tensors import StoredTensor, find_tensors
-from lorikeet_engine.models.weight_format import WeightFormat
+from lorikeet_engine.models.weight_formats import weight_format
+from lorikeet_engine.models.weight_formats.fp8 import UNUSED, Fp8
+from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -68,7 +67,7 @@ class Checkpoint:
         self.shard = shard
         self.nbytes = 0
         self.rounding = rounding
-        self._weight_format = _weight_format(quantized) if quantized else None
+        self._weight_format = weight_format(quantized) if quantized else None
         self._stored = find_tensors(folder)
         self._unread = set(self._stored)
         self._staging = None if device.type == "meta" else Staging(device)
@@ -150,9 +149,7 @@ class Checkpoint:
         stored = self._find(name, shape, (dtype,))
         if self._staging is None:
             return torch.empty(shape, dtype=_PART_DTYPES[dtype], device=self.device)
-        with safe_open(stored.file, framework="pt") as file:
-            part: torch.Tensor = file.get_tensor(stored.name).to(self.device)
-            return part
+        return _values(stored).to(self.device)
 
     def scales(self, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
         """A stored tensor of floats that has one of these shapes, in float32. Raises ModelError."""
@@ -170,15 +167,13 @@ class Checkpoint:
         if stored is None:
             return None
         self._find(name, stored.shape if math.prod(stored.shape) == 1 else (1,), tuple(DTYPES))
-        with safe_open(stored.file, framework="pt") as file:
-            return float(file.get_tensor(stored.name))
+        return float(_values(stored))
 
     def stored_bytes(self, name: str) -> bytes:
         """The bytes of a small tensor, also on the meta device. Raises ModelError."""
         stored = self._stored.get(name)
         stored = self._find(name, stored.shape if stored else (), ("U8",))
-        with safe_open(stored.file, framework="pt") as file:
-            return bytes(file.get_tensor(stored.name).numpy())
+        return bytes(_values(stored).numpy())
 
     def check_all_read(self, ignored: Sequence[str] = ()) -> None:
         """Raise ModelError when a tensor was left over that the model does not know."""
@@ -202,9 +197,7 @@ class Checkpoint:
         path = name.removesuffix(".bias")
         if path == name or f"{path}.qweight" not in self._stored:
             return False
-        stored = self._stored[name]
-        with safe_open(stored.file, framework="pt") as file:
-            return not bool(file.get_tensor(stored.name).any())
+        return not bool(_values(self._stored[name]).any())
 
     def __enter__(self) -> Self:
         return self
@@ -293,11 +286,7 @@ def check_room(folder: Path, needed: int, device: torch.device, *, is_fp8: bool)
         )
 
 
-def _weight_format(stored: QuantizedLinears) -> WeightFormat:
-    match stored.format:
-        case Quantization.FP8:
-            return Fp8(stored)
-        case Quantization.NF4:
-            return Nf4()
-        case _:
-            return Int4(stored)
+def _values(stored: StoredTensor) -> torch.Tensor:
+    with safe_open(stored.file, framework="pt") as file:
+        values: torch.Tensor = file.get_tensor(stored.name)
+        return values

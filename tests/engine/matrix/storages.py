@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from lorikeet_engine.models.nf4 import round_to_nf4
+from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from tests.engine.models.fp8_models import round_linears
 
 

@@ -16,8 +16,8 @@ from lorikeet_engine.execution.assembly import assemble
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
-from lorikeet_engine.models.nf4 import round_to_nf4
 from lorikeet_engine.models.stored_tensors import SINGLE
+from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from lorikeet_engine.settings import EngineSettings
 from tests.engine.blobs import Shelf
 from tests.engine.conftest import FAMILIES, PagedTokens, save_all

@@ -11,7 +11,7 @@ import torch
 
 from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.errors import ModelError
-from lorikeet_engine.models.weight_format import PartReader
+from lorikeet_engine.models.weight_formats.protocol import PartReader
 
 _PER_INTEGER = 8  # of 32 bits
 # AutoAWQ's kernels unpack two halves of an integer at once: these are the columns of its nibbles.

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.errors import ModelError
-from lorikeet_engine.models.weight_format import PartReader
+from lorikeet_engine.models.weight_formats.protocol import PartReader
 
 _BLOCK = 64
 _MAGNITUDES_BLOCK = 256

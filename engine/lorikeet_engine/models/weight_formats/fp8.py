@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.adapter_format import QuantizedLinears
-from lorikeet_engine.models.weight_format import PartReader
+from lorikeet_engine.models.weight_formats.protocol import PartReader
 
 # What belongs to activations, or to keys and values: these are not rounded with fixed scales here.
 UNUSED = (

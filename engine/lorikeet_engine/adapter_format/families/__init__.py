@@ -1,0 +1,47 @@
+"""The families of base models that are served, and what they are described by.
+
+`table` has them all, each a `family` of `linear`s; `vision_language` says within which other models
+they are found.
+"""
+
+from lorikeet_engine.adapter_format.families.family import (
+    ExpertKeys,
+    Family,
+    LayerNorms,
+    QkNormKind,
+)
+from lorikeet_engine.adapter_format.families.linear import (
+    EMBEDDING_ROWS,
+    EMBEDDINGS,
+    HEAD,
+    HEAD_ROWS,
+    OUTER_MODULES,
+    Linear,
+    Parallel,
+    Width,
+)
+from lorikeet_engine.adapter_format.families.table import FAMILIES
+from lorikeet_engine.adapter_format.families.vision_language import (
+    TEXT_DECODERS,
+    VISION_LANGUAGE,
+    TextDecoder,
+)
+
+__all__ = [
+    "EMBEDDINGS",
+    "EMBEDDING_ROWS",
+    "FAMILIES",
+    "HEAD",
+    "HEAD_ROWS",
+    "OUTER_MODULES",
+    "TEXT_DECODERS",
+    "VISION_LANGUAGE",
+    "ExpertKeys",
+    "Family",
+    "LayerNorms",
+    "Linear",
+    "Parallel",
+    "QkNormKind",
+    "TextDecoder",
+    "Width",
+]
