@@ -27,6 +27,7 @@ OTHER_SHAPES = {
     "head_dim": 16,
     "vocabulary": 48,
     "tied": True,
+    "experts": 4,
 }
 
 
