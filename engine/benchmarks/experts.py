@@ -5,8 +5,8 @@ python -m engine.benchmarks.experts --json experts.json [--tokens 1 32 256] [--s
 Each row is the fastest TileConfig found, beside the one that grouped.tile_config takes and torch's
 grouped product; a result is checked before it is timed. A replay of a CUDA graph multiplies by the
 experts of eight random routings in turn, more weights than the cache holds. The floor is the time
-that reading each expert's weights once takes. Where torch's product is faster, GROUPED_ROWS should
-be lower, and where another config is, tile_config's.
+that reading each expert's weights once takes. Where torch's product is faster, grouped.TORCHS_ROWS
+should be lower, and where another config is, tile_config's.
 """
 
 import time

@@ -133,10 +133,10 @@ def test_products_of_a_prefill():
     from lorikeet_engine.kernels.moe import fused, grouped
 
     kind = ("cuda", torch.bfloat16)
-    tokens = 4 * grouped.GROUPED_ROWS
+    tokens = 4 * grouped.TORCHS_GATHERED_ROWS
     routed = reference.route(random(kind, tokens, 4), 1, normalised=True)
     x, weight = random(kind, tokens, 256), random(kind, 4, 128, 256)
-    assert grouped.is_better(x, weight, tokens)
+    assert grouped.is_torchs_better(x, weight, tokens, gathered=True)
     got = fused.expert_products(x, weight, routed, gathered=True)
     want = grouped.products(x, weight, routed, gathered=True)
     torch.testing.assert_close(got, want, rtol=0, atol=0.25)

@@ -30,7 +30,9 @@ def route(
     logits [tokens, experts], dense; their softmax in float32 weighs the experts, divided by the
     sum of the chosen ones' if normalised. lora belongs to logits.
     """
-    return _operators(logits.device.type).route(logits, per_token, lora, normalised=normalised)
+    operator = _operators(logits.device.type).route
+    routed: RoutedRows = operator(logits, per_token, lora, normalised=normalised)
+    return routed
 
 
 def expert_products(

@@ -1,10 +1,12 @@
 """The operators of a mixture of experts on CUDA; the package says what each computes."""
 
+from functools import partial
+
 import torch
 import triton
 
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import grouped
+from lorikeet_engine.kernels.moe.grouped import is_torchs_better, products
 from lorikeet_engine.kernels.moe.routing import choose, sort_by_expert, sum_weighed
 from lorikeet_engine.kernels.moe.types import RoutedRows
 from lorikeet_engine.kernels.pointwise.lora_operands import operands
@@ -18,10 +20,10 @@ def route(
 ) -> RoutedRows:
     """See kernels.moe. Two launches: one program for each token, then one for each expert."""
     tokens, experts = logits.shape
-    ints = {"dtype": torch.int32, "device": logits.device}
+    ints = partial(torch.empty, dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, per_token), dtype=torch.float32, device=logits.device)
-    chosen, rows = torch.empty((2, tokens, per_token), **ints)
-    pairs, starts = torch.empty(tokens * per_token, **ints), torch.empty(experts + 1, **ints)
+    chosen, rows = ints((2, tokens, per_token))
+    pairs, starts = ints(tokens * per_token), ints(experts + 1)
     choose[(tokens,)](
         logits, *operands(lora), chosen, weights, experts, per_token, normalised,
         triton.next_power_of_2(experts), triton.next_power_of_2(per_token), num_warps=1,
@@ -35,11 +37,11 @@ def expert_products(
     x: torch.Tensor, weight: torch.Tensor, routed: RoutedRows, *, gathered: bool = False
 ) -> torch.Tensor:
     """See kernels.moe. One launch, or torch's grouped product where an expert has many rows."""
-    if grouped.is_better(x, weight, len(routed.pairs)):
+    if is_torchs_better(x, weight, len(routed.pairs), gathered=gathered):
         inputs = x[routed.pairs // routed.per_token] if gathered else x
         y: torch.Tensor = torch._grouped_mm(inputs, weight.transpose(1, 2), offs=routed.starts[1:])
         return y
-    return grouped.products(x, weight, routed, gathered=gathered)
+    return products(x, weight, routed, gathered=gathered)
 
 
 def combine(y: torch.Tensor, routed: RoutedRows) -> torch.Tensor:

@@ -1,0 +1,110 @@
+"""Mixtures of experts: how checkpoints store them, and what of them is refused by name."""
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.errors import ModelError
+from lorikeet_engine.execution.memory_plan import step_bytes
+from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.llama import load_model, rehearse_load
+from lorikeet_engine.settings import EngineSettings
+from tests.engine.conftest import MOE, PagedTokens
+
+CPU = torch.device("cpu")
+EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight")
+OF_WHOLE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def as_whole(folder, target):
+    """A copy whose experts are two tensors of a layer, as transformers holds them in memory."""
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    by_layer = {}
+    for name in [name for name in tensors if EXPERT.search(name)]:
+        found = EXPERT.search(name)
+        by_layer.setdefault(name[: found.start()], {})[found[2], int(found[1])] = tensors.pop(name)
+    for layer, linears in by_layer.items():
+        count = 1 + max(expert for _, expert in linears)
+        for whole, parts in OF_WHOLE.items():
+            stacked = [torch.cat([linears[part, e] for part in parts]) for e in range(count)]
+            tensors[f"{layer}.experts.{whole}"] = torch.stack(stacked)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def logits(folder):
+    model, tokens = load_model(folder, CPU, torch.float32), PagedTokens()
+    shape = model.config.shape
+    size = (shape.layers, 2, tokens.pages, tokens.page_size, shape.kv_heads, shape.head_dim)
+    batch = tokens.batch({"one": list(range(1, 20))})
+    with torch.inference_mode():
+        hidden = model.forward(batch, torch.zeros(size), None, SdpaAttention())
+        return model.logits(hidden, None, None)
+
+
+def test_experts_that_are_stored_as_one_tensor_are_the_same(tiny_checkpoints, tmp_path):
+    folder = tiny_checkpoints["qwen3_moe"]
+    whole = as_whole(folder, tmp_path / "whole")
+    assert torch.equal(logits(whole), logits(folder))
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_a_rehearsal_knows_the_bytes_of_all_experts(tiny_checkpoints, family):
+    _, nbytes = rehearse_load(tiny_checkpoints[family], torch.float32)
+    stored = load_file(tiny_checkpoints[family] / "model.safetensors")
+    assert nbytes == sum(tensor.nbytes for tensor in stored.values())
+
+
+def test_steps_have_room_for_a_row_of_each_of_a_tokens_experts(tiny_checkpoints):
+    settings = EngineSettings(model=Path(), cache_dir=Path(), device="cpu", dtype="float32")
+    three = ModelConfig.from_folder(tiny_checkpoints["qwen3_moe"])
+    two = replace(three, experts_per_token=2)
+    row = 2 * three.shape.hidden + 3 * three.shape.intermediate  # in, gate and up, gated, out
+    assert step_bytes(three, settings) - step_bytes(two, settings) == (
+        settings.max_batch_tokens * row * 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "field"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
+        (
+            "mixtral",
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+            "quantization_config",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(edited, family, changes, field):
+    with pytest.raises(ModelError) as refused:
+        load_model(edited(family, **changes), CPU, torch.float32)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("rounding", [Quantization.FP8, Quantization.NF4])
+def test_experts_are_not_rounded(tiny_checkpoints, rounding):
+    with pytest.raises(ModelError, match="want auto") as refused:
+        rehearse_load(tiny_checkpoints["mixtral"], torch.float32, rounding=rounding)
+    assert refused.value.field == "weight_dtype"
+
+
+def test_a_missing_expert_is_named(tiny_checkpoints, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoints["mixtral"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.experts\.3\.down_proj"):
+        load_model(folder, CPU, torch.float32)
