@@ -28,6 +28,7 @@ OTHER_SHAPES = {
     "head_dim": 16,
     "vocabulary": 48,
     "tied": True,
+    "experts": 4,
 }
 
 
