@@ -1,18 +1,14 @@
-"""Adapters of a mixture of experts: of its attention and router; those of experts are refused."""
+"""Adapters of a mixture of experts' attention and router, as releases with linear routers saved."""
 
 import json
 
-import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from lorikeet_engine.adapter_format import write_blob
-from lorikeet_engine.errors import AdapterRejected
 from tests.engine.conftest import MOE
 from tests.engine.engine_driver import Answers, build
-from tests.engine.peft_adapters import BlobShelf
 from tests.engine.peft_world import PeftWorld, ask, bring_all
 
 ATTENTION = {"rank8_qkvo": {"r": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}}
@@ -50,7 +46,7 @@ class RouterWorld(PeftWorld):
         self.names = (*self.names, "router")
         self.prompts["router"] = self.prompts[None]
         self.refs["router"] = self.shelf.add(folder / "router", "router")
-        self.expected["router"] = self._generate("router")
+        self.expected["router"] = self.generated(self.model("router"), self.prompts["router"])
 
     def model(self, name):
         model = super().model(None if name == "router" else name)
@@ -70,23 +66,3 @@ def test_adapters_of_routers_and_attention_answer_in_one_batch_as_peft_does(
     bring_all(world, answers)
     assert ask(world, answers) == world.expected
     answers.engine.close()
-
-
-def test_an_adapter_of_experts_is_refused_by_name(tiny_checkpoints, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoints["qwen3_moe"])
-    lora = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
-    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "experts")
-    with pytest.raises(AdapterRejected, match="experts") as refused:
-        BlobShelf(tmp_path / "blobs").add(tmp_path / "experts", "experts")
-    assert refused.value.field == "target_parameters"
-
-
-def test_an_adapter_of_each_experts_linears_is_refused_by_name(tmp_path):
-    module = "base_model.model.model.layers.0.mlp.experts.3.gate_proj"
-    tensors = {f"{module}.lora_A.weight": torch.ones(4, 8)}
-    tensors[f"{module}.lora_B.weight"] = torch.ones(8, 4)
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["gate_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(AdapterRejected, match=r"layers\.0\.mlp\.experts\.3\.gate_proj"):
-        write_blob(tmp_path, tmp_path / "blob")
