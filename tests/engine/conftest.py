@@ -63,7 +63,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
     "olmo2": {"model_type": "olmo2"},
     "glm4": {"model_type": "glm4", "head_dim": 16},
-    "seed_oss": {"model_type": "seed_oss", "head_dim": 32},
+    "seed_oss": {
+        "model_type": "seed_oss",
+        "head_dim": 32,
+        "attention_dropout": 0.0,  # which some tests' references would do
+        "residual_dropout": 0.0,
+    },
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
