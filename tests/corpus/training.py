@@ -206,6 +206,7 @@ TRAINING: tuple[Feature, ...] = (
     _options("QA-LoRA's group size", target_modules=["v_proj"], qalora_group_size=32),
     _options("Megatron's core", target_modules=["v_proj"], megatron_core="megatron.core.next"),
     _options("a revision", target_modules=["v_proj"], revision="main"),
+    _options("bare parameters", target_modules=["v_proj"], target_parameters=["q_proj.weight"]),
     _trained("a checkpoint of transformers' Trainer", save_with_trainer),
     _trained("two adapters concatenated", lambda draft: save_combined(draft, "cat")),
     _trained("two adapters added", lambda draft: save_combined(draft, "linear")),
@@ -229,12 +230,6 @@ TRAINING: tuple[Feature, ...] = (
     ),
     _trained("tokens added", save_resized, "resized vocabularies cannot be served"),
     _options("layers replicated", "another base model", layer_replication=[[0, 2], [1, 3]]),
-    _options(
-        "bare parameters",
-        "bare parameters",
-        target_modules=["v_proj"],
-        target_parameters=["q_proj.weight"],
-    ),
     _options(
         "activated LoRA", "activated LoRA", target_modules=["q_proj"], alora_invocation_tokens=[5]
     ),
