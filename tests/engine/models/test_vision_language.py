@@ -44,6 +44,16 @@ QWEN2_VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, 
 PIXTRAL = {**PATCHES, "model_type": "pixtral"}
 # By the wrapper: what text_config has beside SIZES, and vision_config.
 MODELS = {
+    "gemma3": (
+        {
+            "model_type": "gemma3_text",
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+        },
+        {**PATCHES, "model_type": "siglip_vision_model"},
+    ),
     "internvl": (
         {"model_type": "qwen2"},
         {**PATCHES, "image_size": [8, 8], "patch_size": [4, 4]},
@@ -163,7 +173,7 @@ def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
     wrapper = transformers.AutoConfig.for_model(raw["model_type"])
     text = type(wrapper.text_config)()
     assert config.norm_eps == text.rms_norm_eps
-    assert config.rope.theta == text.default_theta
+    assert config.ropes[0].theta == text.default_theta
 
 
 def test_an_adapter_of_the_whole_model_answers_as_peft_does(folders, tmp_path):

@@ -25,6 +25,6 @@ TEXT_DECODERS: Mapping[str, TextDecoder] = {
 }
 # The model_types of vision-language models that are served as their text part.
 VISION_LANGUAGE = (
-    *("internvl", "llava", "llava_next", "mistral3"),
+    *("gemma3", "internvl", "llava", "llava_next", "mistral3"),
     *("qwen2_5_vl", "qwen2_vl", "qwen3_vl"),
 )
