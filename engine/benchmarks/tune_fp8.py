@@ -5,10 +5,8 @@ python -m engine.benchmarks.tune_fp8 --json tune.json [--config llama-3.1-8b]
 For each linear of a model's layers and each of TOKENS, launch configs of kernels/fp8/few_tokens.py
 are held against the product in float32, then timed beside cuBLASLt. Copies of the weight take turns
 in one graph, several times what the GPU's cache holds: in a step none of a product's weights are
-there either. Before each product its tokens are rounded: behind another product it would fetch its
-weights while that still reads. kernels/fp8/tuning.json gets the fastest config, or none where
-cuBLASLt is as fast, and keeps what it has of other weights. Takes a minute or two; many processes
-compile at first.
+there either. kernels/fp8/tuning.json gets the fastest config, or none where cuBLASLt is as fast,
+and keeps what it has of other weights. Takes a minute or two; many processes compile at first.
 """
 
 import json
@@ -77,28 +75,22 @@ class Products:
     def __init__(self, d_out: int, d_in: int, tokens: int) -> None:
         """Draw them all."""
         copies = max(2, min(32, _COPIES_BYTES // (d_out * d_in)))
-        self._weights = [fused.quantize_rows(_numbers(d_out, d_in, i)) for i in range(copies)]
-        self._x = _numbers(tokens, d_in, copies)
+        self._weights = [_rounded(d_out, d_in, i) for i in range(copies)]
+        self._x = _rounded(tokens, d_in, copies)
         x, weight = (
-            part.rows.float() * part.scales[:, None]
-            for part in (fused.quantize_rows(self._x), self._weights[0])
+            part.rows.float() * part.scales[:, None] for part in (self._x, self._weights[0])
         )
         self._want = x @ weight.T
 
     def cublas_us(self) -> float:
         """CuBLASLt's time."""
-        return self._us(
-            lambda weight: fused.multiply(
-                fused.quantize_rows(self._x), weight, None, torch.bfloat16
-            )
-        )
+        return self._us(lambda weight: fused.multiply(self._x, weight, None, torch.bfloat16))
 
     def us(self, config: ProductConfig) -> float | None:
         """A config's time; None if it cannot run or computes something else."""
 
         def call(weight: Fp8Rows) -> torch.Tensor:
-            x = fused.quantize_rows(self._x)
-            return few_tokens.multiply(x, weight, None, torch.bfloat16, config)
+            return few_tokens.multiply(self._x, weight, None, torch.bfloat16, config)
 
         try:
             got, again = (call(self._weights[0]) for _ in range(2))
@@ -168,9 +160,10 @@ def save(gpu: str, rows: Iterable[Row]) -> None:
     PATH.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def _numbers(rows: int, width: int, seed: int) -> torch.Tensor:
+def _rounded(rows: int, width: int, seed: int) -> Fp8Rows:
     random = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(rows, width, device="cuda", generator=random).to(torch.bfloat16)
+    numbers = torch.randn(rows, width, device="cuda", generator=random)
+    return fused.quantize_rows(numbers.to(torch.bfloat16))
 
 
 def main() -> None:

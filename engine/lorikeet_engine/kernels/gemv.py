@@ -8,13 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.early_launch import (
-    can_launch_early,
-    launch_options,
-    prefetch,
-    wait,
-)
-
 ROWS = 4  # of the weight, summed by one program
 COLUMNS = 2048  # of the weight, read at once
 FP8_COLUMNS = 4096  # of FP8, if they divide a row: 3 to 9% faster for rows of 4,096
@@ -39,7 +32,6 @@ def gemv(
         x, weight, bias, scales, y, d_out, d_in, bias is not None,
         ROWS, min(columns, triton.next_power_of_2(d_in)),
         num_warps=4 if is_fp8 else 8,
-        **launch_options(early=can_launch_early(x.device)),
     )  # fmt: skip
     return y
 
@@ -56,19 +48,11 @@ def _gemv(
     biased: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute some of y's elements."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     real = row < d_out
     line = weight + row[:, None].to(tl.int64) * d_in
-    if early:
-        each: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # in 128 bytes
-        own = weight + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in
-        for begin in tl.static_range(0, d_in, block):
-            first = begin + tl.arange(0, max(1, block // each)) * each
-            prefetch(own + tl.minimum(first, d_in - 1)[None, :])
-    wait(early)
     total = tl.zeros((rows, block), tl.float32)
     for start in range(0, d_in, block):
         column = start + tl.arange(0, block)

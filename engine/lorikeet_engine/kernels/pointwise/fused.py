@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.early_launch import can_launch_early, launch_options, wait
 from lorikeet_engine.kernels.fp8 import LARGEST, LEAST_SCALE, Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.fused import (
     divided,
@@ -85,7 +84,6 @@ def _launch_add_rms_norm(
         x, delta, *operands(lora), delta_weight, weight, y, *fp8, eps, scale, width, block,
         LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
-        **launch_options(early=lora is None and can_launch_early(x.device)),
     )  # fmt: skip
     return x if y is None else y
 
@@ -102,10 +100,8 @@ def silu_and_mul(
         return expand_silu_and_mul(x, lora, gelu=gelu)
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
-    _silu_and_mul[(tokens, triton.cdiv(width, COLUMNS))](
-        x, *operands(lora), y, width, COLUMNS, gelu,
-        **launch_options(early=lora is None and can_launch_early(x.device)),
-    )  # fmt: skip
+    grid = (tokens, triton.cdiv(width, COLUMNS))
+    _silu_and_mul[grid](x, *operands(lora), y, width, COLUMNS, gelu)
     return y
 
 
@@ -128,7 +124,6 @@ def silu_and_mul_fp8(
         x, *operands(lora), y, rounded.rows, rounded.scales, width, block, gelu,
         LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
-        **launch_options(early=lora is None and can_launch_early(x.device)),
     )  # fmt: skip
     return Activations(y, rounded)
 
@@ -165,10 +160,8 @@ def _add_rms_norm(
     block: tl.constexpr,
     largest: tl.constexpr,
     least_scale: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute one token."""
-    wait(early)
     columns = tl.arange(0, block)
     inside = columns < width
     token = tl.program_id(0).to(tl.int64)
@@ -227,10 +220,8 @@ def _silu_and_mul(
     width: tl.constexpr,
     block: tl.constexpr,
     gelu: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute some columns of one token."""
-    wait(early)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     out = _gated(x, lora, adapted, token, columns, width, gelu)
@@ -250,10 +241,8 @@ def _silu_and_mul_fp8(
     gelu: tl.constexpr,
     largest: tl.constexpr,
     least_scale: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute one token, then read it again from the cache and round it: it outgrows registers."""
-    wait(early)
     token = tl.program_id(0).to(tl.int64)
     most = tl.zeros((block,), tl.float32)
     for start in tl.static_range(0, width, block):
