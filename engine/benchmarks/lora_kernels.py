@@ -29,11 +29,11 @@ from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.linear import (
     begin_step,
     linear_with_lora,
-    linear_with_lora_before_silu,
+    linear_with_lora_before_act,
 )
 from lorikeet_engine.kernels.lora.reference import add_lora
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
-from lorikeet_engine.kernels.pointwise import silu_and_mul
+from lorikeet_engine.kernels.pointwise import act_and_mul
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.llama import LlamaModel
 
@@ -205,7 +205,7 @@ def _check(weights: LoraWeights, segments: Segments, row: Row, device: torch.dev
         _assert_close(delta.rows, want, f"{row}, {group}: the delta")
         if name == "gate_up":
             gates, values = want.chunk(2, dim=1)
-            got = silu_and_mul(*linear_with_lora_before_silu(x, weight, None, step, layer, group))
+            got = act_and_mul(*linear_with_lora_before_act(x, weight, None, step, layer, group))
             _assert_close(got, torch.nn.functional.silu(gates) * values, f"{row}: the gate")
     torch.use_deterministic_algorithms(False)
 

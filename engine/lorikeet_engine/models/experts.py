@@ -6,7 +6,7 @@ from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep
 from lorikeet_engine.kernels.moe import combine, expert_products, route
-from lorikeet_engine.kernels.pointwise import silu_and_mul
+from lorikeet_engine.kernels.pointwise import act_and_mul
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 
@@ -55,7 +55,7 @@ class Experts:
         adapted = begin_experts(step, routed)
         gate_up = expert_products(x, self.gate_up, routed, gathered=True)  # [rows, 2 · width]
         add_expert_lora(gate_up, x, adapted, self.layer, self.gate_up_group, gathered=True)
-        gated = silu_and_mul(gate_up, gelu=self.gelu)
+        gated = act_and_mul(gate_up, gelu=self.gelu)
         down = expert_products(gated, self.down, routed)  # [rows, hidden]
         add_expert_lora(down, gated, adapted, self.layer, self.down_group)
         return combine(down, routed)

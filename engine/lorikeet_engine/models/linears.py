@@ -7,7 +7,7 @@ from lorikeet_engine.adapter_format.families import Parallel
 from lorikeet_engine.kernels.lora.linear import (
     Inputs,
     linear_with_lora,
-    linear_with_lora_before_silu,
+    linear_with_lora_before_act,
 )
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, UnexpandedDelta
 from lorikeet_engine.kernels.pointwise import add_delta
@@ -59,11 +59,11 @@ class LoraLinear:
         """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and what is yet to be added to it."""
         return linear_with_lora(x, self.weight, self.bias, lora, self.layer, self.group)
 
-    def before_silu(
+    def before_act(
         self, x: Inputs, lora: LoraStep | None
     ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-        """Do what __call__ does, for silu_and_mul alone to read: the delta may be unexpanded."""
-        return linear_with_lora_before_silu(x, self.weight, self.bias, lora, self.layer, self.group)
+        """Do what __call__ does, for act_and_mul alone to read: the delta may be unexpanded."""
+        return linear_with_lora_before_act(x, self.weight, self.bias, lora, self.layer, self.group)
 
 
 class SummedLinear(LoraLinear):

@@ -3,7 +3,7 @@
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.lora.linear import Inputs, rows_of
 from lorikeet_engine.kernels.lora.types import LoraStep
-from lorikeet_engine.kernels.pointwise import silu_and_mul, silu_and_mul_fp8
+from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.experts import Experts
@@ -37,8 +37,8 @@ class Mlp:
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
         """Return y [tokens, hidden] of x [tokens, hidden]."""
-        gate = silu_and_mul_fp8 if fp8.rounds(self.down.weight, len(rows_of(x))) else silu_and_mul
-        gated = gate(*self.gate_up.before_silu(x, lora), gelu=self.gelu)
+        gate = act_and_mul_fp8 if fp8.rounds(self.down.weight, len(rows_of(x))) else act_and_mul
+        gated = gate(*self.gate_up.before_act(x, lora), gelu=self.gelu)
         return Product(*self.down(gated, lora), self.output_weight)
 
 

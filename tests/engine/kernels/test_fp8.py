@@ -124,8 +124,8 @@ def test_silu_rounds_its_own_rows(device, dtype, width, adapters):
     lora = None
     if adapters:
         lora = LoraDelta(added, torch.tensor([3], dtype=torch.int32, device=device))
-    both = pointwise.silu_and_mul_fp8(x, lora)
-    assert torch.equal(both.rows, pointwise.silu_and_mul(x, lora))
+    both = pointwise.act_and_mul_fp8(x, lora)
+    assert torch.equal(both.rows, pointwise.act_and_mul(x, lora))
     assert_rounded(both.fp8, both.rows)
 
 
@@ -244,7 +244,7 @@ def test_captured_kernels_compute_what_they_do_one_by_one(tokens):
             after()
             y = fp8.linear(inputs.rows, gate_up, None, inputs.fp8)
             after()
-            gated = pointwise.silu_and_mul_fp8(y)
+            gated = pointwise.act_and_mul_fp8(y)
             after()
             delta = fp8.linear(gated.rows, down, None, gated.fp8)
             after()

@@ -25,7 +25,7 @@ from lorikeet_engine.kernels.fp8 import fused as fp8_fused
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora import expert_rows, linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
-from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
+from lorikeet_engine.kernels.lora.expand_act import expand_act_and_mul
 from lorikeet_engine.kernels.lora.experts import ExpertStep
 from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.linear import linear_with_lora
@@ -106,8 +106,8 @@ def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None
         shrunk = shrink(empty(tokens, group.d_in), weights, listed, 3, group)
         expand(shrunk, empty(tokens, sum(group.d_outs)))
         expand(shrunk, empty(tokens, sum(group.d_outs)), add=True)
-        if group is GATE_UP and listed.silu_expands:
-            expand_silu_and_mul(empty(tokens, 2 * 14336), shrunk)
+        if group is GATE_UP and listed.act_expands:
+            expand_act_and_mul(empty(tokens, 2 * 14336), shrunk)
     weights, listed = lora(tokens, segments, rank)
     ids, y = empty(tokens, dtype=torch.int64), empty(tokens, 4096)
     gather(ids, y, weights, listed, 32, EMBEDDINGS, EMBEDDING_ROWS)
@@ -120,7 +120,7 @@ def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None
         "_shrink",
         "_expand_few" if few else "_expand",
     }
-    assert ("_expand_silu_and_mul" in compiled) == (listed.regime == Regime.PREFILL)
+    assert ("_expand_act_and_mul" in compiled) == (listed.regime == Regime.PREFILL)
 
 
 def test_a_step_with_tiles_runs_lora_on_the_side_stream(
@@ -146,8 +146,8 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.add_rms_norm(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
     fused.add_rms_norm_fp8(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
     for gelu in (False, True):
-        fused.silu_and_mul(empty(8, 2 * 14336), delta(2 * 14336), gelu=gelu)
-        fused.silu_and_mul_fp8(empty(8, 2 * 14336), delta(2 * 14336), gelu=gelu)
+        fused.act_and_mul(empty(8, 2 * 14336), delta(2 * 14336), gelu=gelu)
+        fused.act_and_mul_fp8(empty(8, 2 * 14336), delta(2 * 14336), gelu=gelu)
     slots = empty(8, dtype=torch.int64)
     kv = empty(2, 100, 16, 8, 128)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128))
@@ -167,7 +167,7 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.rotary_and_store_kv(
         empty(8, 48, 128), angles, angles, fp8, slots, delta(48 * 128), norm, KvScales(0.1, 0.2)
     )
-    assert compiled >= {"_add_rms_norm", "_silu_and_mul", "_silu_and_mul_fp8"}
+    assert compiled >= {"_add_rms_norm", "_act_and_mul", "_act_and_mul_fp8"}
 
 
 def test_adding_what_adapters_add(compiled: set[str]) -> None:

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.lora import tiles as tiles_module
 from lorikeet_engine.kernels.lora.expand import expand
-from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
+from lorikeet_engine.kernels.lora.expand_act import expand_act_and_mul
 from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.linear import (
     add_lora,
     begin_step,
     linear_with_lora,
-    linear_with_lora_before_silu,
+    linear_with_lora_before_act,
 )
 from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.tiles import Tiles, list_tiles
@@ -371,7 +371,7 @@ def test_a_delta_of_another_shape_is_refused(kind: Kind) -> None:
 @both_kinds
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("ranks", [[8], [4, 0, 12], *slow([4, 0, 100])])
-def test_a_prefills_silu_expands_by_itself(kind: Kind, ranks: list[int], gelu: bool) -> None:
+def test_a_prefills_act_expands_by_itself(kind: Kind, ranks: list[int], gelu: bool) -> None:
     tokens = PREFILL_TOKENS // len(ranks)
     runs = [(slot, tokens) for slot in range(len(ranks))]
     step = make_step(kind, GATE_UP, ranks, runs, base_tokens=70)
@@ -381,7 +381,7 @@ def test_a_prefills_silu_expands_by_itself(kind: Kind, ranks: list[int], gelu: b
     gates, values = (product.float().cpu() + step.delta().nan_to_num()).chunk(2, dim=1)
     activated = F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)
     want = activated * values
-    got = expand_silu_and_mul(product, shrunk, gelu=gelu).float().cpu()
+    got = expand_act_and_mul(product, shrunk, gelu=gelu).float().cpu()
     eps = torch.finfo(kind[1]).eps
     off = eps * (product.float().cpu().abs() + step.sizes().nan_to_num()) + 1e-5
     gates_off, values_off = off.chunk(2, dim=1)  # both slopes are below 1.13
@@ -422,7 +422,7 @@ def test_a_prefills_silu_is_handed_the_delta_of_one_linear_that_stores_both(kind
     step = make_step(kind, GATE_UP_AS_ONE, [8, 12], [(0, PREFILL_TOKENS), (1, 30)])
     lora = begin_step(step.weights, step.segments, len(step.x))
     weight = torch.zeros(260, 96).to(kind[0], kind[1])
-    _, delta = linear_with_lora_before_silu(step.x, weight, None, lora, LAYER, GATE_UP_AS_ONE)
+    _, delta = linear_with_lora_before_act(step.x, weight, None, lora, LAYER, GATE_UP_AS_ONE)
     assert isinstance(delta, LoraDelta)
     check_delta(step, delta.rows)
 

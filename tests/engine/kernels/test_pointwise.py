@@ -134,9 +134,9 @@ def test_a_token_without_a_place_is_not_stored(kind):
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("width", [8, 1500])
 @pytest.mark.parametrize("gelu", [False, True])
-def test_silu_and_mul(kind, gelu, width, tokens):
+def test_act_and_mul(kind, gelu, width, tokens):
     x = random(kind, tokens, 2 * width)
-    assert_equal(fused.silu_and_mul(x, gelu=gelu), reference.silu_and_mul(x, gelu=gelu))
+    assert_equal(fused.act_and_mul(x, gelu=gelu), reference.act_and_mul(x, gelu=gelu))
 
 
 def adapted(kind, y):
@@ -159,7 +159,7 @@ def assert_close(got, want):
 def test_what_adapters_add_is_added_first(kind, tokens):
     x = random(kind, tokens, 2 * 60)
     lora, summed = adapted(kind, x)
-    assert_close(fused.silu_and_mul(x, lora), reference.silu_and_mul(summed))
+    assert_close(fused.act_and_mul(x, lora), reference.act_and_mul(summed))
 
     x, delta, weight = random(kind, tokens, 60), random(kind, 60, tokens).T, random(kind, 60)
     lora, summed = adapted(kind, delta.contiguous())

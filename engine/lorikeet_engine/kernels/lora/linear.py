@@ -120,7 +120,7 @@ def add_lora(
     _cuda("lora.expand").expand(shrunk, y, add=True)
 
 
-def linear_with_lora_before_silu(
+def linear_with_lora_before_act(
     x: Inputs,
     weight: Weight,
     bias: torch.Tensor | None,
@@ -128,11 +128,11 @@ def linear_with_lora_before_silu(
     layer: int,
     group: LoraGroup,
 ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-    """Do what linear_with_lora does, but leave expanding to silu_and_mul in a prefill on CUDA.
+    """Do what linear_with_lora does, but leave expanding to act_and_mul in a prefill on CUDA.
 
     The delta of one linear that stores gate and up as one is expanded here: the kernel reads two.
     """
-    if step is None or step.tiles is None or not step.tiles.silu_expands or len(group.linears) != 2:
+    if step is None or step.tiles is None or not step.tiles.act_expands or len(group.linears) != 2:
         return linear_with_lora(x, weight, bias, step, layer, group)
     return linear_and_lora(x, weight, bias, step, layer, group)
 

@@ -40,8 +40,8 @@ class Tiles:
         return len(self.rows)
 
     @property
-    def silu_expands(self) -> bool:
-        """Whether silu_and_mul expands the delta of gate_up itself."""
+    def act_expands(self) -> bool:
+        """Whether act_and_mul expands the delta of gate_up itself."""
         return self.regime == Regime.PREFILL
 
     @property

@@ -20,12 +20,12 @@ from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 
 __all__ = [
     "QkNorm",
+    "act_and_mul",
+    "act_and_mul_fp8",
     "add_delta",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "rotary_and_store_kv",
-    "silu_and_mul",
-    "silu_and_mul_fp8",
 ]
 
 
@@ -106,22 +106,22 @@ def rotary_and_store_kv(
     operator(qkv, cos, sin, layer_kv, slots, lora, norm, scales, interleaved=interleaved)
 
 
-def silu_and_mul(
+def act_and_mul(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> torch.Tensor:
     """silu(x[:, :width]) · x[:, width:] of x [tokens, 2 · width], dense → [tokens, width].
 
     gelu: with GELU, by its formula with tanh, in SiLU's place.
     """
-    y: torch.Tensor = _operators(x.device.type).silu_and_mul(x, lora, gelu=gelu)
+    y: torch.Tensor = _operators(x.device.type).act_and_mul(x, lora, gelu=gelu)
     return y
 
 
-def silu_and_mul_fp8(
+def act_and_mul_fp8(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> Activations:
-    """Do what silu_and_mul does, and round each of its rows to FP8 as well."""
-    y: Activations = _operators(x.device.type).silu_and_mul_fp8(x, lora, gelu=gelu)
+    """Do what act_and_mul does, and round each of its rows to FP8 as well."""
+    y: Activations = _operators(x.device.type).act_and_mul_fp8(x, lora, gelu=gelu)
     return y
 
 

@@ -16,18 +16,18 @@ from lorikeet_engine.kernels.fp8.fused import (
     scale_of,
     store_rounded,
 )
-from lorikeet_engine.kernels.lora.expand_silu import activated, expand_silu_and_mul
+from lorikeet_engine.kernels.lora.expand_act import activated, expand_act_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.kernels.pointwise.fused_rotary import rotary_and_store_kv
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 
 __all__ = [
+    "act_and_mul",
+    "act_and_mul_fp8",
     "add_delta",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "rotary_and_store_kv",
-    "silu_and_mul",
-    "silu_and_mul_fp8",
 ]
 
 COLUMNS = 1024  # gated, or added to, by one program
@@ -88,39 +88,39 @@ def _launch_add_rms_norm(
     return x if y is None else y
 
 
-def silu_and_mul(
+def act_and_mul(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> torch.Tensor:
     """silu(x[:, :width]) · x[:, width:] of x + lora [tokens, 2 · width] → [tokens, width].
 
-    gelu: GELU in SiLU's place. Rounded once. In a prefill expand_silu_and_mul expands the adapters'
+    gelu: GELU in SiLU's place. Rounded once. In a prefill expand_act_and_mul expands the adapters'
     delta in the same launch.
     """
     if isinstance(lora, UnexpandedDelta):
-        return expand_silu_and_mul(x, lora, gelu=gelu)
+        return expand_act_and_mul(x, lora, gelu=gelu)
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
     grid = (tokens, triton.cdiv(width, COLUMNS))
-    _silu_and_mul[grid](x, *operands(lora), y, width, COLUMNS, gelu)
+    _act_and_mul[grid](x, *operands(lora), y, width, COLUMNS, gelu)
     return y
 
 
-def silu_and_mul_fp8(
+def act_and_mul_fp8(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> Activations:
-    """Do what silu_and_mul does, and round each of its rows to FP8: in the same launch if it can.
+    """Do what act_and_mul does, and round each of its rows to FP8: in the same launch if it can.
 
     Only where the adapters' delta is expanded in that launch, by programs that have parts of rows,
     another one rounds.
     """
     if isinstance(lora, UnexpandedDelta):
-        y = expand_silu_and_mul(x, lora, gelu=gelu)
+        y = expand_act_and_mul(x, lora, gelu=gelu)
         return Activations(y, quantize_rows(y))
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
     rounded = empty_rows(y)
     block = min(COLUMNS_AT_ONCE, triton.next_power_of_2(width))
-    _silu_and_mul_fp8[(tokens,)](
+    _act_and_mul_fp8[(tokens,)](
         x, *operands(lora), y, rounded.rows, rounded.scales, width, block, gelu,
         LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
@@ -212,7 +212,7 @@ def _gated(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_and_mul(
+def _act_and_mul(
     x: tl.tensor,
     lora: tl.tensor,
     adapted: tl.tensor,
@@ -229,7 +229,7 @@ def _silu_and_mul(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_and_mul_fp8(
+def _act_and_mul_fp8(
     x: tl.tensor,
     lora: tl.tensor,
     adapted: tl.tensor,

@@ -90,7 +90,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
-def silu_and_mul(
+def act_and_mul(
     x: torch.Tensor, lora: LoraDelta | None = None, *, gelu: bool = False
 ) -> torch.Tensor:
     """See kernels.pointwise."""
@@ -99,11 +99,11 @@ def silu_and_mul(
     return (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * values
 
 
-def silu_and_mul_fp8(
+def act_and_mul_fp8(
     x: torch.Tensor, lora: LoraDelta | None = None, *, gelu: bool = False
 ) -> Activations:
     """See kernels.pointwise."""
-    y = silu_and_mul(x, lora, gelu=gelu)
+    y = act_and_mul(x, lora, gelu=gelu)
     return Activations(y, quantize_rows(y))
 
 

@@ -14,7 +14,7 @@ from lorikeet_engine.kernels.lora.tiles import tile_at
 from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
 
 
-def expand_silu_and_mul(
+def expand_act_and_mul(
     x: torch.Tensor, shrunk: UnexpandedDelta, *, gelu: bool = False
 ) -> torch.Tensor:
     """silu(g) · u of x = [g, u] [tokens, 2 · width], B v of the two slices added in float32 before.
@@ -30,7 +30,7 @@ def expand_silu_and_mul(
     y = x.new_empty((len(x), width))
     columns, ranks = config.expand.columns // 2, tiles.ranks_at_once  # two products at once
     grid = (triton.cdiv(width, columns * config.expand.blocks), len(tiles))
-    _expand_silu_and_mul[grid](
+    _expand_act_and_mul[grid](
         x, y, v, weights.arena, weights.table, tiles.rows, shrunk.layer,
         weights.table.stride(0), weights.table.stride(1), x.stride(0), tiles.rank_stride,
         shrunk.group.linears[0], v.shape[1],
@@ -59,7 +59,7 @@ def activated(x: tl.tensor, gelu: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=["layer", "first_linear", "parts"])  # type: ignore[untyped-decorator]
-def _expand_silu_and_mul(
+def _expand_act_and_mul(
     x: tl.tensor,
     y: tl.tensor,
     v: tl.tensor,
