@@ -71,6 +71,10 @@ class EngineSettings:
         for name in ("page_size", "max_running", "max_batch_adapters", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: want an integer ≥ 1")
+        if self.tensor_parallel > 1 and self.device not in ("cpu", "cuda"):
+            raise SettingsError(
+                f"device={self.device}: want cuda, of which each rank takes the next"
+            )
         if self.inter_token_goal_s is not None and not 0 < self.inter_token_goal_s < math.inf:
             raise SettingsError(
                 f"inter_token_goal_s={self.inter_token_goal_s}: want seconds above 0, or None"

@@ -155,10 +155,11 @@ def test_nothing_else_of_the_product_opens_a_pickle() -> None:
         for path in (root / folder).rglob("*.py")
         if opens.search(path.read_text())
     }
-    # The engine's pipe carries objects between a replica and the process that it started.
-    assert found - {
-        f"engine/lorikeet_engine/{name}.py" for name in ("process/server", "process/wire")
-    } == {"platform/lorikeet/cli/adapters/pickled.py"}
+    # Pipes and a ring carry objects between a replica and the processes that it started.
+    ours = ("process/server", "process/wire", "process/follower")
+    assert found - {f"engine/lorikeet_engine/{name}.py" for name in ours} == {
+        "platform/lorikeet/cli/adapters/pickled.py"
+    }
 
 
 # TensorRT-LLM's pair.

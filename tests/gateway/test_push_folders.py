@@ -1,5 +1,6 @@
 """Pushed blobs of a gateway that was killed do not stay on the disk."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,5 +46,16 @@ def test_a_gateway_that_ends_in_good_order_leaves_nothing(tmp_path: Path) -> Non
     kept, gone = folders.make(), folders.make()
     gone.cleanup()
     assert [path.name for path in tmp_path.glob("*/*/")] == [Path(kept.name).name]
+    folders.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_tidies_the_disk_does_not_end_pushes(tmp_path: Path) -> None:
+    folders = PushFolders()
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
+    made = folders.make()
+    PushFolders().close()
+    assert Path(made.name).is_dir()
     folders.close()
     assert not list(tmp_path.iterdir())

@@ -9,7 +9,6 @@ import numpy as np
 
 from lorikeet_engine.adapter_format.header import (
     DTYPE_BYTES,
-    MAX_HEADER_BYTES,
     HeaderLimits,
     TensorSpan,
     parse_json_object,
@@ -120,8 +119,8 @@ def _files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE
     if index.is_file():
-        if index.stat().st_size > MAX_HEADER_BYTES:
-            raise _bad(f"{INDEX_FILE} is over {MAX_HEADER_BYTES} bytes")
+        if index.stat().st_size > _LIMITS.max_bytes:
+            raise _bad(f"{INDEX_FILE} is over {_LIMITS.max_bytes} bytes")
         shards = [folder / name for name in shard_names(index.read_bytes())]
         for shard in shards:
             if not shard.is_file():

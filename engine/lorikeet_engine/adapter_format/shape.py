@@ -57,7 +57,7 @@ class BaseShape:
         head_dim = integer(config, "head_dim", hidden // heads)
         if head_dim % 2:
             raise refusal("head_dim", head_dim, "an even number")
-        keys, config = FAMILIES[family].experts, {**FAMILIES[family].switches, **config}
+        keys = FAMILIES[family].experts
         return cls(
             family=family,
             layers=integer(config, "num_hidden_layers"),

@@ -270,6 +270,12 @@ def _place(module: str, shape: BaseShape) -> tuple[int, int]:
         if module == outer.module:
             return shape.outer_layer, shape.index(outer.name)
     layer, linear = locate_module(module, shape.linears)
+    if module != shape.linears[linear].path(layer):
+        raise AdapterRejected(
+            f"{module} is not what packed adapters call {shape.linears[linear].path(layer)}: make "
+            "the blob with write_blob from PEFT's folder",
+            field=module,
+        )
     if layer >= shape.layers:
         raise AdapterRejected(
             f"{module}: the base model has {shape.layers} layers; was this trained for another?",

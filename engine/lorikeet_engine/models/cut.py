@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is kept of a tensor of this shape: of a matrix rows and columns, of a vector rows."""
+    """What is kept of a tensor of this shape: rows, and of a matrix columns, if not all of them."""
 
     shape: tuple[int, ...]
     rows: range
@@ -16,13 +16,14 @@ class Cut:
 
     @classmethod
     def whole(cls, *shape: int) -> "Cut":
-        """All of a tensor [rows] or [rows, columns]."""
-        return cls(shape, *map(range, shape))
+        """All of a tensor [rows, …]."""
+        return cls(shape, range(shape[0]), range(shape[1]) if len(shape) == 2 else None)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
         """The shape of what is kept."""
-        return tuple(len(side) for side in self._sides)
+        kept = tuple(len(side) for side in self._sides)
+        return kept + self.shape[len(kept) :]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept of a tensor of this shape: a view of it."""

@@ -78,7 +78,8 @@ class Staging:
         out.copy_(rows[:, columns.start : columns.stop])
         if self._device.type == "cuda":
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            copied.record()
+            # this thread's own current stream is the first GPU's
+            copied.record(torch.cuda.current_stream(self._device))
             copied.synchronize()
 
     def _buffer(self) -> torch.Tensor:

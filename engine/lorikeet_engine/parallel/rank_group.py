@@ -57,7 +57,9 @@ class RankGroup:
             timeout=_START,
             device_id=device if cuda else None,
         )
-        dist.all_reduce(torch.zeros(1, device=device))  # connects: no graph could capture that
+        # both connect and allocate, which no graph could capture, nor a step find room for
+        dist.all_reduce(torch.zeros(1, device=device))
+        dist.broadcast(torch.zeros(1, dtype=torch.int64, device=device), src=0)
         self._small_sums = self._connect_small_sums(device) if cuda else None
 
     @property

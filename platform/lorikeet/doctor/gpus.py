@@ -125,7 +125,8 @@ def _check_count(planned: PlannedStart) -> Iterator[Finding]:
             yield problem("gpus", found, _fix(there, sum(of_replica.values())))
     elif there < most:
         found += f", of which there may be {most}"
-        yield warning("gpus", found, f"LORIKEET_MAX_REPLICAS={there}, or more GPUs")
+        fitting = there // sum(of_replica.values())
+        yield warning("gpus", found, f"LORIKEET_MAX_REPLICAS={fitting}, or more GPUs")
     else:
         yield ok("gpus", found)
     if widest > 1 and not planned.cuda.peers:

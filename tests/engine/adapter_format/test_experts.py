@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import (
@@ -194,6 +195,44 @@ def test_the_scaling_of_a_split_parameter_is_that_of_the_whole(
     spec = specified(checkpoint, save_again(checkpoint, old, tmp_path / "converted"))
     gate = spec.linears[0]
     assert math.isclose(gate.scaling, 16 / math.sqrt(8), rel_tol=1e-6)
+
+
+def test_a_wrapped_parameter_is_never_taken_for_one_matrix_of_all_experts(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints["mixtral"]
+    folder = save_adapter(checkpoint, tmp_path / "one", **PARAMETERS["down"])
+    rank = json.loads((folder / "adapter_config.json").read_text())["r"]
+    _edit(folder, r=rank * shape_of(checkpoint).experts)
+    with pytest.raises(AdapterRejected, match=r"is not \[experts · rank, d_in\]"):
+        write_blob(folder, tmp_path / "blob")
+
+
+def test_an_experts_number_is_written_in_one_way(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "old", 3)
+    _rename(folder / "adapter_model.safetensors", ".experts.1.", ".experts.01.")
+    with pytest.raises(AdapterRejected, match=r"experts\.01\.\w+ cannot be adapted"):
+        specified(tiny_checkpoints["qwen3_moe"], folder)
+
+
+@pytest.mark.parametrize("other", [".experts.3.gate_proj.", ".experts.gate_up_proj."])
+def test_a_blob_has_no_other_names_than_write_blob_gives(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, other: str
+) -> None:
+    checkpoint = tiny_checkpoints["qwen3_moe"]
+    write_blob(save_numbered(checkpoint, tmp_path / "old", 3), tmp_path / "blob")
+    _rename(tmp_path / "blob", ".experts.gate_proj.", other)
+    with pytest.raises(AdapterRejected, match="is not what packed adapters call"):
+        read_spec(tmp_path / "blob", shape_of(checkpoint), LIMITS)
+
+
+def _rename(path: Path, old: str, new: str) -> None:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = {name.replace(old, new): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata)
 
 
 def _edit(folder: Path, **changes: object) -> None:

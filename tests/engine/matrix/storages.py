@@ -55,10 +55,11 @@ class RoundedCache(transformers.DynamicCache):
 
 
 def key_gain(config: Any) -> float:
-    """What an engine multiplies keys by: half of what Granite's scores have instead of 1/√d."""
+    """What an engine multiplies keys by: half of what a family's scores have instead of 1/√d."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     usual = 1 / math.sqrt(head_dim)
-    return math.sqrt(getattr(config, "attention_multiplier", usual) / usual)
+    of_gemma = 1 / math.sqrt(getattr(config, "query_pre_attn_scalar", head_dim))
+    return math.sqrt(getattr(config, "attention_multiplier", of_gemma) / usual)
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:

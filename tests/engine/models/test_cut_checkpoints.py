@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.errors import ModelError
@@ -92,3 +93,15 @@ def split(weight: Weight, heights: list[int]) -> list[Weight]:
         parts = zip(weight.rows.split(heights), weight.scales.split(heights), strict=True)
         return [Fp8Rows(rows, scales) for rows, scales in parts]
     return list(weight.split(heights))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_buffers_are_not_filled_again_before_another_gpu_than_the_first_has_read_them(tmp_path):
+    names, side = [f"w{n}" for n in range(8)], 4096  # four buffers each
+    saved = {name: torch.randn(side, side) for name in names}
+    save_file(saved, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with Checkpoint(tmp_path, torch.device("cuda", 1), torch.float32) as checkpoint:
+        read = {name: checkpoint.read([name], [side], side) for name in names}
+    assert all(torch.equal(read[name].cpu(), saved[name]) for name in names)

@@ -68,7 +68,7 @@ def test_steps_have_room_for_a_row_of_each_of_a_tokens_experts(tiny_checkpoints)
     three = ModelConfig.from_folder(tiny_checkpoints["qwen3_moe"])
     two = replace(three, experts_per_token=2)
     row = 2 * three.shape.hidden + 3 * three.shape.intermediate  # in, gate and up, gated, out
-    assert step_bytes(three, settings) - step_bytes(two, settings) == (
+    assert step_bytes(three, three.shape, settings) - step_bytes(two, two.shape, settings) == (
         settings.max_batch_tokens * row * 4
     )
 

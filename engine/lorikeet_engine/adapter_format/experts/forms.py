@@ -131,6 +131,11 @@ def stack_experts(
             numbered.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = module
             continue
         match = PARAMETER.fullmatch(module)
+        if match and match[2] == GATE_UP and len(pair["A"].shape) == 3:
+            raise AdapterRejected(
+                f"{module}: want {GATE} and {UP}, or PEFT's two-dimensional weights of {GATE_UP}",
+                field=module,
+            )
         if match and len(pair["A"].shape) == len(pair["B"].shape) == 2:
             parts = _of_parameter(match[1], match[2], module, pair, config)
         else:
@@ -175,7 +180,7 @@ def _of_parameter(
 ) -> dict[str, dict[str, ExpertTensor]]:
     """The linears of a parameter that PEFT wrapped, by module."""
     rank, rows = config.rank(module), pair["A"].shape[0]
-    if len(pair["A"].shape) != 2 or rows % rank:
+    if len(pair["A"].shape) != 2 or rows % rank or rows == rank:
         raise AdapterRejected(
             f"{module}: lora_A {list(pair['A'].shape)} is not [experts · rank, d_in] and the "
             f"config says rank {rank}",

@@ -8,10 +8,11 @@ import re
 from collections.abc import Collection
 
 GATE, UP, GATE_UP, DOWN = "gate_proj", "up_proj", "gate_up_proj", "down_proj"
+_NUMBER = "0|[1-9][0-9]{0,4}"
 WRAPPED = re.compile(r"(.*\.experts)(\.base_layer)?")
-NUMBERED = re.compile(r"(.*\.experts)\.([0-9]{1,5})\.(\w+)")
+NUMBERED = re.compile(rf"(.*\.experts)\.({_NUMBER})\.(\w+)")
 PARAMETER = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
-_EXPERTS = re.compile(r"(.*\.experts)\.(?:[0-9]{1,5}\.)?(\w+)")
+_EXPERTS = re.compile(rf"(.*\.experts)\.(?:(?:{_NUMBER})\.)?(\w+)")
 _OLD_LINEARS = {"w1": GATE, "w3": UP, "w2": DOWN}
 _OLD_BLOCK, _BLOCK = ".block_sparse_moe.", ".mlp."
 

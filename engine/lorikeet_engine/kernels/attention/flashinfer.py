@@ -221,7 +221,8 @@ def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
     """
     blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     rows = blocks // shape.kv_heads * shape.heads * 128
-    return max(128 << 20, 4 * rows * (shape.head_dim + 1) + (1 << 20))
+    width = kv_head_dim(shape.head_dim, device.type) + 1
+    return max(128 << 20, 4 * rows * width + (1 << 20))
 
 
 def _one_token() -> _Sequences:

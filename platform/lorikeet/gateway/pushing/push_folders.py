@@ -21,6 +21,9 @@ class PushFolders:
     def __init__(self) -> None:
         """Remove what gateways of this machine that are no more have left."""
         _remove_abandoned()
+        self._open()
+
+    def _open(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         locked = self._folder / "new"
         self._descriptor = os.open(locked, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -29,7 +32,12 @@ class PushFolders:
 
     def make(self) -> PushFolder:
         """Make a folder for one blob, whose cleanup removes it."""
-        return tempfile.TemporaryDirectory(dir=self._folder)
+        try:
+            return tempfile.TemporaryDirectory(dir=self._folder)
+        except FileNotFoundError:  # who tidies /tmp has removed it
+            os.close(self._descriptor)
+            self._open()
+            return tempfile.TemporaryDirectory(dir=self._folder)
 
     def close(self) -> None:
         """Remove all of them."""
