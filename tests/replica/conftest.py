@@ -6,7 +6,7 @@ from tests.engine import forked_engines
 from tests.replica.quick_engine import quick_engine
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def engines_that_start_sooner():
     """Tests of the engine and of `make serve` have the measuring at start."""
     with pytest.MonkeyPatch.context() as patch:
