@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,12 @@ import numpy as np
 from engine.benchmarks.harness import arguments, facts, write
 from loadtest.client import Server, Session, run_sessions
 from loadtest.real_service.adapters import fill_catalog, model_name
-from loadtest.real_service.random_models import LINEARS, SHAPES, settings_of_model
+from loadtest.real_service.random_models import (
+    LINEARS,
+    SHAPES,
+    add_model_arguments,
+    settings_of_model,
+)
 from loadtest.real_service.service import PROXIES, CpuUsage, service
 from loadtest.real_service.stage_times import stage_lines, stages_ms
 from loadtest.report import (
@@ -217,10 +221,8 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
 
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
+    add_model_arguments(parser)
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="for the model, adapters and caches")
-    add("--shape", choices=SHAPES, default="llama-3.1-8b")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--adapters", type=int, default=1000, help="default 1000")
     add("--ranks", type=int, nargs="+", default=list(RANKS), help="dealt round")
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS[:4]), metavar="LINEAR")

@@ -18,14 +18,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from engine.benchmarks.harness import arguments, facts, write
 from loadtest.client import Server, run_sessions
 from loadtest.real_service.adapters import TENANT, FilledCatalog, fill_catalog, image_bytes
 from loadtest.real_service.offline import Job, run_beside
-from loadtest.real_service.random_models import SHAPES, settings_of_model
+from loadtest.real_service.random_models import SHAPES, add_model_arguments, settings_of_model
 from loadtest.real_service.service import PROXIES, CpuUsage, RunningService, service
 from loadtest.real_service.stage_times import stage_lines, stages_ms
 from loadtest.real_service.work import Work
@@ -139,10 +138,8 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
+    add_model_arguments(parser)
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="for the model, adapters and caches")
-    add("--shape", choices=SHAPES, default="llama-3.1-8b")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--replicas", type=int, default=2, help="a GPU each; default 2")
     add("--gateways", type=int, nargs="+", default=[8], help="one service after another; 8")
     add("--clients", type=int, default=8, help="processes that ask; default 8")

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ from loadtest.real_service.pushing import (
     Pusher,
     PushTimes,
 )
-from loadtest.real_service.random_models import SHAPES, settings_of_model
+from loadtest.real_service.random_models import SHAPES, add_model_arguments, settings_of_model
 from loadtest.real_service.service import PROXIES, service
 from loadtest.report import all_whole, gaps_s
 from loadtest.streamed_answer import LoadRequest, StreamedAnswer
@@ -226,10 +225,8 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
 
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
+    add_model_arguments(parser)
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="for the model, the catalog and caches")
-    add("--shape", choices=SHAPES, default="llama-3.1-8b")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--rank", type=int, default=32, help="of every adapter; default 32")
     add("--adapters", type=int, default=8, help="that the streams are on; default 8")
     add("--replicas", type=int, default=2, help="default 2")

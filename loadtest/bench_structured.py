@@ -23,7 +23,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import httpx
@@ -40,7 +39,7 @@ from loadtest.client import (
     structured_request,
 )
 from loadtest.real_service.adapters import fill_catalog
-from loadtest.real_service.random_models import SHAPES, settings_of_model
+from loadtest.real_service.random_models import SHAPES, add_model_arguments, settings_of_model
 from loadtest.real_service.service import PROXIES, service
 from loadtest.report import all_whole
 from loadtest.schemas import SCHEMAS, Schema
@@ -217,10 +216,8 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
 
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
+    add_model_arguments(parser)
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="for the model, the catalog and caches")
-    add("--shape", choices=SHAPES, default="llama-3.1-8b")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--gateways", type=int, default=4, help="default 4")
     add("--proxy", choices=PROXIES, default="HAProxy")
     add("--checked", type=int, default=16, help="answers of each schema; default 16")

@@ -1,5 +1,6 @@
 """Model folders of given shapes with random weights, whole enough to be served."""
 
+import argparse
 import itertools
 import json
 import string
@@ -70,6 +71,14 @@ def write_model(folder: Path, shape: str, device: str) -> Path:
         (model / "tokenizer_config.json").write_text(json.dumps(config_json))
         (model / "chat_template.jinja").write_text(_TEMPLATE)
     return model
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Ask for what settings_of_model takes: --folder, --shape and --device."""
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="for the model, adapters and caches")
+    add("--shape", choices=SHAPES, default="llama-3.1-8b")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
 
 
 def settings_of_model(folder: Path, shape: str, device: str, own: str) -> dict[str, str]:
