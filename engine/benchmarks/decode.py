@@ -16,6 +16,7 @@ import torch
 from engine.benchmarks import harness
 from engine.benchmarks.gpu_time import GpuTime, gpu_time, watch
 from engine.benchmarks.offline import Work, abort, begin, steps_ms
+from engine.benchmarks.random_adapters import Targets
 from lorikeet_engine.engine import Engine
 
 STEPS = 30
@@ -33,7 +34,7 @@ WORKS = (
     Work("8 adapters", 256, 128, adapters=8),
     Work("32 adapters", 256, 128, adapters=32),
     Work("128 adapters", 256, 128, adapters=128),
-    Work("128 adapters with lm_head", 256, 128, adapters=128, lm_head=True),
+    Work("128 adapters with lm_head", 256, 128, adapters=128, on=Targets.LINEARS_AND_HEAD),
 )
 
 

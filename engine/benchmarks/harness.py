@@ -17,13 +17,14 @@ import torch
 
 from engine.benchmarks import plain
 from engine.benchmarks.offline import Work, generate
+from engine.benchmarks.random_adapters import Targets
 from engine.benchmarks.random_engine import SETTINGS, random_engine
 from engine.benchmarks.random_model import CONFIGS
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.traffic import Floats
 
 Row = TypeVar("Row")
-MODEL = ("config", "weight_dtype", "kv_dtype", "tensor_parallel")
+MODEL = ("config", "weight_dtype", "kv_dtype", "tensor_parallel", "kv_bytes")
 """What add_model_arguments asks for of the model."""
 
 
@@ -39,14 +40,9 @@ def run(
     options = parser.parse_args()
     works = chosen(parser, works, options.rows)
     known = facts(options.commit)
-    most, heads = (
-        max((work.adapters for work in works if work.lm_head == lm_head), default=0)
-        for lm_head in (False, True)
-    )
-    with full_engine(adapters=most, room=most, heads=heads, **model_of(options)) as engine:
+    with full_engine(**adapters_of(works), **model_of(options)) as engine:
         rows = measure_all(engine, works)
-    about = {name: getattr(options, name) for name in MODEL}
-    write(options.json, known, **about, **{part: rows})
+    write(options.json, known, **about(options), **{part: rows})
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
@@ -65,6 +61,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_kv_dtype(parser)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine")
+    parser.add_argument(
+        "--kv-bytes", type=int, default=SETTINGS.kv_bytes, help="of the KV cache on each GPU"
+    )
     parser.add_argument("--rows", nargs="+", help="patterns of rows' labels; without: the usual")
 
 
@@ -74,16 +73,35 @@ def model_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"config": CONFIGS[options.config], "settings": replace(SETTINGS, **given)}
 
 
+def adapters_of(works: Iterable[Work]) -> dict[str, Any]:
+    """The arguments of random_engine for the adapters of these works, all on the GPU at once."""
+    counts = dict.fromkeys(Targets, 0)
+    for work in works:
+        counts[work.on] = max(counts[work.on], work.adapters)
+    on_linears = counts.pop(Targets.LINEARS)
+    return {"adapters": on_linears, "room": on_linears, "others": counts}
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """What the file says of the model."""
+    return {name: getattr(options, name) for name in MODEL}
+
+
 def chosen(
     parser: argparse.ArgumentParser, works: Sequence[Work], patterns: Sequence[str] | None
 ) -> Sequence[Work]:
     """The works whose labels fit one of the patterns; without patterns, all. Exits where none."""
-    if patterns is None:
-        return works
-    found = [work for work in works if any(fnmatch(work.label, p) for p in patterns)]
+    found = fitting(works, patterns)
     if not found:
         parser.error(f"no such row: want some of {', '.join(work.label for work in works)}")
     return found
+
+
+def fitting(works: Sequence[Work], patterns: Sequence[str] | None) -> Sequence[Work]:
+    """The works whose labels fit one of the patterns; without patterns, all."""
+    if patterns is None:
+        return works
+    return [work for work in works if any(fnmatch(work.label, p) for p in patterns)]
 
 
 def add_kv_dtype(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from engine.benchmarks.plain import Answer
-from engine.benchmarks.random_adapters import random_refs
+from engine.benchmarks.random_adapters import Targets, random_refs
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import Failed, Request, SamplingParams
@@ -24,7 +24,7 @@ class Work:
     """Requests at once. adapters: how many distinct ones they use, 0 for the base model.
 
     cold: no adapter is on the GPU when it begins; else those of the run before are. sampling: how
-    tokens are chosen; their number is output_tokens. lm_head: the adapters are on it too.
+    tokens are chosen; their number is output_tokens. on: what the adapters are on.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Work:
     popularity: Popularity = _DEALT_ROUND
     cold: bool = False
     sampling: SamplingParams = GREEDY
-    lm_head: bool = False
+    on: Targets = Targets.LINEARS
 
     @property
     def label(self) -> str:
@@ -49,7 +49,7 @@ class Work:
         salt = secrets.token_hex(8)
         chosen: list[AdapterRef | None] = [None] * self.requests
         if self.adapters:
-            refs = random_refs(self.adapters, lm_head=self.lm_head)
+            refs = random_refs(self.adapters, self.on)
             chosen = [refs[i] for i in self.popularity.draw(rng, self.adapters, self.requests)]
         return [
             request_of(

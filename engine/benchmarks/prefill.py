@@ -17,6 +17,7 @@ import torch
 from engine.benchmarks import harness
 from engine.benchmarks.gpu_time import GpuTime, gpu_time, medians_ms, watch
 from engine.benchmarks.offline import Run, Work, generate
+from engine.benchmarks.random_adapters import Targets
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import LlamaModel
@@ -26,7 +27,7 @@ SQUARE = 8192  # rows and columns of the matmul
 WORKS = (
     Work("base", 1024, 1, requests=8),
     Work("8 adapters", 1024, 1, adapters=8, requests=8),
-    Work("8 adapters with lm_head", 1024, 1, adapters=8, requests=8, lm_head=True),
+    Work("8 adapters with lm_head", 1024, 1, adapters=8, requests=8, on=Targets.LINEARS_AND_HEAD),
 )
 
 

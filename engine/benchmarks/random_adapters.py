@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
@@ -24,6 +25,16 @@ from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.tiers import Tiers
 
 _TENANT = "benchmark"
+
+
+class Targets(StrEnum):
+    """What random adapters of one kind are on, in every layer."""
+
+    LINEARS = "linears"  # experts' too
+    LINEARS_AND_HEAD = "linears and lm_head"
+    ATTENTION = "attention"
+
+
 # At rank 16 and inputs 4,096 wide an adapter of such numbers adds a tenth to what a linear says.
 _SIGMA = 0.02
 _LOADED_WITHIN_S = 60.0
@@ -68,10 +79,9 @@ class EmptySource:
         raise LookupError(f"{ref} was to be in the engine all the time")
 
 
-def random_refs(count: int, *, lm_head: bool = False) -> list[AdapterRef]:
-    """Adapters without a blob, for fill_host and fill_device; others where they have lm_head."""
-    kind = "random-head" if lm_head else "random"
-    names = [f"{kind}-{index}" for index in range(count)]
+def random_refs(count: int, on: Targets = Targets.LINEARS) -> list[AdapterRef]:
+    """Adapters without a blob, for fill_host and fill_device; others for other targets."""
+    names = [f"random-{on.name.lower()}-{index}" for index in range(count)]
     digests = [hashlib.sha256(name.encode()).hexdigest() for name in names]
     return [
         AdapterRef(_TENANT, name, 1, digest) for name, digest in zip(names, digests, strict=True)
@@ -121,15 +131,17 @@ def empty_device(tiers: Tiers) -> None:
     assert evicted, "some adapter is still in use"
 
 
-def random_layout(shape: BaseShape, rank: int, *, lm_head: bool = False) -> PackedLayout:
-    """The image of an adapter that has this rank on all linears of every layer.
-
-    lm_head: and on the head.
-    """
-    places = list(product(range(shape.layers), range(len(shape.linears))))
-    if lm_head:
+def random_layout(shape: BaseShape, rank: int, on: Targets = Targets.LINEARS) -> PackedLayout:
+    """The image of an adapter that has this rank on all its targets."""
+    linears = [i for i, linear in enumerate(shape.linears) if _has(on, linear.name)]
+    places = list(product(range(shape.layers), linears))
+    if on is Targets.LINEARS_AND_HEAD:
         places.append((shape.outer_layer, shape.index("lm_head")))
     return PackedLayout.of_ranks(dict.fromkeys(places, rank), shape)
+
+
+def _has(on: Targets, linear: str) -> bool:
+    return on is not Targets.ATTENTION or linear in ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @lru_cache(1)

@@ -5,7 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.benchmarks.random_adapters import EmptySource, fill_host, random_layout, random_refs
+from engine.benchmarks.random_adapters import (
+    EmptySource,
+    Targets,
+    fill_host,
+    random_layout,
+    random_refs,
+)
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
@@ -13,6 +19,7 @@ from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.packing import PackedLayout
 
 RANK = 16
+NO_OTHERS: Mapping[Targets, int] = {}
 # The batch of the comparison with vLLM, and KV pages for all of its sequences.
 SETTINGS = EngineSettings(
     model=Path(),
@@ -34,21 +41,22 @@ def random_engine(
     *,
     adapters: int = 0,
     room: int = 0,
-    heads: int = 0,
+    others: Mapping[Targets, int] = NO_OTHERS,
     config: Mapping[str, Any] = LLAMA_3_1_8B,
     settings: EngineSettings = SETTINGS,
 ) -> Engine:
     """An engine with random_refs(adapters), of rank RANK, on its host; its GPU holds `room`.
 
-    folder: for files that nobody needs afterwards. heads: as many more are on lm_head too, and the
-    GPU holds all of these. settings: all but folders and adapters.
+    folder: for files that nobody needs afterwards. others: as many more have these targets, and the
+    GPU holds all of them. settings: all but folders and adapters.
     """
-    most = min(room + heads, settings.max_batch_adapters)
+    most = min(room + sum(others.values()), settings.max_batch_adapters)
     settings = replace(settings, max_batch_adapters=max(1, most))
-    engine, layout = roomy_engine(folder, EmptySource(), room, adapters, config, settings, heads)
+    engine, layout = roomy_engine(folder, EmptySource(), room, adapters, config, settings, others)
     fill_host(engine._tiers, layout, random_refs(adapters))
-    with_head = random_layout(BaseShape.from_config(config), RANK, lm_head=True)
-    fill_host(engine._tiers, with_head, random_refs(heads, lm_head=True))
+    for on, count in others.items():
+        their_layout = random_layout(BaseShape.from_config(config), RANK, on)
+        fill_host(engine._tiers, their_layout, random_refs(count, on))
     return engine
 
 
@@ -59,21 +67,23 @@ def roomy_engine(
     on_host: int,
     config: Mapping[str, Any],
     settings: EngineSettings,
-    heads: int = 0,
+    others: Mapping[Targets, int] = NO_OTHERS,
 ) -> tuple[Engine, PackedLayout]:
     """An engine without adapters, with room for so many of rank RANK; each one's layout.
 
-    heads: for as many more, on lm_head too, there is room in both places.
+    others: for as many more, with these targets, there is room in both places.
     """
     shape, itemsize = BaseShape.from_config(config), settings.torch_adapter_dtype.itemsize
     layout = random_layout(shape, RANK)
     adapter_bytes = layout.elements * itemsize
-    heads_bytes = heads * random_layout(shape, RANK, lm_head=True).elements * itemsize
+    others_bytes = itemsize * sum(
+        count * random_layout(shape, RANK, on).elements for on, count in others.items()
+    )
     settings = replace(
         settings,
         model=write_config(folder / "model", config),
         cache_dir=folder / "cache",
-        adapter_gpu_bytes=on_gpu * adapter_bytes + heads_bytes,
-        adapter_host_bytes=on_host * adapter_bytes + heads_bytes,
+        adapter_gpu_bytes=on_gpu * adapter_bytes + others_bytes,
+        adapter_host_bytes=on_host * adapter_bytes + others_bytes,
     )
     return Engine(settings, source, random_model), layout

@@ -1,16 +1,20 @@
 """Every number of docs/benchmarks.md that takes one engine, in one process and one JSON file.
 
-python -m engine.benchmarks.table --json table.json
+python -m engine.benchmarks.table --json table.json [--weight-dtype fp8] [--rows 'base*']
 
 An engine's start takes longer than most rows: here one start serves throughput, decode and prefill
 in turn. A part that fails is named at the end; the others' numbers are kept.
 """
 
+import argparse
 import sys
 import traceback
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from engine.benchmarks import decode, harness, prefill, throughput
+from engine.benchmarks.offline import Work
 from lorikeet_engine.errors import StepFailed
 
 PARTS: dict[str, Any] = {"throughput": throughput, "decode": decode, "prefill": prefill}
@@ -18,22 +22,32 @@ PARTS: dict[str, Any] = {"throughput": throughput, "decode": decode, "prefill": 
 
 
 def main() -> None:
-    """Measure the parts that are asked for; exits with 1 if one failed."""
+    """Measure the rows that are asked for; exits with 1 if a part failed."""
     parser = harness.arguments(__doc__)
+    harness.add_model_arguments(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
-    facts = harness.facts(options.commit)
+    works = {name: harness.fitting(_works(name, options), options.rows) for name in options.parts}
+    facts = harness.facts(options.commit) | harness.about(options)
     rows: dict[str, list[Any]] = {}
-    with harness.full_engine(adapters=throughput.ROOM, room=throughput.ROOM) as engine:
+    adapters = harness.adapters_of(chain.from_iterable(works.values()))
+    with harness.full_engine(**adapters, **harness.model_of(options)) as engine:
         for name in options.parts:
             try:
-                rows[name] = PARTS[name].measure_all(engine, PARTS[name].WORKS)
+                rows[name] = PARTS[name].measure_all(engine, works[name])
             except Exception:
                 traceback.print_exc()
                 engine.fail_all(StepFailed("the benchmark of this request failed"))
             harness.write(options.json, facts, **rows)
     failed = [name for name in options.parts if name not in rows]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+def _works(part: str, options: argparse.Namespace) -> Sequence[Work]:
+    works: Sequence[Work] = PARTS[part].WORKS
+    if options.rows and part == "throughput":
+        return (*works, *throughput.ATTENTION)
+    return works
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from statistics import median
 
 from engine.benchmarks import harness, plain
 from engine.benchmarks.offline import Run, Work, generate
-from engine.benchmarks.random_adapters import empty_device
+from engine.benchmarks.random_adapters import Targets, empty_device
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.traffic import Zipf
@@ -36,6 +36,11 @@ WORKS = (
     Work("base", 16, 256),
     Work("128 adapters", 16, 256, 128),
 )
+
+ATTENTION = tuple(
+    Work(f"{count} on attention", 256, 128, count, on=Targets.ATTENTION) for count in (8, 128)
+)
+"""Of mixtures of experts, whose adapters on experts take gigabytes; no default includes them."""
 
 
 def zipf(population: int) -> Work:
@@ -90,15 +95,13 @@ def main() -> None:
     parser.add_argument("--population", type=int, default=1000, help="adapters of the Zipf row")
     parser.add_argument("--room", type=int, default=ROOM, help="adapters that the GPU holds")
     options = parser.parse_args()
-    every = (*WORKS, zipf(options.population)) if options.rows else WORKS
+    every = (*WORKS, *ATTENTION, zipf(options.population)) if options.rows else WORKS
     works = harness.chosen(parser, every, options.rows)
     facts = harness.facts(options.commit)
-    most = max(work.adapters for work in works)
-    model = harness.model_of(options)
-    with harness.full_engine(adapters=most, room=options.room, **model) as engine:
+    arguments = harness.adapters_of(works) | {"room": options.room} | harness.model_of(options)
+    with harness.full_engine(**arguments) as engine:
         rows = measure_all(engine, works)
-    about = {name: getattr(options, name) for name in harness.MODEL}
-    harness.write(options.json, facts, **about, throughput=rows)
+    harness.write(options.json, facts, **harness.about(options), throughput=rows)
 
 
 def _rows(engine: Engine, works: Iterable[Work]) -> Iterator[Row]:

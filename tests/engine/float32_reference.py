@@ -264,9 +264,9 @@ def _save_model(family: str, folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, weight in model.named_parameters():
-            if weight.dim() == 1:  # norms start as 1 and biases as 0, which would hide them
-                weight.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
+        for weight in model.parameters():
+            if weight.dim() == 1:  # norms and biases start as 0 or 1, which would hide them
+                weight.data.add_(torch.randn_like(weight), alpha=0.3)
     model.lm_head.weight.data.mul_(0.1 / 0.03)  # logits spread like a trained model's
     model.save_pretrained(folder)
     _round(folder / "model.safetensors")

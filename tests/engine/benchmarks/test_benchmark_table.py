@@ -21,7 +21,11 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(prefill, "WORKS", (Work("base", 37, 1, requests=2),))
     for module in (throughput, decode):
         monkeypatch.setattr(module, "WORKS", WORKS)
-    monkeypatch.setattr(harness, "random_engine", tiny_engine)
+    monkeypatch.setattr(
+        harness,
+        "random_engine",
+        lambda folder, *, config, settings, **adapters: tiny_engine(folder, **adapters),
+    )
 
     def run(*arguments):
         out = tmp_path / "table.json"
@@ -39,6 +43,13 @@ def test_every_part_has_its_rows(run):
     assert {"gpu", "torch", "commit", "date"} < set(written)
     counts = {part: len(written[part]) for part in table.PARTS}
     assert counts == {"throughput": 2, "decode": 2, "prefill": 1}
+
+
+def test_only_rows_that_are_asked_for_are_measured(run):
+    status, written = run("--parts", "throughput", "decode", "--rows", "2 adapters*")
+    assert status == 0
+    labels = {row["work"]["name"] for part in ("throughput", "decode") for row in written[part]}
+    assert labels == {"2 adapters"}
 
 
 def test_a_part_that_fails_spoils_no_other(run, monkeypatch):

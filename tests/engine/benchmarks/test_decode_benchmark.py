@@ -9,6 +9,7 @@ import pytest
 from engine.benchmarks import decode, harness, random_model
 from engine.benchmarks.gpu_time import gpu_time, read_trace
 from engine.benchmarks.offline import Work
+from engine.benchmarks.random_adapters import Targets
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
@@ -65,9 +66,9 @@ def test_a_trace_without_a_gpu_is_an_error():
 
 def test_steps_are_checked_and_timed_and_the_engine_is_left_empty(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decode, "STEPS", 5)
-    engine = tiny_engine(tmp_path, adapters=2, room=2, heads=2)
+    engine = tiny_engine(tmp_path, adapters=2, room=2, others={Targets.LINEARS_AND_HEAD: 2})
     alone, several = Work("alone", 5, 24, requests=1), Work("2 adapters", 9, 24, 2, requests=4)
-    works = [alone, several, replace(several, lm_head=True), alone]
+    works = [alone, several, replace(several, on=Targets.LINEARS_AND_HEAD), alone]
     rows = decode.measure_all(engine, works)
     assert [row.work for row in rows] == works
     assert all(row.step_ms > 0 and row.shortfall < 1e-4 for row in rows)

@@ -8,17 +8,19 @@ import torch
 from engine.benchmarks import plain
 from engine.benchmarks.offline import generate
 from engine.benchmarks.plain import Answer
-from engine.benchmarks.random_adapters import random_refs
+from engine.benchmarks.random_adapters import Targets, random_refs
 from tests.engine.engine_driver import greedy, prompt
 from tests.engine.tiny_engine import tiny_engine
 
 FIRST, SECOND = random_refs(2)
-ADAPTERS = [None, FIRST, *random_refs(1, lm_head=True), SECOND]
+ADAPTERS = [None, FIRST, *random_refs(1, Targets.LINEARS_AND_HEAD), SECOND]
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    engine = tiny_engine(tmp_path_factory.mktemp("plain"), adapters=2, room=1, heads=1)
+    engine = tiny_engine(
+        tmp_path_factory.mktemp("plain"), adapters=2, room=1, others={Targets.LINEARS_AND_HEAD: 1}
+    )
     yield engine
     engine.close()
 

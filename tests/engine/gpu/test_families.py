@@ -91,4 +91,4 @@ def test_the_adapters_change_what_the_model_says(reference):
     base = reference.logprobs(None, ids)
     for name in NAMES[1:]:
         change = reference.logprobs(name, ids) - base
-        assert change.square().mean().sqrt() > 3 * TOLERANCE
+        assert change.square().mean().sqrt() > 2 * TOLERANCE

@@ -172,7 +172,7 @@ def test_adapters_change_the_logits_of_their_own_sequences(tiny_checkpoints, pag
         ),
     ],
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in MOE])
 def test_bfloat16_stays_within_its_precision(name, device, folder_of, paged_tokens):
     prompt = prompt_of(63)
     run = Run(folder_of[name], paged_tokens(device), torch.bfloat16)
