@@ -101,7 +101,7 @@ def make(case: Case, group: LoraGroup, kind: tuple[str, torch.dtype]) -> Made:
     routed = route(logits, case.per_token, normalised=True)
     x = random(case.tokens, group.d_in)
     y = random(len(routed.pairs), sum(group.d_outs))
-    want = y.float()
+    want = y.float().clone()
     owners = [slot for slot, length in case.runs for _ in range(length)]
     bounds = routed.starts.tolist()
     for row, pair in enumerate(routed.pairs.tolist()):

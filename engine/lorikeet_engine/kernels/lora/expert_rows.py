@@ -178,7 +178,7 @@ def _shrink(
         rank = tl.where(slot < 0, 0, tl.load(entry + 2)).to(tl.int32)
         live = k < rank
         if tl.max(live.to(tl.int32), 0) > 0:
-            a = arena + tl.load(entry) + expert * rank * d_in
+            a = arena + tl.multiple_of(tl.load(entry), 16) + expert * rank * d_in
             a_rows = a + k.to(tl.int64)[None, :] * d_in
             total = tl.zeros((block_rows, block_rank), tl.float32)
             for at in range(0, split, block_in):
@@ -240,7 +240,7 @@ def _expand(
         entry = table + tl.maximum(slot, 0) * slot_stride + of_layer
         rank = tl.where(slot < 0, 0, tl.load(entry + 2)).to(tl.int32)
         if rank > 0:
-            b = arena + tl.load(entry + 1) + expert * rank * width
+            b = arena + tl.multiple_of(tl.load(entry + 1), 16) + expert * rank * width
             total = tl.zeros((block_rows, block_out), tl.float32)
             for first in range(0, rank, block_rank):
                 k = first + tl.arange(0, block_rank)
