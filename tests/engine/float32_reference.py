@@ -89,7 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 200,
         "sliding_window": 50,
         "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 8.0,
+        "final_logit_softcapping": 20.0,
     },
     "gemma3_text": {
         "head_dim": 256,
