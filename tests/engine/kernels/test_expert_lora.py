@@ -140,6 +140,12 @@ def check(made: Made, module: object, *, gathered: bool) -> None:
     torch.testing.assert_close(made.y.float(), made.want, rtol=rtol, atol=atol)
 
 
+@pytest.fixture(params=[0, 10**6], ids=["tiles", "singles"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of tiles, and those of single rows, however long the runs are."""
+    monkeypatch.setattr(expert_rows, "_TILED_FROM", request.param)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @groups
 def test_the_reference_adds_each_rows_adapter_of_its_expert(case: Case, group: LoraGroup) -> None:
@@ -148,6 +154,7 @@ def test_the_reference_adds_each_rows_adapter_of_its_expert(case: Case, group: L
 
 
 @kinds
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @groups
 def test_the_kernels_add_each_rows_adapter_of_its_expert(
@@ -157,11 +164,13 @@ def test_the_kernels_add_each_rows_adapter_of_its_expert(
 
 
 @kinds
+@pytest.mark.usefixtures("both_ways")
 def test_a_wide_input_is_split_and_summed(kind: tuple[str, torch.dtype]) -> None:
     check(make(CASES["more_experts_than_rows"], LONG, kind), expert_rows, gathered=False)
 
 
 @kinds
+@pytest.mark.usefixtures("both_ways")
 def test_rows_that_are_not_dense_are_read_by_their_strides(
     kind: tuple[str, torch.dtype],
 ) -> None:

@@ -1,0 +1,150 @@
+"""LoRA of experts where runs are short: a program takes one row, and needs no tensor cores.
+
+Products of one row are bound by reading A and B: a tile would hold mostly zeros, and wait longer
+for its first numbers. Neighbours of one run read the same numbers at about the same time, all but
+the first from the GPU's cache.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.kernels.lora.types import LoraGroup
+
+_BLOCK_RANK = 16
+_BLOCK = 1024  # of d_in and d_out: more programs take longer to launch than they read
+_WARP_COLUMNS = 256  # 16 bytes a thread: no sum of an expand crosses threads
+
+
+def add(
+    y: torch.Tensor, x: torch.Tensor, experts: Any, layer: int, group: LoraGroup, *, gathered: bool
+) -> None:
+    """See kernels.lora.experts; in 16-bit dtypes A x is rounded to the adapter's dtype."""
+    weights, segments, routed = experts.step.weights, experts.step.segments, experts.routed
+    rows, slices, table, width = len(y), len(group.linears), weights.table, group.d_outs[0]
+    stride = triton.cdiv(segments.max_rank, _BLOCK_RANK) * _BLOCK_RANK
+    block_in, block_out = (min(_BLOCK, triton.next_power_of_2(d)) for d in (group.d_in, width))
+    parts = triton.cdiv(group.d_in, block_in)
+    v = y.new_empty((rows, parts, slices, stride), dtype=torch.float32)
+    of_layer = (experts.owners, layer, table.stride(0), table.stride(1), group.linears[0])
+    _shrink[(parts, slices * (stride // _BLOCK_RANK), rows)](
+        x, weights.arena, table, v, routed.pairs, *of_layer,
+        x.stride(0), slices, stride, group.d_in, routed.per_token,
+        gathered=gathered, block_rank=_BLOCK_RANK, block_in=block_in,
+        num_warps=max(1, block_in // _WARP_COLUMNS),
+    )  # fmt: skip
+    _expand[(slices * triton.cdiv(width, block_out), rows)](
+        v, weights.arena, table, y, *of_layer,
+        y.stride(0), slices, stride, width, parts,
+        block_parts=triton.next_power_of_2(parts), block_rank=_BLOCK_RANK, block_out=block_out,
+        num_warps=max(1, block_out // _WARP_COLUMNS),
+    )  # fmt: skip
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["layer", "first_linear", "slices", "per_token"]
+)
+def _shrink(
+    x: tl.tensor,
+    arena: tl.tensor,
+    table: tl.tensor,
+    v: tl.tensor,
+    pairs: tl.tensor,
+    owners: tl.tensor,
+    layer: tl.tensor,
+    slot_stride: tl.tensor,
+    layer_stride: tl.tensor,
+    first_linear: tl.tensor,
+    x_stride: tl.tensor,
+    slices: tl.tensor,
+    rank_stride: tl.tensor,
+    d_in: tl.tensor,
+    per_token: tl.tensor,
+    gathered: tl.constexpr,
+    block_rank: tl.constexpr,
+    block_in: tl.constexpr,
+) -> None:
+    """A row × some ranks of one slice × one part of d_in."""
+    part, blocks, row = tl.program_id(0), rank_stride // block_rank, tl.program_id(2)
+    index = tl.program_id(1) // blocks
+    first = (tl.program_id(1) - index * blocks) * block_rank
+    slot = tl.load(owners + row * 2)
+    if slot < 0:
+        return
+    entry = table + slot.to(tl.int64) * slot_stride + layer * layer_stride
+    entry += (first_linear + index) * 3
+    rank = tl.load(entry + 2).to(tl.int32)
+    if first >= rank:
+        return
+    expert = tl.load(owners + row * 2 + 1).to(tl.int64)
+    a = arena + tl.multiple_of(tl.load(entry), 16) + expert * rank * d_in
+    k, inner = first + tl.arange(0, block_rank), part * block_in + tl.arange(0, block_in)
+    live, inside = k < rank, inner < d_in
+    weight = tl.load(
+        a + k.to(tl.int64)[:, None] * d_in + inner[None, :],
+        mask=live[:, None] & inside[None, :], other=0.0,
+    )  # fmt: skip
+    source = row
+    if gathered:
+        source = tl.load(pairs + row) // per_token
+    hidden = tl.load(x + source.to(tl.int64) * x_stride + inner, mask=inside, other=0.0)
+    total = tl.sum(weight.to(tl.float32) * hidden.to(tl.float32)[None, :], 1)
+    v_row = v + ((row.to(tl.int64) * tl.num_programs(0) + part) * slices + index) * rank_stride
+    tl.store(v_row + k, total, mask=live)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["layer", "first_linear", "slices", "parts"]
+)
+def _expand(
+    v: tl.tensor,
+    arena: tl.tensor,
+    table: tl.tensor,
+    y: tl.tensor,
+    owners: tl.tensor,
+    layer: tl.tensor,
+    slot_stride: tl.tensor,
+    layer_stride: tl.tensor,
+    first_linear: tl.tensor,
+    y_stride: tl.tensor,
+    slices: tl.tensor,
+    rank_stride: tl.tensor,
+    width: tl.tensor,
+    parts: tl.tensor,
+    block_parts: tl.constexpr,
+    block_rank: tl.constexpr,
+    block_out: tl.constexpr,
+) -> None:
+    """A row × a block of one slice's columns; added to y."""
+    blocks, row = tl.cdiv(width, block_out), tl.program_id(1)
+    index = tl.program_id(0) // blocks
+    slot = tl.load(owners + row * 2)
+    if slot < 0:
+        return
+    entry = table + slot.to(tl.int64) * slot_stride + layer * layer_stride
+    entry += (first_linear + index) * 3
+    rank = tl.load(entry + 2).to(tl.int32)
+    if rank == 0:
+        return
+    expert = tl.load(owners + row * 2 + 1).to(tl.int64)
+    b = arena + tl.multiple_of(tl.load(entry + 1), 16) + expert * rank * width
+    column = (tl.program_id(0) - index * blocks) * block_out + tl.arange(0, block_out)
+    within, part = column < width, tl.arange(0, block_parts)
+    v_parts = v + ((row.to(tl.int64) * parts + part) * slices + index) * rank_stride
+    y_row = y + row.to(tl.int64) * y_stride + index * width + column
+    total = tl.load(y_row, mask=within, other=0.0).to(tl.float32)
+    for first in range(0, rank, block_rank):
+        k = first + tl.arange(0, block_rank)
+        live = k < rank
+        weight = tl.load(
+            b + k.to(tl.int64)[:, None] * width + column[None, :],
+            mask=live[:, None] & within[None, :], other=0.0,
+        )  # fmt: skip
+        shrunk = tl.load(
+            v_parts[:, None] + k[None, :], mask=(part < parts)[:, None] & live[None, :], other=0.0
+        )
+        rounded = tl.sum(shrunk, 0).to(weight.dtype).to(tl.float32)
+        total += tl.sum(weight.to(tl.float32) * rounded[:, None], 0)
+    tl.store(y_row, total.to(y.dtype.element_ty), mask=within)

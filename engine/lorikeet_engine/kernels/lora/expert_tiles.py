@@ -1,0 +1,206 @@
+"""LoRA of experts where runs are long: a program takes a tile of rows, one run after the other.
+
+Whoever a tile's rows are of, a program reads a run's A or B once for all of them.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.kernels.lora.types import LoraGroup
+
+_MAX_PARTS = 8
+_PROGRAMS = 512  # as many shrink, or d_in is split: few read too little at once
+_BLOCK_RANK = 16
+_MOST_TILE_ROWS = 64
+
+
+def add(
+    y: torch.Tensor, x: torch.Tensor, experts: Any, layer: int, group: LoraGroup, *, gathered: bool
+) -> None:
+    """See kernels.lora.experts; in 16-bit dtypes A x is rounded to the adapter's dtype."""
+    weights, segments, routed = experts.step.weights, experts.step.segments, experts.routed
+    rows, slices, table = len(y), len(group.linears), weights.table
+    per_run = rows // max(1, len(segments) * (len(routed.starts) - 1))
+    tile_rows = min(_MOST_TILE_ROWS, max(1, triton.next_power_of_2(per_run)))
+    tiles, stride = triton.cdiv(rows, tile_rows), triton.cdiv(segments.max_rank, 16) * 16
+    blocks = slices * (stride // _BLOCK_RANK)
+    inner = 512 // weights.arena.itemsize
+    wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, tiles * blocks))
+    split = triton.cdiv(group.d_in, min(_MAX_PARTS, wanted) * inner) * inner
+    parts = triton.cdiv(group.d_in, split)
+    v = y.new_empty((rows, parts, slices, stride), dtype=torch.float32)
+    few = tile_rows <= 16
+    # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
+    upcast = x.dtype != weights.arena.dtype or x.device.type == "cpu"
+    precision = "ieee" if torch.float32 in (x.dtype, weights.arena.dtype) else "tf32"
+    of_rows = (experts.owners, rows, tile_rows, layer, table.stride(0), table.stride(1))
+    _shrink[(parts, blocks, tiles)](
+        x, weights.arena, table, v, routed.pairs, *of_rows,
+        x.stride(0), group.linears[0], slices, stride, group.d_in, split, routed.per_token,
+        gathered=gathered, upcast=upcast, precision=precision,
+        block_rows=16 if few else _MOST_TILE_ROWS, block_rank=_BLOCK_RANK, block_in=inner,
+        num_warps=4,
+    )  # fmt: skip
+    columns = 512 if few else 128
+    width = group.d_outs[0]
+    _expand[(slices * triton.cdiv(width, columns), tiles)](
+        v, weights.arena, table, y, *of_rows,
+        y.stride(0), group.linears[0], slices, stride, width, parts,
+        upcast=x.device.type == "cpu", precision=precision,
+        block_rows=16 if few else _MOST_TILE_ROWS, block_rank=_BLOCK_RANK, block_out=columns,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _run_at(
+    owners: tl.tensor, row: tl.tensor, real: tl.tensor, place: tl.tensor, done: tl.tensor
+) -> tl.tuple:
+    """(slot, expert, which of the tile's rows) of the run that begins at its row `done`."""
+    slot = tl.load(owners + row * 2, mask=real, other=-1)
+    expert = tl.load(owners + row * 2 + 1, mask=real, other=0)
+    own_slot = tl.sum(tl.where(place == done, slot, 0), 0)
+    own_expert = tl.sum(tl.where(place == done, expert, 0), 0)
+    mine = real & (slot == own_slot) & (expert == own_expert) & (place >= done)
+    return own_slot.to(tl.int64), own_expert.to(tl.int64), mine
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["rows", "tile_rows", "layer", "first_linear", "slices", "per_token"]
+)
+def _shrink(
+    x: tl.tensor,
+    arena: tl.tensor,
+    table: tl.tensor,
+    v: tl.tensor,
+    pairs: tl.tensor,
+    owners: tl.tensor,
+    rows: tl.tensor,
+    tile_rows: tl.tensor,
+    layer: tl.tensor,
+    slot_stride: tl.tensor,
+    layer_stride: tl.tensor,
+    x_stride: tl.tensor,
+    first_linear: tl.tensor,
+    slices: tl.tensor,
+    rank_stride: tl.tensor,
+    d_in: tl.tensor,
+    split: tl.tensor,
+    per_token: tl.tensor,
+    gathered: tl.constexpr,
+    upcast: tl.constexpr,
+    precision: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_rank: tl.constexpr,
+    block_in: tl.constexpr,
+) -> None:
+    """A tile of rows × some ranks of one slice × one part of d_in, run by run."""
+    part, blocks = tl.program_id(0), rank_stride // block_rank
+    index = tl.program_id(1) // blocks
+    k = (tl.program_id(1) - index * blocks) * block_rank + tl.arange(0, block_rank)
+    place, inner = tl.arange(0, block_rows), part * split + tl.arange(0, block_in)
+    row = tl.program_id(2) * tile_rows + place
+    real = (place < tile_rows) & (row < rows)
+    source = row
+    if gathered:
+        source = tl.load(pairs + row, mask=real, other=0) // per_token
+    x_rows = x + source.to(tl.int64)[:, None] * x_stride
+    v_rows = v + ((row.to(tl.int64) * tl.num_programs(0) + part) * slices + index) * rank_stride
+    of_layer = layer * layer_stride + (first_linear + index) * 3
+    count = tl.sum(real.to(tl.int32), 0)
+    done = 0
+    while done < count:
+        slot, expert, mine = _run_at(owners, row, real, place, done)
+        done += tl.sum(mine.to(tl.int32), 0)
+        entry = table + tl.maximum(slot, 0) * slot_stride + of_layer
+        rank = tl.where(slot < 0, 0, tl.load(entry + 2)).to(tl.int32)
+        live = k < rank
+        if tl.max(live.to(tl.int32), 0) > 0:
+            a = arena + tl.multiple_of(tl.load(entry), 16) + expert * rank * d_in
+            a_rows = a + k.to(tl.int64)[None, :] * d_in
+            total = tl.zeros((block_rows, block_rank), tl.float32)
+            for at in range(0, split, block_in):
+                inside = at + inner < d_in
+                hidden = tl.load(
+                    x_rows + (at + inner)[None, :], mask=mine[:, None] & inside[None, :], other=0.0
+                )
+                weight = tl.load(
+                    a_rows + (at + inner)[:, None], mask=inside[:, None] & live[None, :], other=0.0
+                )
+                if upcast:
+                    hidden = hidden.to(tl.float32)
+                    weight = weight.to(tl.float32)
+                total = tl.dot(hidden, weight, total, input_precision=precision)
+            tl.store(v_rows[:, None] + k[None, :], total, mask=mine[:, None] & live[None, :])
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["rows", "tile_rows", "layer", "first_linear", "slices", "parts"]
+)
+def _expand(
+    v: tl.tensor,
+    arena: tl.tensor,
+    table: tl.tensor,
+    y: tl.tensor,
+    owners: tl.tensor,
+    rows: tl.tensor,
+    tile_rows: tl.tensor,
+    layer: tl.tensor,
+    slot_stride: tl.tensor,
+    layer_stride: tl.tensor,
+    y_stride: tl.tensor,
+    first_linear: tl.tensor,
+    slices: tl.tensor,
+    rank_stride: tl.tensor,
+    width: tl.tensor,
+    parts: tl.tensor,
+    upcast: tl.constexpr,
+    precision: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_rank: tl.constexpr,
+    block_out: tl.constexpr,
+) -> None:
+    """A tile of rows × a block of one slice's columns, run by run; added to y."""
+    blocks = tl.cdiv(width, block_out)
+    index = tl.program_id(0) // blocks
+    column = (tl.program_id(0) - index * blocks) * block_out + tl.arange(0, block_out)
+    place, within = tl.arange(0, block_rows), column < width
+    row = tl.program_id(1) * tile_rows + place
+    real = (place < tile_rows) & (row < rows)
+    v_rows = v + (row.to(tl.int64) * parts * slices + index) * rank_stride
+    y_rows = y + row.to(tl.int64)[:, None] * y_stride + (index * width + column)[None, :]
+    of_layer = layer * layer_stride + (first_linear + index) * 3
+    count = tl.sum(real.to(tl.int32), 0)
+    done = 0
+    while done < count:
+        slot, expert, mine = _run_at(owners, row, real, place, done)
+        done += tl.sum(mine.to(tl.int32), 0)
+        entry = table + tl.maximum(slot, 0) * slot_stride + of_layer
+        rank = tl.where(slot < 0, 0, tl.load(entry + 2)).to(tl.int32)
+        if rank > 0:
+            b = arena + tl.multiple_of(tl.load(entry + 1), 16) + expert * rank * width
+            total = tl.zeros((block_rows, block_out), tl.float32)
+            for first in range(0, rank, block_rank):
+                k = first + tl.arange(0, block_rank)
+                live = k < rank
+                shrunk = tl.zeros((block_rows, block_rank), tl.float32)
+                for part in range(parts):
+                    shrunk += tl.load(
+                        v_rows[:, None] + part * slices * rank_stride + k[None, :],
+                        mask=mine[:, None] & live[None, :], other=0.0,
+                    )  # fmt: skip
+                weight = tl.load(
+                    b + k.to(tl.int64)[:, None] * width + column[None, :],
+                    mask=live[:, None] & within[None, :], other=0.0,
+                )  # fmt: skip
+                shrunk = shrunk.to(weight.dtype)
+                if upcast:
+                    shrunk = shrunk.to(tl.float32)
+                    weight = weight.to(tl.float32)
+                total = tl.dot(shrunk, weight, total, input_precision=precision)
+            kept = mine[:, None] & within[None, :]
+            made = tl.load(y_rows, mask=kept, other=0.0).to(tl.float32) + total
+            tl.store(y_rows, made.to(y.dtype.element_ty), mask=kept)
