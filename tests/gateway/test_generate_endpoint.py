@@ -17,6 +17,7 @@ from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.body import LargeBodies
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.generate import GenerateEndpoint
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
@@ -64,6 +65,7 @@ class Walks:
                 RateLimiter(LimitShares("g0", 1, 0.0), MonthlyBudget(None)),
                 RequestLog(services.peers),
                 StoredResponses(services.responses, services.metrics),
+                LargeBodies(),
             )
             return [await _one(endpoint, key or self.key, body) for body in bodies]
 
