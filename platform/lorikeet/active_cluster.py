@@ -17,7 +17,7 @@ import httpx
 
 from lorikeet.logs import log_to_stderr
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("lorikeet.active_cluster")  # run as __main__
 
 _LABEL = "ray.io/cluster"
 # The RayService, and the Service that KubeRay keeps on the cluster that serves.
