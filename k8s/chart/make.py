@@ -55,6 +55,10 @@ for _group, _pod in _PODS.items():
 _LISTENER = "spec/listeners/0"
 _ANNOTATIONS = "metadata/annotations"
 _PLACES = {
+    "Deployment/active-cluster": {
+        f"spec/template/spec/{field}": f".Values.gateways.{field}"
+        for field in ("nodeSelector", "tolerations")
+    },
     "Gateway/lorikeet": {
         "spec/gatewayClassName": ".Values.gateway.className",
         _ANNOTATIONS: ".Values.gateway.annotations",
@@ -69,6 +73,7 @@ _PLACES = {
     },
     "NetworkPolicy/requests-from-load-balancer": {"spec/ingress/0/from": ".Values.requestsFrom"},
     "RayService/lorikeet": _RAY_SERVICE,
+    "RoleBinding/active-cluster": {"subjects/0/namespace": ".Release.Namespace"},
     "ServiceAccount/lorikeet": {_ANNOTATIONS: ".Values.gateways.serviceAccountAnnotations"},
     "ServiceAccount/lorikeet-engine": {_ANNOTATIONS: ".Values.engines.serviceAccountAnnotations"},
 }

@@ -17,6 +17,7 @@ from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.body import B, LargeBodies
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.generate import GenerateEndpoint
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
@@ -35,6 +36,18 @@ KINDS = {
 }
 
 
+class NotingBodies(LargeBodies):
+    """Notes whose bodies it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tenants: list[str] = []
+
+    async def read_json(self, request: Request, schema: type[B], tenant: str) -> B:
+        self.tenants.append(tenant)
+        return await super().read_json(request, schema, tenant)
+
+
 class Walks:
     """A gateway whose tenant may send one request a minute."""
 
@@ -43,7 +56,7 @@ class Walks:
         catalog.create_tenant("acme", requests_per_min=1, actor="test")
         _, self.key = catalog.create_key("acme", {Scope.INFER}, actor="test")
         catalog.refresh()
-        self.engines = ReplayEngines()
+        self.engines, self.bodies = ReplayEngines(), NotingBodies()
         self._services = Services(catalog, {"tiny": ServedModel(SHAPE)}, LIMITS, self.engines)
 
     def answer(
@@ -64,6 +77,7 @@ class Walks:
                 RateLimiter(LimitShares("g0", 1, 0.0), MonthlyBudget(None)),
                 RequestLog(services.peers),
                 StoredResponses(services.responses, services.metrics),
+                self.bodies,
             )
             return [await _one(endpoint, key or self.key, body) for body in bodies]
 
@@ -110,6 +124,7 @@ def test_every_kind_walks_the_same_way(walks: Walks, kind: type[ApiRequest]) -> 
     (base_model, call) = walks.engines.calls[-1]
     assert base_model == "tiny"
     assert (call.tenant, call.scheduling.tenant) == ("acme", "acme")
+    assert walks.bodies.tenants == ["acme"]
 
 
 def test_a_bad_key_is_refused_before_all_else(walks: Walks) -> None:

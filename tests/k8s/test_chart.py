@@ -121,9 +121,10 @@ def test_the_image_and_its_registrys_login_are_everywhere() -> None:
     objects = chart(image=image)
     accounts = [m for (kind, _), m in objects.items() if kind == "ServiceAccount"]
     assert all(m["imagePullSecrets"] == [{"name": "acme"}] for m in accounts)
-    job = objects["Job", "lorikeet-init"]["spec"]["template"]
-    ours = [containers(pod)[-1]["image"] for pod in (*pods(objects), job)]
-    assert ours == 4 * [f"acme/lorikeet@{DIGEST}"]
+    others = (("Job", "lorikeet-init"), ("Deployment", "active-cluster"))
+    templates = (*pods(objects), *(objects[each]["spec"]["template"] for each in others))
+    ours = [containers(pod)[-1]["image"] for pod in templates]
+    assert ours == 5 * [f"acme/lorikeet@{DIGEST}"]
 
 
 def test_pods_go_where_values_say() -> None:
@@ -140,6 +141,17 @@ def test_pods_go_where_values_say() -> None:
         for group in cluster(objects)["workerGroupSpecs"]
     ]
     assert counts == [{3}, {5}]
+
+
+def test_what_follows_the_active_cluster_may_in_the_releases_namespace_and_lies_by_gateways() -> (
+    None
+):
+    here = {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"operator": "Exists"}]}
+    objects = chart(gateways=here)
+    (subject,) = objects["RoleBinding", "active-cluster"]["subjects"]
+    assert subject["namespace"] == "ours"
+    pod = objects["Deployment", "active-cluster"]["spec"]["template"]["spec"]
+    assert {field: pod[field] for field in here} == here
 
 
 def test_pods_have_the_priority_that_values_name() -> None:
@@ -235,7 +247,8 @@ def _bare(manifest: Manifest, settings_name: str) -> Manifest:
     bare: Manifest = _without_empty(
         json.loads(json.dumps(manifest).replace(settings_name, "settings"))
     )
-    bare["metadata"].pop("namespace", None)
+    for place in (bare["metadata"], *bare.get("subjects", [])):
+        place.pop("namespace", None)
     return bare
 
 

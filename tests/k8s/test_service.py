@@ -124,9 +124,13 @@ def test_engines_act_as_an_account_that_need_not_write() -> None:
         for name, pod in pods("gpu").items()
     }
     assert secrets["engines"].isdisjoint(secrets["gateways"])
-    accounts_on_eks = of_kind("eks", "ServiceAccount")
-    roles = {m["metadata"]["annotations"]["eks.amazonaws.com/role-arn"] for m in accounts_on_eks}
-    assert len(roles) == 2
+    role = "eks.amazonaws.com/role-arn"
+    roles = {
+        each["metadata"]["name"]: each["metadata"].get("annotations", {}).get(role)
+        for each in of_kind("eks", "ServiceAccount")
+    }
+    assert len({roles["lorikeet"], roles["lorikeet-engine"]} - {None}) == 2
+    assert roles["active-cluster"] is None
 
 
 @both
@@ -218,8 +222,9 @@ def test_every_pod_has_a_budget_and_every_policy_a_pod(overlay: str) -> None:
     labels = [pod["metadata"]["labels"] for pod in pods(overlay).values()]
     budgets = [m["spec"]["selector"] for m in of_kind(overlay, "PodDisruptionBudget")]
     policies = [m["spec"]["podSelector"] for m in of_kind(overlay, "NetworkPolicy")]
+    others = [m["spec"]["template"]["metadata"]["labels"] for m in of_kind(overlay, "Deployment")]
     for selector in policies:
-        assert any(selects(selector, pod) for pod in labels), selector
+        assert any(selects(selector, pod) for pod in (*labels, *others)), selector
     for pod in labels:
         assert sum(selects(selector, pod) for selector in budgets) == 1
 

@@ -68,6 +68,11 @@ def read(gateway: Gateway, key: str | None) -> bytes:
     return got.content
 
 
+def test_each_scrape_goes_where_the_service_then_leads(gateway: Gateway) -> None:
+    got = gateway.request("GET", "/metrics", gateway.admin_key)
+    assert got.headers["connection"] == "close"
+
+
 def scrape(gateway: Gateway) -> Scraped:
     return Scraped(read(gateway, gateway.admin_key).decode())
 

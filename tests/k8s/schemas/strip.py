@@ -13,6 +13,7 @@ import yaml
 FOLDER = Path(__file__).parent
 KINDS = {
     "ConfigMap": "io.k8s.api.core.v1.ConfigMap",
+    "Deployment": "io.k8s.api.apps.v1.Deployment",
     "Job": "io.k8s.api.batch.v1.Job",
     "Namespace": "io.k8s.api.core.v1.Namespace",
     "NetworkPolicy": "io.k8s.api.networking.v1.NetworkPolicy",
@@ -20,6 +21,8 @@ KINDS = {
     "Pod": "io.k8s.api.core.v1.Pod",
     "PodDisruptionBudget": "io.k8s.api.policy.v1.PodDisruptionBudget",
     "PriorityClass": "io.k8s.api.scheduling.v1.PriorityClass",
+    "Role": "io.k8s.api.rbac.v1.Role",
+    "RoleBinding": "io.k8s.api.rbac.v1.RoleBinding",
     "Secret": "io.k8s.api.core.v1.Secret",
     "Service": "io.k8s.api.core.v1.Service",
     "ServiceAccount": "io.k8s.api.core.v1.ServiceAccount",

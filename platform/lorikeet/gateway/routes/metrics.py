@@ -80,6 +80,8 @@ def metrics_routes(authenticator: RequestAuthenticator, scrape: Scrape) -> APIRo
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(await scrape.page(), media_type=CONTENT_TYPE)
+        # Prometheus would keep the connection, and with it a gateway of a cluster that is replaced.
+        headers = {"connection": "close"}
+        return Response(await scrape.page(), media_type=CONTENT_TYPE, headers=headers)
 
     return router

@@ -1,0 +1,109 @@
+"""Large bodies of a tenant, many at once: everybody else's requests come between them."""
+
+import asyncio
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from lorikeet.errors import InvalidInput
+from lorikeet.gateway.apis.chat_request import ChatRequest
+from lorikeet.gateway.body import LARGE_BYTES, LargeBodies
+from tests.gateway.conftest import chat
+
+MANY = 20
+FIELDS = {f"field_{i}": {"type": "string"} for i in range(2000)}
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": FIELDS}}
+LARGE = json.dumps(chat(tools=[{"type": "function", "function": TOOL}])).encode()
+SMALL = json.dumps(chat()).encode()
+
+
+assert len(SMALL) < LARGE_BYTES < len(LARGE)
+
+
+def a_request(body: bytes) -> Request:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+
+async def read(bodies: LargeBodies, body: bytes, tenant: str) -> ChatRequest:
+    return await bodies.read_json(a_request(body), ChatRequest, tenant)
+
+
+def parsed_in_order(*sent: tuple[str, bytes, str]) -> list[str]:
+    """The names of bodies of tenants, sent at once in this order, as they are parsed."""
+
+    async def all_at_once() -> list[str]:
+        bodies, order = LargeBodies(), list[str]()
+
+        async def send(name: str, body: bytes, tenant: str) -> None:
+            await read(bodies, body, tenant)
+            order.append(name)
+
+        async with asyncio.TaskGroup() as tasks:
+            for each in sent:
+                tasks.create_task(send(*each))
+        return order
+
+    return asyncio.run(all_at_once())
+
+
+FLOOD = [(f"acme {i}", LARGE, "acme") for i in range(MANY)]
+
+
+@pytest.mark.parametrize(
+    "other", [("small", SMALL, "globex"), ("small", SMALL, "acme"), ("large", LARGE, "globex")]
+)
+def test_many_large_bodies_of_a_tenant_come_after_what_others_send_later(
+    other: tuple[str, bytes, str],
+) -> None:
+    order = parsed_in_order(*FLOOD, other)
+    assert order[:2] == ["acme 0", other[0]]
+
+
+def test_large_bodies_of_a_tenant_come_in_their_order() -> None:
+    assert parsed_in_order(*FLOOD) == [name for name, _, _ in FLOOD]
+
+
+def test_between_two_large_bodies_of_a_tenant_others_have_as_long() -> None:
+    async def shares() -> list[int]:
+        bodies, loop = LargeBodies(), asyncio.get_running_loop()
+        steps, ended = 0, list[int]()
+
+        async def send() -> None:
+            await read(bodies, LARGE, "acme")
+            ended.append(steps)
+
+        sending = [loop.create_task(send()) for _ in range(4)]
+        while not all(task.done() for task in sending):
+            steps += 1
+            await asyncio.sleep(0)
+        return [later - earlier for earlier, later in pairwise(ended)]
+
+    assert min(asyncio.run(shares())) > 5  # steps of others; without a rest one or two
+
+
+@pytest.mark.parametrize("bad", [b"{" * LARGE_BYTES, b"[" + b"0," * 70_000])
+def test_after_one_that_is_refused_the_next_has_its_turn(bad: bytes) -> None:
+    async def after_refusal() -> ChatRequest:
+        bodies = LargeBodies()
+        with pytest.raises(InvalidInput):
+            await read(bodies, bad, "acme")
+        return await asyncio.wait_for(read(bodies, LARGE, "acme"), 30)
+
+    assert asyncio.run(after_refusal()).model == "acme/support"
+
+
+def test_a_client_that_leaves_while_its_body_waits_keeps_nobody_up() -> None:
+    async def with_one_gone() -> list[ChatRequest]:
+        bodies = LargeBodies()
+        first, gone, last = (asyncio.create_task(read(bodies, LARGE, "acme")) for _ in range(3))
+        await asyncio.sleep(0)
+        gone.cancel()
+        return await asyncio.wait_for(asyncio.gather(first, last), 30)
+
+    assert len(asyncio.run(with_one_gone())) == 2
