@@ -21,6 +21,8 @@ DOWN = ["model.layers.0.mlp.down_proj.weight"]
 # of gate and up [96, 64] rows that are no whole blocks of scales, of down [64, 96] columns
 ROWS = [Cut((96, 64), range(40, 88), range(64)), Cut((96, 64), range(8, 56), range(64))]
 COLUMNS = [Cut((64, 96), range(64), range(30, 78))]
+FUSED = ["model.layers.0.mlp.gate_up_proj.weight"] * 2
+RUNS = [Cut((192, 64), range(40, 88), range(64)), Cut((192, 64), range(136, 184), range(64))]
 KINDS = ["floats", "nf4", "dynamic", "static", "blocks"]
 
 
@@ -63,6 +65,13 @@ def test_rows_of_fused_linears(case, monkeypatch):
             assert torch.equal(part.scales, whole.scales[cut.rows.start : cut.rows.stop])
         else:
             assert torch.equal(part, cut.of(whole))
+
+
+@pytest.mark.parametrize("kind", ["floats", "nf4"])
+def test_runs_of_rows_of_a_linear_that_stores_two(tiny_checkpoints, kind):
+    got, wholes = pair((kind, tiny_checkpoints["phi3"]), FUSED, RUNS)
+    parts = [cut.of(whole) for whole, cut in zip(wholes, RUNS, strict=True)]
+    assert torch.equal(got, torch.cat(parts))
 
 
 def test_columns_of_a_linear(case, monkeypatch):

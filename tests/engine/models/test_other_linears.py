@@ -8,9 +8,8 @@ import torch
 import transformers
 
 from lorikeet_engine.adapter_format import FAMILIES, AdapterLimits, BaseShape, Family, read_spec
-from lorikeet_engine.errors import AdapterRejected, SettingsError
+from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
 from tests.engine.peft_adapters import BlobShelf, save_adapter
@@ -119,15 +118,6 @@ def test_an_image_of_other_linears_has_another_fingerprint(shape: BaseShape) -> 
     )
     kinds = {fingerprint(one, LIMITS, torch.float32) for one in (shape, llama)}
     assert len(kinds) == 2
-
-
-def test_what_stores_several_linears_as_one_is_not_cut(shape: BaseShape) -> None:
-    whole = Shard().ranges(shape)
-    assert [(len(cut.inputs), len(cut.outputs)) for cut in whole] == [
-        shape.dims(index) for index in range(8)
-    ]
-    with pytest.raises(SettingsError, match="choose one GPU"):
-        Shard(0, 2).ranges(shape)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
