@@ -47,7 +47,8 @@ def random_engine(
     settings = replace(settings, max_batch_adapters=max(1, most))
     engine, layout = roomy_engine(folder, EmptySource(), room, adapters, config, settings, heads)
     fill_host(engine._tiers, layout, random_refs(adapters))
-    with_head = random_layout(BaseShape.from_config(config), RANK, lm_head=True)
+    world = settings.tensor_parallel
+    with_head = random_layout(BaseShape.from_config(config), RANK, lm_head=True, world=world)
     fill_host(engine._tiers, with_head, random_refs(heads, lm_head=True))
     return engine
 
@@ -66,14 +67,16 @@ def roomy_engine(
     heads: for as many more, on lm_head too, there is room in both places.
     """
     shape, itemsize = BaseShape.from_config(config), settings.torch_adapter_dtype.itemsize
-    layout = random_layout(shape, RANK)
-    adapter_bytes = layout.elements * itemsize
-    heads_bytes = heads * random_layout(shape, RANK, lm_head=True).elements * itemsize
+    layout, with_head = (
+        random_layout(shape, RANK, lm_head=lm_head, world=settings.tensor_parallel)
+        for lm_head in (False, True)
+    )
     settings = replace(
         settings,
         model=write_config(folder / "model", config),
         cache_dir=folder / "cache",
-        adapter_gpu_bytes=on_gpu * adapter_bytes + heads_bytes,
-        adapter_host_bytes=on_host * adapter_bytes + heads_bytes,
+        adapter_gpu_bytes=itemsize * (on_gpu * layout.elements + heads * with_head.elements),
+        adapter_host_bytes=itemsize
+        * (on_host * layout.image_elements + heads * with_head.image_elements),
     )
     return Engine(settings, source, random_model), layout

@@ -35,6 +35,11 @@ class ShardRange:
         """How many outputs are kept."""
         return sum(map(len, self.outputs))
 
+    @property
+    def dims(self) -> tuple[int, int]:
+        """(d_in, d_out) of what is kept."""
+        return len(self.inputs), self.d_out
+
     def elements(self, rank: int) -> tuple[int, int]:
         """The elements of A and of B that are kept."""
         return rank * len(self.inputs), rank * self.d_out

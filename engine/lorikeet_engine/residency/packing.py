@@ -183,7 +183,8 @@ def _pack_span(
                 if part.gathers:
                     a.view(len(kept.inputs), rank).copy_(saved.T)
                 b = _matrix(wide, 0, kept.d_out, rank)
-                for rows, run in zip(kept.outputs, b.split([*map(len, kept.outputs)]), strict=True):
+                runs = torch.split(b, [len(rows) for rows in kept.outputs])
+                for rows, run in zip(kept.outputs, runs, strict=True):
                     _read(file, b_span, rows, range(rank), run, stored)
                 b_transposed = _matrix(out, b_begin, rank, kept.d_out)
                 b_transposed.copy_(b.mul_(part.scaling).T)

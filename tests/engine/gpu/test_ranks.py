@@ -1,5 +1,6 @@
 """On two GPUs: what one says, and the end of a replica whose follower is killed under load."""
 
+import json
 import random
 import threading
 import time
@@ -35,6 +36,12 @@ CONFIG = LLAMA_3_1_8B | {
     "head_dim": 128,
     "max_position_embeddings": 2048,
 }
+# olmo2 norms all heads together, by a sum; phi3's fused linears are cut in parts.
+FAMILIES = {
+    "llama": CONFIG,
+    "olmo2": CONFIG | {"model_type": "olmo2", "rope_scaling": None},
+    "phi3": CONFIG | {"model_type": "phi3", "rope_scaling": None},
+}
 RANKS = (4, 8, 16, 33)
 LOAD_S = 20.0
 # Of log probabilities in bfloat16, whose sums have another order.
@@ -42,16 +49,18 @@ TOLERANCE = 0.1
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, request):
+    config = FAMILIES[getattr(request, "param", "llama")]
     folder = tmp_path_factory.mktemp("ranks")
-    write_checkpoint(folder / "model", CONFIG, torch.device("cuda"))
+    write_checkpoint(folder / "model", config, torch.device("cuda"))
     return folder
 
 
 @pytest.fixture(scope="module")
 def refs(folder):
-    shape, shelf = BaseShape.from_config(CONFIG), Shelf(folder / "made")
-    everywhere = [(layer, linear) for layer in range(shape.layers) for linear in range(7)]
+    shape = BaseShape.from_config(json.loads((folder / "model" / "config.json").read_text()))
+    shelf, linears = Shelf(folder / "made"), range(len(shape.linears))
+    everywhere = [(layer, linear) for layer in range(shape.layers) for linear in linears]
     (folder / "blobs").mkdir()
     refs = [shelf.make(f"r{r}", dict.fromkeys(everywhere, r), shape=shape) for r in RANKS]
     for ref in refs:
@@ -76,6 +85,7 @@ def engine_of(folder: Path, gpus: int) -> Engine:
     return Engine(settings, Blobs(folder / "blobs"))
 
 
+@pytest.mark.parametrize("folder", FAMILIES, indirect=True)
 def test_prompts_are_as_likely_on_two_gpus_as_on_one(folder, refs):
     scores = []
     for gpus in (1, 2):

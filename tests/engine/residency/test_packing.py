@@ -68,7 +68,7 @@ def test_matrices_are_aligned_do_not_overlap_and_fill_the_image(shelf, ranks):
     assert all(begin % ALIGNMENT == 0 for begin, _ in spans)
     assert all(0 <= after[0] - before[1] < ALIGNMENT for before, after in itertools.pairwise(spans))
     assert 0 <= layout.elements - spans[-1][1] < ALIGNMENT
-    assert layout.elements == spec.packed_elements()
+    assert layout.elements == spec.packed_elements(shape.dims)
 
 
 def test_the_a_matrices_of_a_fused_group_are_neighbours(shelf):
