@@ -90,7 +90,7 @@ class LeadingRank(OneRank):
         self.followers = Followers(world, start, memory, (self._rendezvous_fd,))
         try:
             own = rank_device(device, Shard(0, world))
-            with _others_there():
+            with _in_reach():
                 self.group = RankGroup(Shard(0, world), rendezvous, own)
         except BaseException:
             self.followers.close()
@@ -98,7 +98,7 @@ class LeadingRank(OneRank):
 
     def least(self, number: int) -> int:
         """The least that any rank gave; waits for them. Raises DeviceLost if one is gone."""
-        with _others_there():
+        with _in_reach():
             return self.group.minimum((number,))[0]
 
     def announce(self, message: BuildRunner | CountPages) -> None:
@@ -118,11 +118,11 @@ class LeadingRank(OneRank):
 
 
 @contextmanager
-def _others_there() -> Iterator[None]:
+def _in_reach() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise DeviceLost(f"a process of another GPU of this replica is gone: {error}") from error
+        raise DeviceLost(f"this replica's processes do not reach one another: {error}") from error
 
 
 def start_ranks(settings: EngineSettings, load: Any) -> OneRank:
