@@ -48,7 +48,7 @@ def of_two_ranks(checkpoint: Path, folder: Path) -> Engine:
     return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", **sizes)
 
 
-def losing_a_rank(stage: str, sent: int, checkpoint: Path, folder: Path) -> Engine:
+def losing_a_rank(stage: str, sent: int, build: Callable[[], Engine], folder: Path) -> Engine:
     """An engine of two processes; the second gets a signal once the first comes to a stage.
 
     The file `lost` in the folder is as old as the signal.
@@ -58,13 +58,13 @@ def losing_a_rank(stage: str, sent: int, checkpoint: Path, folder: Path) -> Engi
 
     def lose(*arguments: Any, **others: Any) -> Any:
         setattr(owner, name, unharmed)
-        (follower,) = psutil.Process().children()
+        (follower,) = followers()
         (folder / "lost").touch()
         follower.send_signal(sent)
         return unharmed(*arguments, **others)
 
     setattr(owner, name, lose)
-    return of_two_ranks(checkpoint, folder)
+    return build()
 
 
 # capture: KV pages are allocated and, on CUDA, steps captured; load: an image's copy begins.
@@ -120,12 +120,17 @@ def _stepping(step: Callable[[], Any], checkpoint: Path, folder: Path) -> Engine
 
 def processes() -> set[int]:
     """The engines' processes that this one has started and that have not ended."""
-    return {child.pid for child in psutil.Process().children() if _runs_engine(child)}
+    return {child.pid for child in psutil.Process().children() if _runs(child, "server")}
 
 
-def _runs_engine(process: psutil.Process) -> bool:
+def followers() -> list[psutil.Process]:
+    """The followers of this process's engines, in whichever process these run."""
+    return [p for p in psutil.Process().children(recursive=True) if _runs(p, "follower")]
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
     try:
-        return "lorikeet_engine.process.server" in process.cmdline()
+        return f"lorikeet_engine.process.{module}" in process.cmdline()
     except psutil.NoSuchProcess:  # it has just ended
         return False
 

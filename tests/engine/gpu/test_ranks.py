@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import threading
 import time
 from functools import partial
@@ -15,12 +16,12 @@ from engine.benchmarks.random_checkpoint import write_checkpoint
 from engine.benchmarks.random_model import LLAMA_3_1_8B
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
-from lorikeet_engine.errors import EngineClosed
+from lorikeet_engine.errors import DeviceLost, EngineClosed
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed
 from tests.engine.blobs import Shelf
 from tests.engine.engine_driver import Answers, greedy, prompt
-from tests.engine.process_engines import Blobs
+from tests.engine.process_engines import Blobs, followers, losing_a_rank
 
 pytestmark = [
     pytest.mark.gpu,
@@ -132,3 +133,12 @@ def test_load_with_churn_goes_on_until_a_follower_is_killed(folder, refs):
     with pytest.raises(EngineClosed):
         client.submit(greedy("late", prompt(5))).result()
     client.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_follower_that_is_lost_while_graphs_are_captured_ends_the_start(folder, tmp_path, sent):
+    build = partial(losing_a_rank, "capture", sent, partial(engine_of, folder, 2), tmp_path)
+    with pytest.raises((EngineClosed, DeviceLost)):
+        EngineProcessClient(build, lambda _: None, lambda _: None, lambda _: None)
+    assert time.time() - (tmp_path / "lost").stat().st_mtime < 7.0
+    assert not followers()

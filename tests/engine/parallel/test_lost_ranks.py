@@ -18,7 +18,7 @@ from lorikeet_engine.process.client import EngineProcessClient
 from tests.engine import forked_engines
 from tests.engine.engine_driver import greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
-from tests.engine.process_engines import losing_a_rank, of_two_ranks
+from tests.engine.process_engines import followers, losing_a_rank, of_two_ranks
 
 SLACK_S = 2.0  # for a machine that is busy with other tests
 # From a signal on, until the replica has ended.
@@ -65,17 +65,6 @@ class Replica:
         assert self.gone()
 
 
-def followers() -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if "lorikeet_engine.process.follower" in child.cmdline():
-                found.append(child)
-        except psutil.NoSuchProcess:
-            pass
-    return found
-
-
 @pytest.fixture(autouse=True)
 def _forked(monkeypatch):
     monkeypatch.setattr(client, "_start", forked_engines.start)
@@ -91,6 +80,11 @@ def replica(checkpoint, tmp_path):
     replica = Replica(partial(of_two_ranks, checkpoint, tmp_path))
     yield replica
     replica.close()
+
+
+def losing(stage, sent, checkpoint, folder):
+    """What builds an engine of two ranks that loses one at a stage."""
+    return partial(losing_a_rank, stage, sent, partial(of_two_ranks, checkpoint, folder), folder)
 
 
 def since(folder) -> float:
@@ -122,7 +116,7 @@ def test_a_follower_that_is_lost_while_an_adapter_comes_ends_its_replica(
 ):
     lora = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
     ref = BlobShelf(tmp_path / "blobs").add(save_adapter(checkpoint, tmp_path / "a", **lora), "a")
-    replica = Replica(partial(losing_a_rank, "load", sent, checkpoint, tmp_path))
+    replica = Replica(losing("load", sent, checkpoint, tmp_path))
     replica.client.submit(greedy("r", prompt(5), adapter=ref)).result()
     assert replica.ended.within(WITHIN_S[sent] + 10)
     assert since(tmp_path) < WITHIN_S[sent]
@@ -138,7 +132,7 @@ def test_followers_end_with_their_leader(replica):
 
 @SIGNALS
 def test_a_follower_that_is_lost_does_not_hold_up_a_close(checkpoint, tmp_path, sent):
-    replica = Replica(partial(losing_a_rank, "close", sent, checkpoint, tmp_path))
+    replica = Replica(losing("close", sent, checkpoint, tmp_path))
     replica.client.close()
     assert since(tmp_path) < WITHIN_S[sent]
     assert replica.gone()
@@ -164,7 +158,7 @@ def test_a_follower_that_is_lost_before_it_can_step_ends_the_start(
     checkpoint, tmp_path, stage, sent
 ):
     with pytest.raises((EngineClosed, DeviceLost)):
-        Replica(partial(losing_a_rank, stage, sent, checkpoint, tmp_path))
+        Replica(losing(stage, sent, checkpoint, tmp_path))
     assert since(tmp_path) < WITHIN_S[sent]
     assert not followers()
     assert not forked_engines.processes()
