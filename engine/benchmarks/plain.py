@@ -2,9 +2,11 @@
 
 Torch's attention, no graphs, no chunks, no shared pages. Each token is judged given the tokens
 that the engine itself made before it, so one early difference does not make all the later ones.
+
+Where ranks share the model, none of which could compute it alone, all compute the plain path: no
+graphs and no shared pages, but the engine's attention, and prompts in its chunks.
 """
 
-import math
 import time
 from array import array
 from collections.abc import Iterator
@@ -70,13 +72,13 @@ def some(answers: Series[Answer], count: int = 8) -> Series[Answer]:
 def check(engine: Engine, answers: Series[Answer]) -> float:
     """The worst shortfall; raises AssertionError, with the request's id, where it is too large.
 
-    The engine is idle, and this is its thread. NaN of an engine of several ranks: the plain path
-    has this process's part of the model alone (tests/engine/parallel holds theirs against one's).
+    The engine is idle, and this is its thread.
     """
-    if engine._settings.tensor_parallel > 1:
-        return math.nan
     model = engine._runner.model
-    found = shortfalls(model, engine._tiers, answers)
+    if engine._settings.tensor_parallel > 1:
+        found = [_shortfall(answer, _logits_of_ranks(engine, answer)) for answer in answers]
+    else:
+        found = shortfalls(model, engine._tiers, answers)
     most = tolerance(model.dtype, engine._settings.rounding)
     if model.config.experts_per_token:
         most *= _MOE_TOLERANCES
@@ -135,6 +137,32 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
     parts = logits.float().split([len(part) for part in rows])
     of = {chunk.sequence: part for chunk, part in zip(chunks, parts, strict=True)}
     return [of[sequence] for sequence in sequences]
+
+
+def _logits_of_ranks(engine: Engine, answer: Answer) -> torch.Tensor:
+    """What plain_logits gives, computed by all ranks in free pages of the engine's."""
+    settings, cache, runner = engine._settings, engine._cache, engine._runner
+    (sequence,) = _sequences([answer])
+    if sequence.adapter is not None:
+        sequence.lease = _lease(engine._tiers, sequence.adapter)
+    pages = cache.take(cache.pages_for(sequence.length))
+    sequence.kv.pages = array("i", pages)
+    logits = []
+    while sequence.kv.computed < sequence.length:
+        # tokens whose logits nobody wants, then as many as steps have room for
+        unwanted = max(0, sequence.prompt_length - 1 - sequence.kv.computed)
+        chunk = Chunk.of(sequence, min(settings.max_batch_tokens, unwanted or settings.max_running))
+        rows = np.arange(0 if unwanted else chunk.length)
+        step = build_step_input([chunk], settings.page_size)
+        heads = head_segments([chunk], np.array([len(rows)]))
+        step = replace(step, logit_rows=rows, head_segments=heads)
+        runner.share(step, graphs=False)
+        logits.append(runner.forward_eager(step.upload(runner.model.device)).float())
+        sequence.kv.computed = chunk.end
+    cache.release(pages)
+    if sequence.lease is not None:
+        sequence.lease.release()
+    return torch.cat(logits)
 
 
 def _groups(answers: Series[Answer]) -> Iterator[list[int]]:

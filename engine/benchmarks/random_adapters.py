@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from functools import lru_cache, partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -95,13 +95,16 @@ def fill_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) ->
     rotated by some elements. What was on the host may leave it. Raises AssertionError when the
     host's arena is too small.
     """
-    image = _image(layout.elements, tiers.weights.arena.dtype)
+    elements = layout.image_elements
+    image = _image(elements, tiers.weights.arena.dtype)
     for index, ref in enumerate(refs):
         out = tiers._host.reserve(ref.digest, layout, for_request=False)
         assert out is not None, f"the host has room for {index} adapters: want {len(refs)}"
-        turn = int(ref.digest, 16) % layout.elements
-        torch.cat(image.split([layout.elements - turn, turn])[::-1], out=out)
-        tiers._host.commit(ref.digest, layer_sums(out, layout.layers))
+        turn = int(ref.digest, 16) % elements
+        torch.cat(image.split([elements - turn, turn])[::-1], out=out)
+        spans = out.split(layout.elements)
+        sums = chain.from_iterable(layer_sums(span, layout.layers) for span in spans)
+        tiers._host.commit(ref.digest, tuple(sums))
         tiers._host.release(ref.digest)
 
 
@@ -110,7 +113,7 @@ def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) 
 
     The host keeps none of them. No request runs.
     """
-    at_once = tiers._host.elements // layout.elements
+    at_once = tiers._host.elements // layout.image_elements
     for first in range(0, len(refs), at_once):
         some = refs[first : first + at_once]
         fill_host(tiers, layout, some)
@@ -131,13 +134,18 @@ def empty_device(tiers: Tiers) -> None:
     assert evicted, "some adapter is still in use"
 
 
-def random_layout(shape: BaseShape, rank: int, on: Targets = Targets.LINEARS) -> PackedLayout:
-    """The image of an adapter that has this rank on all its targets."""
+def random_layout(
+    shape: BaseShape, rank: int, on: Targets = Targets.LINEARS, world: int = 1
+) -> PackedLayout:
+    """The image of an adapter that has this rank on all its targets.
+
+    world: GPUs that share the base model.
+    """
     linears = [i for i, linear in enumerate(shape.linears) if _has(on, linear.name)]
     places = list(product(range(shape.layers), linears))
     if on is Targets.LINEARS_AND_HEAD:
         places.append((shape.outer_layer, shape.index("lm_head")))
-    return PackedLayout.of_ranks(dict.fromkeys(places, rank), shape)
+    return PackedLayout.of_ranks(dict.fromkeys(places, rank), shape, world)
 
 
 def _has(on: Targets, linear: str) -> bool:

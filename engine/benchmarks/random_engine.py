@@ -55,7 +55,9 @@ def random_engine(
     engine, layout = roomy_engine(folder, EmptySource(), room, adapters, config, settings, others)
     fill_host(engine._tiers, layout, random_refs(adapters))
     for on, count in others.items():
-        their_layout = random_layout(BaseShape.from_config(config), RANK, on)
+        their_layout = random_layout(
+            BaseShape.from_config(config), RANK, on, settings.tensor_parallel
+        )
         fill_host(engine._tiers, their_layout, random_refs(count, on))
     return engine
 
@@ -74,16 +76,17 @@ def roomy_engine(
     others: for as many more, with these targets, there is room in both places.
     """
     shape, itemsize = BaseShape.from_config(config), settings.torch_adapter_dtype.itemsize
-    layout = random_layout(shape, RANK)
-    adapter_bytes = layout.elements * itemsize
-    others_bytes = itemsize * sum(
-        count * random_layout(shape, RANK, on).elements for on, count in others.items()
-    )
+    layout = random_layout(shape, RANK, world=settings.tensor_parallel)
+    gpu_elements, host_elements = on_gpu * layout.elements, on_host * layout.image_elements
+    for on, count in others.items():
+        other = random_layout(shape, RANK, on, settings.tensor_parallel)
+        gpu_elements += count * other.elements
+        host_elements += count * other.image_elements
     settings = replace(
         settings,
         model=write_config(folder / "model", config),
         cache_dir=folder / "cache",
-        adapter_gpu_bytes=on_gpu * adapter_bytes + others_bytes,
-        adapter_host_bytes=on_host * adapter_bytes + others_bytes,
+        adapter_gpu_bytes=gpu_elements * itemsize,
+        adapter_host_bytes=host_elements * itemsize,
     )
     return Engine(settings, source, random_model), layout

@@ -44,7 +44,7 @@ def measure(group: RankGroup, device: torch.device) -> list[Row]:
     """All sizes, in one rank of several that do the same."""
     sums: dict[str, Sum] = {"nccl": dist.all_reduce}
     if can_map_peers(device, group.world):
-        symmetric = SymmetricSums(device, SIZES[-1])
+        symmetric = SymmetricSums(device, SIZES[-1]).map_peers()
         sums |= {"one_shot": symmetric.sum_, "two_shot": partial(_two_shot, symmetric)}
     rows = []
     for size in SIZES:

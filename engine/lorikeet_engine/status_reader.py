@@ -42,6 +42,7 @@ def read_status(
         step_sequences=counters.sequences.read(),
         step_adapters=counters.adapters.read(),
         inter_token_s={tier: gaps.read() for tier, gaps in counters.inter_token_s.items()},
+        tensor_parallel=info.tensor_parallel,
     )
 
 

@@ -91,9 +91,21 @@ def test_json_has_the_same_answer(tmp_path: Path) -> None:
     assert set(answer["expected"]["found"]) == {"gpu", "host", "disk", "remote"}
 
 
+def test_replicas_of_several_gpus_are_counted_in_gpus_too(tmp_path: Path) -> None:
+    shared = FILE.replace('host = "1GiB"', 'host = "2GiB"').replace('"16GiB"', '"32GiB"\ngpus = 2')
+    shared += "[costs.steps]\n"
+    told = run(written(tmp_path, shared)).stdout
+    answer = json.loads(run(written(tmp_path, shared), "--json").stdout)
+    alone = json.loads(run(written(tmp_path, FILE), "--json").stdout)
+    assert (answer["gpus"], alone["gpus"]) == (2 * answer["replicas"], alone["replicas"])
+    assert f" of 2 GPUs each, {answer['gpus']} GPUs in all. " in told
+    assert answer["expected"] == alone["expected"], "a GPU's part of the host is the same"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
+        ("[memory]", "[memory]\ngpus = 2", "want costs.steps, too"),
         ("adapters = 300", "adapters = 0", "tenants.0.adapters=0"),
         ("adapters = 300", "adaptors = 300", "tenants.0.adaptors is not known"),
         ('gpu = "3GiB"', "", "memory.gpu is missing"),

@@ -51,6 +51,15 @@ def test_a_replica_says_that_its_kv_cache_is_fp8(lorikeet: Lorikeet) -> None:
     assert said.count("40 of 100") == 2
 
 
+def test_a_replica_says_how_many_gpus_hold_its_base_model(lorikeet: Lorikeet) -> None:
+    shared = replica("r1")
+    shared = replace(shared, status=replace(shared.status, tensor_parallel=2))
+    lorikeet.engines.said = [shared, replica("r2")]
+    said = lorikeet.do("status")
+    assert said.count("tiny × 2") == 1
+    assert said.count("tiny") == 2
+
+
 def test_each_adapter_says_where_it_is_resident(lorikeet: Lorikeet) -> None:
     lorikeet.engines.said = [
         replica(

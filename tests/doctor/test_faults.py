@@ -238,6 +238,13 @@ PLANTED = {
         "the host arena has",
         r"LORIKEET_ADAPTER_HOST_MEMORY=\d+MiB",
     ),
+    "an arena smaller than the parts of an adapter that two GPUs share": Fault(
+        "catalog",
+        {"more": {"LORIKEET_ADAPTER_HOST_MEMORY": "1MiB", "LORIKEET_TENSOR_PARALLEL": "2"}},
+        PROBLEM,
+        "for each of 2 GPUs, the host arena has",
+        r"LORIKEET_ADAPTER_HOST_MEMORY=\d+MiB",
+    ),
     "a rank that is not allowed": Fault(
         "catalog", variable("MAX_RANK", "2"), PROBLEM, "one has rank", "LORIKEET_MAX_RANK="
     ),
@@ -353,6 +360,17 @@ def test_the_memory_of_an_fp8_cache_is_planned(patient: Patient) -> None:
     assert int(many.replace(",", "")) == pytest.approx(2 * int(few.replace(",", "")), rel=0.001)
     assert "in FP8" in fp8.message
     assert "in FP8" not in auto.message
+
+
+def test_the_memory_of_each_gpu_that_shares_a_model_is_planned(patient: Patient) -> None:
+    (alone,) = patient.examined("memory", **gpus(2))
+    (shared,) = patient.examined("memory", **gpus(4, tensor_parallel="2"))
+    weights = [
+        float(re.search(r"weights ([\d.]+) MiB", found.message)[1]) for found in (alone, shared)
+    ]
+    assert 0.5 * weights[0] < weights[1] < 0.8 * weights[0]
+    assert "on each cuda of 2 that share it: " in shared.message
+    assert "share" not in alone.message
 
 
 def test_heads_without_attention_kernels_are_named_where_there_is_a_gpu(patient: Patient) -> None:

@@ -39,7 +39,8 @@ def build(
     """An engine of tiny sizes; `settings` are EngineSettings'."""
     shape = ModelConfig.from_folder(checkpoint).shape
     itemsize = 1 if settings.get("kv_dtype") == "fp8" else 4
-    page_bytes = 2 * itemsize * shape.layers * PAGE * shape.kv_heads * shape.head_dim
+    kv_heads = max(1, shape.kv_heads // settings.get("tensor_parallel", 1))
+    page_bytes = 2 * itemsize * shape.layers * PAGE * kv_heads * shape.head_dim
     sizes = {"adapter_gpu_bytes": 4 << 20, "adapter_host_bytes": 8 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * page_bytes}
     engine_settings = EngineSettings(model=checkpoint, cache_dir=cache_dir, **sizes)

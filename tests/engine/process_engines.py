@@ -16,7 +16,11 @@ from lorikeet.logs import log_to_stderr
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import DeviceLost
+from lorikeet_engine.execution.calibration import StepTimer
+from lorikeet_engine.execution.ranks import LeadingRank
+from lorikeet_engine.parallel.followers import Followers
 from lorikeet_engine.process.client import EngineProcessClient
+from lorikeet_engine.residency.gpu.rank_arenas import LeadingArena
 from tests.engine.engine_driver import build, greedy, prompt
 
 
@@ -42,6 +46,34 @@ def of_two_ranks(checkpoint: Path, folder: Path) -> Engine:
     torch.set_num_threads(1)
     sizes = {"overlap": False, "max_running": 8, "max_batch_tokens": 64, "tensor_parallel": 2}
     return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", **sizes)
+
+
+def losing_a_rank(stage: str, sent: int, build: Callable[[], Engine], folder: Path) -> Engine:
+    """An engine of two processes; the second gets a signal once the first comes to a stage.
+
+    The file `lost` in the folder is as old as the signal.
+    """
+    owner, name = _STAGES[stage]
+    unharmed = getattr(owner, name)
+
+    def lose(*arguments: Any, **others: Any) -> Any:
+        setattr(owner, name, unharmed)
+        (follower,) = followers()
+        (folder / "lost").touch()
+        follower.send_signal(sent)
+        return unharmed(*arguments, **others)
+
+    setattr(owner, name, lose)
+    return build()
+
+
+# capture: KV pages are allocated and, on CUDA, steps captured; load: an image's copy begins.
+_STAGES: dict[str, tuple[type, str]] = {
+    "capture": (LeadingRank, "announce"),
+    "warm-up": (StepTimer, "decodes_s"),
+    "load": (LeadingArena, "copy"),
+    "close": (Followers, "close"),
+}
 
 
 def hanging(checkpoint: Path, folder: Path) -> Engine:
@@ -88,12 +120,17 @@ def _stepping(step: Callable[[], Any], checkpoint: Path, folder: Path) -> Engine
 
 def processes() -> set[int]:
     """The engines' processes that this one has started and that have not ended."""
-    return {child.pid for child in psutil.Process().children() if _runs_engine(child)}
+    return {child.pid for child in psutil.Process().children() if _runs(child, "server")}
 
 
-def _runs_engine(process: psutil.Process) -> bool:
+def followers() -> list[psutil.Process]:
+    """The followers of this process's engines, in whichever process these run."""
+    return [p for p in psutil.Process().children(recursive=True) if _runs(p, "follower")]
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
     try:
-        return "lorikeet_engine.process.server" in process.cmdline()
+        return f"lorikeet_engine.process.{module}" in process.cmdline()
     except psutil.NoSuchProcess:  # it has just ended
         return False
 

@@ -35,9 +35,23 @@ def test_an_adapter_that_no_engine_has_room_for_is_refused(tmp_path: Path) -> No
         error = error_of(answer, 422)
     assert (error["code"], error["param"]) == ("invalid_adapter", "gpu_bytes")
     assert (
-        "takes 128 bytes as float16 and the engines' memory for adapters holds 64"
+        "takes 128 bytes as float16 on a GPU and the engines' memory for adapters there holds 64"
         in (error["message"])
     )
+
+
+def test_of_a_base_model_that_gpus_share_one_gpus_part_is_told(tmp_path: Path) -> None:
+    blob = make_blob(tmp_path / "new", rank=4)
+    with serving(tmp_path, adapter_memory=AdapterMemory("float32", gpus={"tiny": 2})) as gateway:
+        answer = gateway.upload("acme/new", blob)
+    assert answer.json()["gpu_bytes"] == 4 * (4 * 8 + 4 * 4)  # A whole, half of B
+
+
+def test_the_host_has_room_for_all_gpus_parts_or_the_adapter_is_refused(tmp_path: Path) -> None:
+    memory = AdapterMemory("float32", host_bytes=2 * 4 * 48 - 1, gpus={"tiny": 2})
+    with serving(tmp_path, adapter_memory=memory) as gateway:
+        error = error_of(gateway.upload("acme/new", make_blob(tmp_path / "new", rank=4)), 422)
+    assert "takes 384 bytes as float32 on the host" in error["message"]
 
 
 def test_a_value_beyond_the_engines_dtype_is_refused(tmp_path: Path) -> None:

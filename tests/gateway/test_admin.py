@@ -194,6 +194,7 @@ def test_status_shows_every_replica(gateway: Gateway) -> None:
             "replica": "r0",
             "base_model": "tiny",
             "base_quantization": None,
+            "tensor_parallel": 1,
             "running": 1,
             "waiting": 2,
             "kv_pages_used": 3,

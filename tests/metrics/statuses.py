@@ -21,6 +21,7 @@ def engine_status(some: Distribution = SOME, nothing: Distribution = NOTHING) ->
         loads={remote: some, disk: nothing, host: nothing},
         load_failures=4,
         preemptions=15,
+        tensor_parallel=2,
         prompt_tokens=16,
         cached_tokens=17,
         output_tokens=18,

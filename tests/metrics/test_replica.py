@@ -31,6 +31,7 @@ def test_each_number_of_the_engines_is_there_under_its_name() -> None:
     assert page.total("lorikeet_kv_cache_pages", state="used") == 13
     assert page.total("lorikeet_kv_cache_pages", state="total") == 14
     assert page.total("lorikeet_preemptions_total") == 15
+    assert page.total("lorikeet_tensor_parallel") == 2
     for kind, tokens in (("prompt", 16), ("cached", 17), ("output", 18)):
         assert page.total("lorikeet_tokens_total", kind=kind) == tokens
     for name in ("seconds", "sequences", "adapters"):

@@ -54,10 +54,12 @@ def report(
     disk: int = ROOMY,
     base_model: str = "tiny",
     adapters: tuple[AdapterStatus, ...] = (),
+    tensor_parallel: int = 1,
 ) -> ReplicaReport:
     room = {Residency.GPU: gpu, Residency.HOST: host, Residency.DISK: disk}
     tiers = {tier: TierStatus(0, 0, size, size, 0) for tier, size in room.items()}
-    return ReplicaReport(replica, base_model, EngineStatus(tiers=tiers), adapters)
+    status = EngineStatus(tiers=tiers, tensor_parallel=tensor_parallel)
+    return ReplicaReport(replica, base_model, status, adapters)
 
 
 def place(

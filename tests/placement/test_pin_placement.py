@@ -157,6 +157,14 @@ def test_an_engine_knows_best_what_an_adapter_takes():
     assert holders(placement, SUPPORT) == {"r0"}
 
 
+def test_a_host_has_a_part_of_each_adapter_for_each_gpu_that_shares_it():
+    pins = [promise(SUPPORT, tier=Residency.HOST), promise(LEGAL, tier=Residency.HOST, created=1.0)]
+    room = {"gpu": 10, "host": 30}
+    assert short(place(*pins, reports=[report("r0", **room)])) == []
+    assert short(place(*pins, reports=[report("r0", **room, tensor_parallel=2)])) == ["legal"]
+    assert short(place(promise(SUPPORT), reports=[report("r0", **room, tensor_parallel=2)])) == []
+
+
 def test_a_tenants_budget_bounds_its_own_pins_by_priority():
     promises = [
         promise(SUPPORT, size=40),

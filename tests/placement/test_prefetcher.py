@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable
 
 from lorikeet.placement.demand import HALF_LIFE_S
-from lorikeet.placement.prefetcher import Prefetcher
+from lorikeet.placement.prefetcher import Prefetcher, PrefetchList
 from lorikeet.protocol.placement_decision import PinTarget, PrefetchTarget
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
@@ -75,6 +75,15 @@ def test_spares_are_asked_for_and_counted():
     assert decided.sole_copies == {"p": 1, "q": 0}
     arrived = [reports[0], replica("q", adapter(A, HOST), host=10)]
     assert prefetcher.decide(arrived, {}, 3.0, spares=True).sole_copies == {"p": 0, "q": 0}
+
+
+def test_a_host_has_room_for_a_part_for_each_gpu_that_shares_an_adapter():
+    def bring(room: int) -> PrefetchList:
+        shared = report("q", gpu=0, host=room, tensor_parallel=2)
+        return Prefetcher().decide([replica("p", adapter(A, GPU)), shared], {}, 0.0, spares=True)
+
+    assert bring(20).prefetches == {"q": (PrefetchTarget(A, HOST, 1.5),)}
+    assert bring(19).prefetches == {}
 
 
 class Engine:

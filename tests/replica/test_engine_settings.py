@@ -44,15 +44,15 @@ def test_a_kv_cache_is_of_the_base_models_dtype_unless_it_is_to_be_fp8():
     ("device", "pool", "dtype", "holds"),
     [
         ("cpu", "auto", "float32", 2**26),
-        ("cuda", "auto", "bfloat16", 2**28),  # a share of the device: only the host's is known
+        ("cuda", "auto", "bfloat16", None),  # a share of the device: only the host's is known
         ("cuda", "1MiB", "bfloat16", 2**20),
-        ("cuda", "1GiB", "bfloat16", 2**28),
     ],
 )
-def test_the_gateway_lets_in_what_the_smaller_known_arena_holds(device, pool, dtype, holds):
+def test_the_gateway_knows_what_arenas_hold_as_far_as_settings_say(device, pool, dtype, holds):
     variables = {"LORIKEET_DEVICE": device, "LORIKEET_ADAPTER_GPU_MEMORY": pool}
-    memory = adapter_memory(Settings.from_env(variables))
-    assert (memory.dtype, memory.max_bytes) == (dtype, holds)
+    memory = adapter_memory(Settings.from_env(variables | {"LORIKEET_TENSOR_PARALLEL": "2"}))
+    assert (memory.dtype, memory.gpu_bytes, memory.host_bytes) == (dtype, holds, 2**28)
+    assert memory.gpus == {"lorikeet-demo": 2}
 
 
 def test_an_inter_token_goal_is_given_in_milliseconds_and_there_is_none_unless_it_is():

@@ -1,7 +1,7 @@
 """What an adapter takes on an engine, and whether its values survive the packing."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,25 +30,37 @@ _IMAGE_DTYPES = {
 class AdapterMemory:
     """Where engines keep packed adapters.
 
-    dtype: float32, float16 or bfloat16. max_bytes: what one image may take; None: not known.
+    dtype: float32, float16 or bfloat16. gpu_bytes, host_bytes: of a replica's each GPU and of its
+    host; None: not known. gpus: how many of a replica have a part of each adapter, by base model; 1
+    of one that is not named.
     """
 
     dtype: str
-    max_bytes: int | None = None
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+    gpus: Mapping[str, int] = field(default_factory=dict)
 
-    def image_bytes(self, spec: AdapterSpec) -> int:
-        """What the adapter takes on the GPU, and as much on the host. Raises AdapterTooLarge."""
-        taken = spec.packed_elements() * _IMAGE_DTYPES[self.dtype][0]
-        if self.max_bytes is not None and taken > self.max_bytes:
+    def image_bytes(self, elements: int, gpus: int = 1) -> int:
+        """What an adapter takes on each of its replica's GPUs.
+
+        elements: of the largest part. On the host there is one as large for each GPU. Raises
+        AdapterTooLarge.
+        """
+        taken = elements * _IMAGE_DTYPES[self.dtype][0]
+        self._check(taken, self.gpu_bytes, "on a GPU")
+        self._check(gpus * taken, self.host_bytes, "on the host")
+        return taken
+
+    def _check(self, taken: int, room: int | None, where: str) -> None:
+        if room is not None and taken > room:
             raise AdapterTooLarge(
-                f"the adapter takes {taken} bytes as {self.dtype} and the engines' memory for "
-                f"adapters holds {self.max_bytes}: train fewer modules or a smaller rank, or have "
+                f"the adapter takes {taken} bytes as {self.dtype} {where} and the engines' memory "
+                f"for adapters there holds {room}: train fewer modules or a smaller rank, or have "
                 "the memory enlarged",
                 field="gpu_bytes",
                 gpu_bytes=taken,
-                max_bytes=self.max_bytes,
+                max_bytes=room,
             )
-        return taken
 
 
 FLOAT32_MEMORY = AdapterMemory("float32")

@@ -66,10 +66,9 @@ class LinearLora:
         """A [rank, d_in] and B [d_out, rank] of one expert, from 0 on."""
         return _of_expert(self.a, expert), _of_expert(self.b, expert)
 
-    @property
-    def packed_elements(self) -> int:
-        """Elements that both take in an image, where every expert has its own."""
-        return sum(aligned(self.experts * math.prod(each.shape[-2:])) for each in (self.a, self.b))
+    def packed_elements(self, d_in: int, d_out: int) -> int:
+        """Elements that both take in an image that has so much of them; every expert its own."""
+        return sum(aligned(self.experts * self.rank * width) for width in (d_in, d_out))
 
     def matrix(self, side: str) -> str:
         """What errors call one of its matrices; side: A or B."""
@@ -102,9 +101,12 @@ class AdapterSpec:
             tokens=len({each for part in self.token_rows for each in part.ids}),
         )
 
-    def packed_elements(self) -> int:
-        """Elements of the packed image: true ranks, each matrix aligned."""
-        return sum(part.packed_elements for part in self.linears) + sum(
+    def packed_elements(self, dims: Callable[[int], tuple[int, int]]) -> int:
+        """Elements of the packed image: true ranks, each matrix aligned.
+
+        dims: as BaseShape's, or of what a GPU keeps of each module.
+        """
+        return sum(part.packed_elements(*dims(part.linear)) for part in self.linears) + sum(
             aligned(math.prod(part.rows.shape)) + aligned(3 * len(part.ids))
             for part in self.token_rows
         )

@@ -139,6 +139,7 @@ def _info(
         step_costs,
         served_quantization(config.quantized_linears, settings.weight_dtype),
         fp8_kv=settings.torch_kv_dtype == FP8_KV,
+        tensor_parallel=settings.tensor_parallel,
     )
 
 

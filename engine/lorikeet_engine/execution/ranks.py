@@ -5,12 +5,15 @@ when: both run collectives, and what memory holds is the least that any of them 
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lorikeet_engine.errors import DeviceLost
 from lorikeet_engine.execution.leading_runner import LeadingRunner
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.models.config import ModelConfig
@@ -73,7 +76,7 @@ class LeadingRank(OneRank):
     followers: Followers
 
     def __init__(self, settings: EngineSettings, load: Any) -> None:
-        """Start the others and connect to them. Raises SettingsError, ModelError."""
+        """Start the others and connect to them. Raises SettingsError, ModelError, DeviceLost."""
         # NCCL would wait for those that have ended; on CUDA this process's end is the group's.
         self._leaves = settings.device == "cpu"
         world, device = settings.tensor_parallel, torch.device(settings.device)
@@ -86,16 +89,17 @@ class LeadingRank(OneRank):
         memory = SharedMemory(settings.adapter_host_bytes)
         self.followers = Followers(world, start, memory, (self._rendezvous_fd,))
         try:
-            self.group = RankGroup(
-                Shard(0, world), rendezvous, rank_device(device, Shard(0, world))
-            )
+            own = rank_device(device, Shard(0, world))
+            with _in_reach():
+                self.group = RankGroup(Shard(0, world), rendezvous, own)
         except BaseException:
             self.followers.close()
             raise
 
     def least(self, number: int) -> int:
-        """The least that any rank gave; waits for them."""
-        return self.group.minimum((number,))[0]
+        """The least that any rank gave; waits for them. Raises DeviceLost if one is gone."""
+        with _in_reach():
+            return self.group.minimum((number,))[0]
 
     def announce(self, message: BuildRunner | CountPages) -> None:
         """Have the other ranks do what this one is about to do."""
@@ -111,6 +115,14 @@ class LeadingRank(OneRank):
         if self._leaves:
             self.group.close()
         os.close(self._rendezvous_fd)
+
+
+@contextmanager
+def _in_reach() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceLost(f"this replica's processes do not reach one another: {error}") from error
 
 
 def start_ranks(settings: EngineSettings, load: Any) -> OneRank:

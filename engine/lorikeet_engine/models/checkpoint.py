@@ -91,13 +91,13 @@ class Checkpoint:
         self.nbytes += out.nbytes
         return out
 
-    def read_plus_one(self, name: str, width: int) -> torch.Tensor:
-        """A tensor [width], to which 1 is added once all is read; float32, which holds that sum.
+    def read_plus_one(self, name: str, cut: Cut) -> torch.Tensor:
+        """What is kept of a tensor, to which 1 is added once all is read; float32 holds that sum.
 
         Raises ModelError as `read` does.
         """
-        out = torch.empty(width, dtype=torch.float32, device=self.device)
-        self._read_into(name, out)
+        out = torch.empty(cut.kept_shape, dtype=torch.float32, device=self.device)
+        self._read_into(name, out, cut)
         self.nbytes += out.nbytes
         self._to_raise.append(out)
         return out

@@ -35,24 +35,23 @@ class LoraLinear:
         assert not any(shape.linears[n].of_experts for n in linears), "one matrix for all tokens"
         kept = [checkpoint.shard.ranges(shape)[n] for n in linears]
         self.layer = layer
-        self.group = LoraGroup(
-            linears, len(kept[0].inputs), tuple(len(cut.outputs) for cut in kept)
-        )
-        paths = [shape.linears[n].path(layer) for n in linears]
-        d_in, d_outs = shape.dims(linears[0])[0], [shape.dims(n)[1] for n in linears]
+        self.group = LoraGroup(linears, len(kept[0].inputs), tuple(cut.d_out for cut in kept))
+        # each run of rows is read by itself
+        parts = [
+            (shape.linears[n].path(layer), *shape.dims(n), rows, cut.inputs)
+            for n, cut in zip(linears, kept, strict=True)
+            for rows in cut.outputs
+        ]
         self.weight = checkpoint.read_linear(
-            [f"{path}.weight" for path in paths],
-            [
-                Cut((d_out, d_in), cut.outputs, cut.inputs)
-                for d_out, cut in zip(d_outs, kept, strict=True)
-            ],
+            [f"{path}.weight" for path, *_ in parts],
+            [Cut((d_out, d_in), rows, columns) for _, d_in, d_out, rows, columns in parts],
         )
         self.bias: torch.Tensor | None = None
-        biases = [f"{path}.bias" for path in paths]
+        biases = [f"{path}.bias" for path, *_ in parts]
         if bias and shape.linears[linears[0]].parallel is Parallel.ROW and checkpoint.shard.index:
             checkpoint.leave(biases)  # the sum has it from the first process
         elif bias:
-            cuts = [Cut((d_out,), cut.outputs) for d_out, cut in zip(d_outs, kept, strict=True)]
+            cuts = [Cut((d_out,), rows) for _, _, d_out, rows, _ in parts]
             self.bias = checkpoint.read_parts(biases, cuts)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> tuple[torch.Tensor, LoraDelta | None]:

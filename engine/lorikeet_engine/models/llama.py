@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.adapter_format import BaseShape, Linear, Quantization
+from lorikeet_engine.adapter_format import BaseShape, Linear, QkNormKind, Quantization
 from lorikeet_engine.adapter_format.families import EMBEDDING_ROWS, EMBEDDINGS, HEAD, HEAD_ROWS
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
@@ -34,7 +34,13 @@ from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.linears import LoraLinear, read_row_linear
 from lorikeet_engine.models.mlp import Mlp, RoutedMlp
-from lorikeet_engine.models.norms import Product, RmsNorm, read_norm_weight, read_qk_norm
+from lorikeet_engine.models.norms import (
+    Product,
+    RmsNorm,
+    read_norm_weight,
+    read_qk_norm,
+    shared_qk_norm,
+)
 from lorikeet_engine.models.rope_config import RopeConfig
 from lorikeet_engine.models.rotary import RotaryEmbeddings, Turns
 from lorikeet_engine.parallel.rank_group import RankGroup
@@ -194,7 +200,7 @@ def _read(
 def _outer_group(linear: Linear, shape: BaseShape, shard: Shard) -> LoraGroup:
     index = shape.index(linear.name)
     kept = shard.ranges(shape)[index]
-    return LoraGroup((index,), len(kept.inputs), (len(kept.outputs),))
+    return LoraGroup((index,), len(kept.inputs), (kept.d_out,))
 
 
 def _lora_step(lora: LoraWeights | None, batch: Batch) -> LoraStep | None:
@@ -242,22 +248,25 @@ class _Attention:
         output_norm: str | None,
     ) -> None:
         shape = config.shape
-        self.heads = checkpoint.shard.part_of(shape).heads
-        self.head_dim = shape.head_dim
+        own = checkpoint.shard.part_of(shape)
+        self.heads, self.kv_heads, self.head_dim = own.heads, own.kv_heads, shape.head_dim
         self.rope, self.window = config.ropes[layer], config.windows[layer]
         self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
         self.o = read_row_linear(ranks, checkpoint, shape, layer, "o", bias=config.o_bias)
         self.kv_scales = read_kv_scales(checkpoint, layer)
         self.qk_norm = read_qk_norm(config, checkpoint, layer)
+        self.norm_ranks = ranks if config.qk_norm is QkNormKind.WHOLE else None
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def __call__(self, x: Inputs, layer_kv: torch.Tensor, step: _Step) -> Product:
         y, lora = self.qkv(x, step.lora)
         qkv = y.view(len(y), -1, self.head_dim)
-        turns = step.turns[self.rope]
+        norm, turns = self.qk_norm, step.turns[self.rope]
+        if norm is not None and self.norm_ranks is not None:
+            norm = shared_qk_norm(norm, self.norm_ranks, qkv, self.kv_heads, lora)
         slots, scales = step.batch.kv_slots, self.kv_scales if layer_kv.dtype == FP8_KV else None
         rotary_and_store_kv(
-            qkv, turns.cos, turns.sin, layer_kv, slots, lora, self.qk_norm, scales,
+            qkv, turns.cos, turns.sin, layer_kv, slots, lora, norm, scales,
             interleaved=self.rope is not None and self.rope.interleaved,
         )  # fmt: skip
         q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed

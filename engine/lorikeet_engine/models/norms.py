@@ -1,6 +1,6 @@
 """The norms of a decoder: of hidden states, of what is added to them, of queries and keys."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -8,9 +8,11 @@ from lorikeet_engine.adapter_format import QkNormKind
 from lorikeet_engine.kernels.fp8 import rounds
 from lorikeet_engine.kernels.lora.linear import Inputs, Weight
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.pointwise import QkNorm, add_rms_norm, add_rms_norm_fp8
+from lorikeet_engine.kernels.pointwise import QkNorm, add_rms_norm, add_rms_norm_fp8, mean_squares
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.cut import Cut
+from lorikeet_engine.parallel.rank_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +55,42 @@ def read_norm_weight(
     config: ModelConfig, checkpoint: Checkpoint, name: str | None
 ) -> torch.Tensor | None:
     """A norm's weight [hidden], None where it has no name. Raises ModelError."""
-    return None if name is None else _weight(config, checkpoint, name, config.shape.hidden)
+    cut = Cut.whole(config.shape.hidden)
+    return None if name is None else _weight(config, checkpoint, name, cut)
 
 
 def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkNorm | None:
-    """A layer's norm of queries and keys, None where it has none. Raises ModelError."""
+    """A layer's norm of this process's queries and keys, None where it has none.
+
+    Raises ModelError.
+    """
     if config.qk_norm is QkNormKind.NONE:
         return None
-    shape, whole = config.shape, config.qk_norm is QkNormKind.WHOLE
-    heads = {"q": shape.heads, "k": shape.kv_heads} if whole else {"q": 1, "k": 1}
+    shape, cuts = config.shape, [Cut.whole(config.shape.head_dim)] * 2
+    if config.qk_norm is QkNormKind.WHOLE:
+        q, k = (checkpoint.shard.ranges(shape)[n] for n in shape.groups["qkv"][:2])
+        widths = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        cuts = [Cut((widths[0],), q.outputs[0]), Cut((widths[1],), k.outputs[0])]
     query, key = (
-        _weight(
-            config,
-            checkpoint,
-            f"model.layers.{layer}.self_attn.{name}_norm",
-            count * shape.head_dim,
-        )
-        for name, count in heads.items()
+        _weight(config, checkpoint, f"model.layers.{layer}.self_attn.{name}_norm", cut)
+        for name, cut in zip("qk", cuts, strict=True)
     )
     return QkNorm(query, key, config.norm_eps)
 
 
-def _weight(config: ModelConfig, checkpoint: Checkpoint, name: str, width: int) -> torch.Tensor:
+def shared_qk_norm(
+    norm: QkNorm, ranks: RankGroup, qkv: torch.Tensor, kv_heads: int, lora: LoraDelta | None
+) -> QkNorm:
+    """The norm of all heads together for this step, of which each process has some.
+
+    qkv, kv_heads, lora: as rotary_and_store_kv is to get them.
+    """
+    squares = mean_squares(qkv, kv_heads, ranks.world, lora)
+    ranks.sum_(squares)
+    return replace(norm, mean_squares=squares)
+
+
+def _weight(config: ModelConfig, checkpoint: Checkpoint, name: str, cut: Cut) -> torch.Tensor:
     if config.norms_plus_one:
-        return checkpoint.read_plus_one(f"{name}.weight", width)
-    return checkpoint.read([f"{name}.weight"], [width])
+        return checkpoint.read_plus_one(f"{name}.weight", cut)
+    return checkpoint.read_parts([f"{name}.weight"], [cut])

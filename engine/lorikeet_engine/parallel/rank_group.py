@@ -8,9 +8,11 @@ starts them watches them.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,12 @@ from lorikeet_engine.parallel.symmetric_sums import SymmetricSums, can_map_peers
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # How long ranks wait for one another at start, while each reads its weights.
 _START = timedelta(minutes=30)
+# How long they wait in torch's exchange of handles for one that has failed there.
+_MAP = timedelta(seconds=20)
 _ENVIRONMENT = {
     # NVLink multicast can put all GPUs of a host out of service where others share them.
     "NCCL_NVLS_ENABLE": "0",
@@ -49,9 +55,10 @@ class RankGroup:
             os.environ.setdefault(name, value)
         self.shard = shard
         cuda = device.type == "cuda"
+        self._store = dist.FileStore(str(rendezvous), shard.world)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=dist.FileStore(str(rendezvous), shard.world),
+            store=self._store,
             rank=shard.index,
             world_size=shard.world,
             timeout=_START,
@@ -113,16 +120,33 @@ class RankGroup:
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return tuple(least.tolist())
 
+    def attempt(self, make: Callable[[], T]) -> T | None:
+        """What make gives, or None in all ranks where it raises RuntimeError in any.
+
+        Waits for all ranks.
+        """
+        made = None
+        try:
+            made = make()
+        except RuntimeError as error:
+            log.warning("rank_attempt_failed", extra={"rank": self.rank, "error": str(error)})
+        return made if self.minimum([made is not None]) == (1,) else None
+
     def close(self) -> None:
         """Leave; the others do, too."""
         dist.destroy_process_group()
 
     def _connect_small_sums(self, device: torch.device) -> SymmetricSums | None:
         """What sums small tensors faster than NCCL; None unless all ranks have it."""
-        sums = None
-        if self.minimum([can_map_peers(device, self.world)]) == (1,):
-            try:
-                sums = SymmetricSums(device)
-            except RuntimeError as error:
-                log.warning("symmetric_memory_left_out", extra={"error": str(error)})
-        return sums if self.minimum([sums is not None]) == (1,) else None
+        if self.minimum([can_map_peers(device, self.world)]) != (1,):
+            return None
+        # in two steps: no rank enters the exchange unless all can
+        sums = self.attempt(partial(SymmetricSums, device))
+        if sums is not None:
+            usual = self._store.timeout
+            self._store.set_timeout(_MAP)
+            sums = self.attempt(sums.map_peers)
+            self._store.set_timeout(usual)
+        if sums is None:
+            log.warning("symmetric_memory_left_out")
+        return sums

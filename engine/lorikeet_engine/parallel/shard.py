@@ -4,15 +4,16 @@
     W     by output                             by input
     LoRA  A whole, B by output                  A by input, B whole
 
-Each of q, k, v, gate, up and lm_head is cut on its own, at heads where it has them. With o and down
-a process adds B A x of its inputs to its part of the base product, and the sum over processes that
-the base product needs anyhow sums both. Embeddings, and adapters of them, are whole everywhere.
+Each of q, k, v, gate, up and lm_head is cut on its own, at heads where it has them, also where some
+are stored on top of one another. With o and down a process adds B A x of its inputs to its part of
+the base product, and the sum over processes that the base product needs anyhow sums both.
+Embeddings, and adapters of them, are whole everywhere.
 """
 
 import math
 from dataclasses import dataclass, replace
 
-from lorikeet_engine.adapter_format import FAMILIES, BaseShape, Linear, QkNormKind
+from lorikeet_engine.adapter_format import BaseShape, Linear
 from lorikeet_engine.adapter_format.families import Parallel, Width
 from lorikeet_engine.errors import SettingsError
 
@@ -21,14 +22,27 @@ _VOCABULARY_MULTIPLE = 8  # 16 bytes of 16-bit logits: products of other widths 
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """What a process keeps of one linear: columns of A [rank, d_in], rows of B [d_out, rank]."""
+    """What a process keeps of one linear: columns of A [rank, d_in], rows of B [d_out, rank].
+
+    outputs: several runs of a linear that stores several.
+    """
 
     inputs: range
-    outputs: range
+    outputs: tuple[range, ...]
+
+    @property
+    def d_out(self) -> int:
+        """How many outputs are kept."""
+        return sum(map(len, self.outputs))
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """(d_in, d_out) of what is kept."""
+        return len(self.inputs), self.d_out
 
     def elements(self, rank: int) -> tuple[int, int]:
         """The elements of A and of B that are kept."""
-        return rank * len(self.inputs), rank * len(self.outputs)
+        return rank * len(self.inputs), rank * self.d_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +63,6 @@ class Shard:
 
         Raises SettingsError when the base model cannot be cut so.
         """
-        if self.world > 1 and FAMILIES[shape.family].qk_norm is QkNormKind.WHOLE:
-            raise SettingsError(
-                f"{shape.family}: a norm over all heads' queries needs all of them in one process: "
-                "choose one GPU"
-            )
         if self.world > 1 and shape.experts:
             raise SettingsError(
                 f"{shape.family}: processes cannot share a mixture of experts: choose one GPU"
@@ -83,27 +92,31 @@ class Shard:
     def _range(self, linear: Linear, shape: BaseShape) -> ShardRange:
         cut_inputs = self if linear.parallel is Parallel.ROW else WHOLE
         cut_outputs = self if linear.parallel is Parallel.COLUMN else WHOLE
-        inputs = cut_inputs._share((linear.inputs,), shape)
+        (inputs,) = cut_inputs._share((linear.inputs,), shape)
         return ShardRange(inputs, cut_outputs._share(linear.outputs, shape))
 
-    def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> range:
-        """The process's elements of one side of a linear."""
+    def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
+        """The process's elements of one side of a linear, on which these widths stand."""
+        sizes = [math.prod(shape.pieces(width)) for width in widths]
         if self.world == 1:
-            return range(sum(math.prod(shape.pieces(width)) for width in widths))
-        if len(widths) > 1:
-            raise SettingsError(
-                f"{shape.family}: a linear that stores several on top of one another cannot be "
-                "shared by processes: choose one GPU"
-            )
-        count, each = shape.pieces(widths[0])
-        if widths[0] is Width.VOCABULARY:
+            return (range(sum(sizes)),)
+        kept, begin = [], 0
+        for width, size in zip(widths, sizes, strict=True):
+            run = self._run(width, shape)
+            kept.append(range(begin + run.start, begin + run.stop))
+            begin += size
+        return tuple(kept)
+
+    def _run(self, width: Width, shape: BaseShape) -> range:
+        count, each = shape.pieces(width)
+        if width is Width.VOCABULARY:
             return self.vocabulary(count)
         first, last = self.index * count // self.world, (self.index + 1) * count // self.world
-        if widths[0] is Width.KEYS and self.world > count and not self.world % count:
+        if width is Width.KEYS and self.world > count and not self.world % count:
             last = first + 1  # several processes keep the head that their queries read
         elif count % self.world:
             raise SettingsError(
-                f"{widths[0]}={count} cannot be shared evenly by {self.world} processes: choose a "
+                f"{width}={count} cannot be shared evenly by {self.world} processes: choose a "
                 "number of GPUs that divides it"
             )
         return range(first * each, last * each)

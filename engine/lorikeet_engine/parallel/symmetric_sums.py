@@ -7,7 +7,7 @@ ones stay with NCCL.
 """
 
 import logging
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -20,24 +20,34 @@ _DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernel adds
 
 
 class SymmetricSums:
-    """One buffer for each dtype, which every sum goes through in the order of launches."""
+    """One buffer for each dtype, which every sum goes through in the order of launches.
+
+    Of no use before map_peers.
+    """
 
     def __init__(self, device: torch.device, largest_bytes: int = LARGEST_BYTES) -> None:
-        """Allocate the buffers and map those of all ranks, in all of them at once.
-
-        Raises RuntimeError where a GPU cannot map another's memory.
-        """
+        """Allocate this rank's buffers. Raises RuntimeError where there is no such memory."""
         from torch.distributed import _symmetric_memory as memory
 
         assert dist.group.WORLD is not None
         self._group: str = dist.group.WORLD.group_name
         self._largest_bytes = largest_bytes
         self._operators: Any = torch.ops.symm_mem
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
-        for dtype in _DTYPES:
-            buffer = memory.empty(largest_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._buffers = {
+            dtype: memory.empty(largest_bytes // dtype.itemsize, dtype=dtype, device=device)
+            for dtype in _DTYPES
+        }
+
+    def map_peers(self) -> Self:
+        """Map the buffers of all ranks, in all of them at once, and return self.
+
+        Raises RuntimeError where a GPU cannot map another's memory, or another rank has raised.
+        """
+        from torch.distributed import _symmetric_memory as memory
+
+        for buffer in self._buffers.values():
             memory.rendezvous(buffer, self._group)
-            self._buffers[dtype] = buffer
+        return self
 
     def take(self, tensor: torch.Tensor) -> bool:
         """Whether sum_ can sum tensors like this one."""

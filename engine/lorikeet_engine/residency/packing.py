@@ -182,9 +182,11 @@ def _pack_span(
                 _read(file, a_span, range(rank), kept.inputs, saved, stored)
                 if part.gathers:
                     a.view(len(kept.inputs), rank).copy_(saved.T)
-                b = _matrix(wide, 0, len(kept.outputs), rank)
-                _read(file, b_span, kept.outputs, range(rank), b, stored)
-                b_transposed = _matrix(out, b_begin, rank, len(kept.outputs))
+                b = _matrix(wide, 0, kept.d_out, rank)
+                runs = torch.split(b, [len(rows) for rows in kept.outputs])
+                for rows, run in zip(kept.outputs, runs, strict=True):
+                    _read(file, b_span, rows, range(rank), run, stored)
+                b_transposed = _matrix(out, b_begin, rank, kept.d_out)
                 b_transposed.copy_(b.mul_(part.scaling).T)
                 for side, matrix in (("A", a), ("B", b_transposed)):
                     if not _finite(matrix):

@@ -14,7 +14,7 @@ class EngineInfo:
 
     max_context: tokens of prompt plus output. step_costs: as measured at start. quantization: what
     the base model's linears were rounded to, in words; None: to nothing. fp8_kv: whether the KV
-    cache is FP8, and not of the base model's dtype.
+    cache is FP8, and not of the base model's dtype. tensor_parallel: EngineSettings'.
     """
 
     vocab_size: int
@@ -23,6 +23,7 @@ class EngineInfo:
     step_costs: StepCosts
     quantization: str | None = None
     fp8_kv: bool = False
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,10 @@ class Distribution:
 class TierStatus:
     """What one tier holds now, its capacity, and how many adapters it has evicted so far.
 
-    An adapter counts in every tier that holds it. pinnable_bytes: the most that images of pinned
-    adapters can take. checksum_failures: how many were found damaged. The disk's numbers are of all
-    processes that share the folder, but for these and the evictions, which are this process's.
+    An adapter counts in every tier that holds it. Bytes of the GPU are of one of those that share
+    the model, elsewhere of all. pinnable_bytes: the most that images of pinned adapters can take.
+    checksum_failures: how many were found damaged. The disk's numbers are of all processes that
+    share the folder, but for these and the evictions, which are this process's.
     """
 
     adapters: int
@@ -108,6 +110,7 @@ class EngineStatus:
     step_sequences, step_adapters: how many sequences and distinct adapters a step had.
     inter_token_s: between two tokens of a choice, by where its adapter was when the request came;
     None without one.
+    tensor_parallel: EngineInfo's.
     moved: where adapters are now that were elsewhere in the status reported before, by digest; GPU
     means that requests can use them now.
     """
@@ -126,13 +129,14 @@ class EngineStatus:
     step_sequences: Distribution = field(default_factory=Distribution)
     step_adapters: Distribution = field(default_factory=Distribution)
     inter_token_s: Mapping[Residency | None, Distribution] = field(default_factory=dict)
+    tensor_parallel: int = 1
     moved: Mapping[str, Residency] = field(default_factory=dict)
 
 
 class AdapterStatus(NamedTuple):
     """One adapter that an engine holds somewhere nearer than remote.
 
-    image_bytes: what it takes on the GPU, there or not; None while this engine has not seen its
+    image_bytes: what it takes on each GPU, there or not; None while this engine has not seen its
     image. uses: its recent uses, as the eviction policy counts them. pinned: whether a pin names
     it. The rest is about the GPU's arena. rank: its largest, None if it does not lie there. leases:
     sequences that use it now. kept: whether a pin keeps it there. arriving: whether its copy is not

@@ -45,9 +45,11 @@ def _check_sizes(planned: PlannedStart, versions: list[VersionRecord]) -> Iterat
     for name, size in largest.items():
         plan, arena = planned.plans.get(name), planned.settings.adapter_host_memory
         found, wanted = f"the largest adapter of {name} takes {show_size(size)}", (size >> 18) + 1
-        if size > arena:
-            fix = f"LORIKEET_ADAPTER_HOST_MEMORY={wanted}MiB holds four such"
-            yield problem("adapters", f"{found}, the host arena has {show_size(arena)}", fix)
+        gpus = planned.settings.tensor_parallel[name]
+        if gpus * size > arena:
+            fix = f"LORIKEET_ADAPTER_HOST_MEMORY={gpus * wanted}MiB holds four such"
+            each = f" for each of {gpus} GPUs" if gpus > 1 else ""
+            yield problem("adapters", f"{found}{each}, the host arena has {show_size(arena)}", fix)
         if plan and not isinstance(plan, EngineError) and size > plan.slot_pool:
             fix = f"LORIKEET_ADAPTER_GPU_MEMORY={wanted}MiB holds four such"
             pool = show_size(plan.slot_pool)

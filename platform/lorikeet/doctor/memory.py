@@ -28,15 +28,16 @@ def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
     for name, plan in planned.plans.items():
         check = f"memory of {name}"
         if not isinstance(plan, EngineError):
-            yield _judge(check, plan, planned.device)
+            yield _judge(check, plan, planned.device, planned.settings.tensor_parallel[name])
         elif not isinstance(plan, ModelError):  # which the base models' check tells
             yield problem(check, plan.message, _fix(planned.device))
 
 
-def _judge(check: str, plan: "MemoryPlan", device: str) -> Finding:
+def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) -> Finding:
+    together = f" of {tensor_parallel} that share it" if tensor_parallel > 1 else ""
     in_fp8 = " in FP8" if plan.kv_dtype == "fp8" else ""
     found = (
-        f"on each {device}: weights {show_size(plan.weights)}, slot pool "
+        f"on each {device}{together}: weights {show_size(plan.weights)}, slot pool "
         f"{show_size(plan.slot_pool)}, steps about {show_size(plan.steps)}, "
         f"KV {show_size(plan.kv)}{in_fp8} for {plan.kv_tokens:,} tokens: "
         f"{plan.kv_tokens / plan.max_context:.1f} requests of the full {plan.max_context:,}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lorikeet.metrics.metric_builders import counter, gauge, histogram, residency_label
 from lorikeet_engine.telemetry.status import EngineStatus
@@ -76,6 +76,11 @@ def _loads(status: EngineStatus) -> Iterator[Metric]:
 
 
 def _engine(status: EngineStatus) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "lorikeet_tensor_parallel",
+        "GPUs that hold the base model together; without GPUs processes.",
+        status.tensor_parallel,
+    )
     yield gauge(
         "lorikeet_sequences",
         "Sequences that run, and that wait to begin or to go on.",

@@ -81,9 +81,7 @@ class _Draft:
     def __init__(self, budgets: Mapping[str, int], reports: Sequence[ReplicaReport]) -> None:
         self.targets: dict[str, dict[str, PinTarget]] = {report.replica: {} for report in reports}
         self._left = {
-            report.replica: {
-                tier: each.pinnable_bytes for tier, each in report.status.tiers.items()
-            }
+            report.replica: {tier: report.pinnable_bytes(tier) for tier in report.status.tiers}
             for report in reports
         }
         self._sizes = image_sizes(reports)  # a catalog may be older than the engines' dtype

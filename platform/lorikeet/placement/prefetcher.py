@@ -92,7 +92,7 @@ def _view(
         pinned_bytes[tier] += sizes.get(digest, 0)
     return ReplicaView(
         gpu_bytes=tiers[Residency.GPU].capacity_bytes - pinned_bytes[Residency.GPU],
-        host_bytes=tiers[Residency.HOST].pinnable_bytes - pinned_bytes[Residency.HOST],
+        host_bytes=report.pinnable_bytes(Residency.HOST) - pinned_bytes[Residency.HOST],
         held={each.digest: each.residency for each in report.adapters},
         uses={each.digest: each.uses for each in report.adapters},
         pinned=pinned,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import AdapterRows, AdapterStatus, EngineStatus
 
 
@@ -20,6 +21,14 @@ class ReplicaReport:
     rows: AdapterRows = ()
     quantization: str | None = None
     fp8_kv: bool = False
+
+    def pinnable_bytes(self, tier: Residency) -> int:
+        """What pins can take at a tier, by what their adapters take on a GPU.
+
+        Images elsewhere have a part for each GPU that shares the base model, all as large.
+        """
+        there = self.status.tiers[tier].pinnable_bytes
+        return there if tier is Residency.GPU else there // self.status.tensor_parallel
 
     @cached_property
     def adapters(self) -> tuple[AdapterStatus, ...]:

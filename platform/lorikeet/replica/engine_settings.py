@@ -51,10 +51,12 @@ def adapter_memory(settings: Settings) -> AdapterMemory:
     """Return what engines keep adapters in, as far as settings say: no share of a device."""
     device = device_of(settings)
     slot_pool = _memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device])
-    # an image has for each GPU a part of every matrix, at most the whole of it
-    host = settings.adapter_host_memory // max(settings.tensor_parallel.values())
-    known = [host, *([slot_pool] if isinstance(slot_pool, int) else [])]
-    return AdapterMemory(_adapter_dtype(settings, device), min(known))
+    return AdapterMemory(
+        _adapter_dtype(settings, device),
+        slot_pool if isinstance(slot_pool, int) else None,
+        settings.adapter_host_memory,
+        settings.tensor_parallel,
+    )
 
 
 def _dtype(settings: Settings, device: str) -> str:

@@ -40,11 +40,12 @@ class CapacityGoals:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMemory:
-    """Each replica's room for adapters."""
+    """Each replica's room for adapters, by what these take on one of its GPUs."""
 
     gpu_bytes: int
     host_bytes: int
     disk_bytes: int
+    gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)

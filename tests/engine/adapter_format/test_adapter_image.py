@@ -14,6 +14,7 @@ from lorikeet_engine.adapter_format import (
     write_blob,
 )
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
+from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.residency.packing import PackedLayout, pack
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
@@ -73,11 +74,29 @@ def test_the_bytes_are_those_of_the_packed_layout(dtype, ranks, tmp_path):
     shelf = Shelf(tmp_path)
     shelf.make("x", ranks)
     spec = read_spec(shelf.blob("x"), SHAPE, LIMITS)
+    elements, name = spec.packed_elements(SHAPE.dims), NAMES[dtype]
     want = PackedLayout.of(spec, SHAPE).elements * dtype.itemsize
-    assert AdapterMemory(NAMES[dtype]).image_bytes(spec) == want
-    assert AdapterMemory(NAMES[dtype], want).image_bytes(spec) == want
-    with pytest.raises(AdapterTooLarge, match=rf"takes {want} bytes.* holds {want - 1}"):
-        AdapterMemory(NAMES[dtype], want - 1).image_bytes(spec)
+    assert AdapterMemory(name).image_bytes(elements) == want
+    assert AdapterMemory(name, want, want).image_bytes(elements) == want
+    for room, where in (((want - 1, None), "GPU"), ((None, want - 1), "host")):
+        said = rf"takes {want} bytes.* on (a|the) {where} .* holds {want - 1}"
+        with pytest.raises(AdapterTooLarge, match=said):
+            AdapterMemory(name, *room).image_bytes(elements)
+
+
+def test_the_bytes_of_shared_adapters_are_those_of_one_gpus_part_and_of_all(tmp_path):
+    world, shelf = 2, Shelf(tmp_path)
+    outer = {(SHAPE.outer_layer, SHAPE.index(name)): 3 for name in ("lm_head", "embed_tokens")}
+    shelf.make("x", everywhere(5) | outer)
+    spec = read_spec(shelf.blob("x"), SHAPE, LIMITS)
+    kept = Shard(0, world).ranges(SHAPE)
+    elements = spec.packed_elements(lambda n: kept[n].dims)
+    layout = PackedLayout.of(spec, SHAPE, world)
+    assert elements == layout.elements < PackedLayout.of(spec, SHAPE).elements
+    on_host = 4 * layout.image_elements
+    assert AdapterMemory("float32", host_bytes=on_host).image_bytes(elements, world) == 4 * elements
+    with pytest.raises(AdapterTooLarge, match=f"takes {on_host} bytes"):
+        AdapterMemory("float32", host_bytes=on_host - 1).image_bytes(elements, world)
 
 
 def test_a_spec_says_what_the_adapter_touches(tmp_path):

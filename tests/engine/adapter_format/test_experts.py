@@ -46,7 +46,7 @@ def packed_deltas(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
     """B A of every linear in the adapter's image, by the linear's path; of experts stacked."""
     shape, spec = shape_of(checkpoint), specified(checkpoint, folder)
     layout = PackedLayout.of(spec, shape)
-    assert layout.elements == spec.packed_elements()
+    assert layout.elements == spec.packed_elements(shape.dims)
     image = torch.empty(layout.elements)
     pack(folder / "blob", spec, layout, image)
     deltas = {}

@@ -51,7 +51,7 @@ def test_rows_and_ids_lie_in_the_image_and_are_said_to_be_touched(tmp_path):
     }
     assert spec.touches.tokens == 4
     layout = PackedLayout.of(spec, SHAPE)
-    assert (layout.elements, layout.max_rank) == (spec.packed_elements(), 4)
+    assert (layout.elements, layout.max_rank) == (spec.packed_elements(SHAPE.dims), 4)
     assert (layout.head_rank, layout.head_rows) == (0, 1)
     image = torch.zeros(layout.elements)
     pack(tmp_path / "blob", spec, layout, image)
@@ -69,7 +69,7 @@ def test_a_tied_head_has_the_embeddings_rows_which_lie_there_once(tmp_path):
     head, embeddings = layout.rows[-1, -2:].tolist()
     assert head == embeddings
     assert head[2] == layout.head_rows == 2
-    assert layout.elements == spec.packed_elements()
+    assert layout.elements == spec.packed_elements(TIED.dims)
     ranks = enumerate(layout.rows[..., 2].flatten().tolist())
     again = {divmod(at, len(TIED.modules)): rank for at, rank in ranks}
     assert torch.equal(PackedLayout.of_ranks(again, TIED).rows, layout.rows)

@@ -10,29 +10,50 @@ from engine.benchmarks.offline import generate
 from engine.benchmarks.plain import Answer
 from engine.benchmarks.random_adapters import Targets, random_refs
 from tests.engine.engine_driver import greedy, prompt
-from tests.engine.tiny_engine import tiny_engine
+from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
 FIRST, SECOND = random_refs(2)
 ADAPTERS = [None, FIRST, *random_refs(1, Targets.LINEARS_AND_HEAD), SECOND]
 
 
+def started(folder, **settings):
+    return tiny_engine(
+        folder,
+        adapters=2,
+        room=1,
+        others={Targets.LINEARS_AND_HEAD: 1},
+        settings=replace(SETTINGS, **settings),
+    )
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    engine = tiny_engine(
-        tmp_path_factory.mktemp("plain"), adapters=2, room=1, others={Targets.LINEARS_AND_HEAD: 1}
-    )
+    engine = started(tmp_path_factory.mktemp("plain"))
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def answers(engine):
+def shared(tmp_path_factory):
+    """Of two ranks, in whose largest step a prompt is several chunks."""
+    folder = tmp_path_factory.mktemp("shared")
+    engine = started(folder, tensor_parallel=2, max_batch_tokens=24)
+    yield engine
+    engine.close()
+
+
+def answers_of(engine):
     """Of odd lengths, three adapters and none: more adapters than the device has room for."""
     requests = [
         greedy(f"r{i}", prompt(1 + 13 * i, i), adapter=ADAPTERS[i % 4], max_tokens=1 + 5 * i)
         for i in range(7)
     ]
     return generate(engine, requests).answers
+
+
+@pytest.fixture(scope="module")
+def answers(engine):
+    return answers_of(engine)
 
 
 def test_an_engines_tokens_are_the_plain_paths(engine, answers):
@@ -62,6 +83,25 @@ def test_one_wrong_token_is_found_and_its_request_named(engine, answers):
     spoilt = replace(answers[5], tokens=[*answers[5].tokens[:9], 3, *answers[5].tokens[10:]])
     with pytest.raises(AssertionError, match="r5"):
         plain.check(engine, [answers[0], spoilt])
+
+
+def test_ranks_tokens_are_the_plain_paths_and_wrong_ones_are_found(shared):
+    answers = answers_of(shared)
+    assert plain.check(shared, answers) < 1e-5
+    assert shared.status().live.kv_pages_used == 0
+    wrong = replace(answers[6], tokens=[*answers[6].tokens[:29], 3, *answers[6].tokens[30:]])
+    mistaken = Answer(replace(answers[4].request, adapter=ADAPTERS[2]), answers[4].tokens)
+    for spoilt in (wrong, mistaken):
+        with pytest.raises(AssertionError, match=spoilt.request.request_id):
+            plain.check(shared, [answers[0], spoilt])
+    assert answers_of(shared) == answers, "the engine goes on"
+
+
+def test_logits_of_ranks_that_are_not_finite_are_found(shared):
+    answers = answers_of(shared)
+    shared._runner.model._norm.weight[3] = torch.nan
+    with pytest.raises(AssertionError, match="nan under"):
+        plain.check(shared, answers[:1])
 
 
 def test_another_adapters_tokens_are_found(engine, answers):

@@ -1,6 +1,8 @@
 """On two GPUs: what one says, and the end of a replica whose follower is killed under load."""
 
+import json
 import random
+import signal
 import threading
 import time
 from functools import partial
@@ -14,12 +16,12 @@ from engine.benchmarks.random_checkpoint import write_checkpoint
 from engine.benchmarks.random_model import LLAMA_3_1_8B
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
-from lorikeet_engine.errors import EngineClosed
+from lorikeet_engine.errors import DeviceLost, EngineClosed
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed
 from tests.engine.blobs import Shelf
 from tests.engine.engine_driver import Answers, greedy, prompt
-from tests.engine.process_engines import Blobs
+from tests.engine.process_engines import Blobs, followers, losing_a_rank
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,6 +37,12 @@ CONFIG = LLAMA_3_1_8B | {
     "head_dim": 128,
     "max_position_embeddings": 2048,
 }
+# olmo2 norms all heads together, by a sum; phi3's fused linears are cut in parts.
+FAMILIES = {
+    "llama": CONFIG,
+    "olmo2": CONFIG | {"model_type": "olmo2", "rope_scaling": None},
+    "phi3": CONFIG | {"model_type": "phi3", "rope_scaling": None},
+}
 RANKS = (4, 8, 16, 33)
 LOAD_S = 20.0
 # Of log probabilities in bfloat16, whose sums have another order.
@@ -42,16 +50,18 @@ TOLERANCE = 0.1
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, request):
+    config = FAMILIES[getattr(request, "param", "llama")]
     folder = tmp_path_factory.mktemp("ranks")
-    write_checkpoint(folder / "model", CONFIG, torch.device("cuda"))
+    write_checkpoint(folder / "model", config, torch.device("cuda"))
     return folder
 
 
 @pytest.fixture(scope="module")
 def refs(folder):
-    shape, shelf = BaseShape.from_config(CONFIG), Shelf(folder / "made")
-    everywhere = [(layer, linear) for layer in range(shape.layers) for linear in range(7)]
+    shape = BaseShape.from_config(json.loads((folder / "model" / "config.json").read_text()))
+    shelf, linears = Shelf(folder / "made"), range(len(shape.linears))
+    everywhere = [(layer, linear) for layer in range(shape.layers) for linear in linears]
     (folder / "blobs").mkdir()
     refs = [shelf.make(f"r{r}", dict.fromkeys(everywhere, r), shape=shape) for r in RANKS]
     for ref in refs:
@@ -76,6 +86,7 @@ def engine_of(folder: Path, gpus: int) -> Engine:
     return Engine(settings, Blobs(folder / "blobs"))
 
 
+@pytest.mark.parametrize("folder", FAMILIES, indirect=True)
 def test_prompts_are_as_likely_on_two_gpus_as_on_one(folder, refs):
     scores = []
     for gpus in (1, 2):
@@ -122,3 +133,12 @@ def test_load_with_churn_goes_on_until_a_follower_is_killed(folder, refs):
     with pytest.raises(EngineClosed):
         client.submit(greedy("late", prompt(5))).result()
     client.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_follower_that_is_lost_while_graphs_are_captured_ends_the_start(folder, tmp_path, sent):
+    build = partial(losing_a_rank, "capture", sent, partial(engine_of, folder, 2), tmp_path)
+    with pytest.raises((EngineClosed, DeviceLost)):
+        EngineProcessClient(build, lambda _: None, lambda _: None, lambda _: None)
+    assert time.time() - (tmp_path / "lost").stat().st_mtime < 7.0
+    assert not followers()

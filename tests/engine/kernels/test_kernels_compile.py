@@ -161,13 +161,16 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     whole = QkNorm(empty(32 * 128), empty(8 * 128), 1e-6)
     qkv, added = empty(8, 48, 128), delta(48 * 128)
     fused.rotary_and_store_kv(qkv, angles, angles, kv, slots, added, whole, interleaved=True)
+    squares = fused.mean_squares(qkv, 8, 2, added)
+    shared = replace(whole, mean_squares=squares)
+    fused.rotary_and_store_kv(qkv, angles, angles, kv, slots, added, shared)
     norm = QkNorm(empty(128), empty(128), 1e-6)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128), norm)
     fp8 = empty(2, 100, 16, 8, 128, dtype=FP8_KV)
     fused.rotary_and_store_kv(
         empty(8, 48, 128), angles, angles, fp8, slots, delta(48 * 128), norm, KvScales(0.1, 0.2)
     )
-    assert compiled >= {"_add_rms_norm", "_act_and_mul", "_act_and_mul_fp8"}
+    assert compiled >= {"_add_rms_norm", "_act_and_mul", "_act_and_mul_fp8", "_mean_squares"}
 
 
 def test_adding_what_adapters_add(compiled: set[str]) -> None:

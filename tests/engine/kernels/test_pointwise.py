@@ -230,6 +230,49 @@ def test_queries_and_keys_are_normed_before_they_turn(
         assert_close(filled, wide_kv)
 
 
+def side_by_side(kept, heads, kv_heads):
+    """Queries, keys and values of all processes' qkv."""
+    sides = [qkv.split([heads, kv_heads, kv_heads], dim=1) for qkv in kept]
+    return torch.cat([part for side in zip(*sides, strict=True) for part in side], dim=1)
+
+
+@sizes
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("operators", [fused, reference], ids=["fused", "reference"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(10, 2, 128), (6, 3, 96), (1, 1, 32)])
+def test_heads_of_two_processes_are_normed_together(
+    kind, operators, heads, kv_heads, dim, adapters, tokens
+):
+    kept = [random(kind, tokens + n, heads + 2 * kv_heads, dim)[n:] for n in range(2)]
+    loras = [adapted(kind, qkv)[0] if adapters else None for qkv in kept]
+    weights = [(random(kind, heads * dim + n), random(kind, kv_heads * dim + n)) for n in (1, 2)]
+    weights = [(query[n:], key[n:]) for n, (query, key) in enumerate(weights, 1)]
+    angles = random((kind[0], torch.float32), tokens, dim // 2)
+    at, slots = (angles.cos(), angles.sin()), torch.arange(tokens, device=kind[0])
+
+    together, lora = side_by_side(kept, heads, kv_heads), None
+    if adapters:
+        rows = [each.rows.view_as(qkv) for each, qkv in zip(loras, kept, strict=True)]
+        lora = LoraDelta(side_by_side(rows, heads, kv_heads).flatten(1), loras[0].tokens)
+    norm = QkNorm(*map(torch.cat, zip(*weights, strict=True)), 1e-5)
+    kv = random(kind, 2, 3, 16, 2 * kv_heads, dim)
+    operators.rotary_and_store_kv(together, *at, kv, slots, lora, norm)
+
+    squares = [
+        operators.mean_squares(qkv, kv_heads, 2, each)
+        for qkv, each in zip(kept, loras, strict=True)
+    ]
+    assert torch.equal(squares[0][:, 2:], torch.zeros(tokens, 2, device=kind[0]))
+    for n, qkv in enumerate(kept):
+        own_kv = random(kind, 2, 3, 16, kv_heads, dim)
+        own = QkNorm(*weights[n], 1e-5, mean_squares=squares[0] + squares[1])
+        operators.rotary_and_store_kv(qkv, *at, own_kv, slots, loras[n], own)
+        assert_close(qkv[:, :heads], together[:, n * heads : (n + 1) * heads])
+        filled = [each.flatten(1, 2)[:, :tokens] for each in (own_kv, kv)]
+        assert_close(filled[0], filled[1][:, :, n * kv_heads : (n + 1) * kv_heads])
+
+
 @pytest.mark.usefixtures("exact_fp8")
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("adapters", [False, True])

@@ -1,4 +1,4 @@
-"""How an engine can hold a base model and its KV cache: the matrix's first kind of column."""
+"""How engines can hold a base model and its KV cache, and where: the matrix's first columns."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -81,4 +81,5 @@ STORAGES = {
     "fp8_weights": Storage({"weight_dtype": "fp8"}, round_linears, ROUNDED),
     "nf4_weights": Storage({"weight_dtype": "nf4"}, _round_to_nf4, EXACT),
     "fp8_kv": Storage({"kv_dtype": "fp8"}, _leave, ROUNDED, rounds_kv=True),
+    "two_ranks": Storage({"tensor_parallel": 2}, _leave, EXACT),
 }

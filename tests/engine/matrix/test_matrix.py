@@ -1,8 +1,8 @@
 """Every family with every way to hold it and every feature answers as transformers and PEFT do.
 
-A family is a row (FAMILIES of tests/engine/conftest.py), a way to hold its weights or its KV cache
-a column (STORAGES), what can happen to a request another one (FEATURES). Each storage of each
-family is one engine, started once.
+A family is a row (FAMILIES of tests/engine/conftest.py), a way to hold its weights or its KV cache,
+or two processes that share them, a column (STORAGES), what can happen to a request another one
+(FEATURES). Each storage of each family is one engine, started once.
 """
 
 import pytest

@@ -21,6 +21,8 @@ DOWN = ["model.layers.0.mlp.down_proj.weight"]
 # of gate and up [96, 64] rows that are no whole blocks of scales, of down [64, 96] columns
 ROWS = [Cut((96, 64), range(40, 88), range(64)), Cut((96, 64), range(8, 56), range(64))]
 COLUMNS = [Cut((64, 96), range(64), range(30, 78))]
+FUSED = ["model.layers.0.mlp.gate_up_proj.weight"] * 2
+RUNS = [Cut((192, 64), range(40, 88), range(64)), Cut((192, 64), range(136, 184), range(64))]
 KINDS = ["floats", "nf4", "dynamic", "static", "blocks"]
 
 
@@ -34,13 +36,19 @@ def read(folder: Path, kind: str, names: list[str], cuts: list[Cut]) -> Weight:
     return weight
 
 
+def written_as(kind: str, folder: Path, made: Path) -> tuple[str, Path]:
+    """A kind of checkpoint, and its folder."""
+    return kind, folder if kind in ("floats", "nf4") else written(folder, made, kind)[0]
+
+
 @pytest.fixture(params=KINDS)
 def case(request, tiny_checkpoints, tmp_path):
-    """A kind of checkpoint, and its folder."""
-    folder = tiny_checkpoints["llama"]
-    if request.param in ("floats", "nf4"):
-        return request.param, folder
-    return request.param, written(folder, tmp_path, request.param)[0]
+    return written_as(request.param, tiny_checkpoints["llama"], tmp_path)
+
+
+@pytest.fixture(params=KINDS)
+def fused(request, tiny_checkpoints, tmp_path):
+    return written_as(request.param, tiny_checkpoints["phi3"], tmp_path)
 
 
 def pair(case: tuple[str, Path], names: list[str], cuts: list[Cut]) -> tuple[Weight, list[Weight]]:
@@ -55,14 +63,22 @@ def pair(case: tuple[str, Path], names: list[str], cuts: list[Cut]) -> tuple[Wei
 
 def test_rows_of_fused_linears(case, monkeypatch):
     monkeypatch.setattr(staging, "STAGING_BYTES", 1 << 10)  # a few rows at a time
-    got, wholes = pair(case, GATE_UP, ROWS)
-    for part, whole, cut in zip(split(got, [48, 48]), wholes, ROWS, strict=True):
+    assert_rows_kept(case, GATE_UP, ROWS)
+
+
+def assert_rows_kept(case, names, cuts):
+    got, wholes = pair(case, names, cuts)
+    for part, whole, cut in zip(split(got, [48, 48]), wholes, cuts, strict=True):
         if isinstance(whole, Fp8Rows):
             assert isinstance(part, Fp8Rows)
             assert torch.equal(part.rows.float(), cut.of(whole.rows.float()))
             assert torch.equal(part.scales, whole.scales[cut.rows.start : cut.rows.stop])
         else:
             assert torch.equal(part, cut.of(whole))
+
+
+def test_runs_of_rows_of_a_linear_that_stores_two(fused):
+    assert_rows_kept(fused, FUSED, RUNS)
 
 
 def test_columns_of_a_linear(case, monkeypatch):

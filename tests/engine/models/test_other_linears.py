@@ -8,9 +8,8 @@ import torch
 import transformers
 
 from lorikeet_engine.adapter_format import FAMILIES, AdapterLimits, BaseShape, Family, read_spec
-from lorikeet_engine.errors import AdapterRejected, SettingsError
+from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
 from tests.engine.peft_adapters import BlobShelf, save_adapter
@@ -84,7 +83,7 @@ def test_an_image_holds_each_matrix_once_and_is_read_back_from_its_file(
     image = torch.full((layout.elements,), torch.nan)
     sums = pack(blob, spec, layout, image)
     assert not image.isnan().any()
-    assert layout.elements == spec.packed_elements()
+    assert layout.elements == spec.packed_elements(shape.dims)
     assert layout.rows.shape == (3, 8, 3)
 
     write_image(tmp_path / "image", "image", PackedImage(layout, image, sums))
@@ -119,15 +118,6 @@ def test_an_image_of_other_linears_has_another_fingerprint(shape: BaseShape) -> 
     )
     kinds = {fingerprint(one, LIMITS, torch.float32) for one in (shape, llama)}
     assert len(kinds) == 2
-
-
-def test_what_stores_several_linears_as_one_is_not_cut(shape: BaseShape) -> None:
-    whole = Shard().ranges(shape)
-    assert [(len(cut.inputs), len(cut.outputs)) for cut in whole] == [
-        shape.dims(index) for index in range(8)
-    ]
-    with pytest.raises(SettingsError, match="choose one GPU"):
-        Shard(0, 2).ranges(shape)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

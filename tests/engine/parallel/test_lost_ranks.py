@@ -1,4 +1,7 @@
-"""A replica of two ranks ends as a whole, soon, whichever of them is lost and when."""
+"""A replica of two ranks ends as a whole, soon, whichever of them is lost and when.
+
+What they share has no name: memory goes with the last process.
+"""
 
 import os
 import signal
@@ -10,12 +13,17 @@ import psutil
 import pytest
 
 from lorikeet_engine.errors import DeviceLost, EngineClosed
+from lorikeet_engine.process import client
 from lorikeet_engine.process.client import EngineProcessClient
+from tests.engine import forked_engines
 from tests.engine.engine_driver import greedy, prompt
-from tests.engine.process_engines import of_two_ranks
+from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.process_engines import followers, losing_a_rank, of_two_ranks
 
-KILLED_S, STOPPED_S = 1.0, 5.0
 SLACK_S = 2.0  # for a machine that is busy with other tests
+# From a signal on, until the replica has ended.
+WITHIN_S = {signal.SIGKILL: 1.0 + SLACK_S, signal.SIGSTOP: 5.0 + SLACK_S}
+SIGNALS = pytest.mark.parametrize("sent", WITHIN_S, ids=lambda sent: sent.name)
 
 
 class Ended:
@@ -36,92 +44,121 @@ class Ended:
 class Replica:
     """An engine of two ranks in its processes."""
 
-    def __init__(self, checkpoint, folder) -> None:
+    def __init__(self, build) -> None:
         self.ended, self.tokens = Ended(), threading.Event()
         self.client = EngineProcessClient(
-            partial(of_two_ranks, checkpoint, folder),
-            lambda _outputs: self.tokens.set(),
-            self.ended,
-            lambda _status: None,
+            build, lambda _outputs: self.tokens.set(), self.ended, lambda _status: None
         )
-        (self.leader,) = leaders()
+        (pid,) = forked_engines.processes()
+        self.leader = psutil.Process(pid)
         (self.follower,) = followers()
 
     def gone(self) -> bool:
         """Whether no process is left."""
         return not psutil.wait_procs([self.leader, self.follower], 5.0)[1]
 
+    def close(self) -> None:
+        for process in (self.follower, self.leader):
+            if process.is_running():
+                os.kill(process.pid, signal.SIGCONT)
+        self.client.close()
+        assert self.gone()
 
-def leaders() -> list[psutil.Process]:
-    return running("lorikeet_engine.process.server")
 
-
-def followers() -> list[psutil.Process]:
-    return running("lorikeet_engine.process.follower")
-
-
-def running(module: str) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if module in child.cmdline():
-                found.append(child)
-        except psutil.NoSuchProcess:
-            pass
-    return found
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch):
+    monkeypatch.setattr(client, "_start", forked_engines.start)
 
 
 @pytest.fixture
-def replica(tiny_checkpoints, tmp_path):
-    replica = Replica(tiny_checkpoints["llama"], tmp_path)
+def checkpoint(tiny_checkpoints):
+    return tiny_checkpoints["llama"]
+
+
+@pytest.fixture
+def replica(checkpoint, tmp_path):
+    replica = Replica(partial(of_two_ranks, checkpoint, tmp_path))
     yield replica
-    for process in (replica.follower, replica.leader):
-        if process.is_running():
-            os.kill(process.pid, signal.SIGCONT)
-    replica.client.close()
-    assert replica.gone()
+    replica.close()
 
 
-def test_a_follower_that_is_killed_in_steps_ends_its_replica_at_once(replica):
-    reply = replica.client.submit(greedy("r", prompt(5), max_tokens=400))
-    reply.result()
+def losing(stage, sent, checkpoint, folder):
+    """What builds an engine of two ranks that loses one at a stage."""
+    return partial(losing_a_rank, stage, sent, partial(of_two_ranks, checkpoint, folder), folder)
+
+
+def since(folder) -> float:
+    """Seconds since losing_a_rank sent its signal."""
+    return time.time() - (folder / "lost").stat().st_mtime
+
+
+@SIGNALS
+def test_a_follower_that_is_lost_in_steps_ends_its_replica(replica, sent):
+    replica.client.submit(greedy("r", prompt(5), max_tokens=400)).result()
     assert replica.tokens.wait(20), "it steps"
-    replica.follower.kill()
-    assert replica.ended.within(KILLED_S + SLACK_S)
-    assert replica.gone()
+    replica.follower.send_signal(sent)
+    assert replica.ended.within(WITHIN_S[sent])
+    assert replica.gone(), "a stopped process is killed with its leader"
     with pytest.raises(EngineClosed):
         replica.client.submit(greedy("r", prompt(5))).result()
 
 
-def test_a_follower_that_is_stopped_while_it_is_idle_ends_its_replica_soon(replica):
-    replica.follower.suspend()
-    assert replica.ended.within(STOPPED_S + SLACK_S)
-    assert replica.gone(), "a stopped process is killed with its leader"
+@SIGNALS
+def test_a_follower_that_is_lost_while_it_is_idle_ends_its_replica(replica, sent):
+    replica.follower.send_signal(sent)
+    assert replica.ended.within(WITHIN_S[sent])
+    assert replica.gone()
+
+
+@SIGNALS
+def test_a_follower_that_is_lost_while_an_adapter_comes_ends_its_replica(
+    checkpoint, tmp_path, sent
+):
+    lora = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+    ref = BlobShelf(tmp_path / "blobs").add(save_adapter(checkpoint, tmp_path / "a", **lora), "a")
+    replica = Replica(losing("load", sent, checkpoint, tmp_path))
+    replica.client.submit(greedy("r", prompt(5), adapter=ref)).result()
+    assert replica.ended.within(WITHIN_S[sent] + 10)
+    assert since(tmp_path) < WITHIN_S[sent]
+    assert not replica.tokens.is_set()
+    replica.close()
 
 
 def test_followers_end_with_their_leader(replica):
     replica.leader.kill()
-    assert replica.ended.within(KILLED_S + SLACK_S)
+    assert replica.ended.within(WITHIN_S[signal.SIGKILL])
     assert replica.gone()
 
 
-def test_a_follower_that_is_stopped_does_not_hold_up_a_close(replica):
-    replica.follower.suspend()
-    began_s = time.monotonic()
+@SIGNALS
+def test_a_follower_that_is_lost_does_not_hold_up_a_close(checkpoint, tmp_path, sent):
+    replica = Replica(losing("close", sent, checkpoint, tmp_path))
     replica.client.close()
-    assert time.monotonic() - began_s < STOPPED_S + SLACK_S
+    assert since(tmp_path) < WITHIN_S[sent]
     assert replica.gone()
     assert not replica.ended.within(0)
 
 
-@pytest.mark.parametrize("end", ["kill", "suspend"])
-def test_a_follower_that_is_lost_while_it_starts_ends_the_start(tiny_checkpoints, tmp_path, end):
+@SIGNALS
+def test_a_follower_that_is_lost_while_it_is_imported_ends_the_start(checkpoint, tmp_path, sent):
     def lose() -> None:
         while not (found := followers()):
             time.sleep(0.01)
-        getattr(found[0], end)()
+        found[0].send_signal(sent)
 
     threading.Thread(target=lose, daemon=True).start()
     with pytest.raises((EngineClosed, DeviceLost)):  # whichever is seen first
-        Replica(tiny_checkpoints["llama"], tmp_path)
+        Replica(partial(of_two_ranks, checkpoint, tmp_path))
     assert not followers()
+
+
+@SIGNALS
+@pytest.mark.parametrize("stage", ["capture", "warm-up"])
+def test_a_follower_that_is_lost_before_it_can_step_ends_the_start(
+    checkpoint, tmp_path, stage, sent
+):
+    with pytest.raises((EngineClosed, DeviceLost)):
+        Replica(losing(stage, sent, checkpoint, tmp_path))
+    assert since(tmp_path) < WITHIN_S[sent]
+    assert not followers()
+    assert not forked_engines.processes()

@@ -1,8 +1,12 @@
 """What ranks say to one another arrives: sums everywhere, logits at the leader, its tokens."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 
+from lorikeet_engine.parallel import rank_group
 from lorikeet_engine.parallel.rank_group import RankGroup
 from tests.engine.ranks import run_ranks
 
@@ -38,3 +42,46 @@ def test_ranks_exchange_sums_logits_tokens_and_the_least_of_numbers(tmp_path, wo
     assert torch.equal(leader, LOGITS)
     assert leader.is_contiguous()
     assert all(logits.shape == (0, VOCABULARY) for logits in followers)
+
+
+class BrokenSums:
+    """SymmetricSums that fail in one rank, `while_allocating` or in the exchange with others."""
+
+    while_allocating = True
+
+    def __init__(self, _device: torch.device) -> None:
+        if self.while_allocating and self.group.rank == 1:
+            raise RuntimeError("no such memory")
+
+    def map_peers(self) -> "BrokenSums":
+        if self.group.rank == 1:
+            raise RuntimeError("cannot map it")
+        self.group._store.wait(["what rank 1 would have said"])
+        return self
+
+
+class BrokenInExchange(BrokenSums):
+    while_allocating = False
+
+
+def sum_without_memory(group: RankGroup) -> list[tuple[bool, float, float]]:
+    rank_group.can_map_peers = lambda *_: True
+    rank_group._MAP = timedelta(seconds=0.5)
+    BrokenSums.group = group
+    found = []
+    for broken in (BrokenSums, BrokenInExchange):
+        rank_group.SymmetricSums = broken
+        began_s = time.monotonic()
+        group._small_sums = group._connect_small_sums(torch.device("cpu"))
+        numbers = torch.ones(1)
+        group.sum_(numbers)
+        took_s = time.monotonic() - began_s
+        found.append((group._small_sums is None, numbers.item(), took_s))
+    return found
+
+
+def test_ranks_of_which_one_has_no_symmetric_memory_go_on_without_it_soon(tmp_path):
+    for found in run_ranks(2, sum_without_memory, tmp_path):
+        for left_out, total, took_s in found:
+            assert (left_out, total) == (True, 2.0)
+            assert took_s < 10

@@ -14,7 +14,7 @@ from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.llama import LlamaModel, load_model
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
-from tests.engine.conftest import PagedTokens, save_all
+from tests.engine.conftest import FAMILIES, PagedTokens, save_all
 from tests.engine.models.test_models import Run, assert_equal, prompt_of
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 from tests.engine.ranks import CPU, run_ranks
@@ -23,6 +23,9 @@ LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 22)
 CONFIGS: dict[str, dict[str, Any]] = {
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "phi3": FAMILIES["phi3"],
+    "glm4": FAMILIES["glm4"],
+    "olmo2": FAMILIES["olmo2"],
 }
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # One batch: ranks below, at and above the number of processes, odd, mixed, linears left out.
@@ -51,6 +54,13 @@ ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
             "trainable_token_indices": [1, 100, 130, 255],
         },
     },
+    # whose linears store several, and whose norm is of all heads
+    "phi3": {
+        "everywhere": {"r": 5, "lora_alpha": 16, "target_modules": "all-linear"},
+        "fused": {"r": 8, "lora_alpha": 4, "target_modules": ["qkv_proj", "gate_up_proj"]},
+    },
+    "glm4": {"everywhere": {"r": 3, "lora_alpha": 16, "target_modules": "all-linear"}},
+    "olmo2": {"everywhere": {"r": 3, "lora_alpha": 16, "target_modules": ALL}},
 }
 PROMPTS = {
     (name, adapter): [*prompt_of(7 + 9 * n, seed=5), 100, 130]

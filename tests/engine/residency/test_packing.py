@@ -68,7 +68,7 @@ def test_matrices_are_aligned_do_not_overlap_and_fill_the_image(shelf, ranks):
     assert all(begin % ALIGNMENT == 0 for begin, _ in spans)
     assert all(0 <= after[0] - before[1] < ALIGNMENT for before, after in itertools.pairwise(spans))
     assert 0 <= layout.elements - spans[-1][1] < ALIGNMENT
-    assert layout.elements == spec.packed_elements()
+    assert layout.elements == spec.packed_elements(shape.dims)
 
 
 def test_the_a_matrices_of_a_fused_group_are_neighbours(shelf):
@@ -144,6 +144,20 @@ def test_each_span_holds_its_ranks_part_and_all_are_laid_out_alike(shelf, world,
             got_a, got_b = matrices(layout, image, layer, linear, rank)
             assert torch.equal(got_a, want_a)
             assert torch.equal(got_b, want_b)
+
+
+def test_of_linears_that_are_stored_as_one_each_is_cut(shelf):
+    shape = BaseShape("phi3", 1, 24, 20, heads=4, kv_heads=2, head_dim=4, vocabulary=43)
+    shelf.make("x", {(0, 0): 3, (0, 2): 5}, shape=shape)
+    _, *whole = packed(shelf, "x", shape=shape)
+    _, layout, image = packed(shelf, "x", shape=shape, world=2)
+    for linear, widths in {0: [16, 8, 8], 2: [20, 20]}.items():
+        a, b = matrices(*whole, 0, linear)
+        for rank in range(2):
+            got_a, got_b = matrices(layout, image, 0, linear, rank)
+            assert torch.equal(got_a, a)
+            parts = [part.chunk(2, dim=1)[rank] for part in b.split(widths, dim=1)]
+            assert torch.equal(got_b, torch.cat(parts, dim=1))
 
 
 @pytest.mark.parametrize("ranks", [everywhere(5), UNEVEN])

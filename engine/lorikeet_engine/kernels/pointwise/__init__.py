@@ -25,6 +25,7 @@ __all__ = [
     "add_delta",
     "add_rms_norm",
     "add_rms_norm_fp8",
+    "mean_squares",
     "rotary_and_store_kv",
 ]
 
@@ -34,12 +35,14 @@ class QkNorm:
     """RMS norms of queries and keys, with weights like what they norm, or in float32.
 
     Of each head's, with weights [head_dim], or of all heads' together, with weights
-    [heads · head_dim] and [kv_heads · head_dim].
+    [heads · head_dim] and [kv_heads · head_dim]. mean_squares: what `mean_squares` gives of each
+    token's, where these are not all of its heads.
     """
 
     query_weight: torch.Tensor
     key_weight: torch.Tensor
     eps: float
+    mean_squares: torch.Tensor | None = None
 
 
 def add_rms_norm(
@@ -94,8 +97,9 @@ def rotary_and_store_kv(
 
     Of a head's first rotary_dim elements each pair (x[i], x[i + rotary_dim / 2]), or interleaved
     (x[2i], x[2i + 1]), turns by its position's angle, in float32; the others stay. With norm,
-    queries and keys x are x / sqrt(mean(x²) + eps) · weight before, in float32 inside; they are
-    rounded to qkv's dtype before the norm and after it.
+    queries and keys x are x / sqrt(mean(x²) + eps) · weight before, in float32 inside, with the
+    norm's mean_squares as the mean if it has them; they are rounded to qkv's dtype before the norm
+    and after it.
     qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values;
     cos, sin [tokens, rotary_dim / 2] float32, dense, and of no columns where nothing turns;
     layer_kv [2, pages, page_size, kv_heads, head_dim or wider] like qkv, contiguous; slots [tokens]
@@ -104,6 +108,20 @@ def rotary_and_store_kv(
     """
     operator = _operators(qkv.device.type).rotary_and_store_kv
     operator(qkv, cos, sin, layer_kv, slots, lora, norm, scales, interleaved=interleaved)
+
+
+def mean_squares(
+    qkv: torch.Tensor, kv_heads: int, processes: int, lora: LoraDelta | None = None
+) -> torch.Tensor:
+    """The mean of a token's queries squared, and of its keys, as the sum over processes has it.
+
+    qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token, as rotary_and_store_kv gets it
+    in one of the `processes`, each of which has as many heads → [tokens, 4] float32. The last two
+    columns are 0: 16 bytes a token can be summed wherever sums are.
+    """
+    operator = _operators(qkv.device.type).mean_squares
+    squares: torch.Tensor = operator(qkv, kv_heads, processes, lora)
+    return squares
 
 
 def act_and_mul(

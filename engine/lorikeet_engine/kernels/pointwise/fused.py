@@ -18,7 +18,7 @@ from lorikeet_engine.kernels.fp8.fused import (
 )
 from lorikeet_engine.kernels.lora.expand_act import activated, expand_act_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
-from lorikeet_engine.kernels.pointwise.fused_rotary import rotary_and_store_kv
+from lorikeet_engine.kernels.pointwise.fused_rotary import mean_squares, rotary_and_store_kv
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "add_delta",
     "add_rms_norm",
     "add_rms_norm_fp8",
+    "mean_squares",
     "rotary_and_store_kv",
 ]
 

@@ -1,4 +1,7 @@
-"""Rotary embedding, norms of queries and keys, and the KV cache's writes, in one Triton launch."""
+"""Rotary embedding, norms of queries and keys, and the KV cache's writes, in one Triton launch.
+
+Where other processes have heads of what is normed together, mean_squares is another one before it.
+"""
 
 import torch
 import triton
@@ -37,17 +40,65 @@ def rotary_and_store_kv(
     """
     tokens, total, head_dim = qkv.shape
     kv_heads, half = layer_kv.shape[3], head_dim // 2
+    squares = None if norm is None else norm.mean_squares
     weights = (None, None, 0.0) if norm is None else (norm.query_weight, norm.key_weight, norm.eps)
     inverses = (None, None) if scales is None else (1.0 / scales.key, 1.0 / scales.value)
-    whole = norm is not None and len(norm.query_weight) != head_dim
-    block_heads = triton.next_power_of_2(total) if whole else HEADS
+    whole = norm is not None and (len(norm.query_weight) != head_dim or squares is not None)
+    block_heads = triton.next_power_of_2(total) if whole and squares is None else HEADS
     block_half = triton.next_power_of_2(half)
     _rotary_and_store_kv[(tokens, triton.cdiv(total, block_heads))](
-        qkv, *operands(lora), *weights, cos, sin, layer_kv, *inverses, slots,
+        qkv, *operands(lora), *weights, squares, cos, sin, layer_kv, *inverses, slots,
         qkv.stride(0), layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, layer_kv.shape[4],
         cos.shape[1], interleaved, whole, block_heads, block_half,
         num_warps=min(16, max(4, block_heads * block_half // 512)),
     )  # fmt: skip
+
+
+def mean_squares(
+    qkv: torch.Tensor, kv_heads: int, processes: int, lora: LoraDelta | None = None
+) -> torch.Tensor:
+    """A token's mean of its queries squared, and of its keys, divided by processes.
+
+    qkv [tokens, heads + 2 · kv_heads, head_dim] → [tokens, 4] float32, of which the last two
+    columns are 0.
+    """
+    tokens, total, head_dim = qkv.shape
+    heads = total - 2 * kv_heads
+    means = torch.empty(tokens, 4, dtype=torch.float32, device=qkv.device)
+    block = triton.next_power_of_2(max(heads, kv_heads) * head_dim)
+    _mean_squares[(tokens, 2)](
+        qkv, *operands(lora), means, qkv.stride(0), heads * head_dim, kv_heads * head_dim,
+        processes, block,
+        num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return means
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mean_squares(
+    qkv: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    means: tl.tensor,
+    token_stride: tl.tensor,
+    queries: tl.constexpr,
+    keys: tl.constexpr,
+    processes: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Compute a token's mean of its queries, or of its keys."""
+    token = tl.program_id(0).to(tl.int64)
+    side = tl.program_id(1)
+    width = tl.where(side == 0, queries, keys)
+    columns = tl.arange(0, block)
+    inside = columns < width
+    at = token * token_stride + side * queries + columns
+    x = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
+    if lora is not None:
+        x += lora_at(lora, adapted, token, at, inside)
+    x = x.to(qkv.dtype.element_ty).to(tl.float32)  # as it is before the norm
+    tl.store(means + 4 * token + side, tl.sum(x * x, 0) / width / processes)
+    tl.store(means + 4 * token + 2 + side, 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -90,6 +141,7 @@ def _rotary_and_store_kv(
     query_weight: tl.tensor,
     key_weight: tl.tensor,
     eps: tl.tensor,
+    mean_squares: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     layer_kv: tl.tensor,
@@ -131,7 +183,11 @@ def _rotary_and_store_kv(
         first = first.to(qkv.dtype.element_ty).to(tl.float32)
         second = second.to(qkv.dtype.element_ty).to(tl.float32)
         squares = tl.sum(first * first + second * second, 1)[:, None]
-        if whole:
+        if mean_squares is not None:
+            of_queries = tl.load(mean_squares + 4 * token)
+            of_keys = tl.load(mean_squares + 4 * token + 1)
+            squares = tl.where(head < heads, of_queries, of_keys) * (2 * half)
+        elif whole:
             of_queries = tl.sum(tl.where(head < heads, squares, 0.0), 0)[None, :] / heads
             of_keys = tl.where((head >= heads) & (head < heads + kv_heads), squares, 0.0)
             of_keys = tl.sum(of_keys, 0)[None, :] / kv_heads

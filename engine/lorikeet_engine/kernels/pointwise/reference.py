@@ -60,8 +60,9 @@ def rotary_and_store_kv(
     kv_heads = layer_kv.shape[3]
     if norm is not None:
         queries, keys = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]
-        _rms_norm(queries, norm.query_weight, norm.eps)
-        _rms_norm(keys, norm.key_weight, norm.eps)
+        of_queries, of_keys = _means_of(norm)
+        _rms_norm(queries, norm.query_weight, norm.eps, of_queries)
+        _rms_norm(keys, norm.key_weight, norm.eps, of_keys)
     turned = qkv[:, :-kv_heads, : 2 * cos.shape[1]]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     half = cos.shape[-1]
@@ -80,10 +81,40 @@ def rotary_and_store_kv(
     values.index_copy_(0, slots[stored], new_values)
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """Norm x [tokens, heads, head_dim] in place: each head, or all of them as weight is as long."""
+def mean_squares(
+    qkv: torch.Tensor, kv_heads: int, processes: int, lora: LoraDelta | None = None
+) -> torch.Tensor:
+    """See kernels.pointwise."""
+    summed = qkv.flatten(1).clone()
+    _add_lora_delta(summed, lora)
+    squares = summed.view_as(qkv).float().square()
+    means = qkv.new_zeros(len(qkv), 4, dtype=torch.float32)
+    means[:, 0] = squares[:, : -2 * kv_heads].mean((1, 2)) / processes
+    means[:, 1] = squares[:, -2 * kv_heads : -kv_heads].mean((1, 2)) / processes
+    return means
+
+
+def _means_of(norm: QkNorm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The mean squares of queries and of keys [tokens, 1, 1], if they are known."""
+    if norm.mean_squares is None:
+        return None, None
+    of_queries, of_keys, *_ = norm.mean_squares.unsqueeze(-1).unsqueeze(-1).unbind(1)
+    return of_queries, of_keys
+
+
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, mean_squares: torch.Tensor | None
+) -> None:
+    """Norm x [tokens, heads, head_dim] in place: each head, or all of them as weight is as long.
+
+    mean_squares: of x and what is normed with it; None: of x.
+    """
     rows = x.reshape(len(x), -1, len(weight))
-    x.copy_(_normed(rows, weight, eps).view_as(x))
+    if mean_squares is None:
+        normed = _normed(rows, weight, eps)
+    else:
+        normed = rows.float() / (mean_squares + eps).sqrt() * weight.float()
+    x.copy_(normed.view_as(x))
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

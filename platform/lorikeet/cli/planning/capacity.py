@@ -88,6 +88,7 @@ def _plan(needs: CapacityNeeds, *, quiet: bool) -> Capacity:
 def _json(needs: CapacityNeeds, answer: Capacity) -> dict[str, Any]:
     return {
         "replicas": answer.needed.replicas,
+        "gpus": answer.needed.replicas * needs.memory.gpus,
         "expected": _forecast(answer.needed),
         "without_pins": answer.unpinned and _forecast(answer.unpinned),
         "one_replica_less": answer.one_less and _forecast(answer.one_less),
@@ -118,7 +119,9 @@ def _finite(value: Any) -> Any:
 
 def _print(needs: CapacityNeeds, answer: Capacity) -> None:
     needed, less = answer.needed, answer.one_less
-    print_line(f"[bold]{_replicas(needed.replicas)}[/bold]. {_why_not_less(less)}")
+    each, of_all = needs.memory.gpus, needed.replicas * needs.memory.gpus
+    gpus = f" of {each} GPUs each, {of_all:,} GPUs in all" if each > 1 else ""
+    print_line(f"[bold]{_replicas(needed.replicas)}[/bold]{gpus}. {_why_not_less(less)}")
     both = [needed] if less is None else [needed, less]
     print_table(
         ["Goal", "#Wanted", *(f"#{_replicas(each.replicas)}" for each in both)],
@@ -186,12 +189,14 @@ def _lines(needs: CapacityNeeds, found: Forecast) -> Iterator[str]:
     p50, p99 = _ms(found.inter_token_p50_s), _ms(found.inter_token_p99_s)
     tiers = ", ".join(f"{tier} {share:.1%}" for tier, share in found.found.items())
     gpu, of_all = needs.memory.gpu_bytes, int(needs.demand.sizes.sum())
+    gpus = needs.memory.gpus
+    where, of_each = ("of a replica's GPUs", " on one") if gpus > 1 else ("replica", "")
     pinned = f", of which pins take {show_size(found.pinned_bytes)}" if found.pins else ""
     yield f"Between two tokens: p50 {p50}, p99 {p99}."
     yield f"Adapters are found: {tiers}. Loads onto GPUs: {found.cold_loads_per_min:,.0f} a minute."
     yield (
-        f"GPU memory for adapters: {show_size(gpu)} on each replica{pinned}; together "
-        f"{show_size(gpu * found.replicas)}. All adapters take {show_size(of_all)}."
+        f"GPU memory for adapters: {show_size(gpu)} on each {where}{pinned}; together "
+        f"{show_size(gpu * gpus * found.replicas)}. All adapters take {show_size(of_all)}{of_each}."
     )
     yield f"Simulated: {len(SEEDS)} times {needs.counted_s:,.0f} s."
 

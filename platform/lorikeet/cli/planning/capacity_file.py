@@ -88,6 +88,7 @@ class _Memory(BaseModel):
     gpu: Bytes
     host: Bytes = 64 * 2**30
     disk: Bytes = 500 * 2**30
+    gpus: PositiveInt = 1
 
 
 class _Goals(BaseModel):
@@ -135,6 +136,12 @@ def parse_needs(given: Mapping[str, Any], where: str) -> CapacityNeeds:
         raise InvalidInput(f"{where}: tenants: want each name once")
     if not any(asked.goals.model_dump().values()) and not any(t.ttft_p99_ms for t in asked.tenants):
         raise InvalidInput(f"{where}: say what must hold, such as goals.ttft_p99_ms = 500")
+    gpus = asked.memory.gpus
+    if gpus > 1 and "steps" not in asked.costs.model_fields_set:
+        raise InvalidInput(
+            f"{where}: memory.gpus={gpus}: want costs.steps, too, which such an engine measures "
+            "when it starts (step_costs_measured in its log): those of one GPU do not hold"
+        )
     return _needs(asked)
 
 
@@ -162,7 +169,9 @@ def _needs(asked: _Question) -> CapacityNeeds:
     )
     return CapacityNeeds(
         demand,
-        ReplicaMemory(memory.gpu, memory.host, memory.disk),
+        ReplicaMemory(
+            memory.gpu, memory.host // memory.gpus, memory.disk // memory.gpus, memory.gpus
+        ),
         CapacityGoals(
             _seconds(goals.ttft_p99_ms),
             _seconds(goals.inter_token_p50_ms),

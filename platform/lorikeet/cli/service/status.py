@@ -16,9 +16,10 @@ _FRESH_S = 10.0  # gateways ask the store every second
 def status(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Show replicas, and what is resident where.
 
-    A * marks what is pinned. Arena is what an adapter takes on the GPU; Blob, in `lorikeet list`,
-    is its file in the catalog. A base model whose linears were quantised has the format behind its
-    name.
+    A * marks what is pinned. Arena is what an adapter takes on a GPU; Blob, in `lorikeet list`, is
+    its file in the catalog. A base model whose linears were quantised has the format behind its
+    name, one that several GPUs hold together (LORIKEET_TENSOR_PARALLEL) how many; the slot pool is
+    one's.
 
     Example: `lorikeet status`
     """
@@ -55,10 +56,12 @@ def _pins(counts: dict[str, int] | None) -> str:
 
 
 def _replica_row(replica: dict[str, Any]) -> list[Any]:
-    quantization = replica["base_quantization"]
+    quantization, gpus = replica["base_quantization"], replica["tensor_parallel"]
     return [
         replica["replica"],
-        replica["base_model"] + (f" ({quantization})" if quantization else ""),
+        replica["base_model"]
+        + (f" ({quantization})" if quantization else "")
+        + (f" × {gpus}" if gpus > 1 else ""),
         replica["running"],
         replica["waiting"],
         f"{replica['kv_pages_used']} of {replica['kv_pages_total']}"

@@ -17,7 +17,8 @@ from lorikeet_engine.adapter_format import (
     same_model,
     trained_on,
 )
-from lorikeet_engine.errors import AdapterError
+from lorikeet_engine.errors import AdapterError, SettingsError
+from lorikeet_engine.parallel.shard import Shard
 
 
 def validate_blob(
@@ -41,10 +42,12 @@ def validate_blob(
             if base_model
             else _matching(blob, base_models)
         )
-        spec = read_spec(blob, base_models[name].shape, limits)
-        gpu_bytes = memory.image_bytes(spec)
+        shape, gpus = base_models[name].shape, memory.gpus.get(name, 1)
+        spec = read_spec(blob, shape, limits)
+        kept = Shard(0, gpus).ranges(shape)
+        gpu_bytes = memory.image_bytes(spec.packed_elements(lambda n: kept[n].dims), gpus)
         check_values(blob, spec, memory.dtype)
-    except AdapterError as error:
+    except (AdapterError, SettingsError) as error:
         message = error.message
         if "max_rank" in error.fields:
             message += " (LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --rank`)"

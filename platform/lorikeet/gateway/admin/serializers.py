@@ -178,6 +178,7 @@ def replica_json(report: ReplicaReport) -> Json:
         "replica": report.replica,
         "base_model": report.base_model,
         "base_quantization": report.quantization,
+        "tensor_parallel": report.status.tensor_parallel,
         "running": live.running,
         "waiting": live.waiting,
         "kv_pages_used": live.kv_pages_used,
