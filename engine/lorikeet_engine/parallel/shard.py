@@ -7,6 +7,7 @@
 Each of q, k, v, gate, up and lm_head is cut on its own, at heads where it has them. With o and down
 a process adds B A x of its inputs to its part of the base product, and the sum over processes that
 the base product needs anyhow sums both. Embeddings, and adapters of them, are whole everywhere.
+So is the router of a mixture of experts, of each of which gate, up and down are cut like an MLP's.
 """
 
 import math
@@ -54,10 +55,6 @@ class Shard:
                 f"{shape.family}: a norm over all heads' queries needs all of them in one process: "
                 "choose one GPU"
             )
-        if self.world > 1 and shape.experts:
-            raise SettingsError(
-                f"{shape.family}: processes cannot share a mixture of experts: choose one GPU"
-            )
         return tuple(self._range(linear, shape) for linear in shape.modules)
 
     def part_of(self, shape: BaseShape) -> BaseShape:
@@ -103,8 +100,8 @@ class Shard:
             last = first + 1  # several processes keep the head that their queries read
         elif count % self.world:
             raise SettingsError(
-                f"{widths[0]}={count} cannot be shared evenly by {self.world} processes: choose a "
-                "number of GPUs that divides it"
+                f"{shape.key(widths[0])}={count} cannot be shared evenly by {self.world} "
+                "processes: choose a number of GPUs that divides it"
             )
         return range(first * each, last * each)
 

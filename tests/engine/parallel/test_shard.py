@@ -11,6 +11,7 @@ from lorikeet_engine.parallel.shard import Shard
 SHAPE = BaseShape(
     "llama", 1, hidden=18, intermediate=32, heads=4, kv_heads=4, head_dim=4, vocabulary=40
 )
+OF_EXPERTS = dataclasses.replace(SHAPE, family="qwen3_moe", experts=6)
 
 
 def test_the_key_head_of_every_query_head_is_in_the_same_shard():
@@ -23,12 +24,24 @@ def test_the_key_head_of_every_query_head_is_in_the_same_shard():
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_a_shards_own_shape_has_the_widths_of_what_it_keeps(world):
-    shape = BaseShape("llama", 3, 96, 64, heads=8, kv_heads=2, head_dim=4, vocabulary=96)
+@pytest.mark.parametrize(("family", "experts"), [("llama", 0), ("qwen3_moe", 6), ("mixtral", 3)])
+def test_a_shards_own_shape_has_the_widths_of_what_it_keeps(family, experts, world):
+    shape = BaseShape(
+        family, 3, 96, 64, heads=8, kv_heads=2, head_dim=4, vocabulary=96, experts=experts
+    )
     for index in range(world):
         own = Shard(index, world).part_of(shape)
-        for linear, kept in enumerate(Shard(index, world).ranges(shape)[:7]):
+        ranges = Shard(index, world).ranges(shape)
+        for linear in range(len(shape.linears)):
+            kept = ranges[linear]
             assert own.dims(linear) == (len(kept.inputs), len(kept.outputs))
+
+
+def test_each_process_keeps_a_part_of_every_expert_and_the_whole_router():
+    router, gate, up, down = Shard(1, 4).ranges(OF_EXPERTS)[4:8]
+    assert (router.inputs, router.outputs) == (range(18), range(6))
+    assert gate.inputs == up.inputs == down.outputs == range(18)
+    assert gate.outputs == up.outputs == down.inputs == range(8, 16)
 
 
 @pytest.mark.parametrize(("size", "world"), [(27, 4), (40, 4), (49155, 2), (9, 8), (128256, 8)])
@@ -56,3 +69,13 @@ def test_a_base_model_that_cannot_be_cut_evenly_is_refused(field, value, named):
     Shard(0, 1).ranges(other)
     with pytest.raises(SettingsError, match=named):
         Shard(0, 4).ranges(other)
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [("qwen3_moe", "moe_intermediate_size=30"), ("mixtral", "^intermediate_size=30")],
+)
+def test_experts_that_cannot_be_cut_evenly_are_refused_by_the_key_of_their_width(family, named):
+    uneven = dataclasses.replace(OF_EXPERTS, family=family, intermediate=30)
+    with pytest.raises(SettingsError, match=f"{named} cannot .* choose a number of GPUs that"):
+        Shard(0, 4).ranges(uneven)
