@@ -26,6 +26,7 @@ class MoeWorld(PeftWorld):
             self.refs[name] = self.shelf.add(folder / name, name)
             self.prompts[name] = self.prompts[None]
             self.expected[name] = self.generated(self.model(name), self.prompts[name])
+            assert self.expected[name] != self.expected[None]
         self.names = (*self.names, "numbered", "shared")
 
     def model(self, name: str | None) -> Any:

@@ -9,6 +9,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import AdapterLimits, read_spec
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.residency.packing import PackedLayout
 from tests.engine.conftest import MOE
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import PAGE, Answers, greedy, prompt
@@ -46,7 +47,8 @@ def largest_adapter_bytes(world: PeftWorld) -> int:
     """What the largest takes whole: few parts of adapters fit, so they come and go."""
     shape = ModelConfig.from_folder(world.checkpoint).shape
     blobs = [world.shelf.folder / ref.digest for ref in world.refs.values() if ref]
-    return 4 * max(read_spec(blob, shape, _LIMITS).packed_elements() for blob in blobs)
+    specs = [read_spec(blob, shape, _LIMITS) for blob in blobs]
+    return 4 * max(PackedLayout.of(spec, shape).elements for spec in specs)
 
 
 @pytest.fixture(
