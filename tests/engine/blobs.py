@@ -50,8 +50,9 @@ class Shelf:
         tensors, deltas = {}, {}
         for (layer, linear), rank in ranks.items():
             d_in, d_out = shape.dims(linear)
-            a = torch.randn(rank, d_in, generator=generator).to(dtype)
-            b = torch.randn(d_out, rank, generator=generator).to(dtype)
+            experts = (shape.experts,) if shape.modules[linear].of_experts else ()
+            a = torch.randn(*experts, rank, d_in, generator=generator).to(dtype)
+            b = torch.randn(*experts, d_out, rank, generator=generator).to(dtype)
             module = _module(shape, layer, linear)
             tensors[tensor_name(module, "A")], tensors[tensor_name(module, "B")] = a, b
             deltas[layer, linear] = a.float(), b.float() * (alpha / rank)
@@ -74,6 +75,12 @@ class Shelf:
 
     def blob(self, name: str) -> Path:
         return self._folder / name
+
+    def tensors(
+        self, ref: AdapterRef
+    ) -> Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+        """A and scaled B of an adapter by (layer, linear), in float32; of experts stacked."""
+        return self._tensors[ref.digest]
 
     def fetch(self, ref: AdapterRef, path: Path) -> None:
         self.fetched.append(ref.name)

@@ -56,7 +56,7 @@ def _named_as_in(model: Any, lora: dict[str, Any]) -> dict[str, Any]:
         named["target_modules"] = sorted({name(target) for target in lora["target_modules"]})
     for pattern in {"rank_pattern", "alpha_pattern"} & set(lora):
         named[pattern] = {
-            re.sub(r"\w+$", lambda last: name(last[0]), key): value
+            key if "experts." in key else re.sub(r"\w+$", lambda last: name(last[0]), key): value
             for key, value in lora[pattern].items()
         }
     return named

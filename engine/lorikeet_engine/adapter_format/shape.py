@@ -117,6 +117,11 @@ class BaseShape:
             Width.TOKEN: (3, 1),
         }[width]
 
+    def key(self, width: Width) -> str:
+        """The key of config.json that says how many pieces a width has."""
+        keys = FAMILIES[self.family].experts
+        return keys.width if keys and width is Width.INTERMEDIATE else width
+
     def _elements(self, width: Width) -> int:
         count, each = self.pieces(width)
         return count * each

@@ -98,9 +98,7 @@ def _assemble(
             sampler = Sampler(penalties)
         runner, kv_pages = build_runner(model, tiers.weights, sampler, settings, start, ranks)
         with start.stage("step costs"):
-            step_costs = measure_step_costs(
-                runner, kv_pages, tiers.arena, model.config.shape, settings
-            )
+            step_costs = measure_step_costs(runner, kv_pages, tiers.arena, model.shape, settings)
     except BaseException:
         tiers.close()
         raise

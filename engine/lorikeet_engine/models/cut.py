@@ -1,5 +1,6 @@
 """Which part of a checkpoint's tensors a process keeps, where several share the model's layers."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is kept of a tensor of this shape: rows, and of a matrix columns, if not all of them."""
+    """What is kept of a tensor of this shape: rows, and of a matrix columns, if not all of them.
+
+    A tensor of several matrices counts as one, in which they stand on top of one another.
+    """
 
     shape: tuple[int, ...]
     rows: range
@@ -23,11 +27,17 @@ class Cut:
     def kept_shape(self) -> tuple[int, ...]:
         """The shape of what is kept."""
         kept = tuple(len(side) for side in self._sides)
-        return kept + self.shape[len(kept) :]
+        return kept + self.matrix_shape[len(kept) :]
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape in which rows and columns are counted."""
+        return (math.prod(self.shape[:-1]), *self.shape[-1:]) if len(self.shape) > 2 else self.shape
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is kept of a tensor of this shape: a view of it."""
-        return tensor[tuple(slice(side.start, side.stop) for side in self._sides)]
+        kept = tuple(slice(side.start, side.stop) for side in self._sides)
+        return tensor.view(self.matrix_shape)[kept]
 
     @property
     def _sides(self) -> tuple[range, ...]:

@@ -9,14 +9,16 @@ from lorikeet_engine.kernels.moe import combine, expert_products, route
 from lorikeet_engine.kernels.pointwise import act_and_mul
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.cut import Cut
 
 
 class Experts:
     """y[t] = Σ p(t, e) · down(e) · (silu(gate(e)·x[t]) · up(e)·x[t]) over the experts e of token t.
 
     gate_up [experts, 2 · width, hidden] and down [experts, hidden, width], with width the shape's
-    intermediate. Between the products lie rows, one for each pair of a token and an expert of its,
-    sorted by expert (kernels/moe).
+    intermediate. Where several processes share the layers, each keeps a part of it of every expert,
+    and y is a part of the sum over them. Between the products lie rows, one for each pair of a
+    token and an expert of its, sorted by expert (kernels/moe).
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
@@ -26,7 +28,7 @@ class Experts:
                 f"weight_dtype={checkpoint.rounding}: experts are served as floats: want auto",
                 field="weight_dtype",
             )
-        shape = config.shape
+        whole, shape = config.shape, checkpoint.shard.part_of(config.shape)
         self.layer = layer
         self.gate_up_group, self.down_group = (
             LoraGroup(linears, shape.dims(linears[0])[0], tuple(shape.dims(n)[1] for n in linears))
@@ -34,10 +36,13 @@ class Experts:
         )
         self.per_token, self.normalised = config.experts_per_token, config.normalised_experts
         self.gelu = config.gelu
-        count, width, hidden = shape.experts, shape.intermediate, shape.hidden
+        width, hidden, first = shape.intermediate, shape.hidden, checkpoint.shard.index
+        own, every = range(first * width, (first + 1) * width), range(hidden)
         path = f"model.layers.{layer}.mlp.experts"
-        self.gate_up = _read(checkpoint, path, ("gate_proj", "up_proj"), count, width, hidden)
-        self.down = _read(checkpoint, path, ("down_proj",), count, hidden, width)
+        gate_up = Cut((whole.intermediate, hidden), own, every)
+        self.gate_up = _read(checkpoint, path, ("gate_proj", "up_proj"), whole.experts, gate_up)
+        down = Cut((hidden, whole.intermediate), every, own)
+        self.down = _read(checkpoint, path, ("down_proj",), whole.experts, down)
 
     def __call__(
         self,
@@ -62,14 +67,19 @@ class Experts:
 
 
 def _read(
-    checkpoint: Checkpoint, path: str, parts: tuple[str, ...], count: int, d_out: int, d_in: int
+    checkpoint: Checkpoint, path: str, parts: tuple[str, ...], count: int, cut: Cut
 ) -> torch.Tensor:
-    """All experts' linears of one input, on top of one another: [count, parts · d_out, d_in].
+    """What is kept of all experts' linears of one input: [count, parts · rows, columns].
 
     As one tensor, gate_up_proj or down_proj, or as a tensor of each expert's linear.
     """
-    whole = f"{path}.{'gate_up_proj' if len(parts) > 1 else parts[0]}"
-    if whole in checkpoint:
-        return checkpoint.read([whole], [count], len(parts) * d_out, d_in)
     names = [f"{path}.{expert}.{part}.weight" for expert in range(count) for part in parts]
-    return checkpoint.read(names, [d_out] * len(names), d_in).view(count, -1, d_in)
+    cuts = [cut] * len(names)
+    stacked = f"{path}.{'gate_up_proj' if len(parts) > 1 else parts[0]}"
+    if stacked in checkpoint:
+        height, rows = cut.shape[0], cut.rows
+        shape = (count, len(parts) * height, cut.shape[1])
+        begins = range(0, len(names) * height, height)
+        cuts = [Cut(shape, range(b + rows.start, b + rows.stop), cut.columns) for b in begins]
+        names = [stacked] * len(names)
+    return checkpoint.read_parts(names, cuts).view(count, -1, cut.kept_shape[1])

@@ -225,7 +225,7 @@ class _Layer:
         output_norm = path(norms.mlp_output)
         self.mlp: Mlp | RoutedMlp
         if config.experts_per_token:
-            self.mlp = RoutedMlp(config, checkpoint, layer, output_norm)
+            self.mlp = RoutedMlp(config, checkpoint, layer, ranks, output_norm)
         else:
             self.mlp = Mlp(config, checkpoint, layer, ranks, output_norm)
 

@@ -43,12 +43,22 @@ class Mlp:
 
 
 class RoutedMlp:
-    """Experts, of which each token's are chosen by its logits."""
+    """Experts, of which each token's are chosen by its logits.
+
+    The router is whole in every rank. All compute it from the same bits, which the sum over ranks
+    before it left, so they choose the same experts, and each computes a part of every one.
+    """
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, output_norm: str | None
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layer: int,
+        ranks: RankGroup | None,
+        output_norm: str | None,
     ) -> None:
-        """Read a layer's router and experts; raises ModelError."""
+        """Read a layer's router, and this rank's part of its experts; raises ModelError."""
+        self._ranks = ranks
         self.first = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
         self.experts = Experts(config, checkpoint, layer)
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
@@ -57,4 +67,6 @@ class RoutedMlp:
         """Return y [tokens, hidden] of x [tokens, hidden]."""
         logits, delta = self.first(x, lora)
         mixed = self.experts(rows_of(x), logits, delta, lora)
+        if self._ranks is not None:
+            self._ranks.sum_(mixed)
         return Product(mixed, norm_weight=self.output_weight)

@@ -31,9 +31,9 @@ class Span:
     @classmethod
     def of(cls, file: Path, begin: int, dtype: torch.dtype, cut: Cut) -> "Span":
         """What a cut keeps of a tensor that begins at `begin`."""
-        width = math.prod(cut.shape[1:])
+        width = math.prod(cut.matrix_shape[1:])
         begin += cut.rows.start * width * dtype.itemsize
-        if cut.kept_shape[1:] == cut.shape[1:]:  # dense, in pieces of any length
+        if cut.kept_shape[1:] == cut.matrix_shape[1:]:  # dense, in pieces of any length
             return cls(file, begin, dtype, 1, range(1))
         assert cut.columns is not None
         return cls(file, begin, dtype, width, cut.columns)

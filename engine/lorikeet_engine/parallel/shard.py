@@ -8,6 +8,7 @@ Each of q, k, v, gate, up and lm_head is cut on its own, at heads where it has t
 are stored on top of one another. With o and down a process adds B A x of its inputs to its part of
 the base product, and the sum over processes that the base product needs anyhow sums both.
 Embeddings, and adapters of them, are whole everywhere.
+So is the router of a mixture of experts, of each of which gate, up and down are cut like an MLP's.
 """
 
 import math
@@ -63,10 +64,6 @@ class Shard:
 
         Raises SettingsError when the base model cannot be cut so.
         """
-        if self.world > 1 and shape.experts:
-            raise SettingsError(
-                f"{shape.family}: processes cannot share a mixture of experts: choose one GPU"
-            )
         return tuple(self._range(linear, shape) for linear in shape.modules)
 
     def part_of(self, shape: BaseShape) -> BaseShape:
@@ -116,8 +113,8 @@ class Shard:
             last = first + 1  # several processes keep the head that their queries read
         elif count % self.world:
             raise SettingsError(
-                f"{width}={count} cannot be shared evenly by {self.world} processes: choose a "
-                "number of GPUs that divides it"
+                f"{shape.key(width)}={count} cannot be shared evenly by {self.world} "
+                "processes: choose a number of GPUs that divides it"
             )
         return range(first * each, last * each)
 

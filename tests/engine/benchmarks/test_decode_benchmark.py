@@ -10,8 +10,9 @@ from engine.benchmarks import decode, harness, random_model
 from engine.benchmarks.gpu_time import gpu_time, read_trace
 from engine.benchmarks.offline import Work
 from engine.benchmarks.random_adapters import Targets
+from engine.benchmarks.random_engine import random_engine
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
-from tests.engine.tiny_engine import SETTINGS, tiny_engine
+from tests.engine.tiny_engine import CONFIG, SETTINGS, tiny_engine
 
 
 def event(name, begin_us, length_us, cat="kernel"):
@@ -75,6 +76,23 @@ def test_steps_are_checked_and_timed_and_the_engine_is_left_empty(tmp_path, monk
     assert [row.layer_ms for row in rows] == [row.step_ms / 2 for row in rows]
     assert engine.status().live.running == engine.status().live.kv_pages_used == 0
     assert "2 adapters" in capsys.readouterr().out
+    engine.close()
+
+
+def test_experts_that_two_ranks_share_are_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "STEPS", 5)
+    config = CONFIG | {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    engine = random_engine(tmp_path, config=config, settings=replace(SETTINGS, tensor_parallel=2))
+    works = [Work("alone", 5, 24, requests=1), Work("four", 9, 24, requests=4)]
+    rows = decode.measure_all(engine, works)
+    assert [row.work for row in rows] == works
+    assert all(row.step_ms > 0 for row in rows)
     engine.close()
 
 

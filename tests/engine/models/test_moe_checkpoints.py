@@ -13,8 +13,12 @@ from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.execution.memory_plan import step_bytes
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
+from lorikeet_engine.models import staging
+from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.experts import Experts
 from lorikeet_engine.models.llama import load_model, rehearse_load
+from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.settings import EngineSettings
 from tests.engine.conftest import MOE, PagedTokens
 
@@ -54,6 +58,45 @@ def test_experts_that_are_stored_as_one_tensor_are_the_same(tiny_checkpoints, tm
     folder = tiny_checkpoints["qwen3_moe"]
     whole = as_whole(folder, tmp_path / "whole")
     assert torch.equal(logits(whole), logits(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "stored"), [("qwen3_moe", "apart"), ("qwen3_moe", "as one"), ("mixtral", "apart")]
+)
+def test_a_process_reads_its_part_of_every_expert(
+    family, stored, tiny_checkpoints, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(staging, "STAGING_BYTES", 1 << 10)  # a few rows at a time
+    folder = tiny_checkpoints[family]
+    if stored == "as one":
+        folder = as_whole(folder, tmp_path / "whole")
+    whole, *parts = (experts(folder, Shard(i, n)) for i, n in ((0, 1), (0, 2), (1, 2)))
+    halves = [part.gate_up.unflatten(1, (2, -1)) for part in parts]  # of gate and of up
+    assert torch.equal(torch.cat(halves, dim=2).flatten(1, 2), whole.gate_up)
+    assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
+
+
+def test_rows_of_experts_that_others_keep_are_not_read(tiny_checkpoints, tmp_path, monkeypatch):
+    read, read_piece = [], staging._read
+
+    def count(file, begin, out):
+        read.append(out.nbytes)
+        read_piece(file, begin, out)
+
+    monkeypatch.setattr(staging, "_read", count)
+    for folder in (
+        tiny_checkpoints["qwen3_moe"],
+        as_whole(tiny_checkpoints["qwen3_moe"], tmp_path / "whole"),
+    ):
+        read.clear()
+        part = experts(folder, Shard(1, 4))
+        assert sum(read) == part.gate_up.nbytes + 4 * part.down.nbytes  # columns are cut afterwards
+
+
+def experts(folder, shard):
+    config = ModelConfig.from_folder(folder)
+    with Checkpoint(folder, CPU, torch.float32, shard=shard) as checkpoint:
+        return Experts(config, checkpoint, layer=1)
 
 
 @pytest.mark.parametrize("family", MOE)

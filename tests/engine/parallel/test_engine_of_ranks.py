@@ -6,17 +6,22 @@ from typing import Any
 import pytest
 
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter_format import AdapterLimits, read_spec
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.residency.packing import PackedLayout
+from tests.engine.conftest import MOE
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import PAGE, Answers, greedy, prompt
+from tests.engine.moe_adapters import PARAMETERS
+from tests.engine.moe_world import MoeWorld
 from tests.engine.peft_world import PeftWorld, ask
 from tests.engine.test_peft_equality import ADAPTERS, ALL
 
 TOKENS = 24
 HEAD = {"r": 6, "lora_alpha": 12, "target_modules": [*ALL, "lm_head"]}
-# What one adapter of rank 16 on all linears takes: few parts of them fit, so they come and go.
-_ONE = 16 * 2 * (4 * 64 + 3 * 96 + 64 + 2 * 32 + 2 * 96 + 5 * 64) * 4
+ATTENTION = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+_LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 24)
 
 
 def build(world: PeftWorld, cache: Path, ranks: int, **settings: Any) -> Engine:
@@ -29,7 +34,7 @@ def build(world: PeftWorld, cache: Path, ranks: int, **settings: Any) -> Engine:
         "max_context": 112,
         "max_running": 8,
         "max_batch_tokens": 48,
-        "adapter_gpu_bytes": _ONE,
+        "adapter_gpu_bytes": largest_adapter_bytes(world),
         "adapter_host_bytes": 8 << 20,
         "page_size": PAGE,
         "tensor_parallel": ranks,
@@ -38,11 +43,26 @@ def build(world: PeftWorld, cache: Path, ranks: int, **settings: Any) -> Engine:
     return Engine(of_engine, world.shelf, grammars=DescendingGrammars())
 
 
-@pytest.fixture(scope="module", params=[(2, "llama"), (4, "biased")], ids=["2", "4-biased"])
+def largest_adapter_bytes(world: PeftWorld) -> int:
+    """What the largest takes whole: few parts of adapters fit, so they come and go."""
+    shape = ModelConfig.from_folder(world.checkpoint).shape
+    blobs = [world.shelf.folder / ref.digest for ref in world.refs.values() if ref]
+    specs = [read_spec(blob, shape, _LIMITS) for blob in blobs]
+    return 4 * max(PackedLayout.of(spec, shape).elements for spec in specs)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(2, "llama"), (4, "biased"), (2, "qwen3_moe"), (4, "mixtral")],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
 def ranks_and_world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory, one_thread):
     ranks, name = request.param
     checkpoint = {**tiny_checkpoints, **variant_checkpoints}[name]
     folder = tmp_path_factory.mktemp(name)
+    if name in MOE:
+        adapters = {"attention": ATTENTION, **PARAMETERS, "head": HEAD}
+        return ranks, MoeWorld(checkpoint, folder, adapters, TOKENS)
     return ranks, PeftWorld(checkpoint, folder, {**ADAPTERS, "head": HEAD}, TOKENS)
 
 

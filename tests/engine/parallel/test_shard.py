@@ -11,6 +11,7 @@ from lorikeet_engine.parallel.shard import Shard
 SHAPE = BaseShape(
     "llama", 1, hidden=18, intermediate=32, heads=4, kv_heads=4, head_dim=4, vocabulary=40
 )
+OF_EXPERTS = dataclasses.replace(SHAPE, family="qwen3_moe", experts=6)
 
 
 def test_the_key_head_of_every_query_head_is_in_the_same_shard():
@@ -23,12 +24,16 @@ def test_the_key_head_of_every_query_head_is_in_the_same_shard():
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_a_shards_own_shape_has_the_widths_of_what_it_keeps(world):
-    shape = BaseShape("llama", 3, 96, 64, heads=8, kv_heads=2, head_dim=4, vocabulary=96)
+@pytest.mark.parametrize(("family", "experts"), [("llama", 0), ("qwen3_moe", 6), ("mixtral", 3)])
+def test_a_shards_own_shape_has_the_widths_of_what_it_keeps(family, experts, world):
+    shape = BaseShape(
+        family, 3, 96, 64, heads=8, kv_heads=2, head_dim=4, vocabulary=96, experts=experts
+    )
     for index in range(world):
         own = Shard(index, world).part_of(shape)
-        for linear, kept in enumerate(Shard(index, world).ranges(shape)[:7]):
-            assert own.dims(linear) == (len(kept.inputs), kept.d_out)
+        ranges = Shard(index, world).ranges(shape)
+        for linear in range(len(shape.linears)):
+            assert own.dims(linear) == ranges[linear].dims
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -70,3 +75,13 @@ def test_a_base_model_that_cannot_be_cut_evenly_is_refused(field, value, named):
     Shard(0, 1).ranges(other)
     with pytest.raises(SettingsError, match=named):
         Shard(0, 4).ranges(other)
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [("qwen3_moe", "moe_intermediate_size=30"), ("mixtral", "^intermediate_size=30")],
+)
+def test_experts_that_cannot_be_cut_evenly_are_refused_by_the_key_of_their_width(family, named):
+    uneven = dataclasses.replace(OF_EXPERTS, family=family, intermediate=30)
+    with pytest.raises(SettingsError, match=f"{named} cannot .* choose a number of GPUs that"):
+        Shard(0, 4).ranges(uneven)

@@ -9,7 +9,7 @@ from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import Shard
-from tests.engine.conftest import FAMILIES, PagedTokens, save_all
+from tests.engine.conftest import FAMILIES, MOE, PagedTokens, save_all
 from tests.engine.models.test_models import Run, assert_equal
 from tests.engine.ranks import CPU, run_ranks
 
@@ -18,6 +18,7 @@ CONFIGS = {
     **FAMILIES,
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    **MOE,
 }
 NAMES = list(CONFIGS)
 ROUNDED = {"llama": Quantization.NF4, "phi3": Quantization.NF4}

@@ -1,0 +1,76 @@
+"""On two GPUs: prompts are as likely as on one where they share a mixture of experts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.benchmarks.random_checkpoint import write_checkpoint
+from engine.benchmarks.random_model import QWEN3_30B_A3B
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter_format import BaseShape
+from tests.engine.blobs import Shelf
+from tests.engine.engine_driver import Answers, greedy, prompt
+from tests.engine.gpu.test_ranks import RANKS, TOLERANCE, engine_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+# All experts of each token: of some, a rounding may choose others than on one GPU.
+CONFIG = {
+    **QWEN3_30B_A3B,
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+TOKENS = 200  # of the shortest prompt
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    write_checkpoint(folder / "model", CONFIG, torch.device("cuda"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def refs(folder: Path) -> list[AdapterRef]:
+    """Adapters of attention and all experts, which on the GPU make room for one another.
+
+    They leave the router alone: such large ones would make another mixture of every rounding.
+    """
+    shape, shelf = BaseShape.from_config(CONFIG), Shelf(folder / "made")
+    linears = [n for n, linear in enumerate(shape.linears) if linear.group != "router"]
+    places = [(layer, linear) for layer in range(shape.layers) for linear in linears]
+    (folder / "blobs").mkdir()
+    refs = [shelf.make(f"r{rank}", dict.fromkeys(places, rank), shape=shape) for rank in RANKS]
+    for ref in refs:
+        (folder / "blobs" / ref.digest).write_bytes(shelf.blob(ref.name).read_bytes())
+    return refs
+
+
+def logprobs(folder: Path, refs: list[AdapterRef], gpus: int) -> torch.Tensor:
+    """[1 + adapters, tokens], of prompts under the base model and each adapter."""
+    engine = engine_of(folder, gpus)
+    answers = Answers(engine)
+    for i, ref in enumerate([None, *refs]):
+        ids = prompt(TOKENS + i, i)
+        answers.submit(greedy(f"{i}", ids, adapter=ref, max_tokens=24, prompt_logprobs=0))
+    answers.until(lambda: not answers.pending, timeout_s=120)
+    engine.close()
+    assert not answers.errors
+    told = [[s.logprob for s in answers.scores[f"{i}", 0]] for i in range(len(refs) + 1)]
+    return torch.tensor([each[: TOKENS - 1] for each in told])
+
+
+def test_prompts_are_as_likely_on_two_gpus_as_on_one(folder: Path, refs: list[AdapterRef]) -> None:
+    one, two = (logprobs(folder, refs, gpus) for gpus in (1, 2))
+    assert (one - two).square().mean(1).sqrt().max() < TOLERANCE
+    assert one[0].sub(one[1]).square().mean().sqrt() > 3 * TOLERANCE, "what adapters change"

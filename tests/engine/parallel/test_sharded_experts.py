@@ -1,0 +1,78 @@
+"""A mixture of experts that ranks share: all choose the same experts, and sum up once a layer."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from lorikeet_engine.kernels.moe import RoutedRows, route
+from lorikeet_engine.models import experts
+from lorikeet_engine.models.llama import load_model
+from lorikeet_engine.parallel.rank_group import RankGroup
+from tests.engine.conftest import MOE, PagedTokens
+from tests.engine.models.test_models import Run, prompt_of
+from tests.engine.moe_adapters import PARAMETERS
+from tests.engine.parallel.test_sharded_adapters import packed, step
+from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.ranks import CPU, run_ranks
+
+LAYERS = 2
+ADAPTERS = ("router", "both", "all")
+
+
+class Told(NamedTuple):
+    """What a rank computed. routed: by layer. sums: how many over ranks."""
+
+    logits: torch.Tensor
+    routed: list[RoutedRows]
+    sums: int
+
+
+def tell(group: RankGroup | None, checkpoint: Path, blobs: dict[str, Path]) -> Told:
+    """One step of a prompt under each adapter and one of the base model."""
+    routed, sums = list[RoutedRows](), list[int]()
+
+    def recording_route(*arguments, **more):
+        routed.append(route(*arguments, **more))
+        return routed[-1]
+
+    experts.route = recording_route
+    try:
+        model = load_model(checkpoint, CPU, torch.float32, ranks=group)
+        if group is not None:
+            sum_ = group.sum_
+            group.sum_ = lambda tensor: sums.append(1) or sum_(tensor)
+        weights, layouts = packed(model, blobs, group)
+        run = Run(checkpoint, PagedTokens(), lora=weights, model=model)
+        prompts = {name: prompt_of(9 + 7 * n, n) for n, name in enumerate([*blobs, None])}
+        return Told(step(run, prompts, layouts), routed, len(sums))
+    finally:
+        experts.route = route
+
+
+@pytest.fixture(scope="module", params=MOE)
+def case(request, tiny_checkpoints, tmp_path_factory):
+    """A checkpoint, and the blobs of adapters that change what is routed."""
+    checkpoint, folder = tiny_checkpoints[request.param], tmp_path_factory.mktemp(request.param)
+    shelf = BlobShelf(folder / "blobs")
+    blobs = {}
+    for seed, name in enumerate(ADAPTERS):
+        saved = save_adapter(checkpoint, folder / name, seed, **PARAMETERS[name])
+        blobs[name] = shelf.folder / shelf.add(saved, name).digest
+    return checkpoint, blobs
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_ranks_choose_the_same_experts_bit_for_bit_and_sum_twice_a_layer(world, case, tmp_path):
+    alone = tell(None, *case)
+    leader, *followers = run_ranks(world, tell, tmp_path, *case)
+    torch.testing.assert_close(leader.logits, alone.logits, rtol=0, atol=1e-4)
+    assert len(leader.routed) == LAYERS
+    for ours, whole in zip(leader.routed, alone.routed, strict=True):
+        assert torch.equal(ours.pairs, whole.pairs)
+    for rank in followers:
+        for ours, theirs in zip(rank.routed, leader.routed, strict=True):
+            assert torch.equal(ours.weights, theirs.weights)
+            assert torch.equal(ours.pairs, theirs.pairs)
+    assert {rank.sums for rank in (leader, *followers)} == {2 * LAYERS}
