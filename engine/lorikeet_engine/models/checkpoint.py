@@ -105,6 +105,7 @@ class Checkpoint:
     def read_linear(self, names: Sequence[str], cuts: Sequence[Cut]) -> Weight:
         """What is kept of the weights of linears that are fused, rounded if that is asked for.
 
+        Of FP8 the rows are those of a matrix, whatever dimensions the tensors have.
         Linears that are stored as FP8 stay so. Scales of blocks become scales of rows, for which
         weights are rounded a second time; linears that are not all FP8 get their exact values.
         Rounded to FP8 is what is kept, to NF4 all, whose scales depend on it. Raises what `read`
@@ -231,7 +232,7 @@ class Checkpoint:
     def _to_fp8(self, names: Sequence[str], cuts: Sequence[Cut]) -> Fp8Rows:
         weight = self._read(names, cuts)
         self._finish_reading()
-        return quantize_weight(weight)
+        return quantize_weight(weight.flatten(0, -2))
 
     def _to_nf4(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
         out, parts = stack(cuts, self.device, self.dtype)

@@ -2,28 +2,32 @@
 
 import torch
 
+from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.errors import ModelError
+from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
+from lorikeet_engine.kernels.lora.linear import Inputs, Weight, rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep
 from lorikeet_engine.kernels.moe import combine, expert_products, route
-from lorikeet_engine.kernels.pointwise import act_and_mul
+from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.cut import Cut
 
 
 class Experts:
     """y[t] = Σ p(t, e) · down(e) · (silu(gate(e)·x[t]) · up(e)·x[t]) over the experts e of token t.
 
     gate_up [experts, 2 · width, hidden] and down [experts, hidden, width], with width the shape's
-    intermediate. Between the products lie rows, one for each pair of a token and an expert of its,
-    sorted by expert (kernels/moe).
+    intermediate, in floats or FP8. Between the products lie rows, one for each pair of a token and
+    an expert of its, sorted by expert (kernels/moe).
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
-        """Read a layer's experts; raises ModelError, also where linears are to be rounded."""
-        if checkpoint.rounding is not None:
+        """Read a layer's experts; raises ModelError, also where they are to be rounded to NF4."""
+        if checkpoint.rounding is Quantization.NF4:
             raise ModelError(
-                f"weight_dtype={checkpoint.rounding}: experts are served as floats: want auto",
+                "weight_dtype=nf4: experts are served as floats or in FP8: want auto or fp8",
                 field="weight_dtype",
             )
         shape = config.shape
@@ -41,7 +45,7 @@ class Experts:
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: Inputs,
         logits: torch.Tensor,
         lora: LoraDelta | None,
         step: LoraStep | None,
@@ -49,27 +53,32 @@ class Experts:
         """Return y [tokens, hidden] of x [tokens, hidden].
 
         logits [tokens, experts]: the router's; lora is to be added to them. step: the LoRA work of
-        the experts' own linears.
+        the experts' own linears, which reads what the products round as it was.
         """
         routed = route(logits, self.per_token, lora, normalised=self.normalised)
         adapted = begin_experts(step, routed)
         gate_up = expert_products(x, self.gate_up, routed, gathered=True)  # [rows, 2 · width]
-        add_expert_lora(gate_up, x, adapted, self.layer, self.gate_up_group, gathered=True)
-        gated = act_and_mul(gate_up, gelu=self.gelu)
+        add_expert_lora(gate_up, rows_of(x), adapted, self.layer, self.gate_up_group, gathered=True)
+        gate = act_and_mul_fp8 if isinstance(self.down, Fp8Rows) else act_and_mul
+        gated = gate(gate_up, gelu=self.gelu)
         down = expert_products(gated, self.down, routed)  # [rows, hidden]
-        add_expert_lora(down, gated, adapted, self.layer, self.down_group)
+        add_expert_lora(down, rows_of(gated), adapted, self.layer, self.down_group)
         return combine(down, routed)
 
 
 def _read(
     checkpoint: Checkpoint, path: str, parts: tuple[str, ...], count: int, d_out: int, d_in: int
-) -> torch.Tensor:
+) -> Weight:
     """All experts' linears of one input, on top of one another: [count, parts · d_out, d_in].
 
     As one tensor, gate_up_proj or down_proj, or as a tensor of each expert's linear.
     """
     whole = f"{path}.{'gate_up_proj' if len(parts) > 1 else parts[0]}"
     if whole in checkpoint:
-        return checkpoint.read([whole], [count], len(parts) * d_out, d_in)
-    names = [f"{path}.{expert}.{part}.weight" for expert in range(count) for part in parts]
-    return checkpoint.read(names, [d_out] * len(names), d_in).view(count, -1, d_in)
+        weight = checkpoint.read_linear([whole], [Cut.whole(count, len(parts) * d_out, d_in)])
+    else:
+        names = [f"{path}.{expert}.{part}.weight" for expert in range(count) for part in parts]
+        weight = checkpoint.read_linear(names, [Cut.whole(d_out, d_in)] * len(names))
+    if isinstance(weight, Fp8Rows):
+        return Fp8Rows(weight.rows.view(count, -1, d_in), weight.scales.view(count, -1))
+    return weight.view(count, -1, d_in)

@@ -6,6 +6,7 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.adapter_format.families import Parallel
 from lorikeet_engine.kernels.lora.linear import (
     Inputs,
+    Weight,
     linear_with_lora,
     linear_with_lora_before_act,
 )
@@ -40,7 +41,8 @@ class LoraLinear:
         )
         paths = [shape.linears[n].path(layer) for n in linears]
         d_in, d_outs = shape.dims(linears[0])[0], [shape.dims(n)[1] for n in linears]
-        self.weight = checkpoint.read_linear(
+        read = checkpoint.read_parts if shape.linears[linears[0]].routes else checkpoint.read_linear
+        self.weight: Weight = read(
             [f"{path}.weight" for path in paths],
             [
                 Cut((d_out, d_in), cut.outputs, cut.inputs)

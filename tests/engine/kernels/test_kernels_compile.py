@@ -190,6 +190,24 @@ def test_mixture_of_experts(
     assert compiled == {"choose", "sort_by_expert", "_products", "sum_weighed"}
 
 
+@pytest.mark.parametrize("tokens", [1, 256, 2048, 8192])
+@pytest.mark.parametrize(("experts", "per_token", "inner"), [(128, 8, 768), (8, 2, 14336)])
+def test_fp8_experts(
+    compiled: set[str], tokens: int, experts: int, per_token: int, inner: int
+) -> None:
+    def fp8_weight(d_out: int, d_in: int) -> Fp8Rows:
+        rows = empty(experts, d_out, d_in, dtype=DTYPE)
+        return Fp8Rows(rows, empty(experts, d_out, dtype=torch.float32))
+
+    routed = moe.route(empty(tokens, experts), per_token, None, normalised=True)
+    gate_up, down = fp8_weight(2 * inner, 2048), fp8_weight(2048, inner)
+    y = moe.expert_products(empty(tokens, 2048), gate_up, routed, gathered=True)
+    y = moe.expert_products(fused.act_and_mul_fp8(y), down, routed)
+    assert y.shape == (tokens * per_token, 2048)
+    of_fp8 = {"_quantize_rows", "_act_and_mul_fp8", "_products_fp8"}
+    assert compiled == {"choose", "sort_by_expert", *of_fp8}
+
+
 @pytest.mark.parametrize("tokens", [1, 256])
 def test_attention_of_small_steps(compiled: set[str], tokens: int) -> None:
     shape = AttentionShape(32, 8, 128, 16, torch.bfloat16)
