@@ -45,7 +45,8 @@ class PackedLayout:
     size, which is what the image takes on one GPU. ranges: for each rank's span, and each of the
     shape's modules, what of its matrices is there. layers: where in the span each layer begins, and
     then the outer one; one that has nothing there, where the next does. head_rank: lm_head's.
-    head_rows: how many rows of it are replaced. Neither counts as the other.
+    head_rows: how many rows of it are replaced. Neither counts as the other. changes_experts:
+    whether there are matrices of experts.
     """
 
     rows: torch.Tensor
@@ -55,6 +56,7 @@ class PackedLayout:
     layers: tuple[int, ...]
     head_rank: int
     head_rows: int
+    changes_experts: bool
 
     @property
     def image_elements(self) -> int:
@@ -77,8 +79,7 @@ class PackedLayout:
     ) -> "PackedLayout":
         """The layout of ranks by (layer, module), which may be 0.
 
-        A head that is tied to the embeddings has the embeddings' rows. Raises SettingsError when
-        the base model cannot be cut so.
+        A head that is tied to the embeddings has their rows. Raises SettingsError as `of` does.
         """
         ranks, outer = dict(ranks), shape.outer_layer
         of_head, of_embeddings = shape.index(HEAD_ROWS.name), shape.index(EMBEDDING_ROWS.name)
@@ -111,6 +112,7 @@ class PackedLayout:
             tuple(layers),
             head_rank=int(table[outer, shape.index(HEAD.name), 2]),
             head_rows=int(table[outer, of_head, 2]),
+            changes_experts=_changes_experts(table, shape),
         )
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
@@ -122,6 +124,11 @@ class PackedLayout:
         rows = self.rows.clone()
         rows[..., :2] += offset * (rows[..., 2:] > 0)
         return rows
+
+
+def _changes_experts(rows: torch.Tensor, shape: BaseShape) -> bool:
+    of_experts = [n for n, linear in enumerate(shape.linears) if linear.of_experts]
+    return bool(rows[:, of_experts, 2].any())
 
 
 class PackedImage(NamedTuple):

@@ -26,7 +26,7 @@ from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora import expert_rows, linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_act import expand_act_and_mul
-from lorikeet_engine.kernels.lora.experts import ExpertStep
+from lorikeet_engine.kernels.lora.experts import ExpertStep, add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.linear import linear_with_lora
 from lorikeet_engine.kernels.lora.shrink import shrink
@@ -188,6 +188,21 @@ def test_mixture_of_experts(
     down = moe.expert_products(y[:, :inner], empty(experts, 2048, inner), routed)
     assert moe.combine(down, routed).shape == (tokens, 2048)
     assert compiled == {"choose", "sort_by_expert", "_products", "sum_weighed"}
+
+
+@pytest.mark.parametrize("changes_experts", [False, True])
+def test_experts_that_adapters_leave_alone_cost_no_launch(
+    compiled: set[str], changes_experts: bool
+) -> None:
+    routed = moe.route(empty(16, 128), 8, None, normalised=True)
+    weights, listed = lora(16, 4, 16)
+    runs = [empty(4, dtype=torch.int32) for _ in range(3)]
+    segments = Segments(*runs, max_rank=16, changes_experts=changes_experts)
+    before = set(compiled)
+    adapted = begin_experts(LoraStep(weights, segments, listed), routed)
+    add_expert_lora(empty(16 * 8, 2048), empty(16 * 8, 768), adapted, 3, EXPERT_DOWN)
+    launched = {"_list_owners", "_shrink", "_expand"} if changes_experts else set()
+    assert compiled - before == launched
 
 
 @pytest.mark.parametrize("tokens", [1, 256, 2048, 8192])
