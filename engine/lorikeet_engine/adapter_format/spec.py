@@ -1,8 +1,9 @@
 """Validates a blob against a base model and says where its matrices lie."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from lorikeet_engine.adapter_format.tensor_names import (
     split_tensor_name,
     tensor_name,
     token_rows_module,
+    with_shared_a,
 )
 from lorikeet_engine.adapter_format.token_rows import TokenRows, parse_tokens, read_token_rows
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
@@ -66,11 +68,6 @@ class LinearLora:
         """A [rank, d_in] and B [d_out, rank] of one expert, from 0 on."""
         return _of_expert(self.a, expert), _of_expert(self.b, expert)
 
-    @property
-    def packed_elements(self) -> int:
-        """Elements that both take in an image, where every expert has its own."""
-        return sum(aligned(self.experts * math.prod(each.shape[-2:])) for each in (self.a, self.b))
-
     def matrix(self, side: str) -> str:
         """What errors call one of its matrices; side: A or B."""
         return f"{self.name}.lora_{side}"
@@ -90,6 +87,15 @@ class AdapterSpec:
     token_rows: tuple[TokenRows, ...] = ()
 
     @property
+    def shared_a(self) -> frozenset[tuple[int, int]]:
+        """Layer and linear of each whose A is that of the one before: experts' up_proj's can be."""
+        return frozenset(
+            (part.layer, part.linear)
+            for before, part in pairwise(self.linears)
+            if part.a == before.a
+        )
+
+    @property
     def touches(self) -> TouchedModules:
         """What it changes of the base model."""
         names = {part.linear: part.name.rpartition(".")[2] for part in self.linears}
@@ -97,17 +103,26 @@ class AdapterSpec:
             linears=tuple(names[linear] for linear in sorted(names)),
             layers=len({p.layer for p in self.linears if names[p.linear] not in OUTER_MODULES}),
             min_rank=min(part.rank for part in self.linears),
-            parameters=sum(math.prod(p.a.shape) + math.prod(p.b.shape) for p in self.linears)
+            parameters=sum(math.prod(span.shape) for _, span in self._matrices())
             + sum(math.prod(part.rows.shape) for part in self.token_rows),
             tokens=len({each for part in self.token_rows for each in part.ids}),
         )
 
     def packed_elements(self) -> int:
-        """Elements of the packed image: true ranks, each matrix aligned."""
-        return sum(part.packed_elements for part in self.linears) + sum(
+        """Elements of the packed image: true ranks, each matrix aligned, and each expert's own."""
+        matrices = (part.experts * math.prod(span.shape[-2:]) for part, span in self._matrices())
+        return sum(map(aligned, matrices)) + sum(
             aligned(math.prod(part.rows.shape)) + aligned(3 * len(part.ids))
             for part in self.token_rows
         )
+
+    def _matrices(self) -> Iterator[tuple[LinearLora, TensorSpan]]:
+        """Each matrix once, and a linear that has it."""
+        shared = self.shared_a
+        for part in self.linears:
+            if (part.layer, part.linear) not in shared:
+                yield part, part.a
+            yield part, part.b
 
 
 def aligned(elements: int) -> int:
@@ -138,7 +153,8 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     for copy in parse_copies(header.metadata):
         _check_copy(copy, shape)
     rows = {name: span for name, span in header.tensors.items() if token_rows_module(name)}
-    pairs = pair_tensors({n: span for n, span in header.tensors.items() if n not in rows})
+    matrices = {name: span for name, span in header.tensors.items() if name not in rows}
+    pairs = pair_tensors(with_shared_a(matrices))
     for key in (*config.rank_pattern, *config.alpha_pattern):
         if key not in pairs:
             raise AdapterRejected(f"a pattern names {key}, which has no weights", field=key)
