@@ -267,9 +267,10 @@ class Checkpoint:
         if stored is None:
             raise ModelError(f"{self.folder}: tensor {name} is missing", field=name)
         if stored.shape != tuple(shape) or stored.dtype not in dtypes:
+            other = "; or take a copy that is not quantised" if stored.dtype[:2] == "F8" else ""
             raise ModelError(
                 f"{self.folder}: tensor {name} is {stored.dtype} {list(stored.shape)}: "
-                f"want {list(shape)} in one of {', '.join(dtypes)}",
+                f"want {list(shape)} in one of {', '.join(dtypes)}{other}",
                 field=name,
             )
         self._unread.discard(name)
