@@ -41,12 +41,22 @@ _LOADED_WITHIN_S = 60.0
 
 
 class RandomBlobs:
-    """An AdapterSource: `count` adapters of one rank in a folder, with scalings of their own."""
+    """An AdapterSource: `count` adapters of one rank in a folder, with scalings of their own.
 
-    def __init__(self, folder: Path, shape: BaseShape, count: int, rank: int) -> None:
+    linears: the names of those that they change; None: all of the layers'.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: BaseShape,
+        count: int,
+        rank: int,
+        linears: Sequence[str] | None = None,
+    ) -> None:
         self._folder = folder
-        self._linears = [linear.name for linear in shape.linears]
-        tensors = _tensors(shape, rank)
+        self._linears = linears or [linear.name for linear in shape.linears]
+        tensors = _tensors(shape, rank, self._linears)
         with ThreadPoolExecutor(8) as pool:
             self.refs = list(pool.map(partial(self._write, tensors, rank), range(count)))
 
@@ -158,11 +168,13 @@ def _image(elements: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(elements, dtype=dtype).normal_(0.0, _SIGMA, generator=random)
 
 
-def _tensors(shape: BaseShape, rank: int) -> dict[str, torch.Tensor]:
+def _tensors(shape: BaseShape, rank: int, linears: Sequence[str]) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(1)
     tensors = {}
     for layer in range(shape.layers):
         for index, linear in enumerate(shape.linears):
+            if linear.name not in linears:
+                continue
             d_in, d_out = shape.dims(index)
             path = f"base_model.model.{linear.path(layer)}"
             experts = (shape.experts,) if linear.of_experts else ()

@@ -344,6 +344,16 @@ def test_a_base_model_that_is_quantised_otherwise(patient: Patient) -> None:
     assert "NF4, AWQ or GPTQ" in fault.fix
 
 
+def test_a_mixture_of_experts_that_is_not_quantised_as_fp8(patient: Patient) -> None:
+    path = patient.model / "config.json"
+    nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    more = {"model_type": "mixtral", "quantization_config": nf4}
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    (fault,) = faults(patient.examined("base models"))
+    assert "want experts of floats or of FP8" in fault.message
+    assert fault.fix == "choose a copy that is not quantised, or in FP8"
+
+
 @pytest.mark.parametrize("rounding", ["nf4", "fp8"])
 def test_what_linears_are_rounded_to_is_said(patient: Patient, rounding: str) -> None:
     found = patient.examined("base models", **variable("WEIGHT_DTYPE", rounding))

@@ -1,8 +1,9 @@
 """Validates a blob against a base model and says where its matrices lie."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from lorikeet_engine.adapter_format.tensor_names import (
     split_tensor_name,
     tensor_name,
     token_rows_module,
+    with_shared_a,
 )
 from lorikeet_engine.adapter_format.token_rows import TokenRows, parse_tokens, read_token_rows
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
@@ -66,10 +68,6 @@ class LinearLora:
         """A [rank, d_in] and B [d_out, rank] of one expert, from 0 on."""
         return _of_expert(self.a, expert), _of_expert(self.b, expert)
 
-    def packed_elements(self, d_in: int, d_out: int) -> int:
-        """Elements that both take in an image that has so much of them; every expert its own."""
-        return sum(aligned(self.experts * self.rank * width) for width in (d_in, d_out))
-
     def matrix(self, side: str) -> str:
         """What errors call one of its matrices; side: A or B."""
         return f"{self.name}.lora_{side}"
@@ -89,6 +87,15 @@ class AdapterSpec:
     token_rows: tuple[TokenRows, ...] = ()
 
     @property
+    def shared_a(self) -> frozenset[tuple[int, int]]:
+        """Layer and linear of each whose A is that of the one before: experts' up_proj's can be."""
+        return frozenset(
+            (part.layer, part.linear)
+            for before, part in pairwise(self.linears)
+            if part.a == before.a
+        )
+
+    @property
     def touches(self) -> TouchedModules:
         """What it changes of the base model."""
         names = {part.linear: part.name.rpartition(".")[2] for part in self.linears}
@@ -96,20 +103,26 @@ class AdapterSpec:
             linears=tuple(names[linear] for linear in sorted(names)),
             layers=len({p.layer for p in self.linears if names[p.linear] not in OUTER_MODULES}),
             min_rank=min(part.rank for part in self.linears),
-            parameters=sum(math.prod(p.a.shape) + math.prod(p.b.shape) for p in self.linears)
+            parameters=sum(math.prod((p.a, p.b)[side].shape) for p, side in self._matrices())
             + sum(math.prod(part.rows.shape) for part in self.token_rows),
             tokens=len({each for part in self.token_rows for each in part.ids}),
         )
 
     def packed_elements(self, dims: Callable[[int], tuple[int, int]]) -> int:
-        """Elements of the packed image: true ranks, each matrix aligned.
+        """Elements of the packed image: true ranks, each matrix aligned, and each expert's own.
 
         dims: as BaseShape's, or of what a GPU keeps of each module.
         """
-        return sum(part.packed_elements(*dims(part.linear)) for part in self.linears) + sum(
-            aligned(math.prod(part.rows.shape)) + aligned(3 * len(part.ids))
-            for part in self.token_rows
-        )
+        matrices = [p.experts * p.rank * dims(p.linear)[side] for p, side in self._matrices()]
+        rows = [n for p in self.token_rows for n in (math.prod(p.rows.shape), 3 * len(p.ids))]
+        return sum(map(aligned, matrices + rows))
+
+    def _matrices(self) -> Iterator[tuple[LinearLora, int]]:
+        """Each matrix once: a linear that has it, and 0 for its A or 1 for its B."""
+        shared = self.shared_a
+        for part in self.linears:
+            held = (part.layer, part.linear) in shared
+            yield from ((part, side) for side in range(held, 2))
 
 
 def aligned(elements: int) -> int:
@@ -140,7 +153,8 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     for copy in parse_copies(header.metadata):
         _check_copy(copy, shape)
     rows = {name: span for name, span in header.tensors.items() if token_rows_module(name)}
-    pairs = pair_tensors({n: span for n, span in header.tensors.items() if n not in rows})
+    matrices = {name: span for name, span in header.tensors.items() if name not in rows}
+    pairs = pair_tensors(with_shared_a(matrices))
     for key in (*config.rank_pattern, *config.alpha_pattern):
         if key not in pairs:
             raise AdapterRejected(f"a pattern names {key}, which has no weights", field=key)

@@ -6,10 +6,11 @@ larger one.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from lorikeet_engine.adapter_format.experts.names import linear_of, modern
+from lorikeet_engine.adapter_format.experts.names import GATE, UP, is_of_experts, linear_of, modern
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear
+from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.errors import AdapterRejected
 
 _TENSOR = re.compile(
@@ -153,3 +154,16 @@ def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
         f"{EMBEDDINGS.name}",
         field=module,
     )
+
+
+def with_shared_a(tensors: Mapping[str, TensorSpan]) -> dict[str, TensorSpan]:
+    """A blob's matrices, and gate_proj's A as that of up_proj where experts' has none."""
+    found = dict(tensors)
+    for name in tensors:
+        module, _ = split_tensor_name(name)
+        if module.endswith(f".{UP}") and is_of_experts(module):
+            own = tensor_name(module, "A")
+            gates = tensor_name(f"{module.removesuffix(UP)}{GATE}", "A")
+            if own not in tensors and gates in tensors:
+                found[own] = tensors[gates]
+    return found

@@ -25,7 +25,7 @@ class StepInput:
     where 0 stands, and pending_rows [as many] int64 their rows in the step before.
     segments and head_segments [3, segments] int32: slots, starts and lengths of Batch's; none
     without adapters. max_rank and head_rank: at least the rank of every adapter in them; head_rows:
-    Segments' max_rows of the latter.
+    Segments' max_rows of the latter; changes_experts: Segments' of the former.
     """
 
     token_ids: Int64s
@@ -39,6 +39,7 @@ class StepInput:
     page_table: PageTable
     segments: Int32s
     max_rank: int
+    changes_experts: bool
     head_segments: Int32s
     head_rank: int
     head_rows: int
@@ -67,7 +68,9 @@ class StepInput:
             query_starts=self.query_starts,
             kv_lengths=self.kv_lengths,
             page_table=self.page_table,
-            segments=_upload_segments(self.segments, self.max_rank, device),
+            segments=_upload_segments(
+                self.segments, self.max_rank, device, changes_experts=self.changes_experts
+            ),
             head_segments=_upload_segments(
                 self.head_segments, self.head_rank, device, self.head_rows
             ),
@@ -136,6 +139,7 @@ def build_step_input(chunks: list[Chunk], page_size: int) -> StepInput:
         page_table=table,
         segments=_segments(leases, lengths),
         max_rank=max((lease.rank for lease in leases), default=0),
+        changes_experts=any(lease.changes_experts for lease in leases),
         head_segments=head_segments(chunks, rows),
         head_rank=max((lease.head_rank for lease in leases), default=0),
         head_rows=max((lease.head_rows for lease in leases), default=0),
@@ -188,9 +192,14 @@ def _segments(leases: list[AdapterLease], lengths: Int64s) -> Int32s:
 
 
 def _upload_segments(
-    segments: Int32s, max_rank: int, device: torch.device, max_rows: int = 0
+    segments: Int32s,
+    max_rank: int,
+    device: torch.device,
+    max_rows: int = 0,
+    *,
+    changes_experts: bool = False,
 ) -> Segments | None:
     if not segments.size:
         return None
     slots, starts, lengths = upload(segments, device).unbind()
-    return Segments(slots, starts, lengths, max_rank, max_rows)
+    return Segments(slots, starts, lengths, max_rank, max_rows, changes_experts)

@@ -6,8 +6,9 @@ large: `CudaGraphs.forward` copies the batch to the static tensors and replays w
 
 Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters some 40: far more
 than the GPU needs for a few hundred tokens, and as much as for 2,000. Passes are captured for a
-ladder of sizes: tokens × segments of adapters. A step uses the smallest that holds it; what is
-left over of the static tensors is padding that writes no key and uses no adapter.
+ladder of sizes: tokens × segments of adapters, of a mixture of experts once for adapters that leave
+experts alone and once for others. A step uses the smallest that holds it; what is left over of the
+static tensors is padding that writes no key and uses no adapter.
 
 The graphs hold no adapter: the list of tiles (kernels/lora/tiles.py) is recorded with them, and is
 made anew at each replay from the static segments; ranks are bounded as at capture. Pages and
@@ -19,7 +20,7 @@ each token by itself. A larger one is graphs of what is between attentions (piec
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -79,8 +80,15 @@ class _WholeGraph:
         return self.hidden
 
 
-_Ladder = dict[int, dict[int, _Pass]]
-"""Tokens → segments → the pass for up to that many, both ascending."""
+class _Adapters(NamedTuple):
+    """What adapters a pass is captured for: so many segments, and whether they change experts."""
+
+    segments: int
+    on_experts: bool
+
+
+_Ladder = dict[int, dict[_Adapters, _Pass]]
+"""Tokens → adapters → the pass for up to that many, both ascending."""
 
 
 class CudaGraphs:
@@ -97,6 +105,7 @@ class CudaGraphs:
     ) -> None:
         """Capture all graphs, which takes some seconds; kv and weights are ModelRunner's."""
         self._model, self._weights, self._kv, self._limits = model, weights, kv, limits
+        self._has_experts = model.config.experts_per_token > 0
         small, large = _sizes(_WHOLE_SIZES, limits.tokens), _sizes(_PIECEWISE_SIZES, limits.tokens)
         most, device = max(small[-1], large[-1]), kv.device
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
@@ -125,9 +134,15 @@ class CudaGraphs:
         """
         rows = len(batch.token_ids)
         ladder = self._whole if self._is_small(batch) else self._piecewise
-        used = 0 if batch.segments is None else len(batch.segments)
-        by_count = next(by_count for size, by_count in ladder.items() if size >= rows)
-        captured = next(captured for count, captured in by_count.items() if count >= used)
+        segments = batch.segments
+        used = 0 if segments is None else len(segments)
+        on_experts = self._has_experts and segments is not None and segments.changes_experts
+        by_adapters = next(passes for size, passes in ladder.items() if size >= rows)
+        captured = next(
+            captured
+            for held, captured in by_adapters.items()
+            if held.segments >= used and held.on_experts >= on_experts
+        )
         self._fill(batch, rows, used)
         return captured.forward(batch)[:rows]
 
@@ -155,8 +170,8 @@ class CudaGraphs:
         for size in reversed(sizes):  # from the largest: the others fit into its memory
             captured = attention.captured(size, pages)
             ladder[size] = {
-                count: self._record(self._static_batch(size, count), captured)
-                for count in _segment_counts(min(self._limits.adapters, size))
+                held: self._record(self._static_batch(size, held), captured)
+                for held in self._adapters(*_segment_counts(min(self._limits.adapters, size)))
             }
         return dict(reversed(ladder.items()))
 
@@ -171,19 +186,26 @@ class CudaGraphs:
         for size in reversed(sizes):
             most = min(self._limits.adapters, size)
             ladder[size] = {
-                count: self._record_piecewise(
-                    self._static_batch(size, count), attention, buffers.first(size)
+                held: self._record_piecewise(
+                    self._static_batch(size, held), attention, buffers.first(size)
                 )
-                for count in sorted({0, min(_FEW_SEGMENTS, most), most})
+                for held in self._adapters(0, min(_FEW_SEGMENTS, most), most)
             }
         return dict(reversed(ladder.items()))
 
-    def _static_batch(self, size: int, count: int) -> Batch:
+    def _adapters(self, *counts: int) -> list[_Adapters]:
+        """What to capture of so many segments, ascending."""
+        kinds = (False, True) if self._has_experts else (False,)
+        return sorted({_Adapters(n, on_experts and n > 0) for n in counts for on_experts in kinds})
+
+    def _static_batch(self, size: int, held: _Adapters) -> Batch:
         """A batch whose tensors are the static ones, for capturing."""
         segments = None
-        if count:
-            slots, starts, lengths = self._segments[:, :count].unbind()
-            segments = Segments(slots, starts, lengths, self._limits.rank)
+        if held.segments:
+            slots, starts, lengths = self._segments[:, : held.segments].unbind()
+            segments = Segments(
+                slots, starts, lengths, self._limits.rank, changes_experts=held.on_experts
+            )
         each = np.arange(size + 1, dtype=np.int32)
         return Batch(
             token_ids=self._token_ids[:size],

@@ -79,6 +79,7 @@ class DummyLease:
     rank: int
     head_rank: int = 0
     head_rows: int = 0
+    changes_experts: bool = True
 
     def release(self) -> None:
         """Do nothing: nothing is held."""

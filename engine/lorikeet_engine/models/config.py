@@ -12,6 +12,7 @@ from lorikeet_engine.adapter_format import (
     Family,
     LayerNorms,
     QkNormKind,
+    Quantization,
     QuantizedLinears,
     quantized_linears,
     read_config,
@@ -137,8 +138,8 @@ def _experts_per_token(raw: Mapping[str, Any], shape: BaseShape) -> int:
     if dense_layers:
         raise refusal("mlp_only_layers", dense_layers, "an empty list: experts in every layer")
     stored = quantized_linears(raw)
-    if stored is not None:
-        raise refusal("quantization_config", stored.format, "experts of floats")
+    if stored is not None and stored.format is not Quantization.FP8:
+        raise refusal("quantization_config", stored.format, "experts of floats or of FP8")
     chosen = integer(raw, "num_experts_per_tok")
     if chosen > shape.experts:
         raise refusal("num_experts_per_tok", chosen, f"at most the {shape.experts} experts")

@@ -2,11 +2,14 @@
 
 import torch
 
+from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.errors import ModelError
+from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
+from lorikeet_engine.kernels.lora.linear import Inputs, Weight, rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep
 from lorikeet_engine.kernels.moe import combine, expert_products, route
-from lorikeet_engine.kernels.pointwise import act_and_mul
+from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
@@ -16,16 +19,16 @@ class Experts:
     """y[t] = Σ p(t, e) · down(e) · (silu(gate(e)·x[t]) · up(e)·x[t]) over the experts e of token t.
 
     gate_up [experts, 2 · width, hidden] and down [experts, hidden, width], with width the shape's
-    intermediate. Where several processes share the layers, each keeps a part of it of every expert,
-    and y is a part of the sum over them. Between the products lie rows, one for each pair of a
-    token and an expert of its, sorted by expert (kernels/moe).
+    intermediate, in floats or FP8. Where several processes share the layers, each keeps a part of
+    it of every expert, and y is a part of the sum over them. Between the products lie rows, one for
+    each pair of a token and an expert of its, sorted by expert (kernels/moe).
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
-        """Read a layer's experts; raises ModelError, also where linears are to be rounded."""
-        if checkpoint.rounding is not None:
+        """Read a layer's experts; raises ModelError, also where they are to be rounded to NF4."""
+        if checkpoint.rounding is Quantization.NF4:
             raise ModelError(
-                f"weight_dtype={checkpoint.rounding}: experts are served as floats: want auto",
+                "weight_dtype=nf4: experts are served as floats or in FP8: want auto or fp8",
                 field="weight_dtype",
             )
         whole, shape = config.shape, checkpoint.shard.part_of(config.shape)
@@ -46,7 +49,7 @@ class Experts:
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: Inputs,
         logits: torch.Tensor,
         lora: LoraDelta | None,
         step: LoraStep | None,
@@ -54,21 +57,22 @@ class Experts:
         """Return y [tokens, hidden] of x [tokens, hidden].
 
         logits [tokens, experts]: the router's; lora is to be added to them. step: the LoRA work of
-        the experts' own linears.
+        the experts' own linears, which reads what the products round as it was.
         """
         routed = route(logits, self.per_token, lora, normalised=self.normalised)
         adapted = begin_experts(step, routed)
         gate_up = expert_products(x, self.gate_up, routed, gathered=True)  # [rows, 2 · width]
-        add_expert_lora(gate_up, x, adapted, self.layer, self.gate_up_group, gathered=True)
-        gated = act_and_mul(gate_up, gelu=self.gelu)
+        add_expert_lora(gate_up, rows_of(x), adapted, self.layer, self.gate_up_group, gathered=True)
+        gate = act_and_mul_fp8 if isinstance(self.down, Fp8Rows) else act_and_mul
+        gated = gate(gate_up, gelu=self.gelu)
         down = expert_products(gated, self.down, routed)  # [rows, hidden]
-        add_expert_lora(down, gated, adapted, self.layer, self.down_group)
+        add_expert_lora(down, rows_of(gated), adapted, self.layer, self.down_group)
         return combine(down, routed)
 
 
 def _read(
     checkpoint: Checkpoint, path: str, parts: tuple[str, ...], count: int, cut: Cut
-) -> torch.Tensor:
+) -> Weight:
     """What is kept of all experts' linears of one input: [count, parts · rows, columns].
 
     As one tensor, gate_up_proj or down_proj, or as a tensor of each expert's linear.
@@ -82,4 +86,9 @@ def _read(
         begins = range(0, len(names) * height, height)
         cuts = [Cut(shape, range(b + rows.start, b + rows.stop), cut.columns) for b in begins]
         names = [stacked] * len(names)
-    return checkpoint.read_parts(names, cuts).view(count, -1, cut.kept_shape[1])
+    weight = checkpoint.read_linear(names, cuts)
+    if isinstance(weight, Fp8Rows):
+        return Fp8Rows(
+            weight.rows.view(count, -1, cut.kept_shape[1]), weight.scales.view(count, -1)
+        )
+    return weight.view(count, -1, cut.kept_shape[1])

@@ -6,6 +6,7 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.adapter_format.families import Parallel
 from lorikeet_engine.kernels.lora.linear import (
     Inputs,
+    Weight,
     linear_with_lora,
     linear_with_lora_before_act,
 )
@@ -42,7 +43,8 @@ class LoraLinear:
             for n, cut in zip(linears, kept, strict=True)
             for rows in cut.outputs
         ]
-        self.weight = checkpoint.read_linear(
+        read = checkpoint.read_parts if shape.linears[linears[0]].routes else checkpoint.read_linear
+        self.weight: Weight = read(
             [f"{path}.weight" for path, *_ in parts],
             [Cut((d_out, d_in), rows, columns) for _, d_in, d_out, rows, columns in parts],
         )

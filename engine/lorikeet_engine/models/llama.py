@@ -233,9 +233,11 @@ class _Layer:
         self, x: torch.Tensor, delta: Product, layer_kv: torch.Tensor, step: _Step
     ) -> Product:
         """Add delta, and attention's output, to x in place; return what is yet to be added."""
-        qkv, first = self.attention.qkv, self.mlp.first
-        delta = self.attention(self.attention_norm.inputs_of(qkv.weight, x, delta), layer_kv, step)
-        return self.mlp(self.mlp_norm.inputs_of(first.weight, x, delta), step.lora)
+        rounded = fp8.rounds(self.attention.qkv.weight, len(x))
+        inputs = self.attention_norm.inputs(x, delta, rounded=rounded)
+        delta = self.attention(inputs, layer_kv, step)
+        inputs = self.mlp_norm.inputs(x, delta, rounded=self.mlp.rounds(len(x)))
+        return self.mlp(inputs, step.lora)
 
 
 class _Attention:

@@ -30,10 +30,9 @@ class Mlp:
         self.gelu = config.gelu
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
-    @property
-    def first(self) -> LoraLinear:
-        """The linear that reads what the norm gives."""
-        return self.gate_up
+    def rounds(self, tokens: int) -> bool:
+        """Whether it reads so many tokens rounded to FP8."""
+        return fp8.rounds(self.gate_up.weight, tokens)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
         """Return y [tokens, hidden] of x [tokens, hidden]."""
@@ -59,14 +58,18 @@ class RoutedMlp:
     ) -> None:
         """Read a layer's router, and this rank's part of its experts; raises ModelError."""
         self._ranks = ranks
-        self.first = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
+        self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
         self.experts = Experts(config, checkpoint, layer)
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
+    def rounds(self, _tokens: int) -> bool:
+        """Whether it reads tokens rounded to FP8: the experts, of which each has a row, do."""
+        return isinstance(self.experts.gate_up, fp8.Fp8Rows)
+
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
         """Return y [tokens, hidden] of x [tokens, hidden]."""
-        logits, delta = self.first(x, lora)
-        mixed = self.experts(rows_of(x), logits, delta, lora)
+        logits, delta = self.router(x, lora)
+        mixed = self.experts(x, logits, delta, lora)
         if self._ranks is not None:
             self._ranks.sum_(mixed)
         return Product(mixed, norm_weight=self.output_weight)

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lorikeet_engine.adapter_format import QkNormKind
-from lorikeet_engine.kernels.fp8 import rounds
-from lorikeet_engine.kernels.lora.linear import Inputs, Weight
+from lorikeet_engine.kernels.lora.linear import Inputs
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm, add_rms_norm, add_rms_norm_fp8, mean_squares
 from lorikeet_engine.models.checkpoint import Checkpoint
@@ -43,9 +42,9 @@ class RmsNorm:
         y, lora, norm_weight = product.y, product.lora, product.norm_weight
         return add_rms_norm(x, y, self.weight, self.eps, lora, self.multiplier, norm_weight)
 
-    def inputs_of(self, weight: Weight, x: torch.Tensor, product: Product) -> Inputs:
-        """Do what add_and_norm does; where a linear of this weight rounds tokens, round as well."""
-        if self.weight is None or not rounds(weight, len(x)):
+    def inputs(self, x: torch.Tensor, product: Product, *, rounded: bool) -> Inputs:
+        """Do what add_and_norm does; rounded: round what it gives to FP8 as well."""
+        if self.weight is None or not rounded:
             return self.add_and_norm(x, product)
         y, lora, norm_weight = product.y, product.lora, product.norm_weight
         return add_rms_norm_fp8(x, y, self.weight, self.eps, lora, self.multiplier, norm_weight)

@@ -72,7 +72,7 @@ class Staging:
     def _copy(self, span: Span, first: int, out: torch.Tensor) -> None:
         row_bytes, columns = span.width * span.dtype.itemsize, span.columns
         buffer = self._buffer()[: len(out) * row_bytes]
-        _read(span.file, span.begin + first * row_bytes, buffer)
+        read_bytes(span.file, span.begin + first * row_bytes, buffer)
         # cut and cast where the copy is going, in that device's time
         rows = buffer.view(span.dtype).to(out.device, non_blocking=True).view(-1, span.width)
         out.copy_(rows[:, columns.start : columns.stop])
@@ -90,7 +90,8 @@ class Staging:
         return buffer
 
 
-def _read(file: Path, begin: int, out: torch.Tensor) -> None:
+def read_bytes(file: Path, begin: int, out: torch.Tensor) -> None:
+    """Fill a tensor of bytes with a file's, from one of them on. Raises ModelError."""
     left = out.numpy().data
     with file.open("rb", buffering=0) as stream:
         stream.seek(begin)

@@ -45,7 +45,8 @@ class PackedLayout:
     size, which is what the image takes on one GPU. ranges: for each rank's span, and each of the
     shape's modules, what of its matrices is there. layers: where in the span each layer begins, and
     then the outer one; one that has nothing there, where the next does. head_rank: lm_head's.
-    head_rows: how many rows of it are replaced. Neither counts as the other.
+    head_rows: how many rows of it are replaced. Neither counts as the other. changes_experts:
+    whether there are matrices of experts. shared_a: AdapterSpec's.
     """
 
     rows: torch.Tensor
@@ -55,6 +56,8 @@ class PackedLayout:
     layers: tuple[int, ...]
     head_rank: int
     head_rows: int
+    changes_experts: bool
+    shared_a: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def image_elements(self) -> int:
@@ -69,16 +72,19 @@ class PackedLayout:
         """
         ranks = {(part.layer, part.linear): part.rank for part in spec.linears}
         ranks |= {(shape.outer_layer, part.linear): len(part.ids) for part in spec.token_rows}
-        return cls.of_ranks(ranks, shape, world)
+        return cls.of_ranks(ranks, shape, world, spec.shared_a)
 
     @classmethod
     def of_ranks(
-        cls, ranks: Mapping[tuple[int, int], int], shape: BaseShape, world: int = 1
+        cls,
+        ranks: Mapping[tuple[int, int], int],
+        shape: BaseShape,
+        world: int = 1,
+        shared_a: frozenset[tuple[int, int]] = frozenset(),
     ) -> "PackedLayout":
-        """The layout of ranks by (layer, module), which may be 0.
+        """The layout of ranks by (layer, module), which may be 0; shared_a: AdapterSpec's.
 
-        A head that is tied to the embeddings has the embeddings' rows. Raises SettingsError when
-        the base model cannot be cut so.
+        A head that is tied to the embeddings has their rows. Raises SettingsError as `of` does.
         """
         ranks, outer = dict(ranks), shape.outer_layer
         of_head, of_embeddings = shape.index(HEAD_ROWS.name), shape.index(EMBEDDING_ROWS.name)
@@ -86,21 +92,7 @@ class PackedLayout:
         if shared:
             ranks.pop((outer, of_head), None)
         ranges = tuple(Shard(index, world).ranges(shape) for index in range(world))
-        modules = range(len(shape.modules))
-        groups = [*shape.groups.values(), *((n,) for n in modules[len(shape.linears) :])]
-        rows = [
-            [[0, 0, ranks.get((layer, n), 0)] for n in modules] for layer in range(shape.layers + 1)
-        ]
-        layers, end = [], 0
-        for layer in rows:
-            layers.append(end)
-            for group in groups:
-                members = [(n, layer[n][2]) for n in group if layer[n][2]]
-                for side in (0, 1):
-                    for n, rank in members:
-                        layer[n][side] = end
-                        end += aligned(shape.matrices(n) * ranges[0][n].elements(rank)[side])
-        table = torch.tensor(rows, dtype=torch.int64)
+        table, layers, end = _places(ranks, shape, ranges[0], shared_a)
         if shared:
             table[outer, of_head] = table[outer, of_embeddings]
         return cls(
@@ -108,9 +100,11 @@ class PackedLayout:
             end,
             int(table[..., :of_head, 2].max()),
             ranges,
-            tuple(layers),
+            layers,
             head_rank=int(table[outer, shape.index(HEAD.name), 2]),
             head_rows=int(table[outer, of_head, 2]),
+            changes_experts=_changes_experts(table, shape),
+            shared_a=shared_a,
         )
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
@@ -122,6 +116,38 @@ class PackedLayout:
         rows = self.rows.clone()
         rows[..., :2] += offset * (rows[..., 2:] > 0)
         return rows
+
+
+def _places(
+    ranks: Mapping[tuple[int, int], int],
+    shape: BaseShape,
+    ranges: Sequence[ShardRange],
+    shared_a: frozenset[tuple[int, int]],
+) -> tuple[torch.Tensor, tuple[int, ...], int]:
+    """PackedLayout's rows, layers and elements of a span of these ranges."""
+    modules = range(len(shape.modules))
+    groups = [*shape.groups.values(), *((n,) for n in modules[len(shape.linears) :])]
+    rows = [
+        [[0, 0, ranks.get((layer, n), 0)] for n in modules] for layer in range(shape.layers + 1)
+    ]
+    layers, end = [], 0
+    for number, layer in enumerate(rows):
+        layers.append(end)
+        for group in groups:
+            members = [(n, layer[n][2]) for n in group if layer[n][2]]
+            for side in (0, 1):
+                for n, rank in members:
+                    if side == 0 and (number, n) in shared_a:
+                        layer[n][0] = layer[n - 1][0]
+                        continue
+                    layer[n][side] = end
+                    end += aligned(shape.matrices(n) * ranges[n].elements(rank)[side])
+    return torch.tensor(rows, dtype=torch.int64), tuple(layers), end
+
+
+def _changes_experts(rows: torch.Tensor, shape: BaseShape) -> bool:
+    of_experts = [n for n, linear in enumerate(shape.linears) if linear.of_experts]
+    return bool(rows[:, of_experts, 2].any())
 
 
 class PackedImage(NamedTuple):
@@ -177,6 +203,7 @@ def _pack_span(
             for expert in range(part.experts):
                 a_span, b_span = part.of_expert(expert)
                 a_begin, b_begin = a_at + expert * a_elements, b_at + expert * b_elements
+                # one that two linears share is written twice, alike
                 a = _matrix(out, a_begin, rank, len(kept.inputs))
                 saved = _matrix(wide, 0, rank, len(kept.inputs)) if part.gathers else a
                 _read(file, a_span, range(rank), kept.inputs, saved, stored)

@@ -36,6 +36,10 @@ class AdapterLease(Protocol):
     def head_rows(self) -> int:
         """How many rows of lm_head it replaces."""
 
+    @property
+    def changes_experts(self) -> bool:
+        """Whether it changes linears of experts."""
+
     def release(self) -> None:
         """Give it back; a second time does nothing."""
 

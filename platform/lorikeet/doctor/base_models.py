@@ -44,6 +44,8 @@ def _fix(folder: Path, fault: str) -> str:
         return f"Git LFS has left a note in place of the file: `git -C {folder} lfs pull`"
     if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
         return "the weights are pickled: load them with transformers and save_pretrained them"
+    if fault == "quantization_config":  # of experts
+        return "choose a copy that is not quantised, or in FP8"
     if fault.startswith("quantization_config"):
         return "choose a copy that is not quantised, or in FP8, or in NF4, AWQ or GPTQ of 4 bits"
     if fault.startswith("rope_"):

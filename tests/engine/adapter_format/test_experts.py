@@ -18,7 +18,8 @@ from lorikeet_engine.adapter_format import (
     write_blob,
 )
 from lorikeet_engine.errors import AdapterRejected
-from lorikeet_engine.residency.packing import PackedLayout, pack
+from lorikeet_engine.residency.disk.image_file import ImageFile, write_image
+from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
 from tests.engine.conftest import MOE
 from tests.engine.moe_adapters import (
     PARAMETERS,
@@ -85,6 +86,58 @@ def test_adapters_on_parameters_change_each_expert_as_in_peft(
 ) -> None:
     folder = save_adapter(tiny_checkpoints[family], tmp_path / form, **PARAMETERS[form])
     assert_as_peft(tiny_checkpoints[family], folder)
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_an_a_that_gate_and_up_share_is_held_once(
+    family: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint, shape = tiny_checkpoints[family], shape_of(tiny_checkpoints[family])
+    folder = save_adapter(checkpoint, tmp_path / "one", **PARAMETERS["gate_up"])
+    spec = specified(checkpoint, folder)
+    saved = load_file(folder / "adapter_model.safetensors")
+    numbers = sum(tensor.numel() for tensor in saved.values())
+    assert sum(tensor.numel() for tensor in load_file(folder / "blob").values()) == numbers
+    assert spec.packed_elements(shape.dims) == spec.touches.parameters == numbers
+    layout = PackedLayout.of(spec, shape)
+    gate, up = (layout.rows[:, shape.index(name)] for name in ("gate_proj", "up_proj"))
+    assert torch.equal(gate[:, 0], up[:, 0])
+    assert (gate[:-1, 1] != up[:-1, 1]).all()
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_an_image_with_a_shared_a_is_read_as_it_was_packed(
+    family: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint, shape = tiny_checkpoints[family], shape_of(tiny_checkpoints[family])
+    folder = save_adapter(checkpoint, tmp_path / "one", **PARAMETERS["both"])
+    spec = specified(checkpoint, folder)
+    layout = PackedLayout.of(spec, shape)
+    image = torch.empty(layout.elements)
+    sums = pack(folder / "blob", spec, layout, image)
+    write_image(tmp_path / "image", "image", PackedImage(layout, image, sums))
+    file = ImageFile.of(tmp_path / "image", shape)
+    assert torch.equal(file.layout.rows, layout.rows)
+    out = torch.full_like(image, torch.nan)
+    assert file.read(out) == sums
+    assert torch.equal(out, image)
+
+
+@pytest.mark.parametrize("missing", ["gate_proj.lora_A", "gate_proj.lora_B"])
+def test_other_halves_of_a_blob_must_be_there(
+    missing: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints["mixtral"]
+    folder = save_adapter(checkpoint, tmp_path / "one", **PARAMETERS["gate_up"])
+    write_blob(folder, tmp_path / "blob")
+    tensors = load_file(tmp_path / "blob")
+    with safe_open(tmp_path / "blob", "pt") as blob:
+        metadata = blob.metadata()
+    (spoilt,) = (name for name in tensors if f"layers.0.mlp.experts.{missing}" in name)
+    del tensors[spoilt]
+    save_file(tensors, tmp_path / "blob", metadata)
+    with pytest.raises(AdapterRejected, match="is missing"):
+        read_spec(tmp_path / "blob", shape_of(checkpoint), LIMITS)
 
 
 @pytest.mark.parametrize("family", MOE)

@@ -151,10 +151,16 @@ class Twice:
     ids="-".join,
 )
 def engine(request, tmp_path, monkeypatch):
-    device, kv_dtype = request.param
     shelf = RandomBlobs(tmp_path / "blobs", BaseShape.from_config(CONFIG), count=5, rank=12)
+    engine = build(CONFIG, shelf, *request.param, tmp_path, monkeypatch)
+    engine.refs = shelf.refs
+    yield engine
+    engine.close()
+
+
+def build(config, shelf, device, kv_dtype, tmp_path, monkeypatch):
     settings = EngineSettings(
-        model=write_config(tmp_path / "model", CONFIG),
+        model=write_config(tmp_path / "model", config),
         cache_dir=tmp_path / "cache",
         device=device,
         dtype="bfloat16" if device == "cuda" else "float32",
@@ -168,7 +174,6 @@ def engine(request, tmp_path, monkeypatch):
         kv_bytes=16 << 20,
     )
     engine = Engine(settings, shelf, random_model)
-    engine.refs = shelf.refs
     if device == "cpu":
         torch.set_num_threads(1)  # two would mostly wait for each other over tensors this small
         monkeypatch.setattr(cuda_graphs, "_WHOLE_SIZES", (1, 4, 16, 64, 128))
@@ -178,8 +183,7 @@ def engine(request, tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         add_graphs(engine._runner, settings)
-    yield engine
-    engine.close()
+    return engine
 
 
 def add_graphs(runner, settings):
@@ -227,16 +231,71 @@ def test_a_prompt_in_chunks_and_one_behind_a_cached_prefix(engine):
 def test_a_step_that_sees_too_much_for_one_graph_is_computed_in_pieces(engine, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "_MAX_ATTENDED", 100)
     pieces = engine._runner._graphs._piecewise
-    used = []
-    for size, by_count in pieces.items():
-        for count, captured in by_count.items():
-            by_count[count] = Spied(captured, used, (size, count))
+    used = spied(pieces)
     engine._runner = twice = Twice(engine._runner)
     answers = Answers(engine)
     answers.submit(greedy("r", list(range(20)), max_tokens=3))
     answers.all()
     assert twice.compared == [(20, 1, 0)] + [(1, 1, 0)] * 2
-    assert used == [(min(pieces), 0)]
+    assert used == [(min(pieces), (0, False))]
+
+
+def spied(ladder):
+    """A list of what will be used: tokens and adapters of each pass."""
+    used = []
+    for size, by_adapters in ladder.items():
+        for held, captured in by_adapters.items():
+            by_adapters[held] = Spied(captured, used, (size, held))
+    return used
+
+
+MOE_CONFIG = CONFIG | {
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+class Either:
+    """An AdapterSource of several, one adapter each."""
+
+    def __init__(self, *sources):
+        self._sources = {source.refs[0].digest: source for source in sources}
+
+    def fetch(self, ref, path):
+        self._sources[ref.digest].fetch(ref, path)
+
+
+def test_adapters_that_leave_experts_alone_have_graphs_without_such_work(tmp_path, monkeypatch):
+    shape = BaseShape.from_config(MOE_CONFIG)
+    of_attention = RandomBlobs(tmp_path / "attention", shape, 1, 12, ["q_proj", "o_proj"])
+    of_all = RandomBlobs(tmp_path / "all", shape, 1, 12)
+    source = Either(of_attention, of_all)
+    engine = build(MOE_CONFIG, source, "cpu", "auto", tmp_path, monkeypatch)
+    answers, attention, every = Answers(engine), of_attention.refs[0], of_all.refs[0]
+    try:
+        for adapter in (attention, every):  # neither waits below for the other's load
+            answers.submit(greedy(adapter.digest, [1], adapter=adapter, max_tokens=1))
+        answers.all()
+        used = spied(engine._runner._graphs._whole)
+        engine._runner = twice = Twice(engine._runner)
+        for adapters, held in (
+            ([None], (0, False)),
+            ([None, attention], (2, False)),
+            ([every], (2, True)),
+            ([attention, None, every], (2, True)),
+        ):
+            for i, adapter in enumerate(adapters):
+                name = f"{i} of {len(adapters)}, {held}"
+                answers.submit(greedy(name, [3, 1, 4 + i], adapter=adapter, max_tokens=3))
+            answers.all()
+            assert {adapters for _, adapters in used} == {held}
+            used.clear()
+        assert len(twice.compared) == 4 * 3
+    finally:
+        engine.close()
 
 
 class Spied:

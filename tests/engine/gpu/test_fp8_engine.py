@@ -10,9 +10,10 @@ allows twice as much, which no wrong scale keeps to; products alone are compared
 import pytest
 import torch
 
+from tests.engine.conftest import MOE
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, greedy, prompt
 from tests.engine.float32_reference import (
-    NAMES,
+    ADAPTERS,
     Float32Reference,
     RecordingSampler,
     build,
@@ -21,7 +22,16 @@ from tests.engine.float32_reference import (
     run_to_end,
 )
 from tests.engine.models.fp8_models import round_linears
+from tests.engine.moe_adapters import BOTH
 
+ON_EXPERTS = {
+    "experts": {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj"],
+        "target_parameters": BOTH,
+    }
+}
 NEAR = 2.2
 TOKENS = 16
 LENGTHS = (17, 63, 133)
@@ -42,16 +52,19 @@ def device(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3_moe", "mixtral"])
 def reference(request, device, tmp_path_factory):
-    made = Float32Reference(request.param, tmp_path_factory.mktemp(request.param), device)
+    adapters = ADAPTERS | ON_EXPERTS if request.param in MOE else ADAPTERS
+    folder = tmp_path_factory.mktemp(request.param)
+    made = Float32Reference(request.param, folder, device, adapters)
     round_linears(made._model)
     return made
 
 
 @pytest.fixture(scope="module")
 def engine(reference, tmp_path_factory):
-    engine = build(reference, tmp_path_factory.mktemp("cache"), weight_dtype="fp8")
+    settings = {"weight_dtype": "fp8", "max_batch_adapters": len(reference.refs)}
+    engine = build(reference, tmp_path_factory.mktemp("cache"), **settings)
     yield engine
     engine.close()
 
@@ -60,7 +73,7 @@ def test_every_request_says_what_the_reference_says(reference, engine):
     witness, draws, answers = RecordingRunner(engine), RecordingSampler(engine), Answers(engine)
     load_adapters(answers, reference)
     asked = []
-    for i, name in enumerate(NAMES):
+    for i, name in enumerate(reference.refs):
         ids, more = prompt(LENGTHS[i % 3], i), {"adapter": reference.refs[name], "seed": 100 * i}
         asked.append((name, greedy(f"r{i}", ids, max_tokens=TOKENS, **more)))
     computed = []
@@ -74,5 +87,5 @@ def test_every_request_says_what_the_reference_says(reference, engine):
             compare(reference, call, name, draws, answers, NEAR)
     hits = sum((len(call.prompts[0]) - 1) // PAGE * PAGE for _, call in asked)
     assert computed[1] <= computed[0] - hits
-    # a single token's products are not rounded on CUDA
+    # a single token's products of linears are not rounded on CUDA
     assert all(len(batch.token_ids) > 1 for batch in witness.batches)

@@ -26,7 +26,7 @@ from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora import expert_rows, linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_act import expand_act_and_mul
-from lorikeet_engine.kernels.lora.experts import ExpertStep
+from lorikeet_engine.kernels.lora.experts import ExpertStep, add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.linear import linear_with_lora
 from lorikeet_engine.kernels.lora.shrink import shrink
@@ -191,6 +191,39 @@ def test_mixture_of_experts(
     down = moe.expert_products(y[:, :inner], empty(experts, 2048, inner), routed)
     assert moe.combine(down, routed).shape == (tokens, 2048)
     assert compiled == {"choose", "sort_by_expert", "_products", "sum_weighed"}
+
+
+@pytest.mark.parametrize("changes_experts", [False, True])
+def test_experts_that_adapters_leave_alone_cost_no_launch(
+    compiled: set[str], changes_experts: bool
+) -> None:
+    routed = moe.route(empty(16, 128), 8, None, normalised=True)
+    weights, listed = lora(16, 4, 16)
+    runs = [empty(4, dtype=torch.int32) for _ in range(3)]
+    segments = Segments(*runs, max_rank=16, changes_experts=changes_experts)
+    before = set(compiled)
+    adapted = begin_experts(LoraStep(weights, segments, listed), routed)
+    add_expert_lora(empty(16 * 8, 2048), empty(16 * 8, 768), adapted, 3, EXPERT_DOWN)
+    launched = {"_list_owners", "_shrink", "_expand"} if changes_experts else set()
+    assert compiled - before == launched
+
+
+@pytest.mark.parametrize("tokens", [1, 256, 2048, 8192])
+@pytest.mark.parametrize(("experts", "per_token", "inner"), [(128, 8, 768), (8, 2, 14336)])
+def test_fp8_experts(
+    compiled: set[str], tokens: int, experts: int, per_token: int, inner: int
+) -> None:
+    def fp8_weight(d_out: int, d_in: int) -> Fp8Rows:
+        rows = empty(experts, d_out, d_in, dtype=DTYPE)
+        return Fp8Rows(rows, empty(experts, d_out, dtype=torch.float32))
+
+    routed = moe.route(empty(tokens, experts), per_token, None, normalised=True)
+    gate_up, down = fp8_weight(2 * inner, 2048), fp8_weight(2048, inner)
+    y = moe.expert_products(empty(tokens, 2048), gate_up, routed, gathered=True)
+    y = moe.expert_products(fused.act_and_mul_fp8(y), down, routed)
+    assert y.shape == (tokens * per_token, 2048)
+    of_fp8 = {"_quantize_rows", "_act_and_mul_fp8", "_products_fp8"}
+    assert compiled == {"choose", "sort_by_expert", *of_fp8}
 
 
 @pytest.mark.parametrize("tokens", [1, 256])

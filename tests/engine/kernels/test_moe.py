@@ -6,9 +6,13 @@ Without a GPU the kernels run in Triton's interpreter; the routing's cases run o
 import pytest
 import torch
 
+from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
+from lorikeet_engine.kernels.fp8.reference import quantize_rows, quantize_weight
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import reference
-from tests.engine.interpreter import INTERPRETED
+from lorikeet_engine.kernels.moe import expert_products, reference
+from tests.engine.interpreter import INTERPRETED, exact_fp8
+
+__all__ = ["exact_fp8"]
 
 on_gpu = [
     pytest.mark.gpu,
@@ -91,20 +95,29 @@ def test_equal_logits_and_such_as_are_not_numbers_stay_within_bounds(kind):
     assert sorted(routed.pairs.tolist()) == list(range(6))
 
 
-@pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize(("d_out", "d_in"), [(48, 64), (33, 100)])
-@pytest.mark.parametrize("spread", ["even", "one expert has all", "more experts than rows"])
-def test_products(kind, d_out, d_in, spread, gathered):
-    from lorikeet_engine.kernels.moe import fused
-
+def spread_rows(kind, spread):
+    """A routing; how many rows are its tokens' and its pairs', and how many experts it has."""
     tokens, experts = (3, 40) if spread == "more experts than rows" else (45, 4)
     logits = random(kind, tokens, experts)
     if spread == "one expert has all":
         logits[:, 1] += 100
     per_token = 1 if spread == "one expert has all" else 2
     routed = reference.route(logits, per_token, normalised=True)
-    x = random(kind, tokens if gathered else tokens * per_token, d_in)
+    return routed, tokens, tokens * per_token, experts
+
+
+SPREADS = ["even", "one expert has all", "more experts than rows"]
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(("d_out", "d_in"), [(48, 64), (33, 100)])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_products(kind, d_out, d_in, spread, gathered):
+    from lorikeet_engine.kernels.moe import fused
+
+    routed, tokens, rows, experts = spread_rows(kind, spread)
+    x = random(kind, tokens if gathered else rows, d_in)
     weight = random(kind, experts, d_out, d_in)
     got = fused.expert_products(x, weight, routed, gathered=gathered)
     want = reference.expert_products(x.double(), weight.double(), routed, gathered=gathered)
@@ -125,6 +138,125 @@ def test_products_of_every_tile(kind, rows):
     for config in (grouped.FEW, grouped.SOME, grouped.MANY, grouped.MOST):
         got = grouped.products(x, weight, routed, config)
         assert_near(got, want)
+
+
+def random_fp8(kind, experts, d_out, d_in):
+    """Weights of experts with scales of very different sizes."""
+    sizes = 4.0 ** random(kind, experts, d_out, 1)
+    weight = quantize_weight((random(kind, experts, d_out, d_in) * sizes).flatten(0, 1))
+    return Fp8Rows(weight.rows.view(experts, d_out, d_in), weight.scales.view(experts, d_out))
+
+
+def rounded_rows(x):
+    """By the CPU: on CUDA torch does not divide exactly."""
+    rounded = quantize_rows(x.cpu())
+    return Fp8Rows(rounded.rows.to(x.device), rounded.scales.to(x.device))
+
+
+def assert_fp8_products(got, rounded, weight, routed, gathered):
+    """They are the products of the numbers that FP8 stands for, here in float64.
+
+    Compared without their scales, since what small ones are added up of is not. A sum in tensor
+    cores loses up to a 2^13th of itself with each 32 products, on a GPU.
+    """
+    numbers = [rounded.rows.double(), weight.rows.double()]
+    want = reference.expert_products(*numbers, routed, gathered=gathered)
+    expert = torch.arange(len(weight.rows), device=got.device).repeat_interleave(
+        routed.starts.diff()
+    )
+    of = routed.pairs // routed.per_token if gathered else slice(None)
+    scales = rounded.scales[of][:, None].double() * weight.scales[expert].double()
+    lost = 0.0 if got.device.type == "cpu" else rounded.rows.shape[1] / 32 * 2.0**-13
+    eps = lost + torch.finfo(got.dtype).eps + 8 * torch.finfo(torch.float32).eps
+    assert (got.double() / scales - want).abs().max() <= eps * want.abs().max()
+
+
+def test_fp8_products_multiply_the_rounded_numbers():
+    kind = ("cpu", torch.float32)
+    routed, tokens, rows, experts = spread_rows(kind, "even")
+    weight = random_fp8(kind, experts, 33, 100)
+    for gathered, count in ((True, tokens), (False, rows)):
+        x = random(kind, count, 100)
+        rounded = quantize_rows(x)
+        unread = Activations(torch.full_like(x, torch.nan), rounded)
+        for inputs in (x, unread):
+            got = expert_products(inputs, weight, routed, gathered=gathered)
+            assert_fp8_products(got, rounded, weight, routed, gathered)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("given", ["rounded", "floats"])
+@pytest.mark.parametrize(("d_out", "d_in"), [(48, 64), (33, 100), (80, 300)])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_fp8_products(kind, d_out, d_in, spread, given, gathered):
+    from lorikeet_engine.kernels.moe import fused
+
+    routed, tokens, rows, experts = spread_rows(kind, spread)
+    x = random(kind, tokens if gathered else rows, d_in)
+    rounded, weight = rounded_rows(x), random_fp8(kind, experts, d_out, d_in)
+    unread = Activations(torch.full_like(x, torch.nan), rounded)
+    inputs = unread if given == "rounded" else x
+    got = fused.expert_products(inputs, weight, routed, gathered=gathered)
+    assert got.dtype == kind[1]
+    assert_fp8_products(got, rounded, weight, routed, gathered)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("rows", [20, 100, 400])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_fp8_products_of_every_tile(kind, rows):
+    """Of each TileConfig, whose tiles of an expert are full, begun and none."""
+    from lorikeet_engine.kernels.moe import grouped_fp8
+
+    logits = random(kind, rows, 3)
+    logits[:, 2] -= 100
+    routed = reference.route(logits, 1, normalised=True)
+    x, weight = quantize_rows(random(kind, rows, 48)), random_fp8(kind, 3, 40, 48)
+    for _, config in grouped_fp8.TILES:
+        got = grouped_fp8.products(x, weight, routed, kind[1], config)
+        assert_fp8_products(got, x, weight, routed, gathered=False)
+
+
+def test_fp8_tiles_are_as_high_as_an_experts_rows():
+    pytest.importorskip("triton")
+    from lorikeet_engine.kernels.moe import grouped_fp8
+
+    rows = [grouped_fp8.tile_config(count * 128, 128).rows for count in (0.1, 8, 9, 32, 96, 5000)]
+    assert rows == [16, 16, 32, 32, 64, 128]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [1, 7, 32, 256, 2048])
+@pytest.mark.parametrize(("d_out", "d_in", "gathered"), [(1536, 2048, True), (2048, 768, False)])
+def test_fp8_products_of_a_real_shape(tokens, d_out, d_in, gathered):
+    """Qwen3-30B-A3B's, alone and replayed from a graph on other tokens."""
+    from lorikeet_engine.kernels.moe import fused
+
+    kind, experts, per_token = ("cuda", torch.bfloat16), 128, 8
+    weight = random_fp8(kind, experts, d_out, d_in)
+    logits = random(kind, tokens, experts)
+    x = random(kind, tokens if gathered else tokens * per_token, d_in)
+
+    def products():
+        routed = fused.route(logits, per_token, normalised=True)
+        return fused.expert_products(x, weight, routed, gathered=gathered)
+
+    def assert_right(got):
+        routed = fused.route(logits, per_token, normalised=True)
+        assert_fp8_products(got, rounded_rows(x), weight, routed, gathered)
+
+    assert_right(products())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = products()
+    logits.normal_()
+    x.normal_()
+    got.fill_(torch.nan)
+    graph.replay()
+    assert_right(got)
 
 
 @pytest.mark.gpu

@@ -1,27 +1,39 @@
 """Every family with every way to hold it and every feature answers as transformers and PEFT do.
 
-A family is a row (FAMILIES of tests/engine/conftest.py), a way to hold its weights or its KV cache,
-or two processes that share them, a column (STORAGES), what can happen to a request another one
-(FEATURES). Each storage of each family is one engine, started once.
+A family is a row (FAMILIES and MOE of tests/engine/conftest.py), a way to hold its weights or its
+KV cache, or two processes that share them, a column (STORAGES), what can happen to a request
+another one (FEATURES). Each storage of each family is one engine, started once. Experts are not
+rounded to NF4.
 """
 
 import pytest
 
-from tests.engine.conftest import FAMILIES
+from tests.engine.conftest import FAMILIES, MOE
 from tests.engine.matrix.reference import SavedFamily, StoredReference
 from tests.engine.matrix.storages import STORAGES
 from tests.engine.matrix.traffic import ADAPTERS, FEATURES, answers_of, assert_equal
+from tests.engine.moe_adapters import BOTH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+MOE_ADAPTERS = ADAPTERS | {
+    "all_linears": ADAPTERS["all_linears"] | {"target_parameters": BOTH},
+}
+CELLS = [
+    (family, storage)
+    for family in (*FAMILIES, *MOE)
+    for storage in STORAGES
+    if family not in MOE or storage != "nf4_weights"
+]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def family(request, tiny_checkpoints, tmp_path_factory):
+    adapters = MOE_ADAPTERS if request.param in MOE else ADAPTERS
     folder = tmp_path_factory.mktemp(request.param)
-    return SavedFamily(tiny_checkpoints[request.param], folder, ADAPTERS)
+    return SavedFamily(tiny_checkpoints[request.param], folder, adapters)
 
 
-@pytest.fixture(scope="module", params=STORAGES)
+@pytest.fixture(scope="module")
 def served(request, family, tmp_path_factory):
     """The answers of an engine, and the reference for them."""
     storage = STORAGES[request.param]
@@ -30,6 +42,7 @@ def served(request, family, tmp_path_factory):
 
 
 @pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("family", "served"), CELLS, indirect=True, scope="module")
 def test_a_cell_is_equal_to_its_reference(served, feature):
     answers, reference = served
     shown = [answer for answer in answers if FEATURES[feature](answer)]

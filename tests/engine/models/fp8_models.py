@@ -1,5 +1,6 @@
 """Models of transformers that compute as FP8 linears do: rounded weights, and rounded inputs."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,17 +8,46 @@ from typing import Any
 import torch
 import transformers
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
-from lorikeet_engine.kernels.fp8.reference import quantize_rows, quantize_weight
+from lorikeet_engine.kernels.fp8.reference import quantize_rows
+
+# A layer, an expert's number, and its linear, as checkpoints of Qwen 3 MoE and of Mixtral name it.
+EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 
 
 class RoundedLinear(torch.nn.Linear):
     """A linear whose input is rounded to FP8, token by token; its weight is what it is."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = quantize_rows(x.flatten(0, -2))
-        y = F.linear(tokens.rows.float() * tokens.scales[:, None], self.weight, self.bias)
-        return y.view(*x.shape[:-1], -1)
+        return F.linear(rounded(x), self.weight, self.bias)
+
+
+class RoundedExperts(torch.nn.Module):
+    """Experts whose inputs are rounded to FP8, row by row, but not those of what adapters add.
+
+    rounds: of which products. PEFT adds to parameters as long as a forward pass takes.
+    """
+
+    rounds = ("gate_up_proj", "down_proj")
+
+    def forward(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in experts.unique():
+            token, place = torch.where(experts == expert)
+            gate, up = self._product(x[token], "gate_up_proj", expert).chunk(2, -1)
+            y = self._product(self.act_fn(gate) * up, "down_proj", expert)
+            out.index_add_(0, token, y * weights[token, place, None])
+        return out
+
+    def _product(self, x: torch.Tensor, name: str, expert: torch.Tensor) -> torch.Tensor:
+        adapted = base = getattr(self, name)
+        if is_parametrized(self, name):
+            base = self.parametrizations[name].original
+        y = F.linear(rounded(x) if name in self.rounds else x, base[expert])
+        return y + F.linear(x, adapted[expert] - base[expert])
 
 
 def rounded_model(folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> Any:
@@ -27,20 +57,36 @@ def rounded_model(folder: Path, weights: Mapping[str, torch.Tensor] | None = Non
     )
     round_linears(model)
     for name, weight in (weights or {}).items():
-        if "_proj" in name:
+        if expert := EXPERT.fullmatch(name):
+            _matrix_of(model, *expert.groups()).copy_(weight)
+        elif "_proj" in name:
             model.get_parameter(name).data = weight
     return model
 
 
+def _matrix_of(model: Any, layer: str, expert: str, linear: str) -> torch.Tensor:
+    """The part of a parameter of all experts in which transformers holds a linear of one."""
+    experts = model.get_submodule(f"{layer}.mlp.experts")
+    if linear in ("down_proj", "w2"):
+        matrix: torch.Tensor = experts.down_proj.data[int(expert)]
+        return matrix
+    gate, up = experts.gate_up_proj.data[int(expert)].chunk(2)
+    return gate if linear in ("gate_proj", "w1") else up
+
+
 def round_linears(model: torch.nn.Module) -> None:
-    """Make the layers' linears, also under PEFT's, compute as FP8 linears do."""
+    """Make the layers' linears and experts, also under PEFT's, compute as FP8 linears do."""
     for name, linear in model.named_modules():
+        if type(linear).__name__.endswith("Experts"):
+            linear.__class__ = RoundedExperts
+            for weight in (linear.gate_up_proj, linear.down_proj):
+                weight.data = rounded(weight.data)
         if name.removesuffix(".base_layer").endswith("_proj") and type(linear) is torch.nn.Linear:
             linear.__class__ = RoundedLinear
             linear.weight.data = rounded(linear.weight.data)
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """The floats that a weight's FP8 numbers stand for."""
-    quantized = quantize_weight(weight)
-    return quantized.rows.float() * quantized.scales[:, None]
+def rounded(rows: torch.Tensor) -> torch.Tensor:
+    """The floats that FP8 numbers of these rows stand for: of a weight, or of an input."""
+    quantized = quantize_rows(rows.flatten(0, -2))
+    return (quantized.rows.float() * quantized.scales[:, None]).view_as(rows)

@@ -11,12 +11,13 @@ from lorikeet_engine.kernels.fp8 import DTYPE
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.models.stored_tensors import SINGLE
-from tests.engine.conftest import PagedTokens
+from tests.engine.conftest import MOE, PagedTokens
 from tests.engine.engine_driver import Answers, build
 from tests.engine.models.fp8_models import rounded, rounded_model
 from tests.engine.models.test_fp8_rounding import assert_near, errors
 from tests.engine.models.test_models import Run, prompt_of
 from tests.engine.models.test_quantized_checkpoints import linears, saved
+from tests.engine.moe_adapters import PARAMETERS
 from tests.engine.peft_world import PeftWorld, ask, bring_all
 
 CPU = torch.device("cpu")
@@ -121,7 +122,7 @@ def floats_logits(model):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "autofp8"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *MOE])
 def test_numbers_with_scales_of_rows_or_matrices_are_served_as_they_are(
     tiny_checkpoints, tmp_path, family, kind
 ):
@@ -130,7 +131,7 @@ def test_numbers_with_scales_of_rows_or_matrices_are_served_as_they_are(
 
 
 @pytest.mark.parametrize("kind", ["blocks", "compressed_blocks"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", *MOE])
 def test_numbers_with_scales_of_blocks_are_rounded_again_to_scales_of_rows(
     tiny_checkpoints, tmp_path, family, kind
 ):
@@ -167,14 +168,15 @@ class Fp8World(PeftWorld):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "autofp8"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", *MOE])
 def test_an_engine_answers_as_peft_does_on_what_the_numbers_stand_for(
     tiny_checkpoints, tmp_path, family, kind
 ):
     plain = tiny_checkpoints[family]
     folder, floats = written(plain, tmp_path, kind)
-    world = Fp8World(plain, floats, tmp_path, ADAPTERS, 12)
-    engine = build(folder, world.shelf, tmp_path / "cache", kv_pages=5, max_context=64)
+    adapters = {**ADAPTERS, **PARAMETERS} if family in MOE else ADAPTERS
+    world = Fp8World(plain, floats, tmp_path, adapters, 12)
+    engine = build(folder, world.shelf, tmp_path / "cache", kv_pages=5, max_context=80)
     answers = Answers(engine)
     try:
         bring_all(world, answers)
@@ -202,6 +204,43 @@ def test_linears_that_were_left_out_are_floats(tiny_checkpoints, tmp_path):
     assert_near(logits(folder), floats_logits(model))
 
 
+def test_an_expert_that_was_left_out_makes_all_of_its_kind_floats(tiny_checkpoints, tmp_path):
+    plain = tiny_checkpoints["qwen3_moe"]
+    folder, floats = written(plain, tmp_path, "dynamic")
+    tensors, name = load_file(folder / SINGLE), "model.layers.1.mlp.experts.2.down_proj.weight"
+    tensors[name] = floats[name] = linears(plain)[1][name]
+    del tensors[f"{name}_scale"]
+    folder = saved(plain, tmp_path / "mixed", tensors, quantization_config=CONFIGS["dynamic"])
+    model = rounded_model(plain, floats)
+    model.model.layers[1].mlp.experts.rounds = ("gate_up_proj",)
+    assert_near(logits(folder), floats_logits(model))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_router_that_is_fp8_gets_its_exact_values(tiny_checkpoints, tmp_path, kind):
+    plain = tiny_checkpoints["qwen3_moe"]
+    folder, _ = written(plain, tmp_path, kind)
+    tensors, name = load_file(folder / SINGLE), "model.layers.0.mlp.gate.weight"
+    scales = scales_of(kind, tensors[name])
+    wide = expanded(scales, tensors[name].shape, kind)
+    tensors[name] = (tensors[name] / wide).to(DTYPE)
+    tensors[name.replace("weight", SCALES.get(kind, "weight_scale"))] = scales
+    folder = saved(plain, tmp_path / "router", tensors, quantization_config=CONFIGS[kind])
+    model = load_model(folder, CPU, torch.float32)
+    assert torch.equal(model._layers[0].mlp.router.weight, tensors[name].float() * wide)
+
+
+def test_experts_of_fp8_that_are_one_tensor_are_refused_by_name(tiny_checkpoints, tmp_path):
+    plain = tiny_checkpoints["qwen3_moe"]
+    folder, _ = written(plain, tmp_path, "dynamic")
+    tensors, whole = load_file(folder / SINGLE), "model.layers.0.mlp.experts.down_proj"
+    tensors[whole] = torch.zeros(6, 64, 48).to(DTYPE)
+    save_file(tensors, folder / SINGLE)
+    with pytest.raises(ModelError, match=r"F8_E4M3.* or take a copy that is not quant") as refused:
+        rehearse_load(folder, torch.float32)
+    assert refused.value.field == whole
+
+
 def test_a_head_that_is_fp8_gets_its_exact_values(tiny_checkpoints, tmp_path):
     plain = tiny_checkpoints["llama"]
     folder, floats = written(plain, tmp_path, "dynamic")
@@ -216,10 +255,11 @@ def test_a_head_that_is_fp8_gets_its_exact_values(tiny_checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("family", ["llama", *MOE])
 def test_a_rehearsal_counts_a_byte_for_a_number_and_four_for_a_row(
-    tiny_checkpoints, tmp_path, kind
+    tiny_checkpoints, tmp_path, family, kind
 ):
-    plain = tiny_checkpoints["llama"]
+    plain = tiny_checkpoints[family]
     folder, floats = written(plain, tmp_path, kind)
     saved_bytes = sum(w.numel() * (2 - 1) - 4 * len(w) for w in floats.values())
     without = rehearse_load(plain, torch.bfloat16)[1]

@@ -17,7 +17,7 @@ from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.models import checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
-from tests.engine.conftest import FAMILIES, PagedTokens
+from tests.engine.conftest import FAMILIES, MOE, PagedTokens
 from tests.engine.models.fp8_models import rounded_model
 from tests.engine.models.test_models import EPS, Run, prompt_of, random_adapter
 
@@ -48,7 +48,7 @@ def assert_near(got, want):
     assert errors(got, want).max() <= NEAR
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "biased", "tied", "sharded"])
+@pytest.mark.parametrize("name", [*FAMILIES, *MOE, "biased", "tied", "sharded"])
 def test_logits_are_those_of_a_model_of_rounded_numbers(
     tiny_checkpoints, variant_checkpoints, name
 ):
@@ -76,20 +76,23 @@ def test_adapters_read_the_inputs_as_they_were(tiny_checkpoints):
         assert_near(got, model(torch.tensor([PROMPT])).logits[0])
 
 
+def linears_of(layer):
+    """The weights that are rounded: all but a router's."""
+    if hasattr(layer.mlp, "experts"):
+        assert layer.mlp.router.weight.is_floating_point()
+        after = layer.mlp.experts.gate_up, layer.mlp.experts.down
+    else:
+        after = layer.mlp.gate_up.weight, layer.mlp.down.weight
+    return layer.attention.qkv.weight, layer.attention.o.weight, *after
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rehearsal_knows_what_fp8_takes(tiny_checkpoints, dtype):
-    for name in FAMILIES:
+    for name in (*FAMILIES, *MOE):
         folder = tiny_checkpoints[name]
         plain = rehearse_load(folder, dtype)[1]
         found = rehearse_load(folder, dtype, rounding=Quantization.FP8)[1]
-        weights = load(folder, dtype)
-        linears = [
-            linear.weight
-            for layer in weights._layers
-            for linear in (
-                layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down
-            )
-        ]  # fmt: skip
+        linears = [weight for layer in load(folder, dtype)._layers for weight in linears_of(layer)]
         assert all(isinstance(weight, Fp8Rows) for weight in linears)
         saved = sum(w.rows.numel() * dtype.itemsize - w.nbytes for w in linears)
         assert found == plain - saved

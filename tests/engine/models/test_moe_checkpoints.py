@@ -21,6 +21,7 @@ from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.settings import EngineSettings
 from tests.engine.conftest import MOE, PagedTokens
+from tests.engine.models.test_quantized_checkpoints import AWQ
 
 CPU = torch.device("cpu")
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight")
@@ -44,8 +45,8 @@ def as_whole(folder, target):
     return target
 
 
-def logits(folder):
-    model, tokens = load_model(folder, CPU, torch.float32), PagedTokens()
+def logits(folder, rounding=None):
+    model, tokens = load_model(folder, CPU, torch.float32, rounding=rounding), PagedTokens()
     shape = model.config.shape
     size = (shape.layers, 2, tokens.pages, tokens.page_size, shape.kv_heads, shape.head_dim)
     batch = tokens.batch({"one": list(range(1, 20))})
@@ -77,13 +78,13 @@ def test_a_process_reads_its_part_of_every_expert(
 
 
 def test_rows_of_experts_that_others_keep_are_not_read(tiny_checkpoints, tmp_path, monkeypatch):
-    read, read_piece = [], staging._read
+    read, read_piece = [], staging.read_bytes
 
     def count(file, begin, out):
         read.append(out.nbytes)
         read_piece(file, begin, out)
 
-    monkeypatch.setattr(staging, "_read", count)
+    monkeypatch.setattr(staging, "read_bytes", count)
     for folder in (
         tiny_checkpoints["qwen3_moe"],
         as_whole(tiny_checkpoints["qwen3_moe"], tmp_path / "whole"),
@@ -125,7 +126,7 @@ def test_steps_have_room_for_a_row_of_each_of_a_tokens_experts(tiny_checkpoints)
         ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
         (
             "mixtral",
-            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+            {"quantization_config": AWQ},
             "quantization_config",
         ),
     ],
@@ -136,10 +137,17 @@ def test_what_is_not_computed_is_refused_by_name(edited, family, changes, field)
     assert refused.value.field == field
 
 
-@pytest.mark.parametrize("rounding", [Quantization.FP8, Quantization.NF4])
-def test_experts_are_not_rounded(tiny_checkpoints, rounding):
-    with pytest.raises(ModelError, match="want auto") as refused:
-        rehearse_load(tiny_checkpoints["mixtral"], torch.float32, rounding=rounding)
+def test_experts_that_are_stored_as_one_tensor_are_rounded_alike(tiny_checkpoints, tmp_path):
+    folder = tiny_checkpoints["qwen3_moe"]
+    whole = as_whole(folder, tmp_path / "whole")
+    got, want = (logits(each, Quantization.FP8) for each in (whole, folder))
+    assert torch.equal(got, want)
+    assert not torch.equal(got, logits(folder))
+
+
+def test_experts_are_not_rounded_to_nf4(tiny_checkpoints):
+    with pytest.raises(ModelError, match="want auto or fp8") as refused:
+        rehearse_load(tiny_checkpoints["mixtral"], torch.float32, rounding=Quantization.NF4)
     assert refused.value.field == "weight_dtype"
 
 

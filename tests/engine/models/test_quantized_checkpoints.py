@@ -1,6 +1,7 @@
 """A quantized checkpoint is served with its exact values, or refused by the name of what is not."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -38,7 +39,7 @@ def logits(folder, model=None):
 def linears(folder):
     """The names of the linears' weights in the layers, and all tensors."""
     tensors = load_file(folder / SINGLE)
-    return [n for n in tensors if "_proj.weight" in n], tensors
+    return [n for n in tensors if re.search(r"(_proj|\.w[123])\.weight", n)], tensors
 
 
 def saved(folder, target, tensors, **config):

@@ -62,7 +62,8 @@ def test_the_image_and_its_layout_come_back_to_the_bit(written, ranks, dtype, wo
     file.read(out)
     assert torch.equal(out.view(torch.uint8), image.view(torch.uint8))
     assert torch.equal(file.layout.rows, layout.rows)
-    for field in ("elements", "max_rank", "ranges", "layers", "head_rank", "head_rows"):
+    fields = ("elements", "max_rank", "ranges", "layers", "head_rank", "head_rows")
+    for field in (*fields, "changes_experts"):
         assert getattr(file.layout, field) == getattr(layout, field)
 
 

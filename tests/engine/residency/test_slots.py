@@ -65,7 +65,14 @@ def layout_of(*sizes: int) -> PackedLayout:
         if size:
             rows[layer, 0] = torch.tensor([begin, begin + size // 2, 1])
     return PackedLayout(
-        rows, sum(sizes), max_rank=1, ranges=(), layers=begins, head_rank=0, head_rows=0
+        rows,
+        sum(sizes),
+        max_rank=1,
+        ranges=(),
+        layers=begins,
+        head_rank=0,
+        head_rows=0,
+        changes_experts=False,
     )
 
 

@@ -1,7 +1,8 @@
 """Adapters on the experts of mixture-of-experts models: the forms they come in, and a blob's one.
 
 A blob holds for each of a layer's experts.gate_proj, up_proj and down_proj two tensors, A [experts,
-rank, d_in] and B [experts, d_out, rank]; a leading 1 says that all experts share it. Trainers save
+rank, d_in] and B [experts, d_out, rank]; a leading 1 says that all experts share it. up_proj has no
+A where it shares gate_proj's. Trainers save
 
 parameters   mlp.experts and mlp.experts.base_layer, PEFT's wrappers of gate_up_proj, which is both
              linears on top of one another, and of down_proj, the one inside the other if there are
@@ -165,7 +166,7 @@ def _config_of(
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for module, pair in modules.items():
-        rank, origin = pair["A"].shape[-2], origins[module]
+        rank, origin = pair["B"].shape[-1], origins[module]
         alpha = config.alpha_pattern.get(origin, config.lora_alpha)
         if rank != config.rank(origin):
             share = rank / config.rank(origin)
@@ -192,12 +193,11 @@ def _of_parameter(
         return {module: _cut(pair, rank, count, slice(0, d_out), every)}
     half = d_out // 2
     gate_ranks = up_ranks = every
-    if _is_block_diagonal(pair["B"], rank, count):
+    if split := _is_block_diagonal(pair["B"], rank, count):
         gate_ranks, up_ranks = slice(0, rank // 2), slice(rank // 2, rank)
-    return {
-        f"{experts}.{GATE}": _cut(pair, rank, count, slice(0, half), gate_ranks),
-        f"{experts}.{UP}": _cut(pair, rank, count, slice(half, d_out), up_ranks),
-    }
+    gate = _cut(pair, rank, count, slice(0, half), gate_ranks)
+    up = _cut(pair, rank, count, slice(half, d_out), up_ranks)
+    return {f"{experts}.{GATE}": gate, f"{experts}.{UP}": up if split else {"B": up["B"]}}
 
 
 def _cut(

@@ -50,6 +50,11 @@ class Linear:
         return self.inputs is Width.VOCABULARY
 
     @property
+    def routes(self) -> bool:
+        """Whether it chooses experts: it stays in floats, whatever other linears are rounded to."""
+        return self.outputs == (Width.EXPERTS,)
+
+    @property
     def name(self) -> str:
         """The last part of the path, which people know the linear by."""
         return self.module.rpartition(".")[2]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -39,7 +40,8 @@ LEAST_SCALE = 2.0**-100  # of a row of zeros
 class Fp8Rows:
     """A matrix M[r, c] = rows[r, c] · scales[r]: a weight's outputs, or the tokens of an input.
 
-    rows [rows, width] FP8, dense; scales [rows] float32.
+    rows [rows, width] FP8, dense; scales [rows] float32. Or a matrix of each of a layer's experts:
+    rows [experts, rows, width], scales [experts, rows].
     """
 
     rows: torch.Tensor
@@ -49,6 +51,10 @@ class Fp8Rows:
     def nbytes(self) -> int:
         """The bytes of rows and scales."""
         return self.rows.nbytes + self.scales.nbytes
+
+    def __getitem__(self, index: Any) -> "Fp8Rows":
+        """Some of the rows, or an expert's, by whatever indexes both tensors."""
+        return Fp8Rows(self.rows[index], self.scales[index])
 
 
 @dataclass(frozen=True, slots=True)

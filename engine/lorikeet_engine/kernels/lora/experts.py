@@ -33,7 +33,7 @@ def begin_experts(step: LoraStep | None, routed: RoutedRows) -> ExpertStep | Non
 
     On CUDA one launch.
     """
-    if step is None:
+    if step is None or not step.segments.changes_experts:
         return None
     list_owners = reference.list_owners if step.tiles is None else _triton().list_owners
     return ExpertStep(step, routed, list_owners(step.segments, routed))

@@ -47,7 +47,8 @@ class Segments:
     slots, starts, lengths: [segments] int32, dense, on the device of the step; at most one segment
     for each slot. They follow one another from token 0 on; tokens after the last have no adapter.
     max_rank bounds the rank of every adapter in them; max_rows, where they are lm_head's, how many
-    of its rows each replaces, 0 where none does.
+    of its rows each replaces, 0 where none does. changes_experts: whether some adapter may change
+    linears of experts.
     """
 
     slots: torch.Tensor
@@ -55,6 +56,7 @@ class Segments:
     lengths: torch.Tensor
     max_rank: int
     max_rows: int = 0
+    changes_experts: bool = True
 
     def __len__(self) -> int:
         return self.slots.numel()

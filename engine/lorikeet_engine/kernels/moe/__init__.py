@@ -7,7 +7,7 @@ which programs run.
 
 `reference` is the equations in torch and runs on the CPU. `fused` runs on CUDA: kernels in Triton,
 `routing` around the products and `grouped` for the products of few rows; torch's grouped product
-multiplies the many of a prefill.
+multiplies the many of a prefill. Products of FP8 are `grouped_fp8`'s, however many rows there are.
 """
 
 from functools import cache
@@ -16,6 +16,7 @@ from types import ModuleType
 
 import torch
 
+from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe.types import RoutedRows
 
@@ -36,16 +37,20 @@ def route(
 
 
 def expert_products(
-    x: torch.Tensor, weight: torch.Tensor, routed: RoutedRows, *, gathered: bool = False
+    x: torch.Tensor | Activations,
+    weight: torch.Tensor | Fp8Rows,
+    routed: RoutedRows,
+    *,
+    gathered: bool = False,
 ) -> torch.Tensor:
     """y[r] = x[r] · weight[e]ᵀ of each row r and its expert e; gathered: x[t] of its token t.
 
     x [rows, d_in], or gathered [tokens, d_in], dense; weight [experts, d_out, d_in], dense → [rows,
-    d_out] like x. Sums are float32.
+    d_out] like x. Sums are float32. With an FP8 weight each row of x is rounded to FP8 before
+    (kernels/fp8), if it is not already.
     """
-    y: torch.Tensor = _operators(x.device.type).expert_products(
-        x, weight, routed, gathered=gathered
-    )
+    operator = _operators(routed.pairs.device.type).expert_products
+    y: torch.Tensor = operator(x, weight, routed, gathered=gathered)
     return y
 
 

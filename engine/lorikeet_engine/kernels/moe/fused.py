@@ -5,7 +5,11 @@ from functools import partial
 import torch
 import triton
 
+from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
+from lorikeet_engine.kernels.fp8.fused import quantize_rows
+from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.moe import grouped_fp8
 from lorikeet_engine.kernels.moe.grouped import is_torchs_better, products
 from lorikeet_engine.kernels.moe.routing import choose, sort_by_expert, sum_weighed
 from lorikeet_engine.kernels.moe.types import RoutedRows
@@ -34,9 +38,21 @@ def route(
 
 
 def expert_products(
-    x: torch.Tensor, weight: torch.Tensor, routed: RoutedRows, *, gathered: bool = False
+    x: torch.Tensor | Activations,
+    weight: torch.Tensor | Fp8Rows,
+    routed: RoutedRows,
+    *,
+    gathered: bool = False,
 ) -> torch.Tensor:
-    """See kernels.moe. One launch, or torch's grouped product where an expert has many rows."""
+    """See kernels.moe. One launch, or torch's grouped product where an expert has many rows.
+
+    Another launch rounds what is not rounded for an FP8 weight.
+    """
+    if isinstance(weight, Fp8Rows):
+        rounded = x.fp8 if isinstance(x, Activations) else quantize_rows(x)
+        dtype = rows_of(x).dtype
+        return grouped_fp8.products(rounded, weight, routed, dtype, gathered=gathered)
+    x = rows_of(x)
     if is_torchs_better(x, weight, len(routed.pairs), gathered=gathered):
         inputs = x[routed.pairs // routed.per_token] if gathered else x
         y: torch.Tensor = torch._grouped_mm(inputs, weight.transpose(1, 2), offs=routed.starts[1:])

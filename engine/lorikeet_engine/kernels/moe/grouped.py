@@ -97,19 +97,10 @@ def _products(
     block_inputs: tl.constexpr,
 ) -> None:
     """Compute some outputs of one tile, or nothing where the experts' rows make fewer tiles."""
-    tile = tl.program_id(0)
-    each = tl.arange(0, expert_block)
-    begins = tl.load(starts + each, mask=each < experts, other=0)
-    ends = tl.load(starts + each + 1, mask=each < experts, other=0)
-    tiles = (ends - begins + block_rows - 1) // block_rows
-    past = tl.cumsum(tiles, 0)
-    expert = tl.sum((past <= tile).to(tl.int32), 0)
+    expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
     if expert >= experts:
         return
-    mine = each == expert
-    ahead = tile - tl.sum(tl.where(mine, past - tiles, 0), 0)
-    begin, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
-    row = begin + ahead * block_rows + tl.arange(0, block_rows)
+    row = first_row + tl.arange(0, block_rows)
     real = row < end
     token = row
     if gathered:
@@ -128,3 +119,27 @@ def _products(
         total = tl.dot(values, weights, total, input_precision="ieee")
     at_y = y + row[:, None].to(tl.int64) * d_out + output[None, :]
     tl.store(at_y, total.to(y.dtype.element_ty), mask=real[:, None] & held[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tile_at(
+    tile: tl.tensor,
+    starts: tl.tensor,
+    experts: tl.constexpr,
+    expert_block: tl.constexpr,
+    block_rows: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Find a tile: its expert, its first row, and where the expert's rows end.
+
+    The expert is `experts` or more where all rows make fewer tiles.
+    """
+    each = tl.arange(0, expert_block)
+    begins = tl.load(starts + each, mask=each < experts, other=0)
+    ends = tl.load(starts + each + 1, mask=each < experts, other=0)
+    tiles = (ends - begins + block_rows - 1) // block_rows
+    past = tl.cumsum(tiles, 0)
+    expert = tl.sum((past <= tile).to(tl.int32), 0)
+    mine = each == expert
+    ahead = tile - tl.sum(tl.where(mine, past - tiles, 0), 0)
+    begin, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
+    return expert, begin + ahead * block_rows, end

@@ -5,6 +5,9 @@ from itertools import pairwise
 import torch
 from torch.nn import functional as F
 
+from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
+from lorikeet_engine.kernels.fp8 import reference as fp8
+from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe.types import RoutedRows
 
@@ -33,15 +36,26 @@ def route(
 
 
 def expert_products(
-    x: torch.Tensor, weight: torch.Tensor, routed: RoutedRows, *, gathered: bool = False
+    x: torch.Tensor | Activations,
+    weight: torch.Tensor | Fp8Rows,
+    routed: RoutedRows,
+    *,
+    gathered: bool = False,
 ) -> torch.Tensor:
     """See kernels.moe."""
-    inputs = x[routed.pairs // routed.per_token] if gathered else x
-    y = x.new_empty(len(inputs), weight.shape[1])
-    starts = routed.starts.tolist()
-    for expert, (start, end) in enumerate(pairwise(starts)):
-        if start < end:
-            y[start:end] = F.linear(inputs[start:end], weight[expert])
+    inputs = rows_of(x)
+    d_out = (weight.rows if isinstance(weight, Fp8Rows) else weight).shape[1]
+    y = inputs.new_empty(len(routed.pairs), d_out)
+    for expert, (start, end) in enumerate(pairwise(routed.starts.tolist())):
+        if start == end:
+            continue
+        rows = slice(start, end)
+        of = routed.pairs[rows] // routed.per_token if gathered else rows
+        if isinstance(weight, Fp8Rows):
+            rounded = x.fp8[of] if isinstance(x, Activations) else None
+            y[rows] = fp8.linear(inputs[of], weight[expert], rounded=rounded)
+        else:
+            y[rows] = F.linear(inputs[of], weight[expert])
     return y
 
 

@@ -1,7 +1,8 @@
 """An adapter's image as a file of the disk cache: what was packed once is only read from then on.
 
 A safetensors file with one tensor, `image`, and in the header's metadata the file's own name, the
-ranks of PackedLayout.rows, from which all else follows that the layout says, and each layer's sum.
+ranks of PackedLayout.rows and where its A is shared, from which all else follows that the layout
+says, and each layer's sum.
 The name says what the image depends on, so nobody reads one that was made for another model, dtype
 or number of GPUs.
 
@@ -11,7 +12,7 @@ when it is read (checksums.py).
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from lorikeet_engine.residency.checksums import LayerSums, layer_sums
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout
 
 # Raise this with every change to the file, or to what pack or PackedLayout makes of a blob.
-_VERSION = 3
+_VERSION = 4
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -41,9 +42,11 @@ def fingerprint(shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, wor
 def write_image(path: Path, name: str, image: PackedImage) -> None:
     """Write the file that is to have this name. image: on the CPU."""
     layout, elements, sums = image
-    ranks = layout.rows[..., 2].flatten().tolist()
+    ranks, width = layout.rows[..., 2].flatten().tolist(), layout.rows.shape[1]
+    shared = sorted(layer * width + linear for layer, linear in layout.shared_a)
+    texts = {"ranks": _text(ranks), "shared_a": _text(shared), "sums": _text(sums)}
     header = {
-        "__metadata__": {"name": name, "ranks": _text(ranks), "sums": _text(sums)},
+        "__metadata__": {"name": name, **texts},
         "image": {
             "dtype": _DTYPES[elements.dtype],
             "shape": [layout.image_elements],
@@ -73,10 +76,13 @@ class ImageFile:
         """Read the header only. Raises AdapterRejected when the file is damaged."""
         header = read_header(path)
         image, facts = header.tensors.get("image"), header.metadata
-        ranks, sums = facts.get("ranks"), facts.get("sums")
-        if facts.get("name") != path.name or image is None or ranks is None or sums is None:
+        ranks, shared, sums = (facts.get(key) for key in ("ranks", "shared_a", "sums"))
+        if facts.get("name") != path.name or image is None:
             raise _damaged(path)
-        layout = PackedLayout.of_ranks(_table(ranks, shape, path), shape, world)
+        if ranks is None or shared is None or sums is None:
+            raise _damaged(path)
+        table = _table(ranks, shape, path)
+        layout = PackedLayout.of_ranks(table, shape, world, _shared(shared, table, path))
         if image.shape != (layout.image_elements,):
             raise _damaged(path)
         return cls(path, layout, image.begin, sums)
@@ -107,6 +113,16 @@ def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int
     if len(ranks) != (shape.layers + 1) * width or not all(map(str.isdecimal, ranks)):
         raise _damaged(path)
     return {divmod(at, width): int(rank) for at, rank in enumerate(ranks)}
+
+
+def _shared(
+    text: str, ranks: Mapping[tuple[int, int], int], path: Path
+) -> frozenset[tuple[int, int]]:
+    """PackedLayout's shared_a."""
+    places, known = text.split(), list(ranks)
+    if not all(place.isdecimal() and int(place) < len(known) for place in places):
+        raise _damaged(path)
+    return frozenset(known[int(place)] for place in places)
 
 
 def _damaged(path: Path) -> AdapterRejected:

@@ -46,10 +46,14 @@ class Lease:
     """While it lasts, the adapter stays on the GPU, in this slot of the table.
 
     rank: the adapter's largest. head_rank: lm_head's; head_rows: how many rows it replaces there.
+    changes_experts: whether it changes linears of experts.
     Use as a context manager, or release once done.
     """
 
-    __slots__ = ("_adapter", "_ended", "_on_release", "head_rank", "head_rows", "rank", "slot")
+    __slots__ = (
+        *("_adapter", "_ended", "_on_release"),
+        *("changes_experts", "head_rank", "head_rows", "rank", "slot"),
+    )
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class Lease:
         self.rank = adapter.layout.max_rank
         self.head_rank = adapter.layout.head_rank
         self.head_rows = adapter.layout.head_rows
+        self.changes_experts = adapter.layout.changes_experts
 
     def release(self) -> None:
         """End the lease; doing so again changes nothing."""

@@ -1,0 +1,114 @@
+"""Products of rows that are sorted by expert, of FP8, in Triton: a decode's and a prefill's.
+
+Cut into tiles as `grouped` cuts them. The outputs are the rows of the tensor cores' products, of
+which these have at least 64; an expert's rows are the columns, of which 16 are enough. A tile's
+sums stay in the tensor cores until its end (kernels/fp8/fused.linear says what that loses), then
+are multiplied by the scales of the expert's outputs and of the rows.
+
+TILES is the one place that says how products are cut; `engine/benchmarks/experts.py --weight-dtype
+fp8` times others on a GPU.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.kernels.fp8 import Fp8Rows
+from lorikeet_engine.kernels.moe.grouped import TileConfig, tile_at
+from lorikeet_engine.kernels.moe.types import RoutedRows
+
+TILES = (
+    (8, TileConfig(rows=16, outputs=64, inputs=256, warps=4, stages=4)),
+    (32, TileConfig(rows=32, outputs=64, inputs=128, warps=4, stages=4)),
+    (96, TileConfig(rows=64, outputs=128, inputs=128, warps=4, stages=3)),
+    (math.inf, TileConfig(rows=128, outputs=128, inputs=128, warps=8, stages=3)),
+)
+"""How to cut products, by the most rows that an expert has on average: not yet tuned on a GPU."""
+_LEAST_INPUTS = 32  # of the tensor cores' products
+
+
+def tile_config(rows: int, experts: int) -> TileConfig:
+    """How to cut the products of so many rows."""
+    return next(config for most, config in TILES if rows <= most * experts)
+
+
+def products(
+    x: Fp8Rows,
+    weight: Fp8Rows,
+    routed: RoutedRows,
+    dtype: torch.dtype,
+    config: TileConfig | None = None,
+    *,
+    gathered: bool = False,
+) -> torch.Tensor:
+    """See kernels.moe.expert_products → [rows, d_out] of dtype. config: other than tile_config's.
+
+    weight: rows [experts, d_out, d_in], scales [experts, d_out].
+    """
+    (experts, d_out, d_in), device = weight.rows.shape, x.rows.device
+    rows = len(routed.pairs)
+    c = config or tile_config(rows, experts)
+    tiles = rows // c.rows + min(rows, experts)
+    y = torch.empty((rows, d_out), dtype=dtype, device=device)
+    inputs = min(c.inputs, max(_LEAST_INPUTS, triton.next_power_of_2(d_in)))
+    _products_fp8[(tiles, triton.cdiv(d_out, c.outputs))](
+        x.rows, x.scales, weight.rows, weight.scales, routed.pairs, routed.starts, y,
+        experts, d_out, d_in, routed.per_token, gathered,
+        device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
+        triton.next_power_of_2(experts), c.rows, c.outputs, inputs,
+        num_warps=c.warps, num_stages=c.stages,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _products_fp8(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    weight: tl.tensor,
+    w_scales: tl.tensor,
+    pairs: tl.tensor,
+    starts: tl.tensor,
+    y: tl.tensor,
+    experts: tl.constexpr,
+    d_out: tl.constexpr,
+    d_in: tl.constexpr,
+    per_token: tl.constexpr,
+    gathered: tl.constexpr,
+    upcast: tl.constexpr,
+    expert_block: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_outputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+) -> None:
+    """Compute some outputs of one tile, or nothing where the experts' rows make fewer tiles."""
+    expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
+    if expert >= experts:
+        return
+    row = first_row + tl.arange(0, block_rows)
+    output = tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)
+    element = tl.arange(0, block_inputs)
+    # The last row, and the last output, stand in for those behind them, which are not stored.
+    token = tl.minimum(row, end - 1)
+    if gathered:
+        token = tl.load(pairs + token) // per_token
+    line = expert.to(tl.int64) * d_out + tl.minimum(output, d_out - 1)
+    at_x = x + token[:, None].to(tl.int64) * d_in + element[None, :]
+    at_weight = weight + line[:, None] * d_in + element[None, :]
+    sums = tl.zeros((block_outputs, block_rows), tl.float32)
+    for first in range(0, d_in, block_inputs):
+        if d_in % block_inputs == 0:
+            weights, values = tl.load(at_weight + first), tl.load(at_x + first)
+        else:
+            inside = (first + element < d_in)[None, :]
+            weights = tl.load(at_weight + first, mask=inside, other=0.0)
+            values = tl.load(at_x + first, mask=inside, other=0.0)
+        if upcast:
+            weights, values = weights.to(tl.float32), values.to(tl.float32)
+        sums = tl.dot(weights, values.T, sums)
+    sums *= tl.load(w_scales + line)[:, None] * tl.load(x_scales + token)[None, :]
+    at_y = y + row[None, :].to(tl.int64) * d_out + output[:, None]
+    mask = (output < d_out)[:, None] & (row < end)[None, :]
+    tl.store(at_y, sums.to(y.dtype.element_ty), mask=mask)
