@@ -23,6 +23,8 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.fp8 import fused as fp8_fused
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
+from lorikeet_engine.kernels.logprobs import FIELDS, MOST
+from lorikeet_engine.kernels.logprobs import fused as logprobs
 from lorikeet_engine.kernels.lora import expert_rows, linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_act import expand_act_and_mul
@@ -241,6 +243,14 @@ def test_sampling(compiled: set[str], dtype: torch.dtype) -> None:
     best, tokens = empty(8, dtype=dtype), empty(8, dtype=torch.int64)
     draw_tokens(empty(8, 128256, dtype=dtype), best, tokens, draws)
     assert compiled == {"_sum_chunks", "_draw"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_log_probabilities(compiled: set[str], dtype: torch.dtype) -> None:
+    logits, wanted = empty(8, 128256, dtype=dtype), empty(3, FIELDS, dtype=torch.int64)
+    found = logprobs.likeliest(logits, wanted, MOST)
+    logprobs.set_given(found, logits, wanted, empty(8, dtype=torch.int64))
+    assert compiled == {"_sum_chunks_of_exp", "_find_likeliest", "_set_given"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
