@@ -4,7 +4,7 @@ import logging
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
@@ -33,6 +33,7 @@ _CHUNK = 512
 _SHALLOW, _DEEP = 1024, 1 << 16
 _REPEATS = 2
 _LONG_STEP_S = 0.05  # a longer step is timed once: noise is small beside it
+_RANDOM_PAGES = 512  # that are drawn; the others hold the same
 # Noise can hide what ranks cost a tiny model; no device reads one faster than this.
 _MIN_RANK_S = 1e-9
 # Nor what a step's rows take where what they see seems to be all of it.
@@ -48,24 +49,43 @@ def measure_step_costs(
 ) -> StepCosts:
     """Time a few dummy steps, which run as real ones do.
 
-    kv_pages, arena: the runner's; the arena holds no adapter yet, and none afterwards. What
-    tokens see keeps its default cost where contexts are too short to tell, adapters keep theirs
-    where there is no room for rank 1 on all linears. Raises SettingsError if inter_token_goal_s is
-    set then, which needs them.
+    kv_pages, arena: the runner's, empty before and afterwards. What tokens see keeps its default
+    cost where contexts are too short to tell, adapters keep theirs where there is no room for rank
+    1 on all linears. Raises SettingsError if inter_token_goal_s is set then, which needs them.
     """
     steps = StepTimer(runner, kv_pages, settings)
-    costs = _of_base(steps, settings)
     dummies = _DummyAdapters.that_fit(arena.weights, shape, settings)
-    if dummies.count:
-        with dummies.in_place(arena):
-            costs = _with_lora(costs, steps, dummies)
-    elif settings.inter_token_goal_s is not None:
+    is_cuda = runner.model.device.type == "cuda"
+    with random_kv(runner.kv) if is_cuda else nullcontext():
+        costs = _of_base(steps, settings)
+        if dummies.count:
+            with dummies.in_place(arena):
+                costs = _with_lora(costs, steps, dummies)
+    if not dummies.count and settings.inter_token_goal_s is not None:
         raise SettingsError(
             f"adapter_gpu_bytes={settings.adapter_gpu_bytes}: too small to measure what ranks "
             "cost, which inter_token_goal_s needs: raise the one or do without the other"
         )
     log.info("step_costs_measured", extra=asdict(costs))
     return costs
+
+
+@contextmanager
+def random_kv(kv: torch.Tensor) -> Iterator[None]:
+    """Hold random numbers in KV pages [layers, 2, pages, …] inside; zeros again afterwards.
+
+    The more bits change in a GPU, the more power it takes and the lower its clock is: with zeros in
+    the pages steps would seem faster than real ones are.
+    """
+    drawn = torch.randn(min(_RANDOM_PAGES, kv.shape[2]), *kv.shape[3:], device=kv.device)
+    drawn = drawn.to(kv.dtype)
+    for pages in kv.flatten(0, 1):
+        for some in pages.split(len(drawn)):
+            some.copy_(drawn[: len(some)])
+    try:
+        yield
+    finally:
+        kv.zero_()
 
 
 def _of_base(steps: "StepTimer", settings: EngineSettings) -> StepCosts:
