@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape, aligned
-from lorikeet_engine.costs import RowsTime, StepCosts, seen_tokens
+from lorikeet_engine.costs import SEEN_TO_SPLIT, RowsTime, StepCosts, seen_tokens
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.steps import ModelRunner
@@ -31,6 +31,8 @@ _LONG_CONTEXT = 4096
 # What a prompt's tokens see is measured by a chunk of so many at two depths.
 _CHUNK = 512
 _SHALLOW, _DEEP = 1024, 1 << 16
+# A chunk that sees much is timed beside decodes: so many of each, and what they see.
+_BESIDE, _BESIDE_CONTEXT, _BESIDE_CHUNK, _BESIDE_DEPTH = 64, 1024, 192, 8192
 _REPEATS = 2
 _LONG_STEP_S = 0.05  # a longer step is timed once: noise is small beside it
 _RANDOM_PAGES = 512  # that are drawn; the others hold the same
@@ -55,8 +57,7 @@ def measure_step_costs(
     """
     steps = StepTimer(runner, kv_pages, settings)
     dummies = _DummyAdapters.that_fit(arena.weights, shape, settings)
-    is_cuda = runner.model.device.type == "cuda"
-    with random_kv(runner.kv) if is_cuda else nullcontext():
+    with random_kv(runner.kv) if runner.model.device.type == "cuda" else nullcontext():
         costs = _of_base(steps, settings)
         if dummies.count:
             with dummies.in_place(arena):
@@ -74,8 +75,8 @@ def measure_step_costs(
 def random_kv(kv: torch.Tensor) -> Iterator[None]:
     """Hold random numbers in KV pages [layers, 2, pages, …] inside; zeros again afterwards.
 
-    The more bits change in a GPU, the more power it takes and the lower its clock is: with zeros in
-    the pages steps would seem faster than real ones are.
+    The more bits change in a GPU, the more power it takes and the lower its clock may be: with
+    zeros in the pages steps may seem faster than real ones are.
     """
     drawn = torch.randn(min(_RANDOM_PAGES, kv.shape[2]), *kv.shape[3:], device=kv.device)
     drawn = drawn.to(kv.dtype)
@@ -104,7 +105,8 @@ def _of_base(steps: "StepTimer", settings: EngineSettings) -> StepCosts:
         rows_s[full] = steps.prompts_s(full) - costs.prompt_seen_s * steps.seen(full)
     # More work is never faster: where it seems so, here and below, it is noise.
     rising = accumulate((max(_MIN_ROWS_S, s) for s in rows_s.values()), max)
-    return replace(costs, rows=tuple(map(RowsTime, rows_s, rising)))
+    costs = replace(costs, rows=tuple(map(RowsTime, rows_s, rising)))
+    return replace(costs, split_s=_split_s(steps, costs))
 
 
 def _seen_token_s(steps: "StepTimer", decodes_s: dict[int, float], usual: StepCosts) -> float:
@@ -134,6 +136,20 @@ def _chunk(steps: "StepTimer", tokens: int, usual: StepCosts) -> tuple[float, fl
     deep_s = steps.shortest_s([steps.prompt(tokens, deep)])
     prompt_seen_s = max(0.0, (deep_s - shallow_s) / (tokens * (deep - shallow)))
     return prompt_seen_s, shallow_s - prompt_seen_s * seen_tokens(tokens, shallow)
+
+
+def _split_s(steps: "StepTimer", costs: StepCosts) -> float:
+    """StepCosts.split_s, by the other costs of a step without adapters."""
+    decodes = min(_BESIDE, costs.max_running)
+    context = min(_BESIDE_CONTEXT, steps.longest)
+    chunk = min(_BESIDE_CHUNK, costs.step_tokens - decodes, steps.longest)
+    depth = min(_BESIDE_DEPTH, steps.longest - chunk)
+    seen = seen_tokens(chunk, depth)
+    if seen < SEEN_TO_SPLIT:  # prompts hardly ever see so much
+        return costs.split_s
+    both = [*steps.decodes(decodes, context), steps.prompt(chunk, depth)]
+    apart_s = costs.step_s(decodes + chunk, 0, decodes * context, seen=seen) - costs.split_s
+    return max(0.0, steps.shortest_s(both) - apart_s)
 
 
 def _with_lora(costs: StepCosts, steps: "StepTimer", dummies: "_DummyAdapters") -> StepCosts:
