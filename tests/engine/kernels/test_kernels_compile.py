@@ -211,6 +211,12 @@ def test_a_product_of_one_row(compiled: set[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert linear.linear(empty(1, 4096), empty(6144, 4096)).shape == (1, 6144)
     assert compiled == {"_gemv"}
+    fp8 = Fp8Rows(empty(28672, 4096, dtype=DTYPE), empty(28672, dtype=torch.float32))
+    for weight in (empty(28672, 4096), fp8):
+        for gelu in (False, True):
+            gated = linear.linear_act_and_mul(empty(1, 4096), weight, None, gelu=gelu)
+            assert gated.shape == (1, 14336)
+    assert compiled == {"_gemv"}, "nothing else is launched"
 
 
 @pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336), (8192, 28672)])
