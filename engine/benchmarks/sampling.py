@@ -21,10 +21,11 @@ from engine.benchmarks import harness
 from engine.benchmarks.offline import GREEDY, Work, abort, begin, request_of, steps_ms
 from engine.benchmarks.random_engine import SETTINGS as SMALL
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.request import Request, SamplingParams, TokenLogprobs
+from lorikeet_engine.request import LogprobsMode, Request, SamplingParams, TokenLogprobs
 from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.penalties import Penalties
+from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import Sampler
 
 ROUNDS = 5
@@ -60,6 +61,7 @@ class Group:
 
 
 _ONE = SamplingParams(temperature=1.0)
+_PROCESSED = replace(_ONE, logprobs=20, logprobs_mode=LogprobsMode.PROCESSED)
 _BIASES = tuple((400 * i, 1.0) for i in range(300))
 GROUPS = (
     Group(
@@ -88,6 +90,8 @@ GROUPS = (
             Case("repetition", replace(_ONE, repetition_penalty=1.1)),
             Case("logit_bias of 300", replace(_ONE, logit_bias=_BIASES)),
             Case("logprobs 20", replace(_ONE, logprobs=20)),
+            Case("processed logprobs 20", _PROCESSED),
+            Case("processed of top_p 0.95", replace(_PROCESSED, top_p=0.95)),
         ),
     ),
 )
@@ -174,10 +178,13 @@ def _draw(
         for i, (one, output) in enumerate(zip(params, made, strict=True))
     ]
     counts = {i: n for i, one in enumerate(params) if (n := one.logprobs) is not None}
-    logprobs = Logprobs(logits, counts) if counts else None
+    if not counts:
+        return Sampler(penalties).sample(logits, rows).tolist(), {}
+    if params[0].logprobs_mode is LogprobsMode.PROCESSED:
+        processed = ProcessedLogprobs(counts)
+        return Sampler(penalties).sample(logits, rows, processed).tolist(), processed.read()
+    logprobs = Logprobs(logits, counts)
     tokens = Sampler(penalties).sample(logits, rows)
-    if logprobs is None:
-        return tokens.tolist(), {}
     logprobs.download(logits, tokens)
     return tokens.tolist(), logprobs.read()
 

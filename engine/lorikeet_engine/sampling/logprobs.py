@@ -1,12 +1,12 @@
 """Log probabilities of sampled tokens, and of the most likely ones at each step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import Download, upload
-from lorikeet_engine.kernels.logprobs import likeliest, set_given
+from lorikeet_engine.kernels.logprobs import COUNT, FIELDS, ROW, SCALE, likeliest, set_given
 from lorikeet_engine.request import TokenLogprobs
 
 
@@ -17,13 +17,22 @@ class Logprobs:
     they were sampled from, afterwards (processed_logprobs.py).
     """
 
-    def __init__(self, logits: torch.Tensor, counts: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        counts: Mapping[int, int],
+        temperatures: Sequence[float] | None = None,
+    ) -> None:
         """Take logits [rows, vocab] of any dtype. counts: row → how many of its most likely tokens.
 
-        Rows that are not in counts get no log probabilities.
+        Rows that are not in counts get no log probabilities. temperatures: by which these rows'
+        logits are divided before; 1 without.
         """
         self._counts = {row: min(count, logits.shape[1]) for row, count in counts.items()}
-        wanted = np.array(list(self._counts.items()), np.int64)
+        wanted = np.empty((len(counts), FIELDS), np.int64)
+        wanted[:, ROW], wanted[:, COUNT] = list(self._counts), list(self._counts.values())
+        scales = 1.0 / np.array(1.0 if temperatures is None else temperatures)
+        wanted[:, SCALE] = scales.astype(np.float32).view(np.int32)
         self._wanted = upload(wanted, logits.device)
         self._found = likeliest(logits, self._wanted, max(self._counts.values()))
 

@@ -19,6 +19,12 @@ OPERATORS = [
 VOCABS = (5, 64, 4200) if INTERPRETED else (5, 64, 4096, 5000, 128_256, 151_936)
 COUNTS = (20, 0, 1, MOST, 7, 20)
 ROWS = (9, 3, 0, 4, 11, 6)
+SCALES = (1.0, 1.0, 0.125, 2.0, 0.5, 1.0)
+
+
+def wanted_of(rows):
+    rows, counts, scales = map(torch.tensor, zip(*rows, strict=True))
+    return torch.stack((rows, counts, scales.view(torch.int32)), dim=1)
 
 
 def some_logits(vocab, dtype):
@@ -40,7 +46,7 @@ def some_logits(vocab, dtype):
 def test_log_probabilities_are_those_of_a_stable_sort_in_float32(vocab, dtype, operators, device):
     logits = some_logits(vocab, dtype)
     counts = [min(count, vocab) for count in COUNTS]
-    wanted = torch.tensor(list(zip(ROWS, counts, strict=True)))
+    wanted = wanted_of(zip(ROWS, counts, SCALES, strict=True))
     tokens = torch.randint(vocab, (12,), generator=torch.Generator().manual_seed(1))
     tokens[3] = -1
     most = max(counts)
@@ -49,8 +55,8 @@ def test_log_probabilities_are_those_of_a_stable_sort_in_float32(vocab, dtype, o
     operators.set_given(found, *on_device, tokens.to(device))
     told = found.told.cpu()
     assert told.shape == (len(ROWS), 1 + 2 * most)
-    for at, (row, count) in enumerate(wanted.tolist()):
-        want = logits[row].double().log_softmax(-1).float()
+    for at, (row, count, scale) in enumerate(zip(ROWS, counts, SCALES, strict=True)):
+        want = (logits[row].double() * scale).log_softmax(-1).float()
         ids = logits[row].sort(descending=True, stable=True).indices
         given = want[tokens[row].clamp(min=0)]
         torch.testing.assert_close(told[at, 0], given, rtol=0, atol=1e-5)
@@ -70,7 +76,7 @@ def test_of_what_is_no_number_come_ids_of_the_vocabulary(operators, device):
     logits[1] = -torch.nan
     logits[2, 5] = torch.nan
     logits[3] = -torch.inf
-    wanted = torch.tensor([[row, 20] for row in range(4)], device=device)
+    wanted = wanted_of((row, 20, 1.0) for row in range(4)).to(device)
     found = operators.likeliest(logits.to(device), wanted, 20)
     operators.set_given(found, logits.to(device), wanted, torch.tensor([3] * 4, device=device))
     assert found.told[:, 0].isnan().all()

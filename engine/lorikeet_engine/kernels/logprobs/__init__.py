@@ -1,7 +1,8 @@
 """Log probabilities of some rows of logits: of their most likely tokens, and of tokens given later.
 
-Of logits x with the largest at b, token t has (x[t] − b) − log Σ exp(x − b), in float32. Tokens are
-ranked by falling logit; of equal logits the lower id comes first (and 0 before -0).
+Of logits x with the largest at b, token t has (x[t] − b) · scale − log Σ exp((x − b) · scale), in
+float32. Tokens are ranked by falling logit; of equal logits the lower id comes first (and 0 before
+-0).
 
 `reference` is this in torch and runs on the CPU; `fused` holds Triton kernels with the same
 signatures.
@@ -16,8 +17,11 @@ import torch
 
 __all__ = ["LogprobRows", "likeliest", "set_given"]
 
-ROW, COUNT, FIELDS = range(3)
-"""The columns of `wanted` [n, FIELDS] int64: a row of the logits, and how many tokens of it."""
+ROW, COUNT, SCALE, FIELDS = range(4)
+"""The columns of `wanted` [n, FIELDS] int64.
+
+A row of the logits; how many tokens of it; scale, above 0, bits of a float32.
+"""
 MOST = 32
 """So many tokens of a row at most."""
 
@@ -26,9 +30,9 @@ MOST = 32
 class LogprobRows:
     """What some rows of logits say of tokens.
 
-    norms [n, 2] float32: the row's largest logit b, and log Σ exp(x − b). told [n, 1 + 2 · most]
-    float32: the log probability of the given token, those of the most likely ones, and the ids of
-    these, bits of int32. Behind a row's count both are arbitrary.
+    norms [n, 2] float32: the row's largest logit b, and log Σ exp((x − b) · scale). told
+    [n, 1 + 2 · most] float32: the log probability of the given token, those of the most likely
+    ones, and the ids of these, bits of int32. Behind a row's count both are arbitrary.
     """
 
     norms: torch.Tensor

@@ -19,7 +19,8 @@ _GROUP = tl.constexpr(64)  # neighbouring tokens with one largest logit
 _GROUPS = tl.constexpr(64)  # of a chunk
 _CHUNK = tl.constexpr(_GROUP.value * _GROUPS.value)
 _ROW, _COUNT = tl.constexpr(logprobs.ROW), tl.constexpr(logprobs.COUNT)
-_FIELDS, _MOST = tl.constexpr(logprobs.FIELDS), tl.constexpr(logprobs.MOST)
+_SCALE, _FIELDS = tl.constexpr(logprobs.SCALE), tl.constexpr(logprobs.FIELDS)
+_MOST = tl.constexpr(logprobs.MOST)
 _LOWEST_KEY = tl.constexpr(-(2**31))
 _LOWEST = tl.constexpr(-(2**63))  # below what any number's key and id make
 _IDS = tl.constexpr(2**32 - 1)
@@ -52,6 +53,17 @@ def set_given(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _field(wanted: tl.tensor, column: tl.constexpr) -> tl.tensor:
+    """What this program's row of wanted has there."""
+    return tl.load(wanted + tl.program_id(0) * _FIELDS + column)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(wanted: tl.tensor) -> tl.tensor:
+    return _field(wanted, _SCALE).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _finite(peak: tl.tensor) -> tl.tensor:
     """What can be subtracted from logits of which this is the largest: −inf − −inf is no number."""
     return tl.where(peak > -float("inf"), peak, 0.0)
@@ -79,14 +91,14 @@ def _sum_chunks_of_exp(
 ) -> None:
     """One chunk: its largest logit, the exponentials' sum by that, and its groups' largest keys."""
     index, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(wanted + index * _FIELDS + _ROW)
+    row = _field(wanted, _ROW)
     group = tl.arange(0, _GROUPS)
     column = chunk * _CHUNK + group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = column < vocab
     x = tl.load(logits + row * vocab + column, mask=inside, other=-float("inf")).to(tl.float32)
     peak = tl.max(tl.max(x, 1), 0)
     tl.store(parts + index * (2 * chunks) + chunk, peak)
-    summed = tl.sum(tl.sum(tl.exp(x - _finite(peak)), 1), 0)
+    summed = tl.sum(tl.sum(tl.exp((x - _finite(peak)) * _scale(wanted)), 1), 0)
     tl.store(parts + index * (2 * chunks) + chunks + chunk, summed)
     keys = tl.where(inside, key_of(x, 32), _LOWEST_KEY)
     tl.store(largest + index * (chunks * _GROUPS) + chunk * _GROUPS + group, tl.max(keys, 1))
@@ -107,14 +119,14 @@ def _find_likeliest(
 ) -> None:
     """One row: its norm, then the groups that have its most likely tokens, then these."""
     index = tl.program_id(0).to(tl.int64)
-    row = tl.load(wanted + index * _FIELDS + _ROW)
-    count = tl.load(wanted + index * _FIELDS + _COUNT).to(tl.int32)
+    row = _field(wanted, _ROW)
+    count, scale = _field(wanted, _COUNT).to(tl.int32), _scale(wanted)
     each = tl.arange(0, chunks_block)
     first = parts + index * (2 * chunks) + each
     peaks = tl.load(first, mask=each < chunks, other=-float("inf"))
     summed = tl.load(first + chunks, mask=each < chunks, other=0.0)
     best = tl.max(peaks, 0)
-    log_sum = tl.log(tl.sum(summed * tl.exp(peaks - _finite(best)), 0))
+    log_sum = tl.log(tl.sum(summed * tl.exp((peaks - _finite(best)) * scale), 0))
     tl.store(norms + index * 2, best)
     tl.store(norms + index * 2 + 1, log_sum)
 
@@ -143,7 +155,7 @@ def _find_likeliest(
     keys = (likeliest >> 32).to(tl.int32)
     values = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     at = told + index * (1 + 2 * most) + 1 + place
-    tl.store(at, (values - best) - log_sum, mask=place < count)
+    tl.store(at, (values - best) * scale - log_sum, mask=place < count)
     tl.store(at + most, _place_of(likeliest).to(tl.float32, bitcast=True), mask=place < count)
 
 
@@ -161,8 +173,8 @@ def _set_given(
 ) -> None:
     """One row: the log probability of its token."""
     index = tl.program_id(0).to(tl.int64)
-    row = tl.load(wanted + index * _FIELDS + _ROW)
+    row = _field(wanted, _ROW)
     token = tl.maximum(tl.load(tokens + row), 0)
     x = tl.load(logits + row * vocab + token).to(tl.float32)
     best, log_sum = tl.load(norms + index * 2), tl.load(norms + index * 2 + 1)
-    tl.store(told + index * width, (x - best) - log_sum)
+    tl.store(told + index * width, (x - best) * _scale(wanted) - log_sum)

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.logprobs import COUNT, ROW, LogprobRows
+from lorikeet_engine.kernels.logprobs import COUNT, ROW, SCALE, LogprobRows
 
 _GROUP = 64  # neighbouring tokens
 
@@ -12,11 +12,12 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
     """See kernels.logprobs."""
     x = logits[wanted[:, ROW]].float()
     best = x.amax(dim=-1, keepdim=True)
-    norms = torch.cat((best, (x - best).logsumexp(dim=-1, keepdim=True)), dim=1)
+    log_sum = ((x - best) * _scales(wanted)).logsumexp(dim=-1, keepdim=True)
+    norms = torch.cat((best, log_sum), dim=1)
     told = x.new_zeros((len(x), 1 + 2 * most))
     count = min(most, x.shape[-1])
     ids = _top_ids(x, count)
-    told[:, 1 : 1 + count] = _logprobs(x.gather(1, ids), norms)
+    told[:, 1 : 1 + count] = _logprobs(x.gather(1, ids), norms, wanted)
     told[:, 1 + most : 1 + most + count] = ids.int().view(torch.float32)
     assert (wanted[:, COUNT] <= count).all(), "more tokens than there are"
     return LogprobRows(norms, told)
@@ -28,12 +29,16 @@ def set_given(
     """See kernels.logprobs."""
     rows = wanted[:, ROW]
     given = logits[rows, tokens[rows].clamp(min=0)].float().unsqueeze(1)
-    found.told[:, :1] = _logprobs(given, found.norms)
+    found.told[:, :1] = _logprobs(given, found.norms, wanted)
 
 
-def _logprobs(x: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+def _logprobs(x: torch.Tensor, norms: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     best, log_sum = norms.split(1, dim=1)
-    return (x - best) - log_sum
+    return (x - best) * _scales(wanted) - log_sum
+
+
+def _scales(wanted: torch.Tensor) -> torch.Tensor:
+    return wanted[:, SCALE].to(torch.int32).view(torch.float32).unsqueeze(1)
 
 
 def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
