@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from lorikeet_engine.kernels.fp8.reference import quantize_weight
 from lorikeet_engine.kernels.gemv import gemv, gemv_act_and_mul
+from lorikeet_engine.kernels.pointwise.fused import act_and_mul
 from tests.engine.interpreter import INTERPRETED, exact_fp8
 
 __all__ = ["exact_fp8"]
@@ -62,3 +63,6 @@ def test_one_row_gated(kind, biased, gelu, is_fp8, width, d_in):
     assert got.shape == (1, width)
     atol = 4 * torch.finfo(dtype).eps * max(want.abs().max().item(), y.abs().max().item() ** 2)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
+    in_two = act_and_mul(gemv(x, weight, bias, scales), gelu=gelu)
+    rtol = 0.0 if INTERPRETED else torch.finfo(dtype).eps
+    torch.testing.assert_close(got, in_two, rtol=rtol, atol=0)

@@ -33,8 +33,7 @@ def set_given(
 
 
 def _logprobs(x: torch.Tensor, norms: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    best, log_sum = norms.split(1, dim=1)
-    return (x - best) * _scales(wanted) - log_sum
+    return (x - norms[:, :1]) * _scales(wanted) - norms[:, 1:]
 
 
 def _scales(wanted: torch.Tensor) -> torch.Tensor:
