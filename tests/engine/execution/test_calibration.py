@@ -22,7 +22,8 @@ from tests.engine.hash_model import SHAPE
 DEMO = Path(__file__).parents[3] / "demo/model"
 TRUE = StepCosts(
     rows=(
-        RowsTime(1, 4e-3),
+        RowsTime(1, 3.6e-3),
+        RowsTime(2, 4e-3),
         RowsTime(32, 4.2e-3),
         RowsTime(64, 5.5e-3),
         RowsTime(512, 12e-3),
@@ -141,7 +142,7 @@ def test_an_engine_of_one_sequence_is_measured_by_that(measure):
 
 def test_a_step_that_has_room_for_decodes_alone_is_measured_by_them(measure):
     found = measure(max_batch_tokens=64, costs=replace(TRUE, step_tokens=64))
-    assert [tokens for tokens, _ in found.rows] == [1, 32, 64]
+    assert [tokens for tokens, _ in found.rows] == [1, 2, 32, 64]
 
 
 @pytest.mark.parametrize("running", [64, 256, 512, 1024])
