@@ -15,7 +15,7 @@ from lorikeet_engine.costs import SEEN_TO_SPLIT, RowsTime, StepCosts, seen_token
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.steps import ModelRunner
-from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
+from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk, random_kv
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.gpu.arena import ClearRow, DeviceArena, WriteRow
 from lorikeet_engine.scheduling.sequence import Chunk
@@ -35,7 +35,6 @@ _SHALLOW, _DEEP = 1024, 1 << 16
 _BESIDE, _BESIDE_CONTEXT, _BESIDE_CHUNK, _BESIDE_DEPTH = 64, 1024, 192, 8192
 _REPEATS = 2
 _LONG_STEP_S = 0.05  # a longer step is timed once: noise is small beside it
-_RANDOM_PAGES = 512  # that are drawn; the others hold the same
 # Noise can hide what ranks cost a tiny model; no device reads one faster than this.
 _MIN_RANK_S = 1e-9
 # Nor what a step's rows take where what they see seems to be all of it.
@@ -69,24 +68,6 @@ def measure_step_costs(
         )
     log.info("step_costs_measured", extra=asdict(costs))
     return costs
-
-
-@contextmanager
-def random_kv(kv: torch.Tensor) -> Iterator[None]:
-    """Hold random numbers in KV pages [layers, 2, pages, …] inside; zeros again afterwards.
-
-    The more bits change in a GPU, the more power it takes and the lower its clock may be: with
-    zeros in the pages steps may seem faster than real ones are.
-    """
-    drawn = torch.randn(min(_RANDOM_PAGES, kv.shape[2]), *kv.shape[3:], device=kv.device)
-    drawn = drawn.to(kv.dtype)
-    for pages in kv.flatten(0, 1):
-        for some in pages.split(len(drawn)):
-            some.copy_(drawn[: len(some)])
-    try:
-        yield
-    finally:
-        kv.zero_()
 
 
 def _of_base(steps: "StepTimer", settings: EngineSettings) -> StepCosts:

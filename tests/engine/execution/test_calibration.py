@@ -173,19 +173,6 @@ def test_noise_makes_no_coefficient_negative(measure, costs):
         assert found.decode_s(found.max_running, 0) >= seconds[0] > 0.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_pages_hold_random_numbers_while_steps_are_timed_and_zeros_before_and_after(
-    dtype, monkeypatch
-):
-    monkeypatch.setattr(calibration, "_RANDOM_PAGES", 3)
-    kv = torch.zeros(2, 2, 8, 16, 2, 64).to(dtype)
-    with calibration.random_kv(kv):
-        of_pages = kv.float().flatten(3).transpose(0, 2).flatten(1)
-        assert (of_pages.std(1) - 1.0).abs().max() < 0.2
-        assert of_pages.isfinite().all()
-    assert not kv.float().any()
-
-
 def test_the_demo_model_takes_about_what_its_engine_says(tmp_path):
     torch.set_num_threads(1)
     settings = EngineSettings(DEMO, tmp_path, max_batch_tokens=256, max_running=16, overlap=False)
