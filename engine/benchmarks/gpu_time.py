@@ -22,7 +22,10 @@ _KINDS = (
     ("experts", r"^(_products|choose|sort_by_expert|sum_weighed)|[gG]rouped"),
     ("attention", r"^_decode|flashinfer|fmha"),
     ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv|^_multiply"),
-    ("sampling", r"^_(sum_chunks|draw|penalise)|ArgMax|argmax|softmax|[sS]ort|scan|Philox"),
+    (
+        "sampling",
+        r"^_(sum_chunks|draw|penalise|find_likeliest|set_given)|ArgMax|argmax|softmax|[sS]ort|scan|Philox",
+    ),
     ("torch's pointwise", r"at::native"),
 )
 _UNKNOWN = "unknown"

@@ -21,10 +21,11 @@ from engine.benchmarks import harness
 from engine.benchmarks.offline import GREEDY, Work, abort, begin, request_of, steps_ms
 from engine.benchmarks.random_engine import SETTINGS as SMALL
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.request import Request, SamplingParams
+from lorikeet_engine.request import LogprobsMode, Request, SamplingParams, TokenLogprobs
 from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.penalties import Penalties
+from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import Sampler
 
 ROUNDS = 5
@@ -34,6 +35,7 @@ _WARM_UP = 5
 _PROMPT = 16
 _LEFT = 128  # tokens that a request may make: more than the steps from its first to the last timed
 _CHECKED = 16  # rows: on a CPU, each takes a sort of the vocabulary
+_CLOSE = 2e-5  # of log probabilities, each of which is within 1e-5 of float64's
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Group:
 
 
 _ONE = SamplingParams(temperature=1.0)
+_PROCESSED = replace(_ONE, logprobs=20, logprobs_mode=LogprobsMode.PROCESSED)
 _BIASES = tuple((400 * i, 1.0) for i in range(300))
 GROUPS = (
     Group(
@@ -87,6 +90,8 @@ GROUPS = (
             Case("repetition", replace(_ONE, repetition_penalty=1.1)),
             Case("logit_bias of 300", replace(_ONE, logit_bias=_BIASES)),
             Case("logprobs 20", replace(_ONE, logprobs=20)),
+            Case("processed logprobs 20", _PROCESSED),
+            Case("processed of top_p 0.95", replace(_PROCESSED, top_p=0.95)),
         ),
     ),
 )
@@ -137,7 +142,7 @@ def measure_all(engine: Engine, groups: Iterable[Group]) -> list[Row]:
 def check_draws(engine: Engine, group: Group, case: Case) -> None:
     """Draw on the device and on the CPU from equal logits; raises AssertionError if tokens differ.
 
-    So do the ids of the most likely tokens, where they are asked for.
+    So do log probabilities, and the ids of the most likely tokens, where they are asked for.
     """
     model, vocab, count = engine._runner.model, engine.info.vocab_size, _CHECKED
     random = torch.Generator().manual_seed(len(case.name))
@@ -146,13 +151,22 @@ def check_draws(engine: Engine, group: Group, case: Case) -> None:
     params = [case.of(i) for i in range(count)]
     devices = model.device, torch.device("cpu")
     drawn = [_draw(logits.to(device, copy=True), params, made) for device in devices]
-    assert drawn[0] == drawn[1], f"{case.name}: the device draws other tokens than the CPU"
+    (tokens, told), (want, expected) = drawn
+    assert tokens == want, f"{case.name}: the device draws other tokens than the CPU"
+    for row, of in expected.items():
+        assert _are_close(told[row], of), f"{case.name}: row {row} has {told[row]}, on the CPU {of}"
+
+
+def _are_close(told: TokenLogprobs, want: TokenLogprobs) -> bool:
+    values, expected = ((of.logprob, *(logprob for _, logprob in of.top)) for of in (told, want))
+    ids, expected_ids = ([token for token, _ in of.top] for of in (told, want))
+    return ids == expected_ids and np.allclose(values, expected, rtol=0, atol=_CLOSE)
 
 
 def _draw(
     logits: torch.Tensor, params: list[SamplingParams], made: list[list[int]]
-) -> tuple[list[int], dict[int, list[int]]]:
-    """The tokens drawn for rows with so much output, and by row the ids of the most likely ones."""
+) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    """The tokens drawn for rows with so much output, and by row the log probabilities."""
     penalties = Penalties(*logits.shape, logits.device)
     rows = [
         SamplingRow(
@@ -164,13 +178,15 @@ def _draw(
         for i, (one, output) in enumerate(zip(params, made, strict=True))
     ]
     counts = {i: n for i, one in enumerate(params) if (n := one.logprobs) is not None}
-    logprobs = Logprobs(logits, counts) if counts else None
+    if not counts:
+        return Sampler(penalties).sample(logits, rows).tolist(), {}
+    if params[0].logprobs_mode is LogprobsMode.PROCESSED:
+        processed = ProcessedLogprobs(counts)
+        return Sampler(penalties).sample(logits, rows, processed).tolist(), processed.read()
+    logprobs = Logprobs(logits, counts)
     tokens = Sampler(penalties).sample(logits, rows)
-    if logprobs is None:
-        return tokens.tolist(), {}
     logprobs.download(logits, tokens)
-    told = logprobs.read()
-    return tokens.tolist(), {row: [token for token, _ in one.top] for row, one in told.items()}
+    return tokens.tolist(), logprobs.read()
 
 
 def _time(engine: Engine, group: Group, case: Case, prompts: list[list[int]]) -> list[float]:

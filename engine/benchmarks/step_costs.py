@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-import torch
-
 from engine.benchmarks import harness
 from engine.benchmarks.offline import Work
 from engine.benchmarks.random_engine import SETTINGS
@@ -24,6 +22,7 @@ from lorikeet_engine.costs import StepCosts, seen_tokens
 from lorikeet_engine.device.memory import MemoryShare
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.execution.calibration import StepTimer
+from lorikeet_engine.execution.warm_up import random_kv
 
 # The product's own: whole contexts, and all the KV pages that fit.
 LONG_CONTEXTS = replace(
@@ -95,9 +94,6 @@ def measure_all(engine: Engine, points: Iterable[Point]) -> list[Row]:
     Raises AssertionError where the engine's tokens are wrong.
     """
     harness.check(engine, CHECKED)
-    kv = engine._runner._kv
-    for plane in kv.flatten(0, 1):  # no larger copy at once; torch draws none in FP8
-        plane.copy_(torch.randn(plane.shape, dtype=torch.bfloat16, device=kv.device))
     steps = StepTimer(engine._runner, engine._kv_pages, engine._settings)
     context = engine.info.max_context
     fitting = [
@@ -107,7 +103,8 @@ def measure_all(engine: Engine, points: Iterable[Point]) -> list[Row]:
         and max(point.context, point.depth + point.chunk) <= context
         and point.decodes <= engine._settings.max_running
     ]
-    return harness.show(_measure(engine.info.step_costs, steps, point) for point in fitting)
+    with random_kv(engine._runner.kv):
+        return harness.show(_measure(engine.info.step_costs, steps, point) for point in fitting)
 
 
 def worst(rows: Iterable[Row]) -> Row:

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from lorikeet_engine.adapter import Residency
 
+SEEN_TO_SPLIT = 1 << 19
+"""From so many tokens that a step's prompts see, its decodes are attended to apart on CUDA."""
+
 
 class RowsTime(NamedTuple):
     """How long a step with so many tokens takes without attention and adapters."""
@@ -32,7 +35,8 @@ class StepCosts:
 
     rows: what its tokens take without attention and adapters, ascending; between two points and
     beyond the last one goes along a line. seen_token_s: for each token that a decode sees.
-    prompt_seen_s: for each token that a prompt's token sees. lora_s, rank_s: with adapters, once
+    prompt_seen_s: for each token that a prompt's token sees. split_s: with decodes beside prompts
+    that see SEEN_TO_SPLIT tokens or more, once. lora_s, rank_s: with adapters, once
     and for each rank of the distinct ones that decode. lora_token_s: for each prompt token with an
     adapter. A step has room for step_tokens tokens, and for max_running sequences.
     """
@@ -51,6 +55,9 @@ class StepCosts:
     seen_token_s: float = 31e-9
     # Not measured: FlashInfer's kernels at 350 TFLOP/s.
     prompt_seen_s: float = 1.5e-9
+    # "Long contexts": 14.4 ms with a chunk of 192 tokens at depth 8,192 beside 64 decodes, 9.4 at
+    # depth 0; deeper ones take 1.6 ns for each token seen.
+    split_s: float = 2.5e-3
     # "LoRA kernels": least squares over the rows of 1 to 256 tokens, within 0.2 ms of each.
     lora_s: float = 0.27e-3
     rank_s: float = 1.29e-6
@@ -84,7 +91,7 @@ class StepCosts:
         """One step:
 
             rows_s(tokens) + (lora_s + rank_s · ranks, if any) + lora_token_s · adapted
-            + seen_token_s · context + prompt_seen_s · seen
+            + seen_token_s · context + prompt_seen_s · seen + (split_s, if they are attended apart)
 
         tokens: of decodes and prompts. ranks: Σ rank over the distinct adapters of its decodes.
         context: Σ of the tokens that its decodes see. adapted: its prompts' tokens with adapters.
@@ -92,8 +99,13 @@ class StepCosts:
         """
         lora_s = self.lora_s + self.rank_s * ranks if ranks else 0.0
         lora_s += self.lora_token_s * adapted
-        seen_s = self.seen_token_s * context + self.prompt_seen_s * seen
+        seen_s = self.seen_token_s * context + self.prompts_seen_s(seen, beside_decodes=context > 0)
         return self.rows_s(tokens) + lora_s + seen_s
+
+    def prompts_seen_s(self, seen: int, *, beside_decodes: bool) -> float:
+        """What it takes one step that its prompts see so many tokens, as in step_s."""
+        split_s = self.split_s if beside_decodes and seen >= SEEN_TO_SPLIT else 0.0
+        return self.prompt_seen_s * seen + split_s
 
     def decode_s(self, sequences: int, ranks: int, context: int = 0) -> float:
         """One step of decodes; ranks, context: as in step_s."""

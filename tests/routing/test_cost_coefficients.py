@@ -43,6 +43,14 @@ def test_prompts():
 
 
 @pytest.mark.parametrize(
+    ("depth", "ms"), [(0, 9.4), (8192, 14.4), (32_768, 22.1), (65_536, 32.1), (122_880, 49.7)]
+)
+def test_a_chunk_at_a_depth_beside_decodes(depth, ms):
+    step_s = STEPS.step_s(64 + 192, 0, 64 * 1024, seen=seen_tokens(192, depth))
+    assert step_s == pytest.approx(ms / 1e3, rel=0.06)
+
+
+@pytest.mark.parametrize(
     ("tier", "ms"), [(Residency.GPU, 0.0), (Residency.HOST, 4.0), (Residency.DISK, 22.0)]
 )
 def test_loads(tier, ms):

@@ -4,18 +4,18 @@ import logging
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape, aligned
-from lorikeet_engine.costs import RowsTime, StepCosts, seen_tokens
+from lorikeet_engine.costs import SEEN_TO_SPLIT, RowsTime, StepCosts, seen_tokens
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.steps import ModelRunner
-from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
+from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk, random_kv
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.gpu.arena import ClearRow, DeviceArena, WriteRow
 from lorikeet_engine.scheduling.sequence import Chunk
@@ -24,13 +24,15 @@ from lorikeet_engine.settings import EngineSettings
 log = logging.getLogger(__name__)
 
 _RANK = 16
-# Where the tokens of a step are measured: so many decodes, each of which sees so many tokens.
-_DECODES = (1, 32, 128, 256)
+# So many decodes are timed, each of which sees so many tokens. One has products of its own on CUDA.
+_DECODES = (1, 2, 32, 128, 256)
 _CONTEXT = 256
 _LONG_CONTEXT = 4096
 # What a prompt's tokens see is measured by a chunk of so many at two depths.
 _CHUNK = 512
 _SHALLOW, _DEEP = 1024, 1 << 16
+# A chunk that sees much is timed beside decodes: so many of each, and what they see.
+_BESIDE, _BESIDE_CONTEXT, _BESIDE_CHUNK, _BESIDE_DEPTH = 64, 1024, 192, 8192
 _REPEATS = 2
 _LONG_STEP_S = 0.05  # a longer step is timed once: noise is small beside it
 # Noise can hide what ranks cost a tiny model; no device reads one faster than this.
@@ -48,18 +50,18 @@ def measure_step_costs(
 ) -> StepCosts:
     """Time a few dummy steps, which run as real ones do.
 
-    kv_pages, arena: the runner's; the arena holds no adapter yet, and none afterwards. What
-    tokens see keeps its default cost where contexts are too short to tell, adapters keep theirs
-    where there is no room for rank 1 on all linears. Raises SettingsError if inter_token_goal_s is
-    set then, which needs them.
+    kv_pages, arena: the runner's, empty before and afterwards. What tokens see keeps its default
+    cost where contexts are too short to tell, adapters keep theirs where there is no room for rank
+    1 on all linears. Raises SettingsError if inter_token_goal_s is set then, which needs them.
     """
     steps = StepTimer(runner, kv_pages, settings)
-    costs = _of_base(steps, settings)
     dummies = _DummyAdapters.that_fit(arena.weights, shape, settings)
-    if dummies.count:
-        with dummies.in_place(arena):
-            costs = _with_lora(costs, steps, dummies)
-    elif settings.inter_token_goal_s is not None:
+    with random_kv(runner.kv) if runner.model.device.type == "cuda" else nullcontext():
+        costs = _of_base(steps, settings)
+        if dummies.count:
+            with dummies.in_place(arena):
+                costs = _with_lora(costs, steps, dummies)
+    if not dummies.count and settings.inter_token_goal_s is not None:
         raise SettingsError(
             f"adapter_gpu_bytes={settings.adapter_gpu_bytes}: too small to measure what ranks "
             "cost, which inter_token_goal_s needs: raise the one or do without the other"
@@ -84,7 +86,8 @@ def _of_base(steps: "StepTimer", settings: EngineSettings) -> StepCosts:
         rows_s[full] = steps.prompts_s(full) - costs.prompt_seen_s * steps.seen(full)
     # More work is never faster: where it seems so, here and below, it is noise.
     rising = accumulate((max(_MIN_ROWS_S, s) for s in rows_s.values()), max)
-    return replace(costs, rows=tuple(map(RowsTime, rows_s, rising)))
+    costs = replace(costs, rows=tuple(map(RowsTime, rows_s, rising)))
+    return replace(costs, split_s=_split_s(steps, costs))
 
 
 def _seen_token_s(steps: "StepTimer", decodes_s: dict[int, float], usual: StepCosts) -> float:
@@ -114,6 +117,20 @@ def _chunk(steps: "StepTimer", tokens: int, usual: StepCosts) -> tuple[float, fl
     deep_s = steps.shortest_s([steps.prompt(tokens, deep)])
     prompt_seen_s = max(0.0, (deep_s - shallow_s) / (tokens * (deep - shallow)))
     return prompt_seen_s, shallow_s - prompt_seen_s * seen_tokens(tokens, shallow)
+
+
+def _split_s(steps: "StepTimer", costs: StepCosts) -> float:
+    """StepCosts.split_s, by the other costs of a step without adapters."""
+    decodes = min(_BESIDE, costs.max_running)
+    context = min(_BESIDE_CONTEXT, steps.longest)
+    chunk = min(_BESIDE_CHUNK, costs.step_tokens - decodes, steps.longest)
+    depth = min(_BESIDE_DEPTH, steps.longest - chunk)
+    seen = seen_tokens(chunk, depth)
+    if seen < SEEN_TO_SPLIT:  # prompts hardly ever see so much
+        return costs.split_s
+    both = [*steps.decodes(decodes, context), steps.prompt(chunk, depth)]
+    apart_s = costs.step_s(decodes + chunk, 0, decodes * context, seen=seen) - costs.split_s
+    return max(0.0, steps.shortest_s(both) - apart_s)
 
 
 def _with_lora(costs: StepCosts, steps: "StepTimer", dummies: "_DummyAdapters") -> StepCosts:

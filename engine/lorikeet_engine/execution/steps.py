@@ -60,7 +60,7 @@ class ModelRunner:
         self.model = model
         self._attention = attention
         self._weights = weights
-        self._kv = kv
+        self.kv = kv
         self._graphs = graphs
 
     @property
@@ -99,7 +99,7 @@ class ModelRunner:
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """What `forward` returns, computed without CUDA graphs."""
         self._attention.plan(batch)
-        hidden = self.model.forward(batch, self._kv, self._weights, self._attention)
+        hidden = self.model.forward(batch, self.kv, self._weights, self._attention)
         return self._logits(hidden, batch, scores)
 
     def _logits(

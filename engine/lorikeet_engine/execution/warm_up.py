@@ -6,6 +6,7 @@ rank 0 in the table, so a step computes nothing for them but launches all that i
 
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from lorikeet_engine.settings import EngineSettings
 
 # Tokens of one adapter in a step, from a decode's one to a long prompt's.
 _TOKENS_PER_ADAPTER = (1, 8, 64, 512)
+_RANDOM_PAGES = 512  # that are drawn; the others hold the same
 # Together they use all that sampling can do; the last takes the most memory.
 _SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -150,6 +152,24 @@ def dummy_chunk(
     sequence.kv.pages = array("i", [0] * -(-length // page_size))
     sequence.lease = lease
     return Chunk.of(sequence, length)
+
+
+@contextmanager
+def random_kv(kv: torch.Tensor) -> Iterator[None]:
+    """Hold random numbers in KV pages [layers, 2, pages, …] inside; zeros again afterwards.
+
+    The more bits change in a GPU, the more power it takes and the lower its clock may be: with
+    zeros in the pages steps may seem faster than real ones are.
+    """
+    drawn = torch.randn(min(_RANDOM_PAGES, kv.shape[2]), *kv.shape[3:], device=kv.device)
+    drawn = drawn.to(kv.dtype)
+    for pages in kv.flatten(0, 1):
+        for some in pages.split(len(drawn)):
+            some.copy_(drawn[: len(some)])
+    try:
+        yield
+    finally:
+        kv.zero_()
 
 
 def _doubling(first: int, most: int) -> Iterator[int]:

@@ -1,7 +1,7 @@
 """What follows attention in a layer: a gated MLP, or a mixture of them."""
 
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.kernels.lora.linear import Inputs, rows_of
+from lorikeet_engine.kernels.lora.linear import Inputs, linear_act_and_mul, rows_of
 from lorikeet_engine.kernels.lora.types import LoraStep
 from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8
 from lorikeet_engine.models.checkpoint import Checkpoint
@@ -36,9 +36,15 @@ class Mlp:
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
         """Return y [tokens, hidden] of x [tokens, hidden]."""
-        gate = act_and_mul_fp8 if fp8.rounds(self.down.weight, len(rows_of(x))) else act_and_mul
-        gated = gate(*self.gate_up.before_act(x, lora), gelu=self.gelu)
-        return Product(*self.down(gated, lora), self.output_weight)
+        return Product(*self.down(self._gated(x, lora), lora), self.output_weight)
+
+    def _gated(self, x: Inputs, lora: LoraStep | None) -> Inputs:
+        first, gelu = self.gate_up, self.gelu
+        if fp8.rounds(self.down.weight, len(rows_of(x))):
+            return act_and_mul_fp8(*first.before_act(x, lora), gelu=gelu)
+        if lora is None:
+            return linear_act_and_mul(x, first.weight, first.bias, gelu=gelu)
+        return act_and_mul(*first.before_act(x, lora), gelu=gelu)
 
 
 class RoutedMlp:

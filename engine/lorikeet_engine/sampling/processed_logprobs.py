@@ -1,7 +1,7 @@
 """Log probabilities of the distribution that tokens are drawn from (vLLM's processed_logprobs)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,14 +43,24 @@ class ProcessedLogprobs:
         row_at: the step's row of each of the n that counts. rows: the step's.
         """
         wanted = [(at, row) for at, row in row_at.items() if row in self._counts]
-        for begin in range(0, len(wanted), _PIECE_ROWS):
-            places, of = zip(*wanted[begin : begin + _PIECE_ROWS], strict=True)
+        if plain := [(at, row) for at, row in wanted if not _has_filters(rows[row].params)]:
+            counts = {at: self._counts[row] for at, row in plain}
+            temperatures = [_temperature(rows[row].params) for _, row in plain]
+            of = tuple(row for _, row in plain)
+            self._add(of, Logprobs(logits, counts, temperatures), logits, tokens)
+        filtered = [(at, row) for at, row in wanted if _has_filters(rows[row].params)]
+        for begin in range(0, len(filtered), _PIECE_ROWS):
+            places, of = zip(*filtered[begin : begin + _PIECE_ROWS], strict=True)
             at = upload(np.array(places, np.int64), logits.device)
             drawn_from = _filtered(logits[at].float(), [rows[row].params for row in of])
             counts = {i: self._counts[row] for i, row in enumerate(of)}
-            logprobs = Logprobs(drawn_from, counts)
-            logprobs.download(drawn_from, tokens[at])
-            self._pieces.append(_Piece(of, logprobs))
+            self._add(of, Logprobs(drawn_from, counts), drawn_from, tokens[at])
+
+    def _add(
+        self, rows: tuple[int, ...], of: Logprobs, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        of.download(logits, tokens)
+        self._pieces.append(_Piece(rows, of))
 
     def read(self) -> dict[int, TokenLogprobs]:
         """Return the log probabilities by row, once they are on the host."""
@@ -63,17 +73,20 @@ class ProcessedLogprobs:
 
 def _filtered(x: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return logits x [rows, vocab] float32 by temperature, -inf where the filters keep none."""
-    params = [_as_drawn(p) for p in params]
     fields = {i: SamplingRow(p, 0, 0) for i, p in enumerate(params)}
     draws = upload(draws_of(fields, x.shape[-1]), x.device)
     ranked = any(p.top_k or p.top_p < 1.0 for p in params)
     kept = kept_tokens(x, draws, ranked=ranked)
-    inverse = np.array([1.0 / max(p.temperature, LEAST_TEMPERATURE) for p in params], np.float32)
+    inverse = np.array([1.0 / _temperature(p) for p in params], np.float32)
     return (x * upload(inverse, x.device)[:, None]).masked_fill_(~kept, -torch.inf)
 
 
-def _as_drawn(params: SamplingParams) -> SamplingParams:
-    """Return the params with temperature 1 and no filters where they are greedy."""
-    if params.temperature > 0.0:
-        return params
-    return replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+def _has_filters(params: SamplingParams) -> bool:
+    """Whether some tokens cannot be drawn for their ranks or weights; a greedy row has none."""
+    filters = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    return filters and params.temperature > 0.0
+
+
+def _temperature(params: SamplingParams) -> float:
+    """1 where it is 0: then the token was not drawn."""
+    return max(params.temperature, LEAST_TEMPERATURE) if params.temperature > 0.0 else 1.0

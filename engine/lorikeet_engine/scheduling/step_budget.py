@@ -78,7 +78,8 @@ class StepBudget:
         """How much longer decodes take with so many tokens of prompts, which see so many."""
         rows_s = self._costs.rows_s
         padded_s = rows_s(self._padded(decodes + tokens)) - rows_s(decodes)
-        return padded_s + self._costs.lora_token_s * tokens + self._costs.prompt_seen_s * seen
+        seen_s = self._costs.prompts_seen_s(seen, beside_decodes=decodes > 0)
+        return padded_s + self._costs.lora_token_s * tokens + seen_s
 
     def expected(self, chunks: list[Chunk]) -> ExpectedStep | None:
         """What this step is expected to take, for `record`; None if it has no decodes."""

@@ -132,7 +132,7 @@ def test_an_fp8_cache_can_be_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["decode", "--json", str(out), *asked])
 
     def measure_all(engine, works):
-        assert engine._runner._kv.dtype == FP8_KV
+        assert engine._runner.kv.dtype == FP8_KV
         harness.check(engine, works[0])
         return [1]
 

@@ -14,6 +14,7 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import MemoryShare, free_bytes
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.assembly import assemble
+from lorikeet_engine.execution.calibration import StepTimer
 from lorikeet_engine.execution.memory_plan import count_pages, count_slots
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.settings import EngineSettings
@@ -179,3 +180,18 @@ class TestOnGpu:
             build(**settings, kv_bytes=2 * GIB)
         del taken
         torch.cuda.empty_cache()  # or later tests share its one large segment, and hold it
+
+    def test_steps_are_timed_with_random_numbers_in_the_pages_which_are_empty_then(
+        self, build, settings, monkeypatch
+    ):
+        spreads, shortest_s = [], StepTimer.shortest_s
+
+        def watched(steps, chunks):
+            spreads.append(steps._runner.kv.float().std().item())
+            return shortest_s(steps, chunks)
+
+        monkeypatch.setattr(StepTimer, "shortest_s", watched)
+        parts = build(**settings, kv_bytes=1000 * PAGE_BYTES)
+        assert len(spreads) > 5
+        assert min(spreads) > 0.5
+        assert not parts.runner.kv.any()

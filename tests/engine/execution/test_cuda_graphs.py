@@ -104,7 +104,7 @@ def tolerance(runner, dtype):
 
     In FP8 a key or value between two numbers may be rounded to either, 6% from the other.
     """
-    if runner._kv.dtype == FP8_KV:
+    if runner.kv.dtype == FP8_KV:
         return 0.1 if dtype == torch.bfloat16 else 0.01
     return (8 if dtype == torch.bfloat16 else 64) * torch.finfo(dtype).eps
 
@@ -187,8 +187,8 @@ def build(config, shelf, device, kv_dtype, tmp_path, monkeypatch):
 
 
 def add_graphs(runner, settings):
-    limits = StepLimits(settings.max_batch_tokens, 5, 16, runner._kv.shape[2])
-    runner._graphs = CudaGraphs(runner.model, Rows(), runner._weights, runner._kv, limits)
+    limits = StepLimits(settings.max_batch_tokens, 5, 16, runner.kv.shape[2])
+    runner._graphs = CudaGraphs(runner.model, Rows(), runner._weights, runner.kv, limits)
 
 
 def test_a_graph_says_what_the_plain_pass_says(engine):

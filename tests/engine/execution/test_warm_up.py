@@ -10,6 +10,7 @@ import torch
 from engine.benchmarks.random_model import random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.execution import warm_up
 from lorikeet_engine.execution.warm_up import run_every_kind_of_step, run_largest_step
 from tests.engine.blobs import Shelf
 from tests.engine.engine_driver import Answers, greedy, prompt
@@ -165,3 +166,16 @@ def test_traffic_of_all_kinds_compiles_nothing(make, refs, monkeypatch):
     answers.all()
     assert not answers.errors
     assert compiled == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_pages_hold_random_numbers_while_steps_are_timed_and_zeros_before_and_after(
+    dtype, monkeypatch
+):
+    monkeypatch.setattr(warm_up, "_RANDOM_PAGES", 3)
+    kv = torch.zeros(2, 2, 8, 16, 2, 64).to(dtype)
+    with warm_up.random_kv(kv):
+        of_pages = kv.float().flatten(3).transpose(0, 2).flatten(1)
+        assert (of_pages.std(1) - 1.0).abs().max() < 0.2
+        assert of_pages.isfinite().all()
+    assert not kv.float().any()

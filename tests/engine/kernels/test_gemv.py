@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.gemv import gemv
-from tests.engine.interpreter import INTERPRETED
+from lorikeet_engine.kernels.fp8.reference import quantize_weight
+from lorikeet_engine.kernels.gemv import gemv, gemv_act_and_mul
+from lorikeet_engine.kernels.pointwise.fused import act_and_mul
+from tests.engine.interpreter import INTERPRETED, exact_fp8
+
+__all__ = ["exact_fp8"]
 
 on_gpu = [
     pytest.mark.gpu,
@@ -33,3 +37,32 @@ def test_one_row(kind, biased, d_out, d_in):
     assert got.shape == (1, d_out)
     atol = 2 * torch.finfo(dtype).eps * want.abs().max().item()
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize(("width", "d_in"), [(8, 64), (7, 112), (33, 2048), (5, 3008), (2, 8192)])
+def test_one_row_gated(kind, biased, gelu, is_fp8, width, d_in):
+    device, dtype = kind
+    random = torch.Generator().manual_seed(d_in)
+    x = torch.randn(1, d_in, generator=random).to(device, dtype)
+    weight = (torch.randn(2 * width, d_in, generator=random) * 2 * d_in**-0.5).to(device, dtype)
+    bias = torch.randn(2 * width, generator=random).to(device, dtype) if biased else None
+    scales, floats = None, weight.double()
+    if is_fp8:
+        rounded = quantize_weight(weight)
+        weight, scales = rounded.rows, rounded.scales
+        floats = weight.double() * scales.double()[:, None]
+    got = gemv_act_and_mul(x, weight, bias, scales, gelu=gelu)
+    y = F.linear(x.double(), floats, bias.double() if biased else None)
+    gates, values = y.chunk(2, dim=1)
+    want = (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * values
+    assert got.shape == (1, width)
+    atol = 4 * torch.finfo(dtype).eps * max(want.abs().max().item(), y.abs().max().item() ** 2)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
+    in_two = act_and_mul(gemv(x, weight, bias, scales), gelu=gelu)
+    rtol = 0.0 if INTERPRETED else torch.finfo(dtype).eps
+    torch.testing.assert_close(got, in_two, rtol=rtol, atol=0)

@@ -11,6 +11,7 @@ FILES = (
     "test_expert_lora.py",
     "test_fp8.py",
     "test_gemv.py",
+    "test_logprob_kernels.py",
     "test_lora_triton.py",
     "test_moe.py",
     "test_paged_decode.py",

@@ -23,6 +23,8 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.fp8 import fused as fp8_fused
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
+from lorikeet_engine.kernels.logprobs import FIELDS, MOST
+from lorikeet_engine.kernels.logprobs import fused as logprobs
 from lorikeet_engine.kernels.lora import expert_rows, linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_act import expand_act_and_mul
@@ -245,6 +247,12 @@ def test_a_product_of_one_row(compiled: set[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert linear.linear(empty(1, 4096), empty(6144, 4096)).shape == (1, 6144)
     assert compiled == {"_gemv"}
+    fp8 = Fp8Rows(empty(28672, 4096, dtype=DTYPE), empty(28672, dtype=torch.float32))
+    for weight in (empty(28672, 4096), fp8):
+        for gelu in (False, True):
+            gated = linear.linear_act_and_mul(empty(1, 4096), weight, None, gelu=gelu)
+            assert gated.shape == (1, 14336)
+    assert compiled == {"_gemv"}, "nothing else is launched"
 
 
 @pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336), (8192, 28672)])
@@ -277,6 +285,14 @@ def test_sampling(compiled: set[str], dtype: torch.dtype) -> None:
     best, tokens = empty(8, dtype=dtype), empty(8, dtype=torch.int64)
     draw_tokens(empty(8, 128256, dtype=dtype), best, tokens, draws)
     assert compiled == {"_sum_chunks", "_draw"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_log_probabilities(compiled: set[str], dtype: torch.dtype) -> None:
+    logits, wanted = empty(8, 128256, dtype=dtype), empty(3, FIELDS, dtype=torch.int64)
+    found = logprobs.likeliest(logits, wanted, MOST)
+    logprobs.set_given(found, logits, wanted, empty(8, dtype=torch.int64))
+    assert compiled == {"_sum_chunks_of_exp", "_find_likeliest", "_set_given"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -39,11 +39,11 @@ def test_logprobs_are_those_of_the_logits_as_they_came(dtype, device):
     told = logprobs.read()
     assert [(row, len(told[row].top)) for row in told] == [(0, 3), (1, 0), (4, 20)]
     for row, of in told.items():
-        assert of.logprob == pytest.approx(want[row, drawn[row]].item(), abs=1e-6)
+        assert of.logprob == pytest.approx(want[row, drawn[row]].item(), abs=1e-5)
         values, ids = want[row].sort(descending=True, stable=True)
         top = len(of.top)
         assert [token for token, _ in of.top] == ids[:top].tolist()
-        assert [x for _, x in of.top] == pytest.approx(values[:top].tolist(), abs=1e-6)
+        assert [x for _, x in of.top] == pytest.approx(values[:top].tolist(), abs=1e-5)
     assert told[4].top[0][0] == likeliest
 
 

@@ -70,6 +70,21 @@ def test_the_least_temperatures_give_numbers():
     assert processed.read()[0].logprob == 0.0
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_filters_the_least_likely_tokens_have_numbers_too(device):
+    logits = logits_of(seed=7, rows=2, spread=3.0)
+    params = SamplingParams(temperature=0.05)
+    processed = ProcessedLogprobs({1: 20})
+    rows = [SamplingRow(params, 1, 3), SamplingRow(params, 2, 3)]
+    (_, drawn) = Sampler(pool(device)).sample(logits.to(device), rows, processed).tolist()
+    want = (logits[1].double() / 0.05).log_softmax(-1)
+    told = processed.read()[1]
+    assert told.logprob == pytest.approx(want[drawn].item(), abs=1e-5)
+    assert dict(told.top) == pytest.approx({t: want[t].item() for t, _ in told.top}, rel=1e-5)
+    assert [token for token, _ in told.top] == want.sort(descending=True).indices[:20].tolist()
+    assert told.top[-1][1] < -60
+
+
 def test_a_greedy_token_has_neither_temperature_nor_filters_but_bans_and_a_grammar():
     logits = logits_of(seed=8, rows=2)
     allowed = np.packbits(np.arange(VOCAB) % 2 == 0, bitorder="little")

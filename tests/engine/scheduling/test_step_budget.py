@@ -62,8 +62,8 @@ def device(monkeypatch):
 def costs(base_s=BASE_S, slope_s=SLOPE_S, token_s=0.0, **more):
     """The base whatever the tokens, or so much for each as well."""
     rows = (RowsTime(0, base_s), RowsTime(2048, base_s + 2048 * token_s))
-    usual = {"seen_token_s": 0.0, "prompt_seen_s": 0.0, "lora_s": 0.0, "lora_token_s": 0.0}
-    return StepCosts(rows, rank_s=slope_s, **{**usual, **more})
+    usual = ("seen_token_s", "prompt_seen_s", "split_s", "lora_s", "lora_token_s")
+    return StepCosts(rows, rank_s=slope_s, **{**dict.fromkeys(usual, 0.0), **more})
 
 
 def budget(base_s=BASE_S, slope_s=SLOPE_S, **more):
@@ -171,6 +171,17 @@ def test_a_chunk_is_the_longest_that_the_goal_allows_at_its_depth(depth, sizes):
     length = one.prompt_room(chunks(0), 2000).take(prompt_at(depth)).length
     fits = [tokens for tokens in range(1, 2001) if takes_s(tokens) <= left_s]
     assert length == max(128, *fits)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "depth", "length"), [(3, 0, 500), (3, 90_000, 200), (0, 90_000, 500)]
+)
+def test_decodes_that_are_attended_to_apart_from_prompts_cost_the_step_once_more(
+    decodes, depth, length
+):
+    one = budget(token_s=1e-6, split_s=300e-6)
+    room = PromptRoom(2000, one, decodes, left_s=500.5e-6)
+    assert room.take(prompt_at(depth)).length == length
 
 
 def test_the_deeper_the_shorter_and_what_is_left_goes_to_the_next_prompt():

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from lorikeet_engine.costs import SEEN_TO_SPLIT
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import (
@@ -25,8 +26,6 @@ from lorikeet_engine.kernels.attention.protocol import (
 )
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
-# From so many tokens that a step's prompts see, added up, its decodes are attended to apart.
-_SEEN_TO_SPLIT = 1 << 19
 Int32s = npt.NDArray[np.int32]
 
 
@@ -121,7 +120,7 @@ class FlashInferAttention:
         if not 0 < is_decode.sum() <= self._most_decodes:
             return False
         tokens = np.diff(batch.query_starts).astype(np.int64)
-        return bool((tokens * batch.kv_lengths)[~is_decode].sum() >= _SEEN_TO_SPLIT)
+        return bool((tokens * batch.kv_lengths)[~is_decode].sum() >= SEEN_TO_SPLIT)
 
     def _plan(self, batch: PagedSequences) -> None:
         page_size = self._shape.page_size

@@ -38,6 +38,7 @@ from lorikeet_engine.kernels.lora.types import (
     Segments,
     UnexpandedDelta,
 )
+from lorikeet_engine.kernels.pointwise import act_and_mul
 
 Weight = torch.Tensor | Fp8Rows
 """The weight of a linear [d_out, d_in]."""
@@ -57,10 +58,28 @@ def linear(x: Inputs, weight: Weight, bias: torch.Tensor | None = None) -> torch
         rounded = x.fp8 if isinstance(x, Activations) else None
         return fp8.linear(rows_of(x), weight, bias, rounded)
     x = rows_of(x)
-    if x.is_cuda and len(x) == 1 and x.dtype.itemsize == 2:
+    if _is_gemv(x):
         y: torch.Tensor = _cuda("gemv").gemv(x, weight, bias)
         return y
     return F.linear(x, weight, bias)
+
+
+def linear_act_and_mul(
+    x: Inputs, weight: Weight, bias: torch.Tensor | None, *, gelu: bool
+) -> torch.Tensor:
+    """act_and_mul (kernels/pointwise) of `linear`, in one launch where that is of our own gemv."""
+    rows = rows_of(x)
+    if not _is_gemv(rows):
+        return act_and_mul(linear(x, weight, bias), gelu=gelu)
+    matrix, scales = weight, None
+    if isinstance(weight, Fp8Rows):
+        matrix, scales = weight.rows, weight.scales
+    y: torch.Tensor = _cuda("gemv").gemv_act_and_mul(rows, matrix, bias, scales, gelu=gelu)
+    return y
+
+
+def _is_gemv(x: torch.Tensor) -> bool:
+    return x.is_cuda and len(x) == 1 and x.dtype.itemsize == 2
 
 
 def rows_of(x: Inputs) -> torch.Tensor:
