@@ -11,10 +11,11 @@ from lorikeet_engine.errors import AdapterLoadFailed
 from lorikeet_engine.request import Request, SamplingParams, SchedulingParams
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from lorikeet_engine.scheduling.kv_cache import KVCache, PageKeys
-from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from lorikeet_engine.scheduling.scheduler import Scheduler
 from lorikeet_engine.scheduling.sequence import Sequence
 from lorikeet_engine.scheduling.step_budget import PromptRoom
 from lorikeet_engine.scheduling.step_counters import StepCounters
+from lorikeet_engine.scheduling.step_plan import SchedulerLimits
 
 PAGE = 4
 COSTS = StepCosts(prompt_seen_s=0.0)  # a prompt costs as many as its tokens
@@ -202,8 +203,9 @@ class SchedulerHarness:
             assert chunk.length >= 1, "nothing to compute, so no logits"
             assert chunk.sequence in running
             assert chunk.pages is chunk.sequence.kv.pages
-            assert len(chunk.pages) * PAGE >= chunk.end
-            written.update(chunk.pages[chunk.start // PAGE : -(-chunk.end // PAGE)])
+            (pages,) = chunk.pages
+            assert len(pages) * PAGE >= chunk.end
+            written.update(pages[chunk.start // PAGE : -(-chunk.end // PAGE)])
         assert all(count == 1 for count in written.values()), "two sequences write one page"
 
     def run(self, steps=10_000):

@@ -45,21 +45,17 @@ class Rows:
         return Rows()
 
     def plan(self, batch):
-        starts, lengths = query_rows(batch)
-        pages = batch.page_table.pages
-        tables = [array("i", pages[start:]) for start in starts]
-        self._rows = Batch(
-            *[_EMPTY] * 4,
-            query_starts=np.arange(len(lengths) + 1, dtype=np.int32),
-            kv_lengths=lengths,
-            page_table=PageTable.of(tables, lengths, PAGE),
-            segments=None,
-        )
+        rows, tables = np.arange(batch.query_starts[-1] + 1, dtype=np.int32), []
+        for table in batch.page_tables:
+            starts, lengths = query_rows(batch.query_starts, table)
+            of_rows = [array("i", table.pages[start:]) for start in starts]
+            tables.append(PageTable.of(of_rows, lengths, PAGE))
+        self._rows = Batch(*[_EMPTY] * 4, rows, rows[1:], tuple(tables), segments=None)
 
-    def attend(self, q, layer_kv, batch, scales=None, window=None):
+    def attend(self, q, layer_kv, batch, scales=None, window=None, group=0):
         out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
         rows = len(self._rows.kv_lengths)
-        out[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._rows, scales, window)
+        out[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._rows, scales, window, group)
         return out
 
 
@@ -87,10 +83,10 @@ class Piecewise:
         self._batch = batch
         return self._graphs._run(self._blank, self)
 
-    def attend(self, q, layer_kv, _, scales=None, window=None):
+    def attend(self, q, layer_kv, _, scales=None, window=None, group=0):
         rows = len(self._batch.token_ids)
         self._outputs.fill_(torch.nan)
-        got = SdpaAttention().attend(q[:rows], layer_kv, self._batch, scales, window)
+        got = SdpaAttention().attend(q[:rows], layer_kv, self._batch, scales, window, group)
         self._outputs[:rows] = got
         return self._outputs
 
@@ -113,7 +109,7 @@ class Twice:
     """A runner that computes what fits a graph with and without it, and compares."""
 
     def __init__(self, runner):
-        self.runner = runner
+        self.runner, self.kv_windows = runner, runner.kv_windows
         self.compared = []
 
     def share(self, *_arguments):

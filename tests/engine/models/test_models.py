@@ -66,8 +66,10 @@ class Run:
 
     def __init__(self, folder, tokens, dtype=torch.float32, lora=None, model=None):
         model = model or load(folder, tokens.device, dtype)
-        c = model.shape
-        shape = (c.layers, 2, tokens.pages, tokens.page_size, c.kv_heads, c.head_dim)
+        c, groups = model.shape, model.config.kv_groups
+        tokens.windows = groups.windows
+        size = (tokens.all_pages, tokens.page_size, c.kv_heads, c.head_dim)
+        shape = (groups.page_layers, 2, *size)
         kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
         attention = SdpaAttention(model.config.attention_soft_cap)
         self.runner = ModelRunner(model, attention, lora, kv)
