@@ -152,7 +152,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "gemma3_deep": {**FAMILIES["gemma3_text"], "num_hidden_layers": 8, "sliding_window_pattern": 4},
+    "gemma3_deep": {**FAMILIES["gemma3_text"], "num_hidden_layers": 6, "sliding_window_pattern": 3},
     "phi3_window": {"model_type": "phi3", "sliding_window": 24},
     "smollm3_window": {
         "model_type": "smollm3",

@@ -61,7 +61,7 @@ class PageNeeds:
     def tokens(self, pages: int, context: int) -> int:
         """How many tokens so many pages hold, in sequences of `context` tokens."""
         if not self.windowed:
-            return pages * self.page_size
+            return pages // self.whole * self.page_size
         longest = self.longest(pages)
         if longest is not None and longest < context:
             return longest

@@ -183,7 +183,8 @@ def test_bfloat16_stays_within_its_precision(name, device, folder_of, paged_toke
         run.step({"a": [token]})
     got, want = run.of("a").cpu(), reference(folder_of[name], prompt)
     error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
-    assert error < 8 * torch.finfo(torch.bfloat16).eps
+    pairs_of_layers = run.runner.model.shape.layers / 2  # roundings of each are on top of the rest
+    assert error < 8 * pairs_of_layers**0.5 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
