@@ -211,9 +211,8 @@ class Engine:
         s, windows = self._settings, self._runner.kv_windows
         limits = SchedulerLimits(s.max_batch_tokens, s.max_running, s.max_batch_adapters)
         self._cache = KVCache(self._kv_pages, s.page_size, windows, s.max_batch_tokens)
-        self._scheduler = Scheduler(
-            limits, self._cache, self._tiers, self.info.step_costs, self._counters
-        )
+        costs, counters = self.info.step_costs, self._counters
+        self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters)
         self._in_flight, self._idle = None, True
 
     def _take_requests(self) -> None:

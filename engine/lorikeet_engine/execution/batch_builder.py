@@ -124,25 +124,19 @@ def build_step_input(
     starts = ends - lengths
     owner = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]: which chunk each belongs to
     positions = np.arange(len(owner)) - (starts - computed)[owner]
-    tables, slots = list[PageTable](), list[Int64s]()
-    for group, window in enumerate(windows):
-        first = _first_seen(computed, window) // page_size
-        table = _page_table(chunks, group, first, kv_lengths, page_size)
-        places = table.starts[owner] - first[owner] + positions // page_size
-        slots.append(table.pages[places].astype(np.int64) * page_size + positions % page_size)
-        tables.append(table)
+    tables, slots = _kv_places(chunks, windows, owner, positions, page_size)
     ids, pending, pending_rows = _token_ids(chunks)
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
     return StepInput(
         token_ids=ids,
         positions=positions,
-        kv_slots=np.stack(slots),
+        kv_slots=slots,
         logit_rows=ends[rows == 1] - 1,
         pending=pending,
         pending_rows=pending_rows,
         query_starts=np.append(starts, len(ids)).astype(np.int32),
         kv_lengths=kv_lengths.astype(np.int32),
-        page_tables=tuple(tables),
+        page_tables=tables,
         segments=_segments(leases, lengths),
         max_rank=max((lease.rank for lease in leases), default=0),
         head_segments=head_segments(chunks, rows),
@@ -151,16 +145,32 @@ def build_step_input(
     )
 
 
-def _first_seen(tokens: Int64s, window: int | None) -> Int64s:
-    """The first token that each of these sees through a window."""
-    return np.zeros_like(tokens) if window is None else np.maximum(tokens + 1 - window, 0)
+def _kv_places(
+    chunks: list[Chunk],
+    windows: tuple[int | None, ...],
+    owner: Int64s,
+    positions: Int64s,
+    page_size: int,
+) -> tuple[tuple[PageTable, ...], Int64s]:
+    """StepInput's page_tables and kv_slots. owner: of each token, its chunk's index."""
+    begins = np.array([chunk.start for chunk in chunks], np.int64)
+    page, at = np.divmod(positions, page_size)
+    tables, slots = list[PageTable](), list[Int64s]()
+    for group, window in enumerate(windows):
+        first = np.zeros_like(begins)
+        if window is not None:
+            first = np.maximum(begins + 1 - window, 0) // page_size
+        table = _page_table(chunks, group, first, page_size)
+        places = (table.starts[:-1] - first)[owner] + page
+        slots.append(table.pages[places].astype(np.int64) * page_size + at)
+        tables.append(table)
+    return tuple(tables), np.stack(slots)
 
 
-def _page_table(
-    chunks: list[Chunk], group: int, first: Int64s, kv_lengths: Int64s, page_size: int
-) -> PageTable:
+def _page_table(chunks: list[Chunk], group: int, first: Int64s, page_size: int) -> PageTable:
     """A group's pages from each sequence's `first` on."""
     tables = [chunk.pages[group] for chunk in chunks]
+    kv_lengths = np.array([chunk.end for chunk in chunks], np.int64)
     if first.any():
         held = zip(chunks, tables, first.tolist(), strict=True)
         skipped = [(pages, page - chunk.sequence.kv.first) for chunk, pages, page in held]

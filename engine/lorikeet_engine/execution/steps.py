@@ -52,9 +52,8 @@ class ModelRunner:
     ) -> None:
         """Take a loaded model and the tensors that it works on.
 
-        weights: None for an engine that serves the base model alone. kv: as allocate_kv makes it
-        (memory_plan.py). graphs: captured with this model, weights and kv; used for the batches
-        that fit them.
+        weights: None for an engine that serves the base model alone. kv: allocate_kv's. graphs:
+        captured with this model, weights and kv; used for the batches that fit them.
         """
         self.model = model
         self._attention = attention

@@ -92,7 +92,6 @@ class ModelConfig:
             _refuse_bidirectional(raw)
         turning = _turning(raw, family, shape.layers)
         sliding = sliding_layers(raw, family, turning)
-        seen = windows(raw, sliding, context)
         bias = _flag(raw, family, "attention_bias")
         return cls(
             shape=shape,
@@ -100,7 +99,7 @@ class ModelConfig:
             max_context=context,
             norm_eps=number(raw, "rms_norm_eps", 1e-6),
             ropes=_ropes(raw, shape, context, turning, sliding),
-            windows=seen,
+            windows=(seen := windows(raw, sliding, context)),
             kv_groups=KvGroups.of(seen, context),
             attention_soft_cap=_soft_cap(raw, family, "attn_logit_softcapping"),
             logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),

@@ -108,3 +108,21 @@ def test_it_is_arrays_and_numbers_alone():
     (table,) = values.pop("page_tables")
     for value in (*values.values(), table.starts, table.pages, table.kv_lengths):
         assert isinstance(value, np.ndarray | int)
+
+
+def test_a_window_reads_the_pages_from_the_first_on_that_a_token_sees():
+    long, short = sequence_of(range(21), []), sequence_of(range(3), [])
+    long.kv.pages = [array("i", [7, 3, 9, 8, 1, 6]), array("i", [20, 21, 22, 23])]
+    long.kv.first, long.kv.computed = 2, 17  # token 17 sees 13 and what follows: not page 2
+    short.kv.pages = [array("i", [5]), array("i", [24])]
+    chunks = [Chunk.of(long, 3), Chunk.of(short, 3)]
+    batch = build_step_input(chunks, PAGE, (None, 5)).upload(CPU)
+    assert batch.kv_slots.tolist() == [
+        [5, 6, 7, 20, 21, 22],  # tokens 17 to 19 are in page 4
+        [89, 90, 91, 96, 97, 98],
+    ]
+    whole, windowed = batch.page_tables
+    assert (whole.starts.tolist(), whole.pages.tolist()) == ([0, 5, 6], [7, 3, 9, 8, 1, 5])
+    assert (windowed.starts.tolist(), windowed.pages.tolist()) == ([0, 2, 3], [21, 22, 24])
+    assert (whole.kv_lengths.tolist(), windowed.kv_lengths.tolist()) == ([20, 3], [8, 3])
+    assert batch.kv_lengths.tolist() == [20, 3]

@@ -32,6 +32,12 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+WINDOWED = CONFIG | {  # three groups of layers
+    "model_type": "ministral",
+    "head_dim": 64,
+    "sliding_window": 40,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -139,18 +145,21 @@ class Twice:
 
 @pytest.fixture(
     params=[
-        ("cpu", "auto"),
-        ("cpu", "fp8"),
-        pytest.param(("cuda", "auto"), marks=on_gpu),
-        pytest.param(("cuda", "fp8"), marks=on_gpu),
+        ("cpu", "auto", CONFIG),
+        ("cpu", "fp8", CONFIG),
+        ("cpu", "auto", WINDOWED),
+        pytest.param(("cuda", "auto", CONFIG), marks=on_gpu),
+        pytest.param(("cuda", "fp8", CONFIG), marks=on_gpu),
+        pytest.param(("cuda", "auto", WINDOWED), marks=on_gpu),
+        pytest.param(("cuda", "fp8", WINDOWED), marks=on_gpu),
     ],
-    ids="-".join,
+    ids=lambda param: "-".join((*param[:2], param[2]["model_type"])),
 )
 def engine(request, tmp_path, monkeypatch):
-    device, kv_dtype = request.param
-    shelf = RandomBlobs(tmp_path / "blobs", BaseShape.from_config(CONFIG), count=5, rank=12)
+    device, kv_dtype, config = request.param
+    shelf = RandomBlobs(tmp_path / "blobs", BaseShape.from_config(config), count=5, rank=12)
     settings = EngineSettings(
-        model=write_config(tmp_path / "model", CONFIG),
+        model=write_config(tmp_path / "model", config),
         cache_dir=tmp_path / "cache",
         device=device,
         dtype="bfloat16" if device == "cuda" else "float32",
