@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MOST = 12  # choices in flight, above which nothing more is submitted
 TAILS = ((7,), (8,), (7, 8), (7, 7, 7, 8, 8))
-PROMPTS = [(7,) * head + tail for head in (0, PAGE, 2 * PAGE + 1, 4 * PAGE) for tail in TAILS]
+HEADS = (0, PAGE, 2 * PAGE + 1, 4 * PAGE, 8 * PAGE)
+PROMPTS = [(7,) * head + tail for head in HEADS for tail in TAILS]
 SAMPLINGS = [
     SamplingParams(most, min(most, least), heat, seed=3, stop_token_ids=stops, **more)
     for more in (
@@ -62,7 +63,7 @@ class Traffic(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.checked = CheckedEngine(
             self.folder,
-            kv_pages=kv_pages * len(self.windows),
+            kv_pages=kv_pages * (2 if len(self.windows) > 1 else 1),
             windows=self.windows,
             max_running=running,
             max_batch_tokens=running + spare,
