@@ -85,7 +85,7 @@ class PagedDecode:
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        shape, group = self._shape, self._shape.heads // self._shape.kv_heads
+        shape, sharing = self._shape, self._shape.heads // self._shape.kv_heads
         scale = math.log2(math.e) / math.sqrt(shape.head_dim)
         value_scale = None
         if scales is not None:
@@ -99,8 +99,8 @@ class PagedDecode:
             q, layer_kv, self._pages[group], self._items[window], self._parts, self._scales,
             self._done, out, scale, cap, value_scale, layer_kv.stride(0), q.stride(0),
             kv_heads=shape.kv_heads,
-            group=group,
-            rows=max(16, triton.next_power_of_2(group)),  # tl.dot wants 16
+            group=sharing,
+            rows=max(16, triton.next_power_of_2(sharing)),  # tl.dot wants 16
             head_dim=shape.head_dim,
             kv_dim=layer_kv.shape[-1],
             page_size=shape.page_size,
