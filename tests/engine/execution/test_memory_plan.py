@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.benchmarks.random_model import LLAMA_3_1_8B, write_config
+from engine.benchmarks.random_model import GEMMA_3_12B, LLAMA_3_1_8B, write_config
 from lorikeet_engine.device.memory import MemoryShare
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import ModelError, SettingsError
@@ -110,24 +110,6 @@ def test_each_of_two_gpus_has_room_for_more_than_twice_the_tokens(llama_8b: Mode
     assert shared.kv / shared.kv_tokens == alone.kv / alone.kv_tokens / 2
     assert shared.kv_tokens > 2 * alone.kv_tokens
     assert shared.steps < alone.steps
-
-
-GEMMA_3_12B = {
-    "model_type": "gemma3_text",
-    "vocab_size": 262_208,
-    "hidden_size": 3840,
-    "intermediate_size": 15_360,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 1024,
-    "sliding_window_pattern": 6,
-    "max_position_embeddings": 131_072,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-}
 
 
 @pytest.mark.parametrize("step_tokens", [2048, 8192])
