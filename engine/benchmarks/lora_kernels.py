@@ -176,15 +176,15 @@ def _segments(row: Row, device: torch.device) -> Segments:
 
 def _batch(row: Row, segments: Segments, device: torch.device) -> Batch:
     index = torch.arange(row.tokens, device=device)
-    each = np.arange(row.tokens + 1, dtype=np.int32)
+    each, ones = np.arange(row.tokens + 1, dtype=np.int32), np.ones(row.tokens, np.int32)
     return Batch(
         token_ids=index % CONFIG["vocab_size"],
         positions=index % PAGE,
-        kv_slots=index,
+        kv_slots=index[None],
         logit_rows=index,
         query_starts=each,
-        kv_lengths=np.ones(row.tokens, np.int32),
-        page_table=PageTable(each, np.zeros(row.tokens, np.int32)),
+        kv_lengths=ones,
+        page_tables=(PageTable(each, np.zeros(row.tokens, np.int32), ones),),
         segments=segments,
     )
 

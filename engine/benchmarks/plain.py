@@ -111,18 +111,19 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
     All at once: their rows must fit into memory. Their adapters, which must fit too, it loads.
     """
     shape = model.config.shape
-    sequences = _sequences(answers)
+    sequences = _sequences(answers, len(model.config.kv_groups.windows))
     for sequence in sequences:
         if sequence.adapter is not None:
             sequence.lease = _lease(tiers, sequence.adapter)
-    pages = sum(len(sequence.kv.pages) for sequence in sequences)
+    groups = model.config.kv_groups
+    pages = sum(len(of_group) for sequence in sequences for of_group in sequence.kv.pages)
     kv = torch.zeros(
-        (shape.layers, 2, pages, PAGE, shape.kv_heads, shape.head_dim),
+        (groups.page_layers, 2, pages, PAGE, shape.kv_heads, shape.head_dim),
         dtype=model.dtype,
         device=model.device,
     )
     chunks = group_by_adapter([Chunk.of(sequence, sequence.length) for sequence in sequences])
-    step = build_step_input(chunks, PAGE)
+    step = build_step_input(chunks, PAGE, groups.windows)
     rows = [
         np.arange(start + chunk.sequence.prompt_length - 1, end)
         for chunk, (start, end) in zip(chunks, pairwise(step.query_starts), strict=True)
@@ -189,8 +190,11 @@ def _shortfall(answer: Answer, logits: torch.Tensor) -> float:
     return float((short / logits.abs().amax(-1)).max())
 
 
-def _sequences(answers: Series[Answer]) -> list[Sequence]:
-    """One for each answer, all its tokens but the last uncomputed, in pages of its own."""
+def _sequences(answers: Series[Answer], groups: int) -> list[Sequence]:
+    """One for each answer, all its tokens but the last uncomputed, in pages of its own.
+
+    groups: of layers, each of which has pages.
+    """
     sequences, taken = [], 0
     for answer in answers:
         sequence = Sequence(
@@ -206,8 +210,9 @@ def _sequences(answers: Series[Answer]) -> list[Sequence]:
             sequence.add_pending(row=0)
             sequence.accept(token)
         pages = -(-sequence.length // PAGE)
-        sequence.kv.pages = array("i", range(taken, taken + pages))
-        taken += pages
+        for _ in range(groups):
+            sequence.kv.pages.append(array("i", range(taken, taken + pages)))
+            taken += pages
         sequences.append(sequence)
     return sequences
 

@@ -84,12 +84,31 @@ QWEN3_30B_A3B: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
 }
+GEMMA_3_12B: Mapping[str, Any] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.1-70b": LLAMA_3_1_70B,
     "qwen3-8b": QWEN3_8B,
     "phi-4": PHI_4,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gemma-3-12b": GEMMA_3_12B,
 }
 
 
@@ -121,6 +140,10 @@ class RandomCheckpoint(Checkpoint):
         if len(cuts[0].shape) == 1:
             return out.fill_(1.0)
         return out.normal_(0.0, cuts[0].shape[1] ** -0.5, generator=self._random)
+
+    def read_plus_one(self, _name: str, width: int) -> torch.Tensor:
+        """A norm's weight once 1 is added to it: 1."""
+        return torch.ones(width, device=self.device)
 
     def __contains__(self, _name: str) -> bool:
         """No tensor holds several linears."""

@@ -20,9 +20,10 @@ from lorikeet_engine.scheduling.damaged_adapters import give_up_damaged
 from lorikeet_engine.scheduling.deadlines import Deadlines
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import InputProcessor, RequestQueue
-from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from lorikeet_engine.scheduling.scheduler import Scheduler
 from lorikeet_engine.scheduling.sequence import Chunk
 from lorikeet_engine.scheduling.step_counters import StepCounters
+from lorikeet_engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.status_reader import read_status
 from lorikeet_engine.telemetry.status import AdapterStatus, EngineInfo, EngineStatus, SlotUse
@@ -207,12 +208,11 @@ class Engine:
         return outputs
 
     def _reset(self) -> None:
-        s = self._settings
+        s, windows = self._settings, self._runner.kv_windows
         limits = SchedulerLimits(s.max_batch_tokens, s.max_running, s.max_batch_adapters)
-        self._cache = KVCache(self._kv_pages, s.page_size)
-        self._scheduler = Scheduler(
-            limits, self._cache, self._tiers, self.info.step_costs, self._counters
-        )
+        self._cache = KVCache(self._kv_pages, s.page_size, windows, s.max_batch_tokens)
+        costs, counters = self.info.step_costs, self._counters
+        self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters)
         self._in_flight, self._idle = None, True
 
     def _take_requests(self) -> None:
@@ -273,7 +273,7 @@ class Engine:
             finish = sequence.accept(token)
         except BaseException as error:  # its grammar's, as a panic in Rust: the others go on
             if isinstance(error, NotFinite):
-                self._cache.forget(chunk.pages)
+                self._cache.forget_keys(sequence.kv.full_keys())
             self._fail({request_id: grammar_error(error, request_id)})
             return
         if finish is not None:

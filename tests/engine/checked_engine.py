@@ -7,6 +7,7 @@ what fails once fails again.
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import wait
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,13 +189,15 @@ class CheckedEngine:
     def _check_batch(self, batch: Batch) -> None:
         """A batch is about to be computed."""
         cache, running = self.engine._cache, self.engine._scheduler.running
-        slots = batch.kv_slots.tolist()
+        slots = batch.kv_slots.ravel().tolist()
         assert len(set(slots)) == len(slots), "two tokens in one place"
         written = {slot // PAGE for slot in slots}
         for page in written:
             assert cache._references[page] == 1, "a written page is shared or has no owner"
             assert cache._keys[page] is None, "a written page can be found by others"
-        self._batch = {s.request.request_id for s in running if written & set(s.kv.pages)}
+        self._batch = {
+            s.request.request_id for s in running if written.intersection(chain(*s.kv.pages))
+        }
         self._break("before")
 
     def _break(self, when: str) -> None:
@@ -207,13 +210,16 @@ class CheckedEngine:
         cache, scheduler = self.engine._cache, self.engine._scheduler
         holders = defaultdict(list)
         for sequence in scheduler.running:
-            for index, page in enumerate(sequence.kv.pages):
-                holders[page].append((sequence, (index + 1) * PAGE))
+            for group, pages in enumerate(sequence.kv.pages):
+                before = sequence.kv.first if group else 0
+                assert not group or len(pages) <= self._most_windowed(sequence)
+                for index, page in enumerate(pages, before + 1):
+                    holders[page].append((sequence, group, index * PAGE))
         references = {page: count for page, count in enumerate(cache._references) if count}
         assert {page: len(held) for page, held in holders.items()} == references
         assert cache.used == len(holders)
         for shared in (held for held in holders.values() if len(held) > 1):
-            assert len({_content(sequence, end) for sequence, end in shared}) == 1
+            assert len({_content(*holder) for holder in shared}) == 1
         assert not any(sequence.kv.pages for sequence in scheduler.waiting)
         sequences = (*scheduler.running, *scheduler.waiting)
         leases = Counter(s.adapter.digest for s in sequences if s.adapter and s.lease)
@@ -223,9 +229,14 @@ class CheckedEngine:
         assert len(set(slots)) == len(slots) == self.slots - self.engine._sampler.penalties.free
         assert not any(s.penalty_slot for s in scheduler.waiting)
 
+    def _most_windowed(self, sequence: Sequence) -> int:
+        """How many pages of a window a sequence may have: its own, and those of steps in flight."""
+        needs, kv = self.engine._cache._needs, sequence.kv
+        return needs.window_pages + needs.pages_for(kv.computed - kv.written)
 
-def _content(sequence: Sequence, end: int) -> tuple[object, ...]:
+
+def _content(sequence: Sequence, group: int, end: int) -> tuple[object, ...]:
     """All that the keys and values of a page depend on."""
     tokens = tuple(sequence.tokens[:end])
     assert len(tokens) == end, "a page is shared that is not full of read tokens"
-    return sequence.request.salt, sequence.request.adapter, tokens
+    return group, sequence.request.salt, sequence.request.adapter, tokens

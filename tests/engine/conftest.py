@@ -152,6 +152,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma3_deep": {**FAMILIES["gemma3_text"], "num_hidden_layers": 6, "sliding_window_pattern": 3},
     "phi3_window": {"model_type": "phi3", "sliding_window": 24},
     "smollm3_window": {
         "model_type": "smollm3",
@@ -210,11 +211,15 @@ def edited(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Callable[..., P
 
 @dataclass
 class PagedTokens:
-    """Sequences in pages that are dealt out of order, and batches of their next tokens."""
+    """Sequences in pages that are dealt out of order, and batches of their next tokens.
+
+    windows: of each group of layers; of the pages, each group has as many as it would have alone.
+    """
 
     device: str = "cpu"
     pages: int = 64
     page_size: int = 16
+    windows: tuple[int | None, ...] = (None,)
     lengths: dict[str, int] = field(default_factory=dict)
     tables: dict[str, list[int]] = field(default_factory=dict)
 
@@ -224,15 +229,19 @@ class PagedTokens:
 
     def batch(self, chunks: dict[str, Sequence[int]]) -> Batch:
         """The next tokens of each named sequence; logits are wanted for every token."""
-        ids, positions, slots, starts = [], [], [], [0]
+        ids, positions, places, starts = [], [], [], [0]
         for name, tokens in chunks.items():
             for token in tokens:
                 ids.append(token)
                 positions.append(self.lengths.get(name, 0))
-                slots.append(self._next_slot(name))
+                places.append(self._next_place(name))
             starts.append(len(ids))
         kv_lengths = np.array([self.lengths[name] for name in chunks], np.int32)
-        tables = [array("i", self.tables[name]) for name in chunks]
+        groups = len(self.windows)
+        slots = [
+            [(page * groups + group) * self.page_size + at for page, at in places]
+            for group in range(groups)
+        ]
         tensor = partial(torch.tensor, device=self.device)
         return Batch(
             token_ids=tensor(ids),
@@ -241,17 +250,33 @@ class PagedTokens:
             logit_rows=torch.arange(len(ids), device=self.device),
             query_starts=np.array(starts, np.int32),
             kv_lengths=kv_lengths,
-            page_table=PageTable.of(tables, kv_lengths, self.page_size),
+            page_tables=tuple(self._page_table(chunks, group) for group in range(groups)),
             segments=None,
         )
 
-    def _next_slot(self, name: str) -> int:
+    @property
+    def all_pages(self) -> int:
+        """How many pages all groups have."""
+        return self.pages * len(self.windows)
+
+    def _page_table(self, chunks: dict[str, Sequence[int]], group: int) -> PageTable:
+        """A group's pages, from the first on that the chunks' first tokens see."""
+        window, groups, tables, lengths = self.windows[group], len(self.windows), [], []
+        for name, tokens in chunks.items():
+            first = self.lengths[name] - len(tokens)
+            unseen = 0 if window is None else max(0, first + 1 - window) // self.page_size
+            pages = self.tables[name][unseen:]
+            tables.append(array("i", [page * groups + group for page in pages]))
+            lengths.append(self.lengths[name] - unseen * self.page_size)
+        return PageTable.of(tables, np.array(lengths, np.int32), self.page_size)
+
+    def _next_place(self, name: str) -> tuple[int, int]:
         position = self.lengths.get(name, 0)
         table = self.tables.setdefault(name, [])
         if position % self.page_size == 0:
             table.append(self.free.pop())
         self.lengths[name] = position + 1
-        return table[-1] * self.page_size + position % self.page_size
+        return table[-1], position % self.page_size
 
 
 @pytest.fixture

@@ -36,11 +36,13 @@ def build(
     grammars: Grammars | None = None,
     **settings: Any,
 ) -> Engine:
-    """An engine of tiny sizes; `settings` are EngineSettings'."""
-    shape = ModelConfig.from_folder(checkpoint).shape
+    """An engine of tiny sizes; `settings` are EngineSettings'. kv_pages: of each group."""
+    config = ModelConfig.from_folder(checkpoint, settings.get("max_context"))
+    shape, groups = config.shape, config.kv_groups
+    layers = groups.page_layers * len(groups.windows)
     itemsize = 1 if settings.get("kv_dtype") == "fp8" else 4
     kv_heads = max(1, shape.kv_heads // settings.get("tensor_parallel", 1))
-    page_bytes = 2 * itemsize * shape.layers * PAGE * kv_heads * shape.head_dim
+    page_bytes = 2 * itemsize * layers * PAGE * kv_heads * shape.head_dim
     sizes = {"adapter_gpu_bytes": 4 << 20, "adapter_host_bytes": 8 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * page_bytes}
     engine_settings = EngineSettings(model=checkpoint, cache_dir=cache_dir, **sizes)
@@ -54,6 +56,7 @@ class RecordingRunner:
         self.batches: list[Batch] = []
         self.error: Exception | None = None
         self._runner = engine._runner
+        self.kv_windows = self._runner.kv_windows
         engine._runner = self  # type: ignore[assignment]
 
     @property

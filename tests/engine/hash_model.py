@@ -6,7 +6,9 @@ another, a token lost or taken twice, an adapter in the wrong slot, comes out as
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ import torch
 from engine.benchmarks.random_model import write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.kv_groups import KvGroups
 from lorikeet_engine.request import FinishReason, SamplingParams
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.sampling.draws import SamplingRow
@@ -41,11 +45,14 @@ CONFIG = {
     "eos_token_id": 2,
 }
 SHAPE = BaseShape.from_config(CONFIG)
+WHOLE = (None,)
+WINDOWED = (None, 6, 6)  # of three groups of layers, two keep the pages of a window alone
 
 
 class HashModel:
     """Keeps (token, position, mark) as a token's key; the mark is a number of its adapter's.
 
+    Groups of layers with a window keep them too, and must have what the others have.
     before: called with every batch that is about to be computed; after: once it is. Both may raise.
     """
 
@@ -53,6 +60,7 @@ class HashModel:
         self.config, self.shape = config, config.shape
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.tokens = 0  # computed so far
+        self.started = False  # at an engine's start sequences share pages as they never do later
         self.before: Callable[[Batch], None] = lambda batch: None
         self.after: Callable[[], None] = lambda: None
 
@@ -62,18 +70,19 @@ class HashModel:
         self.before(batch)
         self.tokens += len(batch.token_ids)
         keys = kv[0, 0].flatten(0, 1).squeeze(1)  # [slots, head_dim]
-        keys[batch.kv_slots, 0] = batch.token_ids.float()
-        keys[batch.kv_slots, 1] = batch.positions.float()
-        keys[batch.kv_slots, 2] = _marks(batch, lora)
+        stored = batch.token_ids.float(), batch.positions.float(), _marks(batch, lora)
+        for slots in batch.kv_slots:
+            keys[slots, :3] = torch.stack(stored, 1)
         hidden = torch.full((len(batch.token_ids), 1), torch.nan)
-        starts, table = batch.query_starts, batch.page_table
-        for start, end, length, first, last in zip(
-            starts, starts[1:], batch.kv_lengths, table.starts, table.starts[1:], strict=False
-        ):
-            pages = torch.from_numpy(table.pages[first:last]).long()
-            at = pages.repeat_interleave(PAGE) * PAGE + torch.arange(PAGE).repeat(len(pages))
-            read = keys[at[:length], :3].numpy()
-            hidden[start:end, 0] = torch.tensor(_hashes(read, int(length - (end - start))))
+        windows = self.config.kv_groups.windows
+        for i, (start, end) in enumerate(pairwise(batch.query_starts.tolist())):
+            whole, *others = (_read(keys, table, i) for table in batch.page_tables)
+            hidden[start:end, 0] = torch.tensor(_hashes(whole, len(whole) - (end - start)))
+            for window, read in zip(windows[1:], others, strict=True):
+                seen = min(len(whole), end - start - 1 + window)
+                same = np.array_equal(read[-seen:], whole[-seen:])
+                assert same or not self.started, "keys of a window are lost"
+                assert len(read) < seen + PAGE, "it has pages that nobody sees"
         self.after()
         return hidden
 
@@ -84,18 +93,25 @@ class HashModel:
 
 
 def build(
-    folder: Path, source: AdapterSource, *, kv_pages: int, **settings: Any
+    folder: Path,
+    source: AdapterSource,
+    *,
+    kv_pages: int,
+    windows: tuple[int | None, ...] = WHOLE,
+    **settings: Any,
 ) -> tuple[Engine, HashModel]:
-    """An engine over a HashModel of its own."""
+    """An engine over a HashModel of its own. windows: of its groups of layers."""
     if not (folder / "model").exists():
         write_config(folder / "model", CONFIG)
     config = ModelConfig.from_folder(folder / "model")
+    config = replace(config, kv_groups=KvGroups(1, windows, ()))
     model = HashModel(config)
     sizes = {"adapter_gpu_bytes": 1 << 20, "adapter_host_bytes": 1 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * 2 * 4 * PAGE * config.shape.head_dim}
     settings = EngineSettings(model=folder / "model", cache_dir=folder / "cache", **sizes)
     engine = Engine(settings, source, lambda *_: model, DescendingGrammars())
     model.tokens = 0  # the start has computed some, to see what they cost
+    model.started = True
     return engine, model
 
 
@@ -156,6 +172,13 @@ def _possible(sampling: SamplingParams, said: list[int], stops: set[int]) -> set
 def _logits(hashes: torch.Tensor) -> torch.Tensor:
     """Of hashes [rows, 1]: each is the likeliest token, then come those after it, and so around."""
     return -0.5 * torch.remainder(torch.arange(VOCAB) - hashes, VOCAB)
+
+
+def _read(keys: torch.Tensor, table: PageTable, sequence: int) -> npt.NDArray[np.generic]:
+    """What a sequence has in its pages. keys [slots, head_dim]."""
+    pages = torch.from_numpy(table.pages[table.starts[sequence] : table.starts[sequence + 1]])
+    at = pages.long().repeat_interleave(PAGE) * PAGE + torch.arange(PAGE).repeat(len(pages))
+    return keys[at[: table.kv_lengths[sequence]], :3].numpy()
 
 
 def _hash(read: npt.NDArray[np.generic]) -> float:

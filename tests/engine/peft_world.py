@@ -16,11 +16,16 @@ from tests.engine.peft_adapters import BlobShelf, save_adapter
 class PeftWorld:
     """One checkpoint and what transformers and PEFT answer greedily, by the adapter's name.
 
-    adapters: LoraConfig's arguments. None is the base model.
+    adapters: LoraConfig's arguments. None is the base model, whose prompt has `shortest` tokens.
     """
 
     def __init__(
-        self, checkpoint: Path, folder: Path, adapters: Mapping[str, dict[str, Any]], tokens: int
+        self,
+        checkpoint: Path,
+        folder: Path,
+        adapters: Mapping[str, dict[str, Any]],
+        tokens: int,
+        shortest: int = 9,
     ) -> None:
         self.checkpoint = checkpoint
         self.folder = folder
@@ -28,7 +33,7 @@ class PeftWorld:
         self.names = (None, *adapters)
         self.shelf = BlobShelf(folder / "blobs")
         self.refs: dict[str | None, AdapterRef | None] = {None: None}
-        self.prompts = {name: prompt(9 + 8 * i) for i, name in enumerate(self.names)}
+        self.prompts = {name: prompt(shortest + 8 * i) for i, name in enumerate(self.names)}
         self.expected = {None: self.generated(self.model(None), self.prompts[None])}
         for seed, (name, lora) in enumerate(adapters.items()):
             save_adapter(checkpoint, folder / name, seed, **lora)

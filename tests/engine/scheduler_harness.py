@@ -11,10 +11,11 @@ from lorikeet_engine.errors import AdapterLoadFailed
 from lorikeet_engine.request import Request, SamplingParams, SchedulingParams
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from lorikeet_engine.scheduling.kv_cache import KVCache, PageKeys
-from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from lorikeet_engine.scheduling.scheduler import Scheduler
 from lorikeet_engine.scheduling.sequence import Sequence
 from lorikeet_engine.scheduling.step_budget import PromptRoom
 from lorikeet_engine.scheduling.step_counters import StepCounters
+from lorikeet_engine.scheduling.step_plan import SchedulerLimits
 
 PAGE = 4
 COSTS = StepCosts(prompt_seen_s=0.0)  # a prompt costs as many as its tokens
@@ -94,7 +95,7 @@ class SchedulerHarness:
     """A scheduler, and a model that samples tokens by hashing what the sequence has so far.
 
     ranks: what Σ rank may become when an adapter begins; may be changed at any time.
-    overlap: a step is read when the next has been launched.
+    overlap: a step is read when the next has been launched. window: of all layers.
     """
 
     def __init__(
@@ -107,8 +108,9 @@ class SchedulerHarness:
         pages=100,
         places=100,
         overlap=False,
+        window=None,
     ):
-        self.cache = KVCache(pages, PAGE)
+        self.cache = KVCache(pages, PAGE, (window,), tokens)
         self.tiers = FakeTiers(places)
         self.limits, self.ranks = SchedulerLimits(tokens, sequences, adapters), ranks
         self.scheduler = Scheduler(self.limits, self.cache, self.tiers, COSTS, StepCounters())
@@ -202,8 +204,9 @@ class SchedulerHarness:
             assert chunk.length >= 1, "nothing to compute, so no logits"
             assert chunk.sequence in running
             assert chunk.pages is chunk.sequence.kv.pages
-            assert len(chunk.pages) * PAGE >= chunk.end
-            written.update(chunk.pages[chunk.start // PAGE : -(-chunk.end // PAGE)])
+            (pages,), first = chunk.pages, chunk.sequence.kv.first
+            assert (first + len(pages)) * PAGE >= chunk.end
+            written.update(pages[chunk.start // PAGE - first : -(-chunk.end // PAGE) - first])
         assert all(count == 1 for count in written.values()), "two sequences write one page"
 
     def run(self, steps=10_000):

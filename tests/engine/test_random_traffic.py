@@ -15,13 +15,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from lorikeet_engine.request import SamplingParams
 from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
-from tests.engine.hash_model import PAGE
+from tests.engine.hash_model import PAGE, WHOLE, WINDOWED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MOST = 12  # choices in flight, above which nothing more is submitted
 TAILS = ((7,), (8,), (7, 8), (7, 7, 7, 8, 8))
-PROMPTS = [(7,) * head + tail for head in (0, PAGE, 2 * PAGE + 1, 4 * PAGE) for tail in TAILS]
+HEADS = (0, PAGE, 2 * PAGE + 1, 4 * PAGE, 8 * PAGE)
+PROMPTS = [(7,) * head + tail for head in HEADS for tail in TAILS]
 SAMPLINGS = [
     SamplingParams(most, min(most, least), heat, seed=3, stop_token_ids=stops, **more)
     for more in (
@@ -50,7 +51,7 @@ calls = st.tuples(
 
 
 class Traffic(RuleBasedStateMachine):
-    overlap = False
+    overlap, windows = False, WHOLE
 
     @initialize(
         running=st.sampled_from((4, 5, 3, 2, 1)),
@@ -62,7 +63,8 @@ class Traffic(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.checked = CheckedEngine(
             self.folder,
-            kv_pages=kv_pages,
+            kv_pages=kv_pages * (2 if len(self.windows) > 1 else 1),
+            windows=self.windows,
             max_running=running,
             max_batch_tokens=running + spare,
             max_batch_adapters=2,
@@ -109,12 +111,26 @@ class OverlappedTraffic(Traffic):
     overlap = True
 
 
+class WindowedTraffic(Traffic):
+    overlap, windows = True, WINDOWED
+
+
 class TestTraffic(Traffic.TestCase):
     settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 class TestOverlappedTraffic(OverlappedTraffic.TestCase):
     settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+class TestWindowedTraffic(WindowedTraffic.TestCase):
+    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestMuchWindowedTraffic(WindowedTraffic.TestCase):
+    settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)
 
 
 @pytest.mark.soak

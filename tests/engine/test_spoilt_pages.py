@@ -15,9 +15,12 @@ PROMPT = tuple(range(3, 23))
 GREEDY = SamplingParams(12, temperature=0.0, ignore_eos=True)
 
 
+@pytest.mark.parametrize("windows", [hash_model.WHOLE, hash_model.WINDOWED], ids=["", "windows"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("good_steps", [2, 3, 9])  # until its prompt's last; the first decode; on
-def test_pages_of_a_request_that_overflows_are_computed_anew(tmp_path, overlap, good_steps):
+def test_pages_of_a_request_that_overflows_are_computed_anew(
+    tmp_path, overlap, good_steps, windows
+):
     engine, model = hash_model.build(
         tmp_path,
         Shelf(tmp_path / "blobs"),
@@ -25,6 +28,7 @@ def test_pages_of_a_request_that_overflows_are_computed_anew(tmp_path, overlap, 
         max_batch_tokens=8,
         max_running=4,
         overlap=overlap,
+        windows=windows,
     )
     answers, steps, logits = Answers(engine), [], model.logits
     model.before = lambda batch: steps.append(batch)
@@ -32,7 +36,8 @@ def test_pages_of_a_request_that_overflows_are_computed_anew(tmp_path, overlap, 
     answers.submit(Request("bad", (PROMPT,), GREEDY))
     answers.all()
     assert isinstance(answers.errors["bad"], NotFinite)
-    assert engine._cache.find(PageKeys(PROMPT, hash_model.PAGE).keys) == []
+    keys = PageKeys(PROMPT, hash_model.PAGE).keys
+    assert not any(key in pages for key in keys for pages in engine._cache._pages_of)
     model.logits, model.tokens = logits, 0
     answers.submit(Request("good", (PROMPT,), GREEDY))
     answers.all()

@@ -17,7 +17,7 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.device.memory import resolve
 from lorikeet_engine.execution.calibration import measure_step_costs
-from lorikeet_engine.execution.memory_plan import count_pages, count_slots
+from lorikeet_engine.execution.memory_plan import count_pages, count_slots, page_needs
 from lorikeet_engine.execution.ranks import BuildRunner, CountPages, OneRank, start_ranks
 from lorikeet_engine.execution.runner_parts import RunnerParts
 from lorikeet_engine.execution.steps import ModelRunner
@@ -102,9 +102,10 @@ def _assemble(
     except BaseException:
         tiers.close()
         raise
-    kv_tokens = kv_pages * settings.page_size
+    needs, context = page_needs(model.config, settings), model.config.max_context
+    kv_tokens = needs.tokens(kv_pages, context)
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_tokens})
-    info = _info(model.config, settings, kv_tokens, step_costs)
+    info = _info(model.config, settings, min(context, kv_tokens), step_costs)
     step_budget, goal_s = None, settings.inter_token_goal_s
     if goal_s is not None:
         step_budget = StepBudget(goal_s, step_costs, runner.prompt_sizes)
@@ -128,11 +129,11 @@ def load_weights(
 
 
 def _info(
-    config: ModelConfig, settings: EngineSettings, kv_tokens: int, step_costs: StepCosts
+    config: ModelConfig, settings: EngineSettings, max_context: int, step_costs: StepCosts
 ) -> EngineInfo:
     return EngineInfo(
         config.vocab_size,
-        min(config.max_context, kv_tokens),
+        max_context,
         config.eos_token_ids,
         step_costs,
         served_quantization(config.quantized_linears, settings.weight_dtype),
@@ -203,7 +204,7 @@ def build_runner(
         gc.collect()
         torch.cuda.empty_cache()
     ranks.announce(CountPages())
-    pages = ranks.least(count_pages(model.shape, settings, start))
+    pages = ranks.least(count_pages(model.config, model.shape, settings, start))
     with start.stage("KV cache"):
         runner = build(pages)
         if device.type == "cuda":

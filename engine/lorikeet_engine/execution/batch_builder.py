@@ -23,6 +23,7 @@ class StepInput:
     Fields that Batch has too mean what they mean there. A token that the step before sampled may
     not be read yet: pending [tokens of this kind] int64 are the places of such tokens in token_ids,
     where 0 stands, and pending_rows [as many] int64 their rows in the step before.
+    page_tables: each from the first page on that one of the step's tokens sees.
     segments and head_segments [3, segments] int32: slots, starts and lengths of Batch's; none
     without adapters. max_rank and head_rank: at least the rank of every adapter in them; head_rows:
     Segments' max_rows of the latter; changes_experts: Segments' of the former.
@@ -36,7 +37,7 @@ class StepInput:
     pending_rows: Int64s
     query_starts: Int32s
     kv_lengths: Int32s
-    page_table: PageTable
+    page_tables: tuple[PageTable, ...]
     segments: Int32s
     max_rank: int
     changes_experts: bool
@@ -50,7 +51,7 @@ class StepInput:
         previous: the tokens of the step before, which are there already, [rows] int64.
         """
         parts = (
-            self.token_ids, self.positions, self.kv_slots, self.logit_rows,
+            self.token_ids, self.positions, self.kv_slots.ravel(), self.logit_rows,
             self.pending, self.pending_rows,
         )  # fmt: skip
         uploaded = upload(np.concatenate(parts), device)
@@ -63,11 +64,11 @@ class StepInput:
         return Batch(
             token_ids=token_ids,
             positions=positions,
-            kv_slots=kv_slots,
+            kv_slots=kv_slots.view(self.kv_slots.shape),
             logit_rows=logit_rows,
             query_starts=self.query_starts,
             kv_lengths=self.kv_lengths,
-            page_table=self.page_table,
+            page_tables=self.page_tables,
             segments=_upload_segments(
                 self.segments, self.max_rank, device, changes_experts=self.changes_experts
             ),
@@ -110,10 +111,13 @@ def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
     return [chunk for *_, chunk in leased] + [c for c in chunks if c.sequence.lease is None]
 
 
-def build_step_input(chunks: list[Chunk], page_size: int) -> StepInput:
+def build_step_input(
+    chunks: list[Chunk], page_size: int, windows: tuple[int | None, ...] = (None,)
+) -> StepInput:
     """The input of a step of these chunks, which must be in group_by_adapter's order.
 
-    Row i of the logits belongs to the i-th of the chunks that complete their sequence.
+    windows: as KvGroups has them. Row i of the logits belongs to the i-th of the chunks that
+    complete their sequence.
     """
     rows = np.array([chunk.completes for chunk in chunks], np.int64)  # of the logits, by chunk
     computed = np.array([chunk.start for chunk in chunks], np.int64)
@@ -123,20 +127,19 @@ def build_step_input(chunks: list[Chunk], page_size: int) -> StepInput:
     starts = ends - lengths
     owner = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]: which chunk each belongs to
     positions = np.arange(len(owner)) - (starts - computed)[owner]
-    table = PageTable.of([chunk.pages for chunk in chunks], kv_lengths, page_size)
-    pages = table.pages[table.starts[owner] + positions // page_size].astype(np.int64)
+    tables, slots = _kv_places(chunks, windows, owner, positions, page_size)
     ids, pending, pending_rows = _token_ids(chunks)
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
     return StepInput(
         token_ids=ids,
         positions=positions,
-        kv_slots=pages * page_size + positions % page_size,
+        kv_slots=slots,
         logit_rows=ends[rows == 1] - 1,
         pending=pending,
         pending_rows=pending_rows,
         query_starts=np.append(starts, len(ids)).astype(np.int32),
         kv_lengths=kv_lengths.astype(np.int32),
-        page_table=table,
+        page_tables=tables,
         segments=_segments(leases, lengths),
         max_rank=max((lease.rank for lease in leases), default=0),
         changes_experts=any(lease.changes_experts for lease in leases),
@@ -144,6 +147,39 @@ def build_step_input(chunks: list[Chunk], page_size: int) -> StepInput:
         head_rank=max((lease.head_rank for lease in leases), default=0),
         head_rows=max((lease.head_rows for lease in leases), default=0),
     )
+
+
+def _kv_places(
+    chunks: list[Chunk],
+    windows: tuple[int | None, ...],
+    owner: Int64s,
+    positions: Int64s,
+    page_size: int,
+) -> tuple[tuple[PageTable, ...], Int64s]:
+    """StepInput's page_tables and kv_slots. owner: of each token, its chunk's index."""
+    begins = np.array([chunk.start for chunk in chunks], np.int64)
+    page, at = np.divmod(positions, page_size)
+    tables, slots = list[PageTable](), list[Int64s]()
+    for group, window in enumerate(windows):
+        first = np.zeros_like(begins)
+        if window is not None:
+            first = np.maximum(begins + 1 - window, 0) // page_size
+        table = _page_table(chunks, group, first, page_size)
+        places = (table.starts[:-1] - first)[owner] + page
+        slots.append(table.pages[places].astype(np.int64) * page_size + at)
+        tables.append(table)
+    return tuple(tables), np.stack(slots)
+
+
+def _page_table(chunks: list[Chunk], group: int, first: Int64s, page_size: int) -> PageTable:
+    """A group's pages from each sequence's `first` on."""
+    tables = [chunk.pages[group] for chunk in chunks]
+    kv_lengths = np.array([chunk.end for chunk in chunks], np.int64)
+    if first.any():
+        held = zip(chunks, tables, first.tolist(), strict=True)
+        skipped = [(pages, page - chunk.sequence.kv.first) for chunk, pages, page in held]
+        tables = [pages[count:] for pages, count in skipped]
+    return PageTable.of(tables, kv_lengths - first * page_size, page_size)
 
 
 def head_segments(chunks: list[Chunk], rows: Int64s) -> Int32s:

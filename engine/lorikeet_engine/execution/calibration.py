@@ -14,6 +14,7 @@ from lorikeet_engine.adapter_format import BaseShape, aligned
 from lorikeet_engine.costs import SEEN_TO_SPLIT, RowsTime, StepCosts, seen_tokens
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.batch_builder import build_step_input
+from lorikeet_engine.execution.memory_plan import page_needs
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk, random_kv
 from lorikeet_engine.kernels.lora.types import LoraWeights
@@ -154,14 +155,16 @@ def _with_lora(costs: StepCosts, steps: "StepTimer", dummies: "_DummyAdapters") 
 class StepTimer:
     """Times steps of dummy sequences.
 
-    kv_tokens: tokens that the KV pages hold. longest: tokens of the longest context. context:
-    tokens that decodes see where nothing else is said.
+    kv_tokens: tokens that the KV pages hold, as MemoryPlan has them. longest: tokens of the longest
+    context. context: tokens that decodes see where nothing else is said.
     """
 
     def __init__(self, runner: ModelRunner, kv_pages: int, settings: EngineSettings) -> None:
         self._runner, self._kv_pages, self._page_size = runner, kv_pages, settings.page_size
-        self.kv_tokens = kv_pages * settings.page_size
-        self.longest = min(runner.model.config.max_context, self.kv_tokens)
+        config = runner.model.config
+        self._windows = config.kv_groups.windows
+        self.kv_tokens = page_needs(config, settings).tokens(kv_pages, config.max_context)
+        self.longest = min(config.max_context, self.kv_tokens)
         self.context = min(_CONTEXT, self.longest)
 
     def decodes_s(self, sequences: int, context: int | None = None) -> float:
@@ -194,7 +197,7 @@ class StepTimer:
     def shortest_s(self, chunks: list[Chunk]) -> float:
         """The shortest of a few times: what else the machine does only makes a step longer."""
         device = self._runner.model.device
-        step = build_step_input(chunks, self._page_size)
+        step = build_step_input(chunks, self._page_size, self._windows)
         batch = step.upload(device)
         taken_s = list[float]()
         while len(taken_s) < _REPEATS and sum(taken_s) < _LONG_STEP_S:
@@ -220,10 +223,13 @@ class StepTimer:
         sequence = dummy_chunk(
             depth + tokens, self._page_size, lease, vocabulary, first=index
         ).sequence
-        kv = sequence.kv
-        pages = len(kv.pages)
-        kv.pages = array("i", [(index * pages + i) % self._kv_pages for i in range(pages)])
-        kv.computed = depth
+        groups, pages = len(self._windows), -(-(depth + tokens) // self._page_size)
+        begins = (at * pages for at in range(groups * index, groups * (index + 1)))
+        sequence.kv.pages = [
+            array("i", [page % self._kv_pages for page in range(begin, begin + pages)])
+            for begin in begins
+        ]
+        sequence.kv.computed = depth
         return Chunk.of(sequence, tokens)
 
 

@@ -48,7 +48,7 @@ _NO_KV_SLOT = -1  # of a padding token: its key and value are not written
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The most that one step can hold: tokens, distinct adapters, their rank, KV pages."""
+    """The most that one step can hold: tokens, distinct adapters, their rank, a group's pages."""
 
     tokens: int
     adapters: int
@@ -110,7 +110,8 @@ class CudaGraphs:
         most, device = max(small[-1], large[-1]), kv.device
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self._kv_slots = torch.full((most,), _NO_KV_SLOT, dtype=torch.int64, device=device)
+        groups = len(model.config.kv_groups.windows)
+        self._kv_slots = torch.full((groups, most), _NO_KV_SLOT, dtype=torch.int64, device=device)
         counts = _segment_counts(min(limits.adapters, most))
         self._segments = torch.zeros(3, counts[-1], dtype=torch.int32, device=device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -155,8 +156,8 @@ class CudaGraphs:
     def _fill(self, batch: Batch, rows: int, used: int) -> None:
         self._token_ids[:rows].copy_(batch.token_ids)
         self._positions[:rows].copy_(batch.positions)
-        self._kv_slots[:rows].copy_(batch.kv_slots)
-        self._kv_slots[rows:].fill_(_NO_KV_SLOT)
+        self._kv_slots[:, :rows].copy_(batch.kv_slots)
+        self._kv_slots[:, rows:].fill_(_NO_KV_SLOT)
         if batch.segments is not None:
             s = batch.segments
             torch.stack((s.slots, s.starts, s.lengths), out=self._segments[:, :used])
@@ -165,7 +166,7 @@ class CudaGraphs:
     def _capture_whole(self, sizes: tuple[int, ...], attention: CapturableAttention) -> _Ladder:
         # While capturing, each token is a sequence of its own, with a page of its own.
         most = max(self._limits.pages, sizes[-1])
-        pages = torch.zeros(most, dtype=torch.int32, device=self._kv.device)
+        pages = self._kv_slots.new_zeros(len(self._kv_slots), most, dtype=torch.int32)
         ladder: _Ladder = {}
         for size in reversed(sizes):  # from the largest: the others fit into its memory
             captured = attention.captured(size, pages)
@@ -206,15 +207,16 @@ class CudaGraphs:
             segments = Segments(
                 slots, starts, lengths, self._limits.rank, changes_experts=held.on_experts
             )
-        each = np.arange(size + 1, dtype=np.int32)
+        each, ones = np.arange(size + 1, dtype=np.int32), np.ones(size, np.int32)
+        table = PageTable(each, np.zeros(size, np.int32), ones)
         return Batch(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
-            kv_slots=self._kv_slots[:size],
+            kv_slots=self._kv_slots[:, :size],
             logit_rows=self._token_ids[:size],
             query_starts=each,
-            kv_lengths=np.ones(size, np.int32),
-            page_table=PageTable(each, np.zeros(size, np.int32)),
+            kv_lengths=ones,
+            page_tables=(table,) * len(self._kv_slots),
             segments=segments,
         )
 

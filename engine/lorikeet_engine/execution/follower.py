@@ -89,7 +89,8 @@ class Follower:
             self._runner = None
             gc.collect()
             torch.cuda.empty_cache()
-        self._group.minimum((count_pages(self._model.shape, self._settings, self._stages),))
+        model = self._model
+        self._group.minimum((count_pages(model.config, model.shape, self._settings, self._stages),))
 
     def _run(self, message: RunStep) -> None:
         runner, step = self._runner, message.step

@@ -10,6 +10,7 @@ from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention.protocol import kv_head_dim
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.parallel.shard import WHOLE, Shard
+from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.start_up import DeviceMemory
 
@@ -20,8 +21,9 @@ _CUDA_BYTES = 7 << 28  # CUDA's context, graphs, compiled kernels, FlashInfer's 
 class MemoryPlan:
     """The bytes of one device that each part of an engine takes.
 
-    kv_tokens: how many tokens' keys and values fit, in kv_dtype, as EngineSettings has it.
-    max_context: tokens of prompt plus output that model and settings allow.
+    kv_tokens: how many tokens' keys and values fit, in sequences of max_context where layers with
+    windows need fewer, in kv_dtype, as EngineSettings has it. max_context: tokens of prompt plus
+    output that model and settings allow. kv_of_longest: bytes that one sequence of so many needs.
     """
 
     weights: int
@@ -31,6 +33,7 @@ class MemoryPlan:
     kv_dtype: str
     kv_tokens: int
     max_context: int
+    kv_of_longest: int
 
     @property
     def total(self) -> int:
@@ -52,33 +55,36 @@ def plan_memory(
     _take(memory, "slot pool", resolve(settings.adapter_gpu_bytes, memory.free))
     shape = shard.part_of(config.shape)
     _take(memory, "steps and graphs", step_bytes(config, shape, settings))
-    pages = count_pages(shape, settings, memory)
-    page_bytes = allocate_kv(shape, settings, 1, torch.device("meta")).nbytes
+    pages = count_pages(config, shape, settings, memory)
+    page_bytes, needs = _page_bytes(config, shape, settings), page_needs(config, settings)
     return MemoryPlan(
         weights=weights,
         slot_pool=memory.bytes["slot pool"],
         steps=memory.bytes["steps and graphs"],
         kv=pages * page_bytes,
         kv_dtype=settings.kv_dtype,
-        kv_tokens=pages * settings.page_size,
+        kv_tokens=needs.tokens(pages, config.max_context),
         max_context=config.max_context,
+        kv_of_longest=needs.in_steps(config.max_context) * page_bytes,
     )
 
 
-def count_pages(shape: BaseShape, settings: EngineSettings, memory: DeviceMemory) -> int:
+def count_pages(
+    config: ModelConfig, shape: BaseShape, settings: EngineSettings, memory: DeviceMemory
+) -> int:
     """How many KV pages fit into the memory that the settings give them.
 
     shape: of what this process computes. Raises SettingsError if that is too little for one
     sequence, or more than is free.
     """
-    page_bytes = allocate_kv(shape, settings, 1, torch.device("meta")).nbytes
+    page_bytes, needs = _page_bytes(config, shape, settings), page_needs(config, settings)
     kv_bytes = resolve(settings.kv_bytes, memory.free)
     pages, context = kv_bytes // page_bytes, settings.max_context or settings.page_size
-    needed = -(-context // settings.page_size)
+    needed = needs.in_steps(context)
     if pages >= needed and kv_bytes <= memory.free:
         return pages
     raise SettingsError(
-        f"kv_bytes={settings.kv_bytes}: room for {pages * settings.page_size} tokens in "
+        f"kv_bytes={settings.kv_bytes}: room for {needs.tokens(pages, context)} tokens in "
         f"{gib(kv_bytes)}, and one sequence of {context} needs {gib(needed * page_bytes)}; "
         f"{memory}: lower max_context, adapter_gpu_bytes or max_batch_tokens, or change kv_bytes"
     )
@@ -96,13 +102,32 @@ def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
     return max(at_least, elements // (4 * shape.layers * widths))
 
 
+def page_needs(config: ModelConfig, settings: EngineSettings) -> PageNeeds:
+    """How many KV pages an engine's sequences need."""
+    windows = config.kv_groups.windows
+    return PageNeeds(settings.page_size, windows, settings.max_batch_tokens)
+
+
 def allocate_kv(
-    shape: BaseShape, settings: EngineSettings, pages: int, device: torch.device
+    config: ModelConfig,
+    shape: BaseShape,
+    settings: EngineSettings,
+    pages: int,
+    device: torch.device,
 ) -> torch.Tensor:
-    """The tensor of all KV pages, [layers, 2, pages, page_size, kv_heads, kv_head_dim], zeros."""
+    """The tensor of all KV pages, zeros.
+
+    [layers of a page, 2, pages, page_size, kv_heads, kv_head_dim]: which layers' keys and values a
+    page has, the model's KvGroups say.
+    """
     width = kv_head_dim(shape.head_dim, settings.device)
-    size = (shape.layers, 2, pages, settings.page_size, shape.kv_heads, width)
+    layers = config.kv_groups.page_layers
+    size = (layers, 2, pages, settings.page_size, shape.kv_heads, width)
     return torch.zeros(size, dtype=settings.torch_kv_dtype, device=device)
+
+
+def _page_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:
+    return allocate_kv(config, shape, settings, 1, torch.device("meta")).nbytes
 
 
 def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:

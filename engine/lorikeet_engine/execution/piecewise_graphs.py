@@ -62,7 +62,7 @@ class PiecewiseGraphs:
         for piece in self._pieces:
             piece.graph.replay()
             mixed = self._attention.attend(
-                buffers.queries, piece.layer_kv, batch, piece.scales, piece.window
+                buffers.queries, piece.layer_kv, batch, piece.scales, piece.window, piece.group
             )
             buffers.outputs.copy_(mixed)
         self._last.replay()
@@ -77,6 +77,7 @@ class _Piece:
     layer_kv: torch.Tensor
     scales: KvScales | None
     window: int | None
+    group: int
 
 
 class _GraphSplitter:
@@ -105,9 +106,10 @@ class _GraphSplitter:
         _: PagedSequences,
         scales: KvScales | None = None,
         window: int | None = None,
+        group: int = 0,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         self._buffers.queries.copy_(q)
-        self.pieces.append(_Piece(self.end(), layer_kv, scales, window))
+        self.pieces.append(_Piece(self.end(), layer_kv, scales, window, group))
         self.begin()
         return self._buffers.outputs

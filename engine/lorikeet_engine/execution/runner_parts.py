@@ -40,7 +40,7 @@ class RunnerParts:
             settings.page_size,
             model.dtype,
             settings.torch_kv_dtype == FP8_KV,
-            tuple(dict.fromkeys(config.windows)),
+            config.kv_groups.windows,
             config.attention_soft_cap,
         )
         return cls(model, choose_attention(shape, model.device), weights, settings)
@@ -48,7 +48,7 @@ class RunnerParts:
     def build(self, pages: int, runner: Callable[..., ModelRunner] = ModelRunner) -> ModelRunner:
         """Allocate so many KV pages, and capture graphs on CUDA. runner: the one to make."""
         model = self.model
-        kv = allocate_kv(model.shape, self.settings, pages, model.device)
+        kv = allocate_kv(model.config, model.shape, self.settings, pages, model.device)
         graphs = _capture(model, self.attention, self.weights, kv, self.settings)
         return runner(model, self.attention, self.weights, kv, graphs)
 

@@ -26,10 +26,10 @@ from lorikeet_engine.sampling.grammar import Grammars, TokenBitmask
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler
-from lorikeet_engine.scheduling.scheduler import StepPlan
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.scheduling.step_budget import ExpectedStep
 from lorikeet_engine.scheduling.step_counters import StepLaunch
+from lorikeet_engine.scheduling.step_plan import StepPlan
 from lorikeet_engine.settings import EngineSettings
 
 
@@ -52,16 +52,19 @@ class ModelRunner:
     ) -> None:
         """Take a loaded model and the tensors that it works on.
 
-        weights: None for an engine that serves the base model alone.
-        kv [layers, 2, pages, page_size, kv_heads, head_dim], contiguous, in the model's dtype
-        or in FP8.
-        graphs: captured with this model, weights and kv; used for the batches that fit them.
+        weights: None for an engine that serves the base model alone. kv: allocate_kv's. graphs:
+        captured with this model, weights and kv; used for the batches that fit them.
         """
         self.model = model
         self._attention = attention
         self._weights = weights
         self.kv = kv
         self._graphs = graphs
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """The windows of the model's KvGroups."""
+        return self.model.config.kv_groups.windows
 
     @property
     def prompt_sizes(self) -> tuple[int, ...]:
@@ -218,7 +221,7 @@ def compute(
     """
     launched_s, chunks = time.perf_counter(), group_by_adapter(plan.chunks)
     sampled = previous.sample.tokens if previous else None
-    step_input = build_step_input(chunks, settings.page_size)
+    step_input = build_step_input(chunks, settings.page_size, runner.kv_windows)
     scores = PromptScores(chunks, plan.scored, settings.max_running) if plan.scored else None
     batch = step_input.upload(torch.device(settings.device), sampled)
     runner.share(step_input, sampled, scores)

@@ -106,11 +106,12 @@ def _run(
     """
     each = (rank, rank, min(rank, 1))
     leases = [DummyLease(i, *each) if i < adapters else None for i in range(len(lengths))]
+    windows = runner.kv_windows
     chunks = [
-        dummy_chunk(length, settings.page_size, lease)
+        dummy_chunk(length, settings.page_size, lease, groups=len(windows))
         for length, lease in zip(lengths, leases, strict=True)
     ]
-    step = build_step_input(chunks, settings.page_size)
+    step = build_step_input(chunks, settings.page_size, windows)
     batch = step.upload(runner.model.device)
     runner.share(step, graphs=graphs)
     logits = (runner.forward if graphs else runner.forward_eager)(batch)
@@ -136,7 +137,12 @@ def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]
 
 
 def dummy_chunk(
-    length: int, page_size: int, lease: DummyLease | None, vocabulary: int = 1, first: int = 0
+    length: int,
+    page_size: int,
+    lease: DummyLease | None,
+    vocabulary: int = 1,
+    first: int = 0,
+    groups: int = 1,
 ) -> Chunk:
     """All the tokens of a sequence of this length, on KV page 0: `first` and those after it."""
     prompt = tuple((first + at) % vocabulary for at in range(length))
@@ -149,7 +155,7 @@ def dummy_chunk(
         seed=0,
         prompt_keys=PageKeys((), page_size),
     )
-    sequence.kv.pages = array("i", [0] * -(-length // page_size))
+    sequence.kv.pages = [array("i", [0] * -(-length // page_size))] * groups
     sequence.lease = lease
     return Chunk.of(sequence, length)
 

@@ -19,6 +19,7 @@ from lorikeet_engine.adapter_format import (
     read_json,
 )
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
+from lorikeet_engine.models.kv_groups import KvGroups
 from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_configs
 from lorikeet_engine.models.sliding_windows import sliding_layers, windows
 
@@ -30,7 +31,8 @@ class ModelConfig:
     """A decoder: its sizes and in what the families differ.
 
     max_context: tokens. ropes: how each layer turns queries and keys, None where it does not.
-    windows: how many tokens each layer's queries see, up to themselves; None: all.
+    windows: how many tokens each layer's queries see, up to themselves; None: all. kv_groups: which
+    layers share KV pages.
     attention_soft_cap, logits_soft_cap: c of c · tanh(x / c), to which attention's scores and the
     logits x are bent; None: they are not. gelu: whether gates are GELU's and not SiLU's.
     norms_plus_one: as Family says. Embeddings are multiplied by embedding_multiplier, rounded to
@@ -47,6 +49,7 @@ class ModelConfig:
     norm_eps: float
     ropes: tuple[RopeConfig | None, ...]
     windows: tuple[int | None, ...]
+    kv_groups: KvGroups
     attention_soft_cap: float | None
     logits_soft_cap: float | None
     gelu: bool
@@ -97,7 +100,8 @@ class ModelConfig:
             max_context=context,
             norm_eps=number(raw, "rms_norm_eps", 1e-6),
             ropes=_ropes(raw, shape, context, turning, sliding),
-            windows=windows(raw, sliding, context),
+            windows=(seen := windows(raw, sliding, context)),
+            kv_groups=KvGroups.of(seen, context),
             attention_soft_cap=_soft_cap(raw, family, "attn_logit_softcapping"),
             logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),
             gelu=_is_gelu(raw, family),

@@ -55,6 +55,7 @@ class _Step:
     lora: LoraStep | None
     attention: AttentionBackend
     turns: Mapping[RopeConfig | None, Turns]
+    kv_slots: tuple[torch.Tensor, ...]
 
 
 class LlamaModel:
@@ -99,18 +100,20 @@ class LlamaModel:
     ) -> torch.Tensor:
         """Last hidden states [tokens, hidden] of a batch, in the model's dtype.
 
-        kv [layers, 2, pages, page_size, kv_heads, head_dim] receives the batch's keys and values.
-        lora may be None when batch.segments is.
+        kv [layers of a page, 2, pages, page_size, kv_heads, head_dim] receives the batch's keys and
+        values, where the config's KvGroups has each layer. lora may be None when batch.segments is.
 
         On CUDA this Python and the layers' run when graphs are captured at start; a step replays
         the graphs (execution/cuda_graphs.py). Only a step that is too large for them runs it.
         """
         turns = self._rotary.at(batch.positions)
-        step = _Step(batch, _lora_step(lora, batch), attention, turns)
+        slots = batch.kv_slots.unbind(0)
+        step = _Step(batch, _lora_step(lora, batch), attention, turns, slots)
         x = self._embed(batch, step.lora)
         delta = Product(torch.zeros_like(x))
-        for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
-            delta = layer(x, delta, layer_kv, step)
+        layers_kv = kv.unbind(0)
+        for layer, place in zip(self._layers, self.config.kv_groups.places, strict=True):
+            delta = layer(x, delta, layers_kv[place.layer], step)
         return self._norm.add_and_norm(x, delta)
 
     def _embed(self, batch: Batch, lora: LoraStep | None) -> torch.Tensor:
@@ -253,6 +256,7 @@ class _Attention:
         own = checkpoint.shard.part_of(shape)
         self.heads, self.kv_heads, self.head_dim = own.heads, own.kv_heads, shape.head_dim
         self.rope, self.window = config.ropes[layer], config.windows[layer]
+        self.kv_group = config.kv_groups.places[layer].group
         self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
         self.o = read_row_linear(ranks, checkpoint, shape, layer, "o", bias=config.o_bias)
         self.kv_scales = read_kv_scales(checkpoint, layer)
@@ -266,11 +270,13 @@ class _Attention:
         norm, turns = self.qk_norm, step.turns[self.rope]
         if norm is not None and self.norm_ranks is not None:
             norm = shared_qk_norm(norm, self.norm_ranks, qkv, self.kv_heads, lora)
-        slots, scales = step.batch.kv_slots, self.kv_scales if layer_kv.dtype == FP8_KV else None
+        slots = step.kv_slots[self.kv_group]
+        scales = self.kv_scales if layer_kv.dtype == FP8_KV else None
         rotary_and_store_kv(
             qkv, turns.cos, turns.sin, layer_kv, slots, lora, norm, scales,
             interleaved=self.rope is not None and self.rope.interleaved,
         )  # fmt: skip
         q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed
-        mixed = step.attention.attend(q, layer_kv, step.batch, scales, self.window)
+        attend = step.attention.attend
+        mixed = attend(q, layer_kv, step.batch, scales, self.window, self.kv_group)
         return Product(*self.o(mixed.flatten(1), step.lora), self.output_weight)

@@ -5,9 +5,10 @@ the engine's thread; deadlines ends those that wait too long and refuses those t
 would. The scheduler plans a step under a token budget: decodes first, then chunks of prompts, which
 run already or may begin. admission keeps the sequences that wait in their tenants' turns, which go
 by virtual token counters (fairness, throughput), and decides which may begin; kv_cache allocates KV
-pages and finds cached prefixes. Where pages are too few, the youngest sequence of the tenant
-furthest ahead is preempted, and computed again later. With an inter-token goal, step_budget bounds
-the ranks and prompt tokens of steps. step_counters counts steps and tokens.
+pages (page_pool), as many as page_needs says, and finds cached prefixes. Where pages are too few,
+the youngest sequence of the tenant furthest ahead is preempted, and computed again later. With an
+inter-token goal, step_budget bounds the ranks and prompt tokens of steps. step_counters counts
+steps and tokens.
 
 A request that waits for nothing, on an engine without an inter-token goal, is decided on by
 request_queue, scheduler, admission and kv_cache alone.

@@ -1,16 +1,21 @@
-"""The allocation of KV pages, their sharing by reference counts, and the prefix cache.
+"""The KV pages of sequences, and the prefix cache.
 
-A page is an integer: its index in the KV tensor. Only full pages have a key and can be shared, so
-a page that can still be written to has one owner. A page without references keeps its key and
-contents until it is allocated again, least recently used first.
+Layers are in groups (models/kv_groups.py), and a sequence has pages of its own for each. Groups of
+layers that see a window alone give back, as the sequence grows, the pages that lie before what the
+token behind the last full page sees; cached, until they are needed. So a prefix is found as long as
+the pages of its last window are there, beside all of the other groups'.
 """
 
 import hashlib
 import json
 from array import array
 from bisect import bisect_left
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Reversible, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain, zip_longest
+
+from lorikeet_engine.scheduling.page_needs import PageNeeds
+from lorikeet_engine.scheduling.page_pool import PagePool
 
 
 class PageKeys:
@@ -46,8 +51,10 @@ class PageKeys:
 
 
 class SequencePages:
-    """The KV pages of one sequence, in the order of its tokens, and how far they are filled.
+    """The KV pages of one sequence, and how far they are filled.
 
+    pages: of each group, in the order of its tokens; empty until it has some. first: how many of
+    the first ones windowed groups do without.
     computed: how many tokens' keys and values the steps launched so far put there.
     written: how many the steps read so far have put there.
     announced: how many of its first pages KVCache has told others of, written or not.
@@ -63,6 +70,7 @@ class SequencePages:
         "announced",
         "awaited",
         "computed",
+        "first",
         "pages",
         "score_from",
         "written",
@@ -73,8 +81,8 @@ class SequencePages:
 
         tokens: those that the host has, a prompt's at first; they only grow at their end.
         """
-        self.pages: array[int] = array("i")  # not a list: page tables are joined bytes
-        self.computed = self.written = self.announced = 0
+        self.pages: list[array[int]] = []  # not lists: page tables are joined bytes
+        self.first = self.computed = self.written = self.announced = 0
         self.score_from: int | None = None
         self.awaited: bytes | None = None
         self._tokens, self._prompt_keys = tokens, prompt_keys
@@ -101,51 +109,65 @@ class SequencePages:
         return self.keys(tokens // self._prompt_keys.page_size)
 
 
-class KVCache:
-    """Allocates `pages` KV pages of `page_size` tokens. All operations are O(pages named)."""
+class KVCache(PagePool):
+    """A PagePool for sequences. All operations are O(pages named).
 
-    def __init__(self, pages: int, page_size: int) -> None:
-        self.pages = pages
+    windows, step_tokens: as PageNeeds has them, and page_size, too.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        windows: tuple[int | None, ...] = (None,),
+        step_tokens: int = 0,
+    ) -> None:
+        super().__init__(pages, len(windows))
         self.page_size = page_size
-        self._references = [0] * pages
-        self._keys: list[bytes | None] = [None] * pages
-        self._adapters: list[str | None] = [None] * pages  # of pages with a key, by digest
-        self._page_of: dict[bytes, int] = {}
+        self._needs = PageNeeds(page_size, windows, step_tokens)
+        self._whole, self._windowed = self._needs.whole, self._needs.windowed
         # By key, how many sequences are to write such a page.
         self._unwritten: Counter[bytes] = Counter()
-        # Pages without references in the order they are given out: those without a key in front.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(pages))
-
-    @property
-    def free(self) -> int:
-        """How many pages `take` can give out, cached ones included."""
-        return len(self._free)
-
-    @property
-    def used(self) -> int:
-        """How many pages have references."""
-        return self.pages - len(self._free)
 
     def pages_for(self, tokens: int) -> int:
         """How many pages hold that many tokens."""
         return -(-tokens // self.page_size)
 
-    def allocate(self, kv: SequencePages, tokens: int, spare: int) -> bool:
-        """Give a sequence without pages enough for this many tokens, cached ones where it can.
+    def may_all_grow(self, sequences: int) -> bool:
+        """Whether so many sequences can have one more page of each group."""
+        return sequences * (self._whole + self._windowed) <= self.free
 
-        Returns False and gives none if fewer than `spare` pages would stay free.
+    def allocate(self, kv: SequencePages, tokens: int, spare: int) -> bool:
+        """Give a sequence without pages those of this many tokens, cached ones where it can.
+
+        In windowed groups those of the first window, from which `grow` goes on. Returns False and
+        gives none if too few were left for a step to do so, or for `spare` others to grow.
         """
-        shared = self.find(kv.shareable_keys())
-        self.share(shared)
-        fresh = self.pages_for(tokens) - len(shared)
-        if fresh + spare > self.free:
-            self.release(shared)
+        needs, keys, total = self._needs, kv.shareable_keys(), self.pages_for(tokens)
+        cached = self.find(keys) if self._whole else []
+        hit = self._hit(keys, len(cached)) if self._windowed else len(cached)
+        first, end = 0, total
+        if self._windowed:
+            first = needs.first(hit * self.page_size)
+            end = min(total, first + needs.window_pages)
+        shared = [cached[:hit]] if self._whole else []
+        for pages_of in self._pages_of[len(shared) :]:
+            begin = first if len(shared) >= self._whole else 0
+            shared.append([pages_of[key] for key in keys[begin:hit]])
+        for pages in shared:
+            self.share(pages)
+        step = min(total - end, self.pages_for(needs.step_tokens))
+        wanted = self._whole * (total - hit) + self._windowed * (end - hit + step)
+        if not self._leaves_free(wanted, spare):
+            self._release_all(shared)
             return False
-        kv.pages = array("i", shared + self.take(fresh))
-        kv.computed = kv.written = len(shared) * self.page_size
+        kv.pages = [array("i", pages) for pages in shared]
+        kv.first = first
+        self._extend(kv, total - hit, end - hit)
+        kv.computed = kv.written = hit * self.page_size
         keys = kv.full_keys()
         kv.announced = len(keys)
-        self._unwritten.update(keys[len(shared) :])
+        self._unwritten.update(keys[hit:])
         return True
 
     def awaits_prefix(self, kv: SequencePages) -> bool:
@@ -156,102 +178,99 @@ class KVCache:
         if kv.awaited is not None and kv.awaited in self._unwritten:
             return True
         keys = kv.shareable_keys()
-        found = len(self.find(keys))
+        found = len(self.find(keys)) if self._whole else self._hit(keys, 0)
         # Those that are to be written follow the cached ones without a gap.
         end = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
         kv.awaited = keys[end - 1] if end > found else None
         return end > found
 
+    def reach(self, kv: SequencePages, tokens: int, spare: int) -> int:
+        """How many of a sequence's `tokens` it can have pages for, while `spare` others grow."""
+        if not self._windowed:
+            return tokens
+        groups = self._whole + self._windowed
+        more = max(0, self.free - spare * groups) // self._windowed
+        return min(tokens, (kv.first + len(kv.pages[-1]) + more) * self.page_size)
+
     def grow(self, kv: SequencePages, tokens: int) -> bool:
         """Give a sequence the pages it lacks for this many tokens; False if too few are free."""
-        missing = self.pages_for(tokens) - len(kv.pages)
-        if missing > self.free:
-            return False
-        if missing:
-            kv.pages.extend(self.take(missing))
+        end = self.pages_for(tokens)
+        whole = max(0, end - len(kv.pages[0])) if self._whole else 0
+        windowed = max(0, end - kv.first - len(kv.pages[-1])) if self._windowed else 0
+        if whole or windowed:
+            if whole * self._whole + windowed * self._windowed > self.free:
+                return False
+            self._extend(kv, whole, windowed)
         return True
 
     def publish_written(self, kv: SequencePages, end: int) -> None:
-        """Let others find a sequence's full pages; its keys and values are written up to `end`."""
+        """Let others find a sequence's full pages; its keys and values are written up to `end`.
+
+        Windowed groups then give back what nobody who finds the last of them looks at.
+        """
         first, full = kv.written // self.page_size, end // self.page_size
         kv.written = end
-        if first < full:
-            keys = kv.keys(full)
-            self._no_longer_unwritten(keys[first : kv.announced])
-            for page, key in zip(kv.pages[first:full], keys[first:], strict=True):
-                self.publish(page, key, kv.adapter_digest)
+        if first == full:
+            return
+        keys = kv.keys(full)
+        self._no_longer_unwritten(keys[first : kv.announced])
+        for group, pages in enumerate(kv.pages):
+            before = 0 if group < self._whole else kv.first
+            for page, key in zip(pages[first - before : full - before], keys[first:], strict=True):
+                self.publish(page, key, kv.adapter_digest, group)
+        if self._windowed:
+            self._give_back(kv, self._needs.first(full * self.page_size))
 
     def clear(self, kv: SequencePages) -> None:
         """Take back all pages of a sequence, if it has any."""
         self._no_longer_unwritten(kv.keys(kv.announced)[kv.written // self.page_size :])
-        self.release(kv.pages)
-        kv.pages = array("i")
-        kv.computed = kv.written = kv.announced = 0
+        self._release_all(kv.pages)
+        kv.pages = []
+        kv.first = kv.computed = kv.written = kv.announced = 0
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The cached pages of the longest run of keys from the first; adds no references."""
-        found: list[int] = []
-        for key in keys:
-            page = self._page_of.get(key)
-            if page is None:
-                break
-            found.append(page)
-        return found
+    def _leaves_free(self, pages: int, spare: int) -> bool:
+        return pages + spare * (self._whole + self._windowed) <= self.free
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Add a reference to each page that `find` gave."""
-        for page in pages:
-            if self._references[page] == 0:
-                del self._free[page]
-            self._references[page] += 1
+    def _hit(self, keys: list[bytes], most: int) -> int:
+        """How many first pages are cached, as far as what comes behind them looks at them.
 
-    def take(self, count: int) -> list[int]:
-        """Give out `count` pages with one reference each. There must be that many free."""
-        assert count <= self.free, f"{count} KV pages wanted, {self.free} free"
-        taken: list[int] = []
-        for _ in range(count):
-            page, _ = self._free.popitem(last=False)
-            key = self._keys[page]
-            if key is not None:
-                del self._page_of[key]
-                self._keys[page] = None
-            self._references[page] = 1
-            taken.append(page)
-        return taken
-
-    def publish(self, page: int, key: bytes, adapter_digest: str | None = None) -> None:
-        """Let others find a full page by its key; if the key is taken, the page stays private.
-
-        adapter_digest: of what it was computed with.
+        most: how many the first group has, if it needs all of them.
         """
-        if self._keys[page] is None and key not in self._page_of:
-            self._keys[page], self._adapters[page] = key, adapter_digest
-            self._page_of[key] = page
+        end, windowed = most if self._whole else len(keys), self._pages_of[self._whole :]
+        for pages in self._pages_of[1 : self._whole]:
+            end = next((i for i in range(end) if keys[i] not in pages), end)
+        at = end
+        while at > self._needs.first(end * self.page_size):
+            at -= 1
+            if any(keys[at] not in pages for pages in windowed):
+                end = at
+        return end
 
-    def forget(self, pages: Iterable[int]) -> None:
-        """Let nobody find these pages any more, whoever else may have references to them."""
-        for page in pages:
-            key = self._keys[page]
-            if key is not None:
-                del self._page_of[key]
-                self._keys[page] = None
-                if self._references[page] == 0:
-                    self._free.move_to_end(page, last=False)
+    def _extend(self, kv: SequencePages, whole: int, windowed: int) -> None:
+        for group, pages in enumerate(kv.pages):
+            pages.extend(self.take(whole if group < self._whole else windowed))
 
-    def forget_adapter(self, digest: str) -> None:
-        """Let nobody find what was computed with an adapter any more."""
-        self.forget(page for page, adapter in enumerate(self._adapters) if adapter == digest)
+    def _give_back(self, kv: SequencePages, before: int) -> None:
+        """Take back a sequence's pages of windowed groups that lie before this one."""
+        count = before - kv.first
+        if count > 0:
+            windowed = kv.pages[self._whole :]
+            self._release_all([pages[:count] for pages in windowed])
+            for pages in windowed:
+                del pages[:count]
+            kv.first = before
 
-    def release(self, pages: Reversible[int]) -> None:
-        """Drop one reference from each page of a sequence, given in the sequence's order."""
-        # From the end: a chain is then forgotten from its tail, useless without its head.
-        for page in reversed(pages):
-            assert self._references[page] > 0, f"KV page {page} released twice"
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                self._free[page] = None
-                if self._keys[page] is None:
-                    self._free.move_to_end(page, last=False)
+    def _release_all(self, pages: Sequence[Sequence[int]]) -> None:
+        """Release the pages of all groups, so that those of the same tokens are forgotten together.
+
+        Where the groups have equally many.
+        """
+        if len(pages) <= 1:
+            for only in pages:
+                self.release(only)
+            return
+        from_end = chain.from_iterable(zip_longest(*map(reversed, pages)))
+        self.release([page for page in from_end if page is not None][::-1])
 
     def _no_longer_unwritten(self, keys: Iterable[bytes]) -> None:
         for key in keys:

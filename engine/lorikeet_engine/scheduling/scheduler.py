@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import count
 
 from lorikeet_engine.adapter import Residency
@@ -20,32 +19,15 @@ from lorikeet_engine.scheduling.fairness import (
     prompt_cost,
 )
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, Sequence
+from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.scheduling.step_budget import PromptRoom, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
+from lorikeet_engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from lorikeet_engine.scheduling.throughput import Throughput
 
 # No more begin in a plan once those that did have so many KV pages, cached ones included, which
 # takes a few milliseconds.
 _PAGES_PER_PLAN = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """The most tokens, sequences and distinct adapters of one step."""
-
-    tokens: int
-    sequences: int
-    adapters: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step. failed: sequences without their adapter, dropped. scored: what chunks score."""
-
-    chunks: list[Chunk]
-    failed: dict[Sequence, AdapterError]
-    scored: list[ScoredRows]
 
 
 class Scheduler:
@@ -133,8 +115,12 @@ class Scheduler:
             served = {chunk.sequence for chunk in taken}
             prefilling = [sequence for sequence in prefilling if sequence not in served]
         for sequence in prefilling:
-            if room.fits(sequence):
-                chunks.append(self._charged(room.take(sequence)))
+            chunks += self._prompt_chunk(sequence, room, len(active))
+        while prefilling and not chunks and self._all_is_read():
+            for sequence in prefilling:
+                chunks += self._prompt_chunk(sequence, room, 0)
+            if not chunks:  # what all of them lack is pages
+                self._preempt(prefilling.pop())
         self._throughput.step_planned(saturated)
         return StepPlan(chunks, self._drop_failed(failed), room.scored)
 
@@ -187,7 +173,7 @@ class Scheduler:
         """A chunk of each sequence that decodes; takes those out of `active` that it preempts."""
         chunks: list[Chunk] = []
         index = 0
-        if self._cache.free < len(active):  # some may have to be preempted
+        if not self._cache.may_all_grow(len(active)):  # some may have to be preempted
             active.sort(key=_turn)
         while index < len(active):
             sequence = active[index]
@@ -234,9 +220,8 @@ class Scheduler:
                     break
                 self._begin(sequence, admission)
                 begun.append(sequence)
-                pages += len(sequence.kv.pages)
-            if room.fits(sequence):
-                chunks.append(self._charged(room.take(sequence)))
+                pages += sum(map(len, sequence.kv.pages))
+            chunks += self._prompt_chunk(sequence, room, active + len(begun))
             if not room or pages > _PAGES_PER_PLAN:
                 break
         else:
@@ -271,12 +256,24 @@ class Scheduler:
         if timings.requested_s is not None and sequence.adapter is not None:
             timings.loaded_s = self._adapters.loaded_at_s(sequence.adapter)
 
-    def _charged(self, chunk: Chunk) -> Chunk:
-        """The chunk of a prompt, charged to its tenant."""
-        sequence = chunk.sequence
+    def _prompt_chunk(self, sequence: Sequence, room: PromptRoom, spare: int) -> list[Chunk]:
+        """The next chunk of a prompt, charged to its tenant, if the step has room and pages for it.
+
+        spare: as KVCache.reach has it.
+        """
+        end = self._cache.reach(sequence.kv, sequence.length, spare)
+        if not room.fits(sequence, end):
+            return []
+        chunk = room.take(sequence, end)
+        grown = self._cache.grow(sequence.kv, chunk.end)
+        assert grown, "a chunk without KV pages"
         end = min(chunk.end, sequence.prompt_length)
         self._throughput.add(sequence.cost.charge_prompt(self._costs, chunk.start, end))
-        return chunk
+        return [chunk]
+
+    def _all_is_read(self) -> bool:
+        """Whether no step is in flight that, once read, lets sequences give pages back."""
+        return all(sequence.kv.written == sequence.kv.computed for sequence in self.running)
 
     def _drop_failed(self, errors: dict[str, AdapterError]) -> dict[Sequence, AdapterError]:
         if not errors:

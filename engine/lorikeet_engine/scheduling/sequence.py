@@ -251,7 +251,7 @@ class Sequence:
 class Chunk(NamedTuple):
     """Tokens `start` to `end` of a sequence, which one step computes.
 
-    completes: whether the sequence's next token is sampled from them. pages: the sequence's when
+    completes: whether the sequence's next token is sampled from them. pages: SequencePages', when
     the step was planned; once preempted it gets others.
     """
 
@@ -259,7 +259,7 @@ class Chunk(NamedTuple):
     start: int
     end: int
     completes: bool
-    pages: "array[int]"
+    pages: "list[array[int]]"
 
     @classmethod
     def of(cls, sequence: Sequence, max_tokens: int) -> "Chunk":

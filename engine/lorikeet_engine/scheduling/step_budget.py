@@ -131,23 +131,24 @@ class PromptRoom:
         """Whether some prompt may have room: one that is at its beginning has."""
         return self._has_room(0, self.tokens)
 
-    def fits(self, sequence: Sequence) -> bool:
+    def fits(self, sequence: Sequence, end: int | None = None) -> bool:
         """Whether there is room for more of a prompt; not for a sliver where a goal bounds it.
 
         One that is scored fits behind others that are if all that is left of it may be scored.
+        end: the token up to which there are pages; None: its last.
         """
-        if not self._has_room(sequence.kv.computed, sequence.remaining):
+        if not self._has_room(sequence.kv.computed, _remaining(sequence, end)):
             return False
         return not sequence.to_score or not self.scored or self._may_score_all_of(sequence)
 
-    def take(self, sequence: Sequence) -> Chunk:
-        """As long a chunk as there is room for, of a prompt that fits."""
+    def take(self, sequence: Sequence, end: int | None = None) -> Chunk:
+        """As long a chunk as there is room for, of a prompt that fits. end: as fits has it."""
+        most = min(self.tokens, _remaining(sequence, end))
         if sequence.to_score:
-            return self._take_scored(sequence)
-        return self._take(sequence, self.tokens)
+            return self._take_scored(sequence, most)
+        return self._take(sequence, most)
 
-    def _take_scored(self, sequence: Sequence) -> Chunk:
-        most = self.tokens
+    def _take_scored(self, sequence: Sequence, most: int) -> Chunk:
         if not self._may_score_all_of(sequence):
             anew = sequence.remaining - 1 - sequence.to_score  # scored before a preemption
             most = min(most, anew + self._scores // _scores_each(sequence))
@@ -183,6 +184,10 @@ class PromptRoom:
     def _has_room(self, depth: int, remaining: int) -> bool:
         least = min(self.tokens, remaining, 1 if self._budget is None else _SLIVER)
         return 0 < least <= self.tokens_within(depth, least)
+
+
+def _remaining(sequence: Sequence, end: int | None) -> int:
+    return sequence.remaining if end is None else end - sequence.kv.computed
 
 
 def _scores_each(sequence: Sequence) -> int:

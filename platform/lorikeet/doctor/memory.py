@@ -43,9 +43,8 @@ def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) ->
         f"{plan.kv_tokens / plan.max_context:.1f} requests of the full {plan.max_context:,}"
     )
     if plan.kv_tokens < plan.max_context:
-        full = plan.kv // plan.kv_tokens * plan.max_context
         more = (
-            f"LORIKEET_KV_CACHE_MEMORY={full >> 20}MiB holds one"
+            f"LORIKEET_KV_CACHE_MEMORY={-(-plan.kv_of_longest >> 20)}MiB holds one"
             if device == "cpu"
             else "give adapters less (LORIKEET_ADAPTER_GPU_MEMORY)"
         )

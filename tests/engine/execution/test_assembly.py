@@ -66,7 +66,7 @@ def started(free):
 def test_kv_pages_of_bytes_and_of_a_share(config):
     def pages(kv_bytes):
         settings = replace(SETTINGS, kv_bytes=kv_bytes)
-        return count_pages(config.shape, settings, started(1000 * PAGE_BYTES))
+        return count_pages(config, config.shape, settings, started(1000 * PAGE_BYTES))
 
     assert pages(10 * PAGE_BYTES) == pages(11 * PAGE_BYTES - 1) == 10
     assert pages(MemoryShare(0.25)) == 250
@@ -92,7 +92,7 @@ def test_too_little_memory_is_refused_with_the_numbers_and_the_remedy(
 ):
     settings = replace(SETTINGS, kv_bytes=kv_bytes, max_context=context)
     with pytest.raises(SettingsError, match=message) as refused:
-        count_pages(config.shape, settings, started(12 * PAGE_BYTES))
+        count_pages(config, config.shape, settings, started(12 * PAGE_BYTES))
     assert "are left: lower max_context, adapter_gpu_bytes" in refused.value.message
 
 

@@ -26,7 +26,7 @@ def sequence_of(prompt, pages, lease=None):
         seed=0,
         prompt_keys=PageKeys(prompt, PAGE),
     )
-    sequence.kv.pages, sequence.lease = array("i", pages), lease
+    sequence.kv.pages, sequence.lease = [array("i", pages)], lease
     return sequence
 
 
@@ -55,11 +55,13 @@ def test_a_chunk_reads_and_writes_the_pages_that_its_tokens_are_in():
         CPU, torch.tensor([1])
     )
     assert batch.positions.tolist() == [2, 3, 4, 5, 4]
-    assert batch.kv_slots.tolist() == [30, 31, 12, 13, 8]
+    assert batch.kv_slots.tolist() == [[30, 31, 12, 13, 8]]
     assert batch.query_starts.tolist() == [0, 4, 5]
     assert batch.kv_lengths.tolist() == [6, 5]
-    assert batch.page_table.starts.tolist() == [0, 2, 4], "the prompt's last page is not in use yet"
-    assert batch.page_table.pages.tolist() == [7, 3, 5, 2]
+    (table,) = batch.page_tables
+    assert table.starts.tolist() == [0, 2, 4], "the prompt's last page is not in use yet"
+    assert table.pages.tolist() == [7, 3, 5, 2]
+    assert table.kv_lengths.tolist() == [6, 5]
     assert batch.logit_rows.tolist() == [4], "a chunk in the middle of a prompt samples nothing"
 
 
@@ -103,6 +105,24 @@ def test_it_is_arrays_and_numbers_alone():
     """So that another process can be sent it, and learns of no tenant."""
     step = build_step_input([Chunk.of(sequence_of([1, 2], [0]), 9)], PAGE)
     values = {field.name: getattr(step, field.name) for field in fields(step)}
-    table = values.pop("page_table")
-    for value in (*values.values(), table.starts, table.pages):
+    (table,) = values.pop("page_tables")
+    for value in (*values.values(), table.starts, table.pages, table.kv_lengths):
         assert isinstance(value, np.ndarray | int)
+
+
+def test_a_window_reads_the_pages_from_the_first_on_that_a_token_sees():
+    long, short = sequence_of(range(21), []), sequence_of(range(3), [])
+    long.kv.pages = [array("i", [7, 3, 9, 8, 1, 6]), array("i", [20, 21, 22, 23])]
+    long.kv.first, long.kv.computed = 2, 17  # token 17 sees 13 and what follows: not page 2
+    short.kv.pages = [array("i", [5]), array("i", [24])]
+    chunks = [Chunk.of(long, 3), Chunk.of(short, 3)]
+    batch = build_step_input(chunks, PAGE, (None, 5)).upload(CPU)
+    assert batch.kv_slots.tolist() == [
+        [5, 6, 7, 20, 21, 22],  # tokens 17 to 19 are in page 4
+        [89, 90, 91, 96, 97, 98],
+    ]
+    whole, windowed = batch.page_tables
+    assert (whole.starts.tolist(), whole.pages.tolist()) == ([0, 5, 6], [7, 3, 9, 8, 1, 5])
+    assert (windowed.starts.tolist(), windowed.pages.tolist()) == ([0, 2, 3], [21, 22, 24])
+    assert (whole.kv_lengths.tolist(), windowed.kv_lengths.tolist()) == ([20, 3], [8, 3])
+    assert batch.kv_lengths.tolist() == [20, 3]

@@ -45,7 +45,8 @@ class ExactRunner:
     """Takes what `costs` say, on a clock of its own; noise: the most by which a step is late."""
 
     def __init__(self, weights, costs=TRUE, noise=0.0, max_context=131_072):
-        config = SimpleNamespace(max_context=max_context, vocab_size=1000)
+        groups = SimpleNamespace(windows=(None,))
+        config = SimpleNamespace(max_context=max_context, vocab_size=1000, kv_groups=groups)
         self.model = SimpleNamespace(device=torch.device("cpu"), config=config)
         self.weights, self.costs, self.noise = weights, costs, noise
         self.now_s, self.dice = 0.0, random.Random(3)

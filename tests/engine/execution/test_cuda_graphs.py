@@ -32,6 +32,12 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+WINDOWED = CONFIG | {  # three groups of layers
+    "model_type": "ministral",
+    "head_dim": 64,
+    "sliding_window": 40,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -45,21 +51,17 @@ class Rows:
         return Rows()
 
     def plan(self, batch):
-        starts, lengths = query_rows(batch)
-        pages = batch.page_table.pages
-        tables = [array("i", pages[start:]) for start in starts]
-        self._rows = Batch(
-            *[_EMPTY] * 4,
-            query_starts=np.arange(len(lengths) + 1, dtype=np.int32),
-            kv_lengths=lengths,
-            page_table=PageTable.of(tables, lengths, PAGE),
-            segments=None,
-        )
+        rows, tables = np.arange(batch.query_starts[-1] + 1, dtype=np.int32), []
+        for table in batch.page_tables:
+            starts, lengths = query_rows(batch.query_starts, table)
+            of_rows = [array("i", table.pages[start:]) for start in starts]
+            tables.append(PageTable.of(of_rows, lengths, PAGE))
+        self._rows = Batch(*[_EMPTY] * 4, rows, rows[1:], tuple(tables), segments=None)
 
-    def attend(self, q, layer_kv, batch, scales=None, window=None):
+    def attend(self, q, layer_kv, batch, scales=None, window=None, group=0):
         out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
         rows = len(self._rows.kv_lengths)
-        out[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._rows, scales, window)
+        out[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._rows, scales, window, group)
         return out
 
 
@@ -87,10 +89,10 @@ class Piecewise:
         self._batch = batch
         return self._graphs._run(self._blank, self)
 
-    def attend(self, q, layer_kv, _, scales=None, window=None):
+    def attend(self, q, layer_kv, _, scales=None, window=None, group=0):
         rows = len(self._batch.token_ids)
         self._outputs.fill_(torch.nan)
-        got = SdpaAttention().attend(q[:rows], layer_kv, self._batch, scales, window)
+        got = SdpaAttention().attend(q[:rows], layer_kv, self._batch, scales, window, group)
         self._outputs[:rows] = got
         return self._outputs
 
@@ -113,7 +115,7 @@ class Twice:
     """A runner that computes what fits a graph with and without it, and compares."""
 
     def __init__(self, runner):
-        self.runner = runner
+        self.runner, self.kv_windows = runner, runner.kv_windows
         self.compared = []
 
     def share(self, *_arguments):
@@ -143,16 +145,20 @@ class Twice:
 
 @pytest.fixture(
     params=[
-        ("cpu", "auto"),
-        ("cpu", "fp8"),
-        pytest.param(("cuda", "auto"), marks=on_gpu),
-        pytest.param(("cuda", "fp8"), marks=on_gpu),
+        ("cpu", "auto", CONFIG),
+        ("cpu", "fp8", CONFIG),
+        ("cpu", "auto", WINDOWED),
+        pytest.param(("cuda", "auto", CONFIG), marks=on_gpu),
+        pytest.param(("cuda", "fp8", CONFIG), marks=on_gpu),
+        pytest.param(("cuda", "auto", WINDOWED), marks=on_gpu),
+        pytest.param(("cuda", "fp8", WINDOWED), marks=on_gpu),
     ],
-    ids="-".join,
+    ids=lambda param: "-".join((*param[:2], param[2]["model_type"])),
 )
 def engine(request, tmp_path, monkeypatch):
-    shelf = RandomBlobs(tmp_path / "blobs", BaseShape.from_config(CONFIG), count=5, rank=12)
-    engine = build(CONFIG, shelf, *request.param, tmp_path, monkeypatch)
+    device, kv_dtype, config = request.param
+    shelf = RandomBlobs(tmp_path / "blobs", BaseShape.from_config(config), count=5, rank=12)
+    engine = build(config, shelf, device, kv_dtype, tmp_path, monkeypatch)
     engine.refs = shelf.refs
     yield engine
     engine.close()

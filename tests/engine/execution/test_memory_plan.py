@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.benchmarks.random_model import LLAMA_3_1_8B, write_config
+from engine.benchmarks.random_model import GEMMA_3_12B, LLAMA_3_1_8B, write_config
 from lorikeet_engine.device.memory import MemoryShare
+from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.execution.memory_plan import plan_memory
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.shard import Shard
+from lorikeet_engine.scheduling.page_needs import PageNeeds
+from lorikeet_engine.settings import EngineSettings
+from tests.engine.engine_driver import Answers, greedy, prompt
+from tests.engine.peft_adapters import BlobShelf
 from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
 GIB = 1 << 30
@@ -105,6 +110,49 @@ def test_each_of_two_gpus_has_room_for_more_than_twice_the_tokens(llama_8b: Mode
     assert shared.kv / shared.kv_tokens == alone.kv / alone.kv_tokens / 2
     assert shared.kv_tokens > 2 * alone.kv_tokens
     assert shared.steps < alone.steps
+
+
+@pytest.mark.parametrize("step_tokens", [2048, 8192])
+def test_layers_with_windows_take_hardly_more_than_their_windows_need(
+    tmp_path: Path, step_tokens: int
+) -> None:
+    context, settings = 32_768, replace(ON_GPU, max_batch_tokens=step_tokens, max_context=32_768)
+    config = ModelConfig.from_folder(write_config(tmp_path / "12b", GEMMA_3_12B), context)
+    plan = plan_memory(config, 24 * GIB, settings, 80 * GIB)
+    token = 2 * 8 * 256 * 2  # bytes of a layer
+    between_steps = 8 * context + 40 * (1024 + settings.page_size)
+    assert plan.kv / plan.kv_tokens * context <= 1.1 * token * between_steps
+    assert plan.kv_of_longest <= 1.1 * token * (8 * context + 40 * (1024 + step_tokens))
+    assert plan.kv_tokens > 4.5 * (plan.kv // (48 * token))
+    if step_tokens == 2048:  # as docs/own-model.md says
+        assert round(plan.kv_of_longest / GIB, 1) == 2.9
+        assert round(PageNeeds(16, (None, *[1024] * 5)).between_steps(context) / 1024, 1) == 2.3
+
+
+def test_an_engine_with_windows_serves_the_longest_that_is_planned(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """In just the memory that one sequence of the whole context needs, and no other fits beside."""
+    folder, context = tiny_checkpoints["olmo3"], 300
+    settings = EngineSettings(
+        model=folder, cache_dir=tmp_path / "cache", max_context=context, max_batch_tokens=40,
+        kv_bytes=1 << 20, max_running=4, adapter_gpu_bytes=1 << 20, adapter_host_bytes=1 << 20,
+    )  # fmt: skip
+    config = ModelConfig.from_folder(folder, context)
+    needed = plan_memory(config, 0, settings, GIB).kv_of_longest
+    with pytest.raises(SettingsError, match=f"one sequence of {context} needs"):
+        plan_memory(config, 0, replace(settings, kv_bytes=needed - 1), GIB)
+    settings = replace(settings, kv_bytes=needed)
+    assert plan_memory(config, 0, settings, GIB).kv_tokens == context
+    engine = Engine(settings, BlobShelf(tmp_path / "blobs"))
+    answers = Answers(engine)
+    for name in ("first", "second"):
+        answers.submit(greedy(name, prompt(250), max_tokens=50))
+    answers.all()
+    assert answers.of("first") == answers.of("second")
+    assert len(answers.of("first")) == 50
+    assert engine.info.max_context == context
+    engine.close()
 
 
 def test_what_finds_no_room_is_named(llama_8b: ModelConfig) -> None:

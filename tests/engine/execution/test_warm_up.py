@@ -72,7 +72,7 @@ class Recorder:
     """A runner that computes nothing and notes what it was to compute."""
 
     def __init__(self, runner):
-        self.model, self.batches = runner.model, []
+        self.model, self.kv_windows, self.batches = runner.model, runner.kv_windows, []
 
     def share(self, _step, *, graphs):
         pass

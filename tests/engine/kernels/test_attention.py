@@ -25,6 +25,7 @@ class History:
         """scales: of pages of FP8."""
         self.tokens, self.dtype, self.scales = tokens, dtype, scales
         self.window, self.soft_cap = window, soft_cap
+        tokens.windows = (window,)
         self.cache = torch.full(
             (2, tokens.pages, tokens.page_size, KV_HEADS, HEAD_DIM),
             torch.nan,
@@ -59,8 +60,9 @@ class History:
 
 def store(kv, batch, k, v):
     """Put a batch's keys and values where it says."""
-    kv[0].flatten(0, 1)[batch.kv_slots, :, : k.shape[-1]] = k
-    kv[1].flatten(0, 1)[batch.kv_slots, :, : v.shape[-1]] = v
+    for slots in batch.kv_slots:
+        kv[0].flatten(0, 1)[slots, :, : k.shape[-1]] = k
+        kv[1].flatten(0, 1)[slots, :, : v.shape[-1]] = v
 
 
 def written_out(q, keys, values, window=None, soft_cap=None):
@@ -185,7 +187,7 @@ class TestFlashInfer:
     @pytest.fixture(
         params=[
             LARGE,
-            replace(LARGE, windows=(50, None)),
+            replace(LARGE, windows=(None, 50, 50, 50)),
             replace(LARGE, head_dim=256, windows=(1, 20), soft_cap=0.7),
             replace(LARGE, head_dim=96),
         ],
@@ -200,10 +202,9 @@ class TestFlashInfer:
 
     @pytest.fixture
     def compare(self, paged_tokens, backend, scales, shape):
-        tokens = paged_tokens(device="cuda")
-        s = shape
+        s, tokens = shape, paged_tokens(device="cuda", windows=shape.windows)
         kv = torch.full(
-            (2, tokens.pages, s.page_size, s.kv_heads, kv_head_dim(s.head_dim, "cuda")),
+            (2, tokens.all_pages, s.page_size, s.kv_heads, kv_head_dim(s.head_dim, "cuda")),
             torch.nan,
             dtype=s.dtype if scales is None else FP8_KV,
             device="cuda",
@@ -218,9 +219,9 @@ class TestFlashInfer:
             q, k, v = qkv.split((s.heads, s.kv_heads, s.kv_heads), dim=1)
             store(kv, batch, k.to(kv.dtype), v.to(kv.dtype))
             backend.plan(batch)
-            for window in s.windows:
-                got = backend.attend(q, kv, batch, scales, window)
-                want = SdpaAttention(s.soft_cap).attend(q, kv, batch, scales, window)
+            for group, window in enumerate(s.windows):
+                got = backend.attend(q, kv, batch, scales, window, group)
+                want = SdpaAttention(s.soft_cap).attend(q, kv, batch, scales, window, group)
                 torch.testing.assert_close(got, want, rtol=0, atol=4 * torch.finfo(s.dtype).eps)
 
         return compare
@@ -240,7 +241,7 @@ class TestFlashInfer:
         self, compare, backend, monkeypatch
     ):
         monkeypatch.setattr(sys.modules[type(backend).__module__], "SEEN_TO_SPLIT", 60 * 60)
-        backend.captured(4, torch.zeros(64, dtype=torch.int32, device="cuda"))
+        backend.captured(4, torch.zeros(4, 64, dtype=torch.int32, device="cuda"))
         compare({"a": 63})
         assert backend._split is None  # there are no decodes
         compare({"b": 1, "a": 60, "c": 1, "d": 20})
@@ -262,9 +263,12 @@ class TestFlashInfer:
         shape, pages = replace(LARGE, heads=32, kv_heads=kv_heads), 2000
         batch = SimpleNamespace(
             query_starts=np.arange(5, dtype=np.int32) * 64,
-            kv_lengths=np.full(4, pages * shape.page_size, np.int32),
-            page_table=PageTable(
-                np.arange(5, dtype=np.int32) * pages, np.zeros(4 * pages, np.int32)
+            page_tables=(
+                PageTable(
+                    np.arange(5, dtype=np.int32) * pages,
+                    np.zeros(4 * pages, np.int32),
+                    np.full(4, pages * shape.page_size, np.int32),
+                ),
             ),
         )
         choose_attention(shape, CUDA).plan(batch)

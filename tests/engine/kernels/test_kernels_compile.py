@@ -232,12 +232,12 @@ def test_fp8_experts(
 def test_attention_of_small_steps(compiled: set[str], tokens: int) -> None:
     shape = AttentionShape(32, 8, 128, 16, torch.bfloat16)
     workspace = empty(workspace_bytes(shape, tokens), dtype=torch.uint8)
-    attention = PagedDecode(shape, tokens, empty(4096, dtype=torch.int32), workspace)
+    attention = PagedDecode(shape, tokens, empty(2, 4096, dtype=torch.int32), workspace)
     q, size = empty(tokens, 48, 128)[:, :32], (2, 100, 16, 8, 128)
     attention.attend(q, empty(*size), None)
     attention.attend(q, empty(*size, dtype=FP8_KV), None, KvScales(0.1, 0.2))
     capped = replace(shape, windows=(4096, None), soft_cap=50.0)
-    PagedDecode(capped, tokens, empty(4096, dtype=torch.int32), workspace).attend(
+    PagedDecode(capped, tokens, empty(2, 4096, dtype=torch.int32), workspace).attend(
         q, empty(*size), None, window=4096
     )
     assert compiled == {"_decode"}

@@ -45,16 +45,27 @@ def dtype_of(device):
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def step_of(lengths, queries):
-    """A step of sequences of these lengths, their last tokens queries; pages dealt out of order."""
+def step_of(lengths, queries, windows):
+    """A step of sequences of these lengths, their last tokens queries; pages dealt out of order.
+
+    Layers with windows have only the pages that they see.
+    """
     random = torch.Generator().manual_seed(len(lengths))
-    counts = [-(-length // PAGE) for length in lengths]
-    pages = torch.randperm(sum(counts) + 3, generator=random).int()
-    owned = np.cumsum([0, *counts], dtype=np.int32)
+    lengths, queries = np.array(lengths, np.int32), np.array(queries, np.int32)
+    pages = torch.randperm(len(windows) * sum(-(-lengths // PAGE)) + 3, generator=random).int()
+    tables, taken = [], 0
+    for window in windows:
+        unseen = np.zeros_like(lengths)
+        if window is not None:
+            unseen = np.maximum(lengths - queries + 1 - window, 0) // PAGE
+        counts = -(-lengths // PAGE) - unseen
+        owned = np.cumsum([0, *counts], dtype=np.int32)
+        own = pages[taken : taken + owned[-1]].numpy()
+        tables.append(PageTable(owned, own, lengths - unseen * PAGE))
+        taken += owned[-1]
     nothing = [torch.zeros(0, dtype=torch.int64)] * 4
     starts = np.cumsum([0, *queries], dtype=np.int32)
-    table = PageTable(owned, pages[: sum(counts)].numpy())
-    return Batch(*nothing, starts, np.array(lengths, np.int32), table, segments=None)
+    return Batch(*nothing, starts, lengths, tuple(tables), segments=None)
 
 
 def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0, scales=None):
@@ -67,29 +78,30 @@ def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0
     dtype = dtype_of(device)
     shape = replace(shape, dtype=dtype)
     room = room or sum(queries)
-    pages = torch.zeros(4096, dtype=torch.int32, device=device)
+    pages = torch.zeros(len(shape.windows), 4096, dtype=torch.int32, device=device)
     workspace = torch.full((workspace_bytes(shape, room),), 255, dtype=torch.uint8, device=device)
     backend = PagedDecode(shape, room, pages, workspace)
-    batch = step_of(lengths, queries)
-    table = batch.page_table
-    total = int(table.pages.max()) + 4
+    batch = step_of(lengths, queries, shape.windows)
+    total = max(int(table.pages.max()) for table in batch.page_tables) + 4
     random = torch.Generator(device).manual_seed(1)
     size = (2, total, PAGE, shape.kv_heads, kv_head_dim(shape.head_dim, "cuda"))
     kv = torch.randn(size, generator=random, device=device)
     kv = kv.to(dtype) if scales is None else (8 * kv).to(FP8_KV)
     kv[..., shape.head_dim :] = 0
-    for end, length in zip(table.starts[1:], lengths, strict=True):
-        if length % PAGE:  # nobody may look behind the end
-            kv[:, table.pages[end - 1], length % PAGE :] = torch.nan
+    for table in batch.page_tables:
+        for end, length in zip(table.starts[1:], lengths, strict=True):
+            if length % PAGE:  # nobody may look behind the end
+                kv[:, table.pages[end - 1], length % PAGE :] = torch.nan
     rows = sum(queries)
     for _ in range(times):
         size = (rows + spare, shape.heads + 2 * shape.kv_heads, shape.head_dim)
         qkv = torch.randn(size, generator=random, device=device).to(dtype)
         q = qkv[:, : shape.heads]  # as it lies between the keys and values
         backend.plan(batch)
-        for window in shape.windows:
-            got = backend.attend(q, kv, batch, scales, window)[:rows]
-            want = SdpaAttention(shape.soft_cap).attend(q[:rows], kv, batch, scales, window)
+        for group, window in enumerate(shape.windows):
+            got = backend.attend(q, kv, batch, scales, window, group)[:rows]
+            torchs = SdpaAttention(shape.soft_cap)
+            want = torchs.attend(q[:rows], kv, batch, scales, window, group)
             torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     return got
 
@@ -108,7 +120,7 @@ def test_a_prompts_tokens_see_what_comes_before_them(device):
     compare(SHAPES["llama"], lengths, device, queries=queries, times=2)
 
 
-@pytest.mark.parametrize("windows", [(33, None), (64,), (300, 1)])
+@pytest.mark.parametrize("windows", [(33, None), (64,), (300, 1), (None, 64, 64)])
 def test_layers_with_windows_look_back_no_further(device, windows):
     shape = replace(SHAPES["llama"], kv_heads=1, windows=windows)
     compare(shape, [32, 34, 310, 70], device, queries=[1, 1, 1, 5], times=2)

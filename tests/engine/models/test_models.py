@@ -66,8 +66,10 @@ class Run:
 
     def __init__(self, folder, tokens, dtype=torch.float32, lora=None, model=None):
         model = model or load(folder, tokens.device, dtype)
-        c = model.shape
-        shape = (c.layers, 2, tokens.pages, tokens.page_size, c.kv_heads, c.head_dim)
+        c, groups = model.shape, model.config.kv_groups
+        tokens.windows = groups.windows
+        size = (tokens.all_pages, tokens.page_size, c.kv_heads, c.head_dim)
+        shape = (groups.page_layers, 2, *size)
         kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
         attention = SdpaAttention(model.config.attention_soft_cap)
         self.runner = ModelRunner(model, attention, lora, kv)
@@ -181,7 +183,8 @@ def test_bfloat16_stays_within_its_precision(name, device, folder_of, paged_toke
         run.step({"a": [token]})
     got, want = run.of("a").cpu(), reference(folder_of[name], prompt)
     error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
-    assert error < 8 * torch.finfo(torch.bfloat16).eps
+    pairs_of_layers = run.runner.model.shape.layers / 2  # roundings of each are on top of the rest
+    assert error < 8 * pairs_of_layers**0.5 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])

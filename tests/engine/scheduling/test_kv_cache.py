@@ -158,6 +158,111 @@ def test_forgotten_pages_are_found_by_nobody_and_given_out_first():
     assert cache.take(1) == bad[:1]
 
 
+WINDOW, STEP = 6, 8
+
+
+def windowed(pages, windows=(None, WINDOW)):
+    return KVCache(pages, PAGE, windows, STEP)
+
+
+def compute(cache, kv, tokens):
+    """As a sequence does whose steps are read at once; returns the most pages of each group."""
+    most = [0] * len(kv.pages)
+    while kv.computed < tokens:
+        end = min(cache.reach(kv, tokens, 0), kv.computed + STEP)
+        assert end > kv.computed, "it does not go on"
+        assert cache.grow(kv, end)
+        most = [max(pair) for pair in zip(most, map(len, kv.pages), strict=True)]
+        kv.computed = end
+        cache.publish_written(kv, end)
+    return most
+
+
+def test_a_windowed_group_has_the_pages_of_its_window_and_of_a_step():
+    cache = windowed(100)
+    kv = running(cache, range(60))
+    whole, of_window = compute(cache, kv, 60)
+    assert whole == 15
+    assert of_window <= 4 + STEP // PAGE  # 60 is a page's end: 54 is the first that 60 sees
+    assert (kv.first, len(kv.pages[1]), cache.used) == (13, 2, 17)
+    cache.clear(kv)
+    assert sorted(cache.take(100)) == list(range(100))
+
+
+def test_a_prompt_begins_when_a_step_of_it_fits_and_goes_on_in_what_is_free():
+    need = 10 + 4 + STEP // PAGE  # pages of all its tokens; of the window; of a step
+    assert not windowed(need - 1).allocate(kv_of(range(40)), 40, 0)
+    assert not windowed(need + 1).allocate(kv_of(range(40)), 40, 1)
+    cache = windowed(need)
+    kv = running(cache, range(40))
+    assert cache.free == STEP // PAGE
+    taken = cache.take(1)
+    assert cache.reach(kv, 40, 0) == (4 + 1) * PAGE
+    cache.release(taken)
+    compute(cache, kv, 40)
+
+
+def kv_of(tokens):
+    return SequencePages(list(tokens), PageKeys(tokens, PAGE))
+
+
+def test_a_prefix_is_found_where_all_groups_have_what_is_seen_of_it():
+    cache = windowed(100)
+    kv = running(cache, range(60))
+    compute(cache, kv, 60)
+    cache.clear(kv)
+    keys = keys_of(range(60))
+
+    def found(tokens):
+        kv = kv_of(range(tokens))
+        assert cache.allocate(kv, tokens, 0)
+        at = kv.computed // PAGE
+        for page, key in zip(kv.pages[1], keys[kv.first : at], strict=False):
+            assert cache._pages_of[1][key] == page
+        cache.clear(kv)
+        return at
+
+    assert [found(tokens) for tokens in (5, 21, 60)] == [1, 5, 14]
+    # What is before page 10 sees pages 8 and 9 alone; before page 9, pages 7 and 8; and so on.
+    cache.forget([cache._pages_of[1][keys[8]]])
+    assert [found(tokens) for tokens in (33, 37, 41, 45)] == [8, 8, 8, 11]
+    cache.forget([cache._pages_of[0][keys[9]]])
+    assert found(60) == 8
+    cache.forget([cache._pages_of[1][key] for key in keys[:8]])
+    assert found(60) == 0
+
+
+def test_a_prefix_is_found_without_what_no_layer_sees():
+    cache = windowed(100, (WINDOW,))
+    kv = running(cache, range(60))
+    compute(cache, kv, 60)
+    cache.clear(kv)
+    keys = keys_of(range(60))
+    cache.forget([cache._pages_of[0][key] for key in keys[:12]])
+    second = running(cache, range(60))
+    assert (second.computed, second.first) == (56, 12)
+
+
+def test_a_windows_pages_stay_cached_until_they_are_needed():
+    cache = windowed(30)
+    kv = running(cache, range(60))
+    compute(cache, kv, 60)
+    assert cache.used + 13 == 30, "all that were written are in use or cached"
+    assert len(cache._pages_of[1]) == 15
+    cache.take(5)
+    cached = [key in cache._pages_of[1] for key in keys_of(range(60))]
+    assert sum(cached) == 10
+    assert all(cached[6:]), "the oldest are given out first"
+
+
+def test_nothing_of_a_sequence_is_found_whose_keys_are_forgotten():
+    cache = windowed(100)
+    kv = running(cache, range(60))
+    compute(cache, kv, 60)
+    cache.forget_keys(kv.full_keys())
+    assert cache._pages_of == [{}, {}]
+
+
 class Accounts(RuleBasedStateMachine):
     """Sequences come, share, grow and go at random; a plain model says what must hold."""
 

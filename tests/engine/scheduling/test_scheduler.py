@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lorikeet_engine.request import SchedulingParams
 from lorikeet_engine.scheduling import step_budget
 from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
 from lorikeet_engine.scheduling.kv_cache import PageKeys
@@ -407,3 +408,22 @@ def test_prompts_are_scored_whole_beside_each_other_or_one_after_the_other(monke
     assert harness.step() == [(long, 12)]
     assert harness.step() == [(long, 7), (short, 4)], "nine tokens of the second would not fit"
     assert harness.step() == [(second, 10)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompts_that_all_lack_pages_go_on_one_by_one(overlap):
+    """Two share the pages of a window; to go on, each needs a window of its own, and one fits."""
+    harness = SchedulerHarness(tokens=4, pages=16, window=40, overlap=overlap)
+    harness.add(range(41), max_tokens=1)
+    harness.run()
+    both = [
+        harness.add([*range(40), *range(begin, begin + 60)], scheduling=SchedulingParams(tenant))
+        for tenant, begin in (("acme", 100), ("globex", 200))
+    ]
+    harness.step()
+    harness.step()
+    assert harness.scheduler.running == both
+    assert all(sequence.timings.cached_tokens == 40 for sequence in both)
+    harness.run()
+    assert sum(sequence.timings.preemptions > 0 for sequence in both) == 1
+    assert all(len(harness.finished[sequence]) == 104 for sequence in both)

@@ -34,8 +34,7 @@ class _Sequences:
     """PagedSequences for one plan."""
 
     query_starts: Int32s
-    kv_lengths: Int32s
-    page_table: PageTable
+    page_tables: tuple[PageTable, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +61,31 @@ class _Split:
         )
 
 
+class _GroupPages:
+    """The pages of a plan's layers where they are in several groups, one of which is in use.
+
+    used: a tensor on the device, which the plan holds.
+    """
+
+    def __init__(self, tables: tuple[PageTable, ...], first: int, device: torch.device) -> None:
+        """first: the first of the groups whose tables these are."""
+        self._pages = upload(np.stack([table.pages for table in tables]), device)
+        self._first, self._in_use = first, first
+        self.used = self._pages[0].clone()
+
+    def use(self, group: int) -> None:
+        """Let the next launch read this group's pages."""
+        if group != self._in_use:
+            self.used.copy_(self._pages[group - self._first])
+            self._in_use = group
+
+
 class FlashInferAttention:
     """AttentionBackend for CUDA in float16 and bfloat16. A step is planned once for all layers.
 
     Where some layers have a window it is planned for each kind: FlashInfer fixes windows in a plan.
+    Groups of layers with one window differ in their pages alone: those are copied to where the plan
+    has them when a layer of another group is next, a few times a step.
 
     Small steps, each captured in one CUDA graph, use neither plan nor attend of this class:
     `captured` gives their graphs a PagedDecode. Where prompts see much, PagedDecode takes the
@@ -90,8 +110,9 @@ class FlashInferAttention:
             window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace, "NHD", backend="fa2"
             )
-            for window in shape.windows
+            for window in dict.fromkeys(shape.windows)
         }
+        self._group_pages: dict[int | None, _GroupPages] = {}
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._decode: PagedDecode | None = None
         self._most_decodes = 0
@@ -102,7 +123,7 @@ class FlashInferAttention:
 
     def _compile(self, device: torch.device) -> None:
         with torch.cuda.device(device):  # threads begin with the first
-            self._plan(_one_token())
+            self._plan(_one_token(len(self._shape.windows)))
 
     def plan(self, batch: PagedSequences) -> None:
         """See AttentionBackend.plan. The first raises what compiling raised."""
@@ -120,18 +141,20 @@ class FlashInferAttention:
         if not 0 < is_decode.sum() <= self._most_decodes:
             return False
         tokens = np.diff(batch.query_starts).astype(np.int64)
-        return bool((tokens * batch.kv_lengths)[~is_decode].sum() >= SEEN_TO_SPLIT)
+        lengths = batch.page_tables[0].kv_lengths
+        return bool((tokens * lengths)[~is_decode].sum() >= SEEN_TO_SPLIT)
 
     def _plan(self, batch: PagedSequences) -> None:
-        page_size = self._shape.page_size
-        table, lengths = batch.page_table, batch.kv_lengths
-        last_lengths = lengths - (np.diff(table.starts) - 1) * page_size
-        host = (batch.query_starts, table.starts, table.pages, last_lengths)
-        arguments, pinned_lengths = [_pinned(array) for array in host], _pinned(lengths)
+        page_size, query_starts = self._shape.page_size, _pinned(batch.query_starts)
         self._planned.synchronize()  # a plan is copied from a pinned buffer that the next reuses
         for window, wrapper in self._wrappers.items():
+            table = batch.page_tables[self._shape.windows.index(window)]
+            last_lengths = table.kv_lengths - (np.diff(table.starts) - 1) * page_size
             wrapper.plan(
-                *arguments,
+                query_starts,
+                _pinned(table.starts),
+                self._pages(batch, window),
+                _pinned(last_lengths),
                 self._shape.heads,
                 self._shape.kv_heads,
                 self._kv_head_dim,
@@ -143,9 +166,17 @@ class FlashInferAttention:
                 q_data_type=self._shape.dtype,
                 kv_data_type=FP8_KV if self._shape.fp8_kv else self._shape.dtype,
                 max_token_per_sequence=int(np.diff(batch.query_starts).max()),
-                seq_lens=pinned_lengths,
+                seq_lens=_pinned(table.kv_lengths),
             )
         self._planned.record()
+
+    def _pages(self, batch: PagedSequences, window: int | None) -> torch.Tensor:
+        first, groups = self._shape.windows.index(window), self._shape.windows.count(window)
+        if groups == 1:
+            return _pinned(batch.page_tables[first].pages)
+        tables = batch.page_tables[first : first + groups]
+        pages = self._group_pages[window] = _GroupPages(tables, first, self._workspace.device)
+        return pages.used
 
     def attend(
         self,
@@ -154,16 +185,19 @@ class FlashInferAttention:
         _: PagedSequences,
         scales: KvScales | None = None,
         window: int | None = None,
+        group: int = 0,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         split = self._split
+        if window in self._group_pages:
+            self._group_pages[window].use(group)
         if split is None or self._decode is None:
             return self._run(q, layer_kv, scales, window, out)
         of_prompts = self._run(q[split.prompt_rows], layer_kv, scales, window)
         out.index_copy_(0, split.prompt_rows, of_prompts)
         of_decodes = self._decode.attend(
-            q[split.decode_rows], layer_kv, split.decodes, scales, window
+            q[split.decode_rows], layer_kv, split.decodes, scales, window, group
         )
         return out.index_copy_(0, split.decode_rows, of_decodes)
 
@@ -200,12 +234,14 @@ class FlashInferAttention:
 
 def _chosen(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> _Sequences:
     """Some of the sequences as a batch of their own. chosen [sequences]."""
-    table = batch.page_table
-    tokens, pages = np.diff(batch.query_starts)[chosen], np.diff(table.starts)
+    query_starts = _starts(np.diff(batch.query_starts)[chosen])
+    return _Sequences(query_starts, tuple(_of(table, chosen) for table in batch.page_tables))
+
+
+def _of(table: PageTable, chosen: npt.NDArray[np.bool_]) -> PageTable:
+    pages = np.diff(table.starts)
     used = table.pages[np.repeat(chosen, pages)]
-    return _Sequences(
-        _starts(tokens), batch.kv_lengths[chosen], PageTable(_starts(pages[chosen]), used)
-    )
+    return PageTable(_starts(pages[chosen]), used, table.kv_lengths[chosen])
 
 
 def _starts(lengths: Int32s) -> Int32s:
@@ -224,10 +260,10 @@ def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
     return max(128 << 20, 4 * rows * width + (1 << 20))
 
 
-def _one_token() -> _Sequences:
+def _one_token(groups: int) -> _Sequences:
     """The smallest step there is."""
     starts, page = np.array([0, 1], np.int32), np.array([0], np.int32)
-    return _Sequences(starts, np.array([1], np.int32), PageTable(starts, page))
+    return _Sequences(starts, (PageTable(starts, page, np.array([1], np.int32)),) * groups)
 
 
 def _pinned(array: Int32s) -> torch.Tensor:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.device.async_copies import upload
-from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences
+from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences, PageTable
 from lorikeet_engine.kernels.fp8_kv import KvScales
 
 SHORTEST_ITEM = 64  # tokens
@@ -45,7 +45,7 @@ class PagedDecode:
     ) -> None:
         """Take static buffers, which back ends may share: steps run one after another.
 
-        pages: int32, for the pages of all sequences of a step. workspace: bytes for the partial
+        pages [groups, pages of all sequences of a step], int32. workspace: bytes for the partial
         results, workspace_bytes() of them.
         """
         self._shape = shape
@@ -65,11 +65,14 @@ class PagedDecode:
 
     def plan(self, batch: PagedSequences) -> None:
         """See AttentionBackend.plan."""
-        pages, device = batch.page_table.pages, self._pages.device
-        starts, lengths = query_rows(batch)
+        windows, device = self._shape.windows, self._pages.device
         for window, items in self._items.items():
+            first, groups = windows.index(window), windows.count(window)
+            tables = batch.page_tables[first : first + groups]
+            starts, lengths = query_rows(batch.query_starts, tables[0])
             items.copy_(upload(split_rows(starts, lengths, self._capacity, window), device))
-        self._pages[: len(pages)].copy_(upload(pages, device))
+            pages = upload(np.stack([table.pages for table in tables]), device)
+            self._pages[first : first + groups, : pages.shape[1]].copy_(pages)
 
     def attend(
         self,
@@ -78,10 +81,11 @@ class PagedDecode:
         _: PagedSequences,
         scales: KvScales | None = None,
         window: int | None = None,
+        group: int = 0,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        shape, group = self._shape, self._shape.heads // self._shape.kv_heads
+        shape, sharing = self._shape, self._shape.heads // self._shape.kv_heads
         scale = math.log2(math.e) / math.sqrt(shape.head_dim)
         value_scale = None
         if scales is not None:
@@ -92,11 +96,11 @@ class PagedDecode:
         # With many programs one warp each reads best; with few, each must read more at once.
         block, warps, stages = (32, 1, 4) if self._many else (64, 2, 3)
         _decode[(shape.kv_heads, self._capacity)](
-            q, layer_kv, self._pages, self._items[window], self._parts, self._scales, self._done,
-            out, scale, cap, value_scale, layer_kv.stride(0), q.stride(0),
+            q, layer_kv, self._pages[group], self._items[window], self._parts, self._scales,
+            self._done, out, scale, cap, value_scale, layer_kv.stride(0), q.stride(0),
             kv_heads=shape.kv_heads,
-            group=group,
-            rows=max(16, triton.next_power_of_2(group)),  # tl.dot wants 16
+            group=sharing,
+            rows=max(16, triton.next_power_of_2(sharing)),  # tl.dot wants 16
             head_dim=shape.head_dim,
             kv_dim=layer_kv.shape[-1],
             page_size=shape.page_size,
@@ -112,12 +116,15 @@ def workspace_bytes(shape: AttentionShape, tokens: int) -> int:
     return 4 * _capacity(shape, tokens) * shape.heads * (shape.head_dim + 1)
 
 
-def query_rows(batch: PagedSequences) -> tuple[Int32s, Int32s]:
-    """For each query token: where its sequence's pages start, and how many tokens it sees."""
-    starts, lengths = batch.query_starts, batch.kv_lengths
-    owner = np.repeat(np.arange(len(lengths)), np.diff(starts))
-    behind = starts[owner + 1] - 1 - np.arange(len(owner))
-    return batch.page_table.starts[owner], (lengths[owner] - behind).astype(np.int32)
+def query_rows(query_starts: Int32s, table: PageTable) -> tuple[Int32s, Int32s]:
+    """For each query token: where its sequence's pages start, and how many tokens in them it sees.
+
+    A window may hide the first of those.
+    """
+    lengths = table.kv_lengths
+    owner = np.repeat(np.arange(len(lengths)), np.diff(query_starts))
+    behind = query_starts[owner + 1] - 1 - np.arange(len(owner))
+    return table.starts[owner], (lengths[owner] - behind).astype(np.int32)
 
 
 def split_rows(pages: Int32s, lengths: Int32s, capacity: int, window: int | None = None) -> Int32s:

@@ -28,8 +28,9 @@ def kv_head_dim(head_dim: int, device: str) -> int:
 class AttentionShape:
     """What every layer's attention has in common: heads, widths in elements, tokens of a page.
 
-    dtype: of queries and outputs, and of keys and values unless they are FP8 (fp8_kv). windows:
-    those that layers have, each once; None stands for none. soft_cap: AttentionBackend.attend's.
+    dtype: of queries and outputs, and of keys and values unless they are FP8 (fp8_kv). windows: of
+    each group of layers that share pages, None for none; groups of one window are neighbours.
+    soft_cap: AttentionBackend.attend's.
     """
 
     heads: int
@@ -46,11 +47,13 @@ class AttentionShape:
 class PageTable:
     """KV pages of a step's sequences end to end: i's are pages[starts[i] : starts[i + 1]]; int32.
 
-    On the host. A sequence has as many as hold the tokens in its cache.
+    On the host. kv_lengths: how many tokens of each sequence are in its pages: all that are in its
+    cache, or, where layers have a window, the last of them, from the first of a page on.
     """
 
     starts: npt.NDArray[np.int32]
     pages: npt.NDArray[np.int32]
+    kv_lengths: npt.NDArray[np.int32]
 
     @classmethod
     def of(
@@ -67,7 +70,7 @@ class PageTable:
         used = [pages[:count] for pages, count in zip(tables, counts.tolist(), strict=True)]
         pages = np.frombuffer(bytearray().join(used), np.int32)
         assert len(pages) == starts[-1], "a sequence has too few KV pages"
-        return cls(starts, pages)
+        return cls(starts, pages, kv_lengths.astype(np.int32))
 
 
 class PagedSequences(Protocol):
@@ -80,10 +83,7 @@ class PagedSequences(Protocol):
     def query_starts(self) -> npt.NDArray[np.int32]: ...  # noqa: D102
 
     @property
-    def kv_lengths(self) -> npt.NDArray[np.int32]: ...  # noqa: D102
-
-    @property
-    def page_table(self) -> PageTable: ...  # noqa: D102
+    def page_tables(self) -> tuple[PageTable, ...]: ...  # noqa: D102
 
 
 class AttentionBackend(Protocol):
@@ -104,6 +104,7 @@ class AttentionBackend(Protocol):
         batch: PagedSequences,
         scales: KvScales | None = None,
         window: int | None = None,
+        group: int = 0,
     ) -> torch.Tensor:
         """out[t] = softmax(q[t]·Kᵀ / √head_dim)·V over t's own sequence up to and including t.
 
@@ -112,7 +113,8 @@ class AttentionBackend(Protocol):
         sequence's queries are its last tokens. Slots that no sequence has written are never read.
         Query head h uses key head h // (heads / kv_heads). scales: of FP8 pages, by which their
         numbers are multiplied; None for pages in q's dtype. window: t sees that many tokens, itself
-        and those right before it; None: all. With the model's soft cap c, scores s become
+        and those right before it; None: all. group: whose page table it is, all of whose layers
+        have this window. With the model's soft cap c, scores s become
         c · tanh(s / c) before the softmax. Returns a contiguous tensor like q.
         """
         ...
@@ -127,6 +129,6 @@ class CapturableAttention(AttentionBackend, Protocol):
 
         What is captured after one plan follows the later ones; for rows of q beyond the planned
         tokens the result is left open.
-        pages: an int32 buffer for the pages of all sequences of a step; back ends may share it.
+        pages [groups, pages of all sequences of a step]: an int32 buffer; back ends may share it.
         """
         ...

@@ -26,15 +26,16 @@ class SdpaAttention:
         batch: PagedSequences,
         scales: KvScales | None = None,
         window: int | None = None,
+        group: int = 0,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        table = torch.from_numpy(batch.page_table.pages)
-        owned = pairwise(batch.page_table.starts.tolist())
-        asked = pairwise(batch.query_starts.tolist())
-        sequences = zip(owned, asked, batch.kv_lengths.tolist(), strict=True)
+        table = batch.page_tables[group]
+        of_all = torch.from_numpy(table.pages)
+        owned, asked = pairwise(table.starts.tolist()), pairwise(batch.query_starts.tolist())
+        sequences = zip(owned, asked, table.kv_lengths.tolist(), strict=True)
         for (first, last), (begin, end), length in sequences:
-            pages = table[first:last].to(q.device)
+            pages = of_all[first:last].to(q.device)
             # cut at length: what lies behind it in the last page was never written
             first_seen = 0 if window is None else max(0, length - (end - begin) + 1 - window)
             keys, values = layer_kv[:, pages].flatten(1, 2)[:, first_seen:length]

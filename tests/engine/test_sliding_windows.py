@@ -1,0 +1,129 @@
+"""Models with windows say what transformers and PEFT say, in the pages that their windows need."""
+
+from typing import Any
+
+import pytest
+
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.scheduling.page_needs import PageNeeds
+from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy
+from tests.engine.peft_world import PeftWorld, ask, bring_all
+
+WINDOW = 24
+WORLDS = (
+    "mistral",  # in all layers; in the others in some
+    "ministral",
+    "qwen2_window",
+    "smollm3_window",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "gemma3_deep",
+)
+OFTEN = ("mistral", "olmo3", "gemma3_deep")
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "first": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "second": {"r": 12, "lora_alpha": 12, "target_modules": ["k_proj", "o_proj", "up_proj"]},
+}
+TOKENS, SHORTEST, CHUNK = 50, 70, 21  # and WINDOW + 2 pages + CHUNK < SHORTEST
+MODES: dict[str, dict[str, Any]] = {
+    "at_ease": {},
+    "in_chunks": {"max_batch_tokens": CHUNK, "max_running": CHUNK},
+    "apart": {"max_batch_tokens": CHUNK, "max_running": CHUNK, "overlap": False},
+    "preempted": {"kv_pages": 11, "max_context": 140, "max_batch_tokens": 40, "max_running": 4},
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(w, marks=[] if w in OFTEN else pytest.mark.soak) for w in WORLDS],
+)
+def world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint = {**tiny_checkpoints, **variant_checkpoints}[request.param]
+    return PeftWorld(checkpoint, folder, ADAPTERS, TOKENS, SHORTEST)
+
+
+@pytest.fixture
+def make(world, tmp_path):
+    engines: list[Engine] = []
+
+    def make(**settings):
+        engine = build(world.checkpoint, world.shelf, tmp_path / "cache", **settings)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def needs(engine):
+    windows = engine._runner.kv_windows
+    return PageNeeds(PAGE, windows, engine._settings.max_batch_tokens)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_adapters_in_one_batch_answer_as_peft_does(make, world, mode):
+    engine = make(**MODES[mode])
+    witness, answers = RecordingRunner(engine), Answers(engine)
+    bring_all(world, answers)
+    assert ask(world, answers) == world.expected
+    if mode == "preempted" and len(engine._runner.kv_windows) == 2:  # windows alone do not grow
+        assert engine.status().preemptions > 0
+    for batch in witness.batches:
+        for table, window in zip(batch.page_tables, engine._runner.kv_windows, strict=True):
+            seen = (batch.query_starts[1:] - batch.query_starts[:-1]) - 1 + (window or 1000)
+            assert (table.kv_lengths < seen + PAGE).all(), "it has pages that nobody sees"
+    assert engine.status().live.kv_pages_used == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sequence_has_no_more_pages_than_it_needs(make, world, overlap):
+    engine = make(max_batch_tokens=CHUNK, max_running=CHUNK, overlap=overlap)
+    answers, used = Answers(engine), []
+    answers.submit(greedy("long", world.prompts[None], max_tokens=TOKENS))
+    while answers.pending:
+        answers.step()
+        used.append(engine.status().live.kv_pages_used)
+    of = needs(engine)
+    in_flight = of.windowed * of.pages_for(CHUNK) * overlap
+    assert max(used) <= of.in_steps(SHORTEST + TOKENS) + in_flight
+    assert max(used[-TOKENS // 2 :]) <= of.between_steps(SHORTEST + TOKENS)
+    assert of.between_steps(SHORTEST + TOKENS) < len(of.windows) * of.pages_for(SHORTEST + TOKENS)
+
+
+def test_prefix_hits_answer_as_peft_does(make, world):
+    engine = make()
+    witness, answers = RecordingRunner(engine), Answers(engine)
+    ask(world, answers)
+    first = witness.tokens
+    assert ask(world, answers) == world.expected
+    saved = sum((len(p) - 1) // PAGE * PAGE for p in world.prompts.values())
+    assert witness.tokens - first == first - saved
+
+
+def test_a_prefix_is_found_up_to_where_a_windows_pages_are(make, world):
+    """Long answers in few pages drive out the oldest pages of windows."""
+    engine = make()
+    witness, answers = RecordingRunner(engine), Answers(engine)
+    ask(world, answers)
+    cache, groups = engine._cache, len(engine._runner.kv_windows)
+    keys = engine._input_processor.process(greedy("x", world.prompts[None]))[0].kv.full_keys()
+    gone = 3  # page; a hit ends before it, or after all that see it
+    cache.forget([cache._pages_of[groups - 1][keys[gone]]])
+    before = witness.tokens
+    short, long = world.prompts[None][: 5 * PAGE - 2], world.prompts[None]
+    answers.submit(greedy("short", short, max_tokens=1))
+    answers.all()
+    assert witness.tokens - before == len(short) - gone * PAGE
+    answers.submit(greedy("long", long, max_tokens=TOKENS))
+    answers.all()
+    assert answers.of("long") == world.expected[None]
+
+
+def test_two_ranks_answer_as_peft_does(make, world):
+    if world.checkpoint.name == "olmo3":
+        pytest.skip("a norm over all heads' queries needs them in one process")
+    engine = make(tensor_parallel=2, max_batch_tokens=CHUNK, max_running=CHUNK)
+    assert ask(world, Answers(engine)) == world.expected
