@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 
 import numpy as np
 import torch
@@ -143,24 +143,26 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
 def _logits_of_ranks(engine: Engine, answer: Answer) -> torch.Tensor:
     """What plain_logits gives, computed by all ranks in free pages of the engine's."""
     settings, cache, runner = engine._settings, engine._cache, engine._runner
-    (sequence,) = _sequences([answer])
+    windows = runner.model.config.kv_groups.windows
+    (sequence,) = _sequences([answer], len(windows))
     if sequence.adapter is not None:
         sequence.lease = _lease(engine._tiers, sequence.adapter)
-    pages = cache.take(cache.pages_for(sequence.length))
-    sequence.kv.pages = array("i", pages)
+    each = cache.pages_for(sequence.length)
+    pages = [cache.take(each) for _ in windows]
+    sequence.kv.pages = [array("i", of_group) for of_group in pages]
     logits = []
     while sequence.kv.computed < sequence.length:
         # tokens whose logits nobody wants, then as many as steps have room for
         unwanted = max(0, sequence.prompt_length - 1 - sequence.kv.computed)
         chunk = Chunk.of(sequence, min(settings.max_batch_tokens, unwanted or settings.max_running))
         rows = np.arange(0 if unwanted else chunk.length)
-        step = build_step_input([chunk], settings.page_size)
+        step = build_step_input([chunk], settings.page_size, windows)
         heads = head_segments([chunk], np.array([len(rows)]))
         step = replace(step, logit_rows=rows, head_segments=heads)
         runner.share(step, graphs=False)
         logits.append(runner.forward_eager(step.upload(runner.model.device)).float())
         sequence.kv.computed = chunk.end
-    cache.release(pages)
+    cache.release(list(chain.from_iterable(pages)))
     if sequence.lease is not None:
         sequence.lease.release()
     return torch.cat(logits)

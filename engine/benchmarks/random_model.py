@@ -141,9 +141,9 @@ class RandomCheckpoint(Checkpoint):
             return out.fill_(1.0)
         return out.normal_(0.0, cuts[0].shape[1] ** -0.5, generator=self._random)
 
-    def read_plus_one(self, _name: str, width: int) -> torch.Tensor:
+    def read_plus_one(self, _name: str, cut: Cut) -> torch.Tensor:
         """A norm's weight once 1 is added to it: 1."""
-        return torch.ones(width, device=self.device)
+        return torch.ones(cut.kept_shape, device=self.device)
 
     def __contains__(self, _name: str) -> bool:
         """No tensor holds several linears."""
