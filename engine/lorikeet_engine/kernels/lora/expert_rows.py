@@ -40,8 +40,10 @@ def add_expert_lora(
     if rows == 0 or segments.max_rank == 0:
         return
     per_run = rows // max(1, len(segments) * (len(routed.starts) - 1))
-    by = expert_tiles if per_run >= _TILED_FROM else expert_singles
-    by.add(y, x, experts, layer, group, gathered=gathered)
+    if per_run < _TILED_FROM:
+        expert_singles.add(y, x, experts, layer, group, gathered=gathered)
+    else:
+        expert_tiles.add(y, x, experts, layer, group, per_run, gathered=gathered)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

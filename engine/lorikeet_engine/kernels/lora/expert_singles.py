@@ -29,13 +29,13 @@ def add(
     parts = triton.cdiv(group.d_in, block_in)
     v = y.new_empty((rows, parts, slices, stride), dtype=torch.float32)
     of_layer = (experts.owners, layer, table.stride(0), table.stride(1), group.linears[0])
-    _shrink[(parts, slices * (stride // _BLOCK_RANK), rows)](
+    _shrink[(rows, parts, slices * (stride // _BLOCK_RANK))](
         x, weights.arena, table, v, routed.pairs, *of_layer,
         x.stride(0), slices, stride, group.d_in, routed.per_token,
         gathered=gathered, block_rank=_BLOCK_RANK, block_in=block_in,
         num_warps=max(1, block_in // _WARP_COLUMNS),
     )  # fmt: skip
-    _expand[(slices * triton.cdiv(width, block_out), rows)](
+    _expand[(rows, slices * triton.cdiv(width, block_out))](
         v, weights.arena, table, y, *of_layer,
         y.stride(0), slices, stride, width, parts,
         block_parts=triton.next_power_of_2(parts), block_rank=_BLOCK_RANK, block_out=block_out,
@@ -67,9 +67,9 @@ def _shrink(
     block_in: tl.constexpr,
 ) -> None:
     """A row × some ranks of one slice × one part of d_in."""
-    part, blocks, row = tl.program_id(0), rank_stride // block_rank, tl.program_id(2)
-    index = tl.program_id(1) // blocks
-    first = (tl.program_id(1) - index * blocks) * block_rank
+    row, part, blocks = tl.program_id(0), tl.program_id(1), rank_stride // block_rank
+    index = tl.program_id(2) // blocks
+    first = (tl.program_id(2) - index * blocks) * block_rank
     slot = tl.load(owners + row * 2)
     if slot < 0:
         return
@@ -91,7 +91,7 @@ def _shrink(
         source = tl.load(pairs + row) // per_token
     hidden = tl.load(x + source.to(tl.int64) * x_stride + inner, mask=inside, other=0.0)
     total = tl.sum(weight.to(tl.float32) * hidden.to(tl.float32)[None, :], 1)
-    v_row = v + ((row.to(tl.int64) * tl.num_programs(0) + part) * slices + index) * rank_stride
+    v_row = v + ((row.to(tl.int64) * tl.num_programs(1) + part) * slices + index) * rank_stride
     tl.store(v_row + k, total, mask=live)
 
 
@@ -118,8 +118,8 @@ def _expand(
     block_out: tl.constexpr,
 ) -> None:
     """A row × a block of one slice's columns; added to y."""
-    blocks, row = tl.cdiv(width, block_out), tl.program_id(1)
-    index = tl.program_id(0) // blocks
+    row, blocks = tl.program_id(0), tl.cdiv(width, block_out)
+    index = tl.program_id(1) // blocks
     slot = tl.load(owners + row * 2)
     if slot < 0:
         return
@@ -130,7 +130,7 @@ def _expand(
         return
     expert = tl.load(owners + row * 2 + 1).to(tl.int64)
     b = arena + tl.multiple_of(tl.load(entry + 1), 16) + expert * rank * width
-    column = (tl.program_id(0) - index * blocks) * block_out + tl.arange(0, block_out)
+    column = (tl.program_id(1) - index * blocks) * block_out + tl.arange(0, block_out)
     within, part = column < width, tl.arange(0, block_parts)
     v_parts = v + ((row.to(tl.int64) * parts + part) * slices + index) * rank_stride
     y_row = y + row.to(tl.int64) * y_stride + index * width + column

@@ -18,12 +18,21 @@ _MOST_TILE_ROWS = 64
 
 
 def add(
-    y: torch.Tensor, x: torch.Tensor, experts: Any, layer: int, group: LoraGroup, *, gathered: bool
+    y: torch.Tensor,
+    x: torch.Tensor,
+    experts: Any,
+    layer: int,
+    group: LoraGroup,
+    per_run: int,
+    *,
+    gathered: bool,
 ) -> None:
-    """See kernels.lora.experts; in 16-bit dtypes A x is rounded to the adapter's dtype."""
+    """See kernels.lora.experts; in 16-bit dtypes A x is rounded to the adapter's dtype.
+
+    per_run: rows that a run has on average.
+    """
     weights, segments, routed = experts.step.weights, experts.step.segments, experts.routed
     rows, slices, table = len(y), len(group.linears), weights.table
-    per_run = rows // max(1, len(segments) * (len(routed.starts) - 1))
     tile_rows = min(_MOST_TILE_ROWS, max(1, triton.next_power_of_2(per_run)))
     tiles, stride = triton.cdiv(rows, tile_rows), triton.cdiv(segments.max_rank, 16) * 16
     blocks = slices * (stride // _BLOCK_RANK)
