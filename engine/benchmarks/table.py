@@ -28,6 +28,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     works = {name: harness.fitting(_works(name, options), options.rows) for name in options.parts}
+    if not any(works.values()):
+        parser.error(f"--rows {' '.join(options.rows)}: no part has such a row")
     facts = harness.facts(options.commit) | harness.about(options)
     rows: dict[str, list[Any]] = {}
     adapters = harness.adapters_of(chain.from_iterable(works.values()))

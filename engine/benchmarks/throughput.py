@@ -5,7 +5,7 @@ python -m engine.benchmarks.throughput --json results.json --rows 'base*' '128 a
 A row is one greedy run that is checked and, by turns, two greedy and two sampled ones that are
 timed, all with other prompts, so that nothing comes from the prefix cache. The check holds tokens
 against a plain forward pass (plain.py). The engine has its LoRA path on in every row, and room for
-128 adapters on the GPU.
+the adapters of all rows on the GPU, but for no more than 128.
 
 The Zipf row, which no default includes, has its 1,000 adapters of rank 16 on the host: 84 GB of
 pinned memory. --population takes fewer where the machine has less.
@@ -98,7 +98,8 @@ def main() -> None:
     every = (*WORKS, *ATTENTION, zipf(options.population)) if options.rows else WORKS
     works = harness.chosen(parser, every, options.rows)
     facts = harness.facts(options.commit)
-    arguments = harness.adapters_of(works) | {"room": options.room} | harness.model_of(options)
+    arguments = harness.adapters_of(works) | harness.model_of(options)
+    arguments["room"] = min(arguments["room"], options.room)
     with harness.full_engine(**arguments) as engine:
         rows = measure_all(engine, works)
     harness.write(options.json, facts, **harness.about(options), throughput=rows)

@@ -127,7 +127,7 @@ def _split_s(steps: "StepTimer", costs: StepCosts) -> float:
     chunk = min(_BESIDE_CHUNK, costs.step_tokens - decodes, steps.longest)
     depth = min(_BESIDE_DEPTH, steps.longest - chunk)
     seen = seen_tokens(chunk, depth)
-    if seen < SEEN_TO_SPLIT:  # prompts hardly ever see so much
+    if seen < SEEN_TO_SPLIT:  # contexts are too short to tell
         return costs.split_s
     both = [*steps.decodes(decodes, context), steps.prompt(chunk, depth)]
     apart_s = costs.step_s(decodes + chunk, 0, decodes * context, seen=seen) - costs.split_s

@@ -157,7 +157,7 @@ def assert_fp8_products(got, rounded, weight, routed, gathered):
     """They are the products of the numbers that FP8 stands for, here in float64.
 
     Compared without their scales, since what small ones are added up of is not. A sum in tensor
-    cores loses up to a 2^13th of itself with each 32 products, on a GPU.
+    cores loses up to a 2^13th of itself with each 32 products, on a GPU, and with those begun.
     """
     numbers = [rounded.rows.double(), weight.rows.double()]
     want = reference.expert_products(*numbers, routed, gathered=gathered)
@@ -166,7 +166,7 @@ def assert_fp8_products(got, rounded, weight, routed, gathered):
     )
     of = routed.pairs // routed.per_token if gathered else slice(None)
     scales = rounded.scales[of][:, None].double() * weight.scales[expert].double()
-    lost = 0.0 if got.device.type == "cpu" else rounded.rows.shape[1] / 32 * 2.0**-13
+    lost = 0.0 if got.device.type == "cpu" else -(-rounded.rows.shape[1] // 32) * 2.0**-13
     eps = lost + torch.finfo(got.dtype).eps + 8 * torch.finfo(torch.float32).eps
     assert (got.double() / scales - want).abs().max() <= eps * want.abs().max()
 

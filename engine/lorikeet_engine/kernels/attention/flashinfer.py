@@ -141,8 +141,9 @@ class FlashInferAttention:
         if not 0 < is_decode.sum() <= self._most_decodes:
             return False
         tokens = np.diff(batch.query_starts).astype(np.int64)
-        lengths = batch.page_tables[0].kv_lengths
-        return bool((tokens * lengths)[~is_decode].sum() >= SEEN_TO_SPLIT)
+        depths = batch.page_tables[0].kv_lengths - tokens
+        seen = tokens * (2 * depths + tokens) // 2  # costs.seen_tokens
+        return bool(seen[~is_decode].sum() >= SEEN_TO_SPLIT)
 
     def _plan(self, batch: PagedSequences) -> None:
         page_size, query_starts = self._shape.page_size, _pinned(batch.query_starts)
