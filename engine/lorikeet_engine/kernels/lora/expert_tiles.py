@@ -35,13 +35,11 @@ def add(
     rows, slices, table = len(y), len(group.linears), weights.table
     tile_rows = min(_MOST_TILE_ROWS, max(1, triton.next_power_of_2(per_run)))
     tiles, stride = triton.cdiv(rows, tile_rows), triton.cdiv(segments.max_rank, 16) * 16
-    blocks = slices * (stride // _BLOCK_RANK)
-    inner = 512 // weights.arena.itemsize
-    wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, tiles * blocks))
-    split = triton.cdiv(group.d_in, min(_MAX_PARTS, wanted) * inner) * inner
+    blocks, inner = slices * (stride // _BLOCK_RANK), 512 // weights.arena.itemsize
+    split = _split(group.d_in, inner, tiles * blocks)
     parts = triton.cdiv(group.d_in, split)
     v = y.new_empty((rows, parts, slices, stride), dtype=torch.float32)
-    few = tile_rows <= 16
+    block_rows, columns = (16, 512) if tile_rows <= 16 else (_MOST_TILE_ROWS, 128)
     # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
     upcast = x.dtype != weights.arena.dtype or x.device.type == "cpu"
     precision = "ieee" if torch.float32 in (x.dtype, weights.arena.dtype) else "tf32"
@@ -50,18 +48,21 @@ def add(
         x, weights.arena, table, v, routed.pairs, *of_rows,
         x.stride(0), group.linears[0], slices, stride, group.d_in, split, routed.per_token,
         gathered=gathered, upcast=upcast, precision=precision,
-        block_rows=16 if few else _MOST_TILE_ROWS, block_rank=_BLOCK_RANK, block_in=inner,
-        num_warps=4,
+        block_rows=block_rows, block_rank=_BLOCK_RANK, block_in=inner, num_warps=4,
     )  # fmt: skip
-    columns = 512 if few else 128
     width = group.d_outs[0]
     _expand[(slices * triton.cdiv(width, columns), tiles)](
         v, weights.arena, table, y, *of_rows,
         y.stride(0), group.linears[0], slices, stride, width, parts,
         upcast=x.device.type == "cpu", precision=precision,
-        block_rows=16 if few else _MOST_TILE_ROWS, block_rank=_BLOCK_RANK, block_out=columns,
-        num_warps=4,
+        block_rows=block_rows, block_rank=_BLOCK_RANK, block_out=columns, num_warps=4,
     )  # fmt: skip
+
+
+def _split(d_in: int, inner: int, programs: int) -> int:
+    """How much of d_in a program reads, a multiple of inner, where there are so many of a part."""
+    parts = triton.next_power_of_2(triton.cdiv(_PROGRAMS, programs))
+    return int(triton.cdiv(d_in, min(_MAX_PARTS, parts) * inner) * inner)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
