@@ -3,14 +3,12 @@
 import asyncio
 import json
 from itertools import pairwise
-from typing import Any
 
 import pytest
-from starlette.requests import Request
 
-from lorikeet.errors import InvalidInput
+from lorikeet.errors import InvalidInput, RateLimited
 from lorikeet.gateway.apis.chat_request import ChatRequest
-from lorikeet.gateway.body import LARGE_BYTES, LargeBodies
+from lorikeet.gateway.large_bodies import LARGE_BYTES, MAX_WAITING_BYTES, LargeBodies
 from tests.gateway.conftest import chat
 
 MANY = 20
@@ -23,15 +21,8 @@ SMALL = json.dumps(chat()).encode()
 assert len(SMALL) < LARGE_BYTES < len(LARGE)
 
 
-def a_request(body: bytes) -> Request:
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return Request({"type": "http", "method": "POST", "headers": []}, receive)
-
-
 async def read(bodies: LargeBodies, body: bytes, tenant: str) -> ChatRequest:
-    return await bodies.read_json(a_request(body), ChatRequest, tenant)
+    return await bodies.parse_json(body, ChatRequest, tenant)
 
 
 def parsed_in_order(*sent: tuple[str, bytes, str]) -> list[str]:
@@ -107,3 +98,20 @@ def test_a_client_that_leaves_while_its_body_waits_keeps_nobody_up() -> None:
         return await asyncio.wait_for(asyncio.gather(first, last), 30)
 
     assert len(asyncio.run(with_one_gone())) == 2
+
+
+def test_of_more_large_bodies_than_are_kept_the_last_are_refused_and_small_ones_pass() -> None:
+    large = SMALL.ljust(MAX_WAITING_BYTES // 8)
+
+    async def answers() -> list[ChatRequest | BaseException]:
+        bodies = LargeBodies()
+        many = [read(bodies, large, "acme") for _ in range(10)]  # one has its turn, 8 wait
+        others = read(bodies, SMALL, "acme"), read(bodies, large, "globex")
+        at_once = await asyncio.gather(*many, *others, return_exceptions=True)
+        return [*at_once, await read(bodies, large, "acme")]  # there is room again
+
+    *kept, last, small, other, later = asyncio.run(answers())
+    assert all(isinstance(each, ChatRequest) for each in (*kept, small, other, later))
+    assert isinstance(last, RateLimited)
+    assert "64 MiB" in last.message
+    assert "send fewer large bodies at once" in last.message
