@@ -44,9 +44,9 @@ class NotingBodies(LargeBodies):
         super().__init__()
         self.tenants: list[str] = []
 
-    async def parse_json(self, body: bytes, schema: type[B], tenant: str) -> B:
+    async def parse_json(self, request: Request, body: bytes, schema: type[B], tenant: str) -> B:
         self.tenants.append(tenant)
-        return await super().parse_json(body, schema, tenant)
+        return await super().parse_json(request, body, schema, tenant)
 
 
 class Walks:

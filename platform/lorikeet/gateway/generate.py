@@ -136,7 +136,7 @@ class GenerateEndpoint:
         scheduling = self._scheduling(request, caller)  # first: a bad header costs no parse
         received = await read_body(request)
         hold.body_is_here()  # before it waits for its turn to be parsed
-        body = await self._bodies.parse_json(received, self._schema, caller.tenant.name)
+        body = await self._bodies.parse_json(request, received, self._schema, caller.tenant.name)
         trace.set_model(body.model)
         request_id: str = request.state.request_id
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id

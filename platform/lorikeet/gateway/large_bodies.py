@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
+from starlette.requests import ClientDisconnect, Request
+
 from lorikeet.errors import RateLimited
 from lorikeet.gateway.body import B, parse_json
 from lorikeet.retry_after import FULL_GATEWAY_S
@@ -27,10 +29,11 @@ class LargeBodies:
     def __init__(self) -> None:
         self._turns = WeakValueDictionary[str, _Turn]()  # by tenant
 
-    async def parse_json(self, body: bytes, schema: type[B], tenant: str) -> B:
+    async def parse_json(self, request: Request, body: bytes, schema: type[B], tenant: str) -> B:
         """Parse a tenant's body, a large one in its turn.
 
-        Raises as the function of this name, and RateLimited where too many bytes wait for a turn.
+        Raises as the function of this name, RateLimited where too many bytes wait for a turn, and
+        ClientDisconnect where the client has gone when its turn comes.
         """
         if len(body) < LARGE_BYTES:
             return parse_json(body, schema)
@@ -39,6 +42,9 @@ class LargeBodies:
             await turn.acquire()
         began_s = loop.time()
         try:
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            began_s = loop.time()  # what others did meanwhile is no parse of this tenant's
             return parse_json(body, schema)
         finally:
             loop.call_later(_REST * (loop.time() - began_s), turn.release)
