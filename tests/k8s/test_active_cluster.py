@@ -329,5 +329,7 @@ def test_its_pod_reaches_kubernetes_and_nobody_reaches_it(overlay: str) -> None:
     names = {each["metadata"]["name"] for each in policies}
     assert names == {"default-deny", "dns", "kubernetes-api-from-active-cluster"}
     assert [peer for each in policies for peer in peers(each, "from")] == []
+    (own,) = [each for each in policies if each["metadata"]["name"].startswith("kubernetes-api")]
+    assert {peer["ipBlock"]["cidr"] for peer in peers(own, "to")} == {"0.0.0.0/0", "::/0"}
     for budget in of_kind(overlay, "PodDisruptionBudget"):
         assert not selects(budget["spec"]["selector"], labels)
