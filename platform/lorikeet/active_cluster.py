@@ -24,6 +24,9 @@ _LABEL = "ray.io/cluster"
 _NAME = "lorikeet"
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _INTERVAL_S = 2  # KubeRay's own
+_REST_S = 10
+"""Between two attempts where the first failed."""
+_TIMEOUT_S = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,10 @@ class KubernetesRefusal(Exception):
     def __init__(self, response: httpx.Response) -> None:
         super().__init__(
             f"Kubernetes answered {response.status_code} to {response.request.method} "
-            f"{response.request.url.path}: {response.text}. See the Role `active-cluster`."
+            f"{response.request.url.path}: {response.text}. See the Role `active-cluster` and the "
+            "cluster's admission webhooks."
         )
+        self.may_pass = response.status_code == 429 or response.is_server_error
 
 
 class ServiceAccountToken(httpx.Auth):
@@ -68,20 +73,60 @@ class ServiceAccountToken(httpx.Auth):
         yield request
 
 
-def follow(api: httpx.Client, namespace: str) -> None:
-    """Let every selector name the cluster that serves if there are two, and else none."""
-    cluster = _one_of_two(api, namespace)
-    for selector in SELECTORS:
-        path = f"/{selector.api}/namespaces/{namespace}/{selector.path}"
-        labels = _read(api, path)
-        for key in selector.field:
-            labels = labels.get(key, {})
-        if labels and labels.get(_LABEL) != cluster:
-            change: dict[str, Any] = {_LABEL: cluster}  # None removes it
-            for key in reversed(selector.field):
-                change = {key: change}
-            _patch(api, path, change)
-            log.info("selector_changed", extra={"object": selector.path, "cluster": cluster})
+def follow(api: httpx.Client, namespace: str) -> bool:
+    """Let every selector name the cluster that serves if there are two, and else none.
+
+    Return whether all of it was done. What was not is logged, for another attempt, and keeps
+    nothing else from being done. Raises KubernetesRefusal where the clusters are refused for good.
+    """
+    try:
+        cluster = _one_of_two(api, namespace)
+    except (httpx.TransportError, KubernetesRefusal) as error:
+        if isinstance(error, KubernetesRefusal) and not error.may_pass:
+            raise
+        _log_failure("rayclusters", error)
+        return False
+    done = [_follow_with(api, namespace, selector, cluster) for selector in SELECTORS]
+    return all(done)
+
+
+def _follow_with(
+    api: httpx.Client, namespace: str, selector: Selector, cluster: str | None
+) -> bool:
+    """Let one selector name the cluster; whether that was done."""
+    try:
+        _name_cluster(api, namespace, selector, cluster)
+    except (httpx.TransportError, KubernetesRefusal) as error:
+        _log_failure(selector.path, error)
+        return False
+    return True
+
+
+def _name_cluster(
+    api: httpx.Client, namespace: str, selector: Selector, cluster: str | None
+) -> None:
+    path = f"/{selector.api}/namespaces/{namespace}/{selector.path}"
+    labels = _read(api, path)
+    for key in selector.field:
+        labels = labels.get(key, {})
+    if labels and labels.get(_LABEL) != cluster:
+        change: dict[str, Any] = {_LABEL: cluster}  # None removes it
+        for key in reversed(selector.field):
+            change = {key: change}
+        _patch(api, path, change)
+        log.info("selector_changed", extra={"object": selector.path, "cluster": cluster})
+
+
+def _log_failure(path: str, error: httpx.TransportError | KubernetesRefusal) -> None:
+    """Log what was not done for an object, and what to look at."""
+    problem = f"{type(error).__name__}: {error}"
+    if isinstance(error, httpx.ConnectTimeout):
+        problem = (
+            f"no connection to Kubernetes' API in {_TIMEOUT_S} s: the NetworkPolicy "
+            "`kubernetes-api-from-active-cluster` must let this pod reach the address and port "
+            "that `kubectl get endpoints kubernetes` shows"
+        )
+    log.error("kubernetes_failed", extra={"object": path, "error": problem})
 
 
 def _one_of_two(api: httpx.Client, namespace: str) -> str | None:
@@ -119,19 +164,18 @@ def _answer(response: httpx.Response) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Follow for ever. An error ends the process, and Kubernetes starts it again."""
+    """Follow for ever. An error that `follow` raises ends the process: Kubernetes restarts it."""
     log_to_stderr()
     namespace = (_ACCOUNT / "namespace").read_text()
     with httpx.Client(
         base_url="https://kubernetes.default.svc",
         auth=ServiceAccountToken(_ACCOUNT / "token"),
         verify=ssl.create_default_context(cafile=_ACCOUNT / "ca.crt"),
-        timeout=30,
+        timeout=_TIMEOUT_S,
         trust_env=False,
     ) as api:
         while True:
-            follow(api, namespace)
-            time.sleep(_INTERVAL_S)
+            time.sleep(_INTERVAL_S if follow(api, namespace) else _REST_S)
 
 
 if __name__ == "__main__":

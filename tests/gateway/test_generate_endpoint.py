@@ -17,9 +17,10 @@ from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import RequestAuthenticator
-from lorikeet.gateway.body import B, LargeBodies
+from lorikeet.gateway.body import B
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.generate import GenerateEndpoint
+from lorikeet.gateway.large_bodies import LARGE_BYTES, LargeBodies
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.gateway.stored_responses import StoredResponses
@@ -37,23 +38,23 @@ KINDS = {
 
 
 class NotingBodies(LargeBodies):
-    """Notes whose bodies it reads."""
+    """Notes whose bodies it parses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tenants: list[str] = []
 
-    async def read_json(self, request: Request, schema: type[B], tenant: str) -> B:
+    async def parse_json(self, request: Request, body: bytes, schema: type[B], tenant: str) -> B:
         self.tenants.append(tenant)
-        return await super().read_json(request, schema, tenant)
+        return await super().parse_json(request, body, schema, tenant)
 
 
 class Walks:
-    """A gateway whose tenant may send one request a minute."""
+    """A gateway whose tenant may send one request a minute, or another number."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, requests_per_min: int = 1) -> None:
         catalog = AdapterCatalog.init(LocalStore(folder))
-        catalog.create_tenant("acme", requests_per_min=1, actor="test")
+        catalog.create_tenant("acme", requests_per_min=requests_per_min, actor="test")
         _, self.key = catalog.create_key("acme", {Scope.INFER}, actor="test")
         catalog.refresh()
         self.engines, self.bodies = ReplayEngines(), NotingBodies()
@@ -65,27 +66,42 @@ class Walks:
         """What each is answered, one after the other."""
 
         async def answers() -> list[dict[str, Any]]:
-            services = self._services
-            endpoint = GenerateEndpoint(
-                kind,
-                services,
-                RequestAuthenticator(
-                    services,
-                    GatewayCatalogView(services.catalog, interval_s=3600.0),
-                    PushedVersions(),
-                ),
-                RateLimiter(LimitShares("g0", 1, 0.0), MonthlyBudget(None)),
-                RequestLog(services.peers),
-                StoredResponses(services.responses, services.metrics),
-                self.bodies,
-            )
+            endpoint = self._endpoint(kind)
             return [await _one(endpoint, key or self.key, body) for body in bodies]
 
         return asyncio.run(answers())
 
+    def answer_at_once(self, count: int, size: int, max_requests: int) -> list[dict[str, Any]]:
+        """What a gateway for so many requests answers chats that come at once, of a size each."""
 
-async def _one(endpoint: GenerateEndpoint, key: str, body: Any) -> dict[str, Any]:
-    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        async def answers() -> list[dict[str, Any]]:
+            endpoint = self._endpoint(ChatRequest, max_requests)
+            each = (_one(endpoint, self.key, chat("tiny"), size) for _ in range(count))
+            return await asyncio.gather(*each)
+
+        return asyncio.run(answers())
+
+    def _endpoint(
+        self, kind: type[ApiRequest], max_requests: int | None = None
+    ) -> GenerateEndpoint:
+        services = self._services
+        return GenerateEndpoint(
+            kind,
+            services,
+            RequestAuthenticator(
+                services,
+                GatewayCatalogView(services.catalog, interval_s=3600.0),
+                PushedVersions(),
+            ),
+            RateLimiter(LimitShares("g0", 1, 0.0), MonthlyBudget(None), max_requests),
+            RequestLog(services.peers),
+            StoredResponses(services.responses, services.metrics),
+            self.bodies,
+        )
+
+
+async def _one(endpoint: GenerateEndpoint, key: str, body: Any, size: int = 0) -> dict[str, Any]:
+    messages = [{"type": "http.request", "body": json.dumps(body).encode().ljust(size)}]
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -148,3 +164,9 @@ def test_an_unknown_model_reaches_no_replica(walks: Walks) -> None:
     with pytest.raises(UnknownModel):
         walks.answer(ChatRequest, chat("acme/absent"))
     assert not walks.engines.calls
+
+
+def test_large_bodies_that_wait_for_their_turn_are_not_waited_for(tmp_path: Path) -> None:
+    walks = Walks(tmp_path, requests_per_min=100)
+    answers = walks.answer_at_once(9, LARGE_BYTES, max_requests=10)  # waits for 5 bodies
+    assert len(answers) == len(walks.engines.calls) == 9

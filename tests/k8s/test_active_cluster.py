@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -34,6 +35,7 @@ FOLLOWING = (
     "poddisruptionbudgets/gateways",
     "poddisruptionbudgets/engines",
 )
+Failure = Callable[[httpx.Request], httpx.Response]
 
 
 class ApiServer:
@@ -51,7 +53,7 @@ class ApiServer:
         }
 
     def client(self, handler: Any = None) -> httpx.Client:
-        transport = httpx.MockTransport(handler or self._answer)
+        transport = httpx.MockTransport(handler or self.answer)
         return httpx.Client(base_url="https://kubernetes.default.svc", transport=transport)
 
     def serves(self, cluster: str) -> None:
@@ -72,7 +74,7 @@ class ApiServer:
             if selects(selector, pod["metadata"]["labels"] | {"ray.io/cluster": cluster})
         }
 
-    def _answer(self, request: httpx.Request) -> httpx.Response:
+    def answer(self, request: httpx.Request) -> httpx.Response:
         found = PATH.fullmatch(request.url.path)
         assert found, request.url.path
         group, resource, name = found["group"] or "", found["resource"], found["name"] or ""
@@ -216,6 +218,71 @@ def test_rayclusters_that_kubernetes_does_not_know_are_an_error() -> None:
         follow(server.client(lambda _: httpx.Response(404, text="page not found")), "lorikeet")
 
 
+def refused(status: int) -> Failure:
+    return lambda _: httpx.Response(status, text="admission webhook denied the request")
+
+
+def broken(kind: type[httpx.TransportError]) -> Failure:
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise kind("broken", request=request)
+
+    return answer
+
+
+PASSING = (refused(429), refused(503), broken(httpx.ReadError), broken(httpx.ConnectTimeout))
+
+
+@pytest.mark.parametrize("failure", [refused(403), *PASSING])
+@pytest.mark.parametrize("method", ["GET", "PATCH"])
+@pytest.mark.parametrize("failing", FOLLOWING)
+def test_an_object_that_fails_keeps_no_other_from_following_and_is_tried_again(
+    failing: str, method: str, failure: Failure, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ApiServer("gpu")
+    server.clusters = ["old", "new"]
+    server.serves("new")
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        fails = request.method == method and request.url.path.endswith(failing)
+        return failure(request) if fails else server.answer(request)
+
+    assert not follow(server.client(answer), "lorikeet")
+    assert {path for path in FOLLOWING if server.selected(path) == {"new"}} == {*FOLLOWING} - {
+        failing
+    }
+    (failed,) = [vars(each) for each in caplog.records if each.levelname == "ERROR"]
+    assert failed["object"] == failing
+    assert follow(server.client(), "lorikeet")
+    assert server.selected(failing) == {"new"}
+
+
+@pytest.mark.parametrize("failure", PASSING)
+@pytest.mark.parametrize("failing", ["rayclusters", "services/lorikeet"])
+def test_clusters_that_cannot_be_read_for_a_while_change_nothing_and_are_read_again(
+    failing: str, failure: Failure
+) -> None:
+    server = ApiServer("gpu")
+    server.clusters = ["old", "new"]
+    server.serves("new")
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        fails = request.url.path.endswith(failing)
+        return failure(request) if fails else server.answer(request)
+
+    assert not follow(server.client(answer), "lorikeet")
+    assert server.patches == 0
+    assert follow(server.client(), "lorikeet")
+    assert server.patches == len(FOLLOWING)
+
+
+def test_a_timeout_to_connect_names_the_network_policy(caplog: pytest.LogCaptureFixture) -> None:
+    follow(ApiServer("gpu").client(broken(httpx.ConnectTimeout)), "lorikeet")
+    (failed,) = [vars(each) for each in caplog.records]
+    named = set(re.findall("`([a-z-]+)`", failed["error"]))
+    policies = {each["metadata"]["name"] for each in of_kind("gpu", "NetworkPolicy")}
+    assert named & policies == {"kubernetes-api-from-active-cluster"}
+
+
 def test_a_renewed_token_is_used(tmp_path: Any) -> None:
     sent = []
     file = tmp_path / "token"
@@ -262,5 +329,7 @@ def test_its_pod_reaches_kubernetes_and_nobody_reaches_it(overlay: str) -> None:
     names = {each["metadata"]["name"] for each in policies}
     assert names == {"default-deny", "dns", "kubernetes-api-from-active-cluster"}
     assert [peer for each in policies for peer in peers(each, "from")] == []
+    (own,) = [each for each in policies if each["metadata"]["name"].startswith("kubernetes-api")]
+    assert {peer["ipBlock"]["cidr"] for peer in peers(own, "to")} == {"0.0.0.0/0", "::/0"}
     for budget in of_kind(overlay, "PodDisruptionBudget"):
         assert not selects(budget["spec"]["selector"], labels)

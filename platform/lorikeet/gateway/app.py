@@ -168,7 +168,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            return  # while sending its body: nobody reads a response
+            return  # before its body was parsed: nobody reads a response
         except Exception as error:
             log_unexpected("request_failed", request_id, error)
             if started:

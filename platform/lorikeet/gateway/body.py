@@ -5,7 +5,6 @@ import re
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
-from weakref import WeakValueDictionary
 
 from fastapi import Depends
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -20,10 +19,6 @@ BODY_S = 10.0
 LEAST_BYTES_PER_S = 64 * 2**10
 MAX_VALUES = 2**16
 """Most values and keys of a JSON body, about: 8 MiB of [] would hold up a gateway for 3 s."""
-LARGE_BYTES = 32 * 2**10
-"""Bodies of at least so much are parsed in turns: 8 MiB of them take 30 ms."""
-_REST = 1
-"""A tenant's next large body waits so many times as long as the parse of its last one took."""
 # also one that does not end, or each quote in it would be tried as a beginning
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NAMES_QUOTED = 5
@@ -96,32 +91,16 @@ def _with_defaults(schema: type[B]) -> B:
 
 
 async def read_json(request: Request, schema: type[B]) -> B:
-    """Parse the body; an empty one is {}. Raises InvalidInput or one of its kinds."""
-    return parse_json(await _read_in_time(request) or b"{}", schema)
+    """Read the body and parse it. Raises InvalidInput or one of its kinds."""
+    return parse_json(await read_body(request), schema)
 
 
-class LargeBodies:
-    """Parses large bodies so that those of one tenant leave time for everybody else's requests.
+async def read_body(request: Request) -> bytes:
+    """Return a JSON body; an empty one is {}.
 
-    They are parsed one after the other, with a rest between them: a hundred that come at once would
-    all be parsed before the event loop turns to anything else. For one event loop.
+    Raises RequestTooLarge, and RequestTimeout where it does not come.
     """
-
-    def __init__(self) -> None:
-        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by tenant
-
-    async def read_json(self, request: Request, schema: type[B], tenant: str) -> B:
-        """Parse a tenant's body, a large one in its turn. Raises as the function of this name."""
-        body = await _read_in_time(request) or b"{}"
-        if len(body) < LARGE_BYTES:
-            return parse_json(body, schema)
-        loop, turn = asyncio.get_running_loop(), self._turns.setdefault(tenant, asyncio.Lock())
-        await turn.acquire()
-        began_s = loop.time()
-        try:
-            return parse_json(body, schema)
-        finally:
-            loop.call_later(_REST * (loop.time() - began_s), turn.release)
+    return b"".join([part async for part in in_time(limited(request, MAX_JSON_BYTES))]) or b"{}"
 
 
 def parse_json(body: bytes, schema: type[B]) -> B:
@@ -182,11 +161,6 @@ async def in_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         given_s = loop.time()
         yield part
         due_s += loop.time() - given_s
-
-
-async def _read_in_time(request: Request) -> bytes:
-    """Return a JSON body. Raises RequestTooLarge, and RequestTimeout where it does not come."""
-    return b"".join([part async for part in in_time(limited(request, MAX_JSON_BYTES))])
 
 
 class ValueBudget:

@@ -16,7 +16,8 @@ from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
-from lorikeet.gateway.body import LargeBodies
+from lorikeet.gateway.body import read_body
+from lorikeet.gateway.large_bodies import LargeBodies
 from lorikeet.gateway.replica_response import Headers, ReplicaResponse, RequestObserver
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.stored_responses import StoredResponses
@@ -133,8 +134,9 @@ class GenerateEndpoint:
     ) -> ReplicaResponse:
         """Read the body and return the response. `_stored` matters to /v1/responses alone."""
         scheduling = self._scheduling(request, caller)  # first: a bad header costs no parse
-        body = await self._bodies.read_json(request, self._schema, caller.tenant.name)
-        hold.body_is_here()
+        received = await read_body(request)
+        hold.body_is_here()  # before it waits for its turn to be parsed
+        body = await self._bodies.parse_json(request, received, self._schema, caller.tenant.name)
         trace.set_model(body.model)
         request_id: str = request.state.request_id
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
