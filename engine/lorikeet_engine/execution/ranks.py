@@ -134,6 +134,8 @@ def ring_bytes(config: ModelConfig, settings: EngineSettings) -> int:
 def _in_reach() -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError, too
+        raise
     except RuntimeError as error:
         raise DeviceLost(f"this replica's processes do not reach one another: {error}") from error
 
