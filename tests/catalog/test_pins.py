@@ -107,7 +107,7 @@ def test_pins_stay_within_a_tenants_budget(
     catalog.pin("acme", "a", expires=1100.0, actor="ann")
     catalog.pin("acme", "b", tier=Residency.DISK, actor="ann")
 
-    refusal = "would take 120 bytes on each replica, 80 without this one, and its budget is 100"
+    refusal = "would take 120 bytes on each GPU, 80 without this one, and its budget is 100"
     with pytest.raises(Conflict, match=refusal):
         catalog.pin("acme", "c", actor="ann")
     with pytest.raises(Conflict, match=refusal):
@@ -132,7 +132,7 @@ def test_a_smaller_budget_refuses_only_what_adds_to_it(
 
     assert catalog.pin("acme", "a", priority=1, actor="ann").priority == 1
     register("acme/a", b"c" * 41)
-    with pytest.raises(Conflict, match="81 bytes on each replica, 80 without"):
+    with pytest.raises(Conflict, match="81 bytes on each GPU, 80 without"):
         catalog.pin("acme", "a", selector="2", actor="ann")
     catalog.promote("acme", "a", 2, actor="ann")  # a pin stops no promotion; the plan will say so
 

@@ -93,7 +93,7 @@ def test_json_has_the_same_answer(tmp_path: Path) -> None:
 
 def test_replicas_of_several_gpus_are_counted_in_gpus_too(tmp_path: Path) -> None:
     shared = FILE.replace('host = "1GiB"', 'host = "2GiB"').replace('"16GiB"', '"32GiB"\ngpus = 2')
-    shared += "[costs.steps]\n"
+    shared += "[costs.steps]\n[costs.loads]\n"
     told = run(written(tmp_path, shared)).stdout
     answer = json.loads(run(written(tmp_path, shared), "--json").stdout)
     alone = json.loads(run(written(tmp_path, FILE), "--json").stdout)
@@ -105,7 +105,8 @@ def test_replicas_of_several_gpus_are_counted_in_gpus_too(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("[memory]", "[memory]\ngpus = 2", "want costs.steps, too"),
+        ("[memory]", "[costs.loads]\n[memory]\ngpus = 2", "want costs.steps, too"),
+        ("[memory]", "[costs.steps]\n[memory]\ngpus = 2", "want costs.loads, too"),
         ("adapters = 300", "adapters = 0", "tenants.0.adapters=0"),
         ("adapters = 300", "adaptors = 300", "tenants.0.adaptors is not known"),
         ('gpu = "3GiB"', "", "memory.gpu is missing"),

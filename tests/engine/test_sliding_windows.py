@@ -123,7 +123,5 @@ def test_a_prefix_is_found_up_to_where_a_windows_pages_are(make, world):
 
 
 def test_two_ranks_answer_as_peft_does(make, world):
-    if world.checkpoint.name == "olmo3":
-        pytest.skip("a norm over all heads' queries needs them in one process")
     engine = make(tensor_parallel=2, max_batch_tokens=CHUNK, max_running=CHUNK)
     assert ask(world, Answers(engine)) == world.expected

@@ -23,6 +23,8 @@ from lorikeet_engine.parallel.ring import SharedMemory
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.settings import EngineSettings
 
+_MESSAGES_BYTES = 32 << 20  # for a few messages without long page tables
+
 
 @dataclass(frozen=True, slots=True)
 class StartFollower:
@@ -80,14 +82,15 @@ class LeadingRank(OneRank):
         # NCCL would wait for those that have ended; on CUDA this process's end is the group's.
         self._leaves = settings.device == "cpu"
         world, device = settings.tensor_parallel, torch.device(settings.device)
-        shape = ModelConfig.from_folder(settings.model, settings.max_context).shape
-        Shard(0, world).ranges(shape)  # raises before any process is started
+        config = ModelConfig.from_folder(settings.model, settings.max_context)
+        Shard(0, world).ranges(config.shape)  # raises before any process is started
         # A file without a name: nothing of it is left, whoever is killed when.
         self._rendezvous_fd = os.memfd_create("lorikeet-rendezvous")
         rendezvous = Path(f"/proc/self/fd/{self._rendezvous_fd}")
         start = StartFollower(settings, load, rendezvous)
         memory = SharedMemory(settings.adapter_host_bytes)
-        self.followers = Followers(world, start, memory, (self._rendezvous_fd,))
+        size = ring_bytes(config, settings)
+        self.followers = Followers(world, start, memory, size, (self._rendezvous_fd,))
         try:
             own = rank_device(device, Shard(0, world))
             with _in_reach():
@@ -117,10 +120,22 @@ class LeadingRank(OneRank):
         os.close(self._rendezvous_fd)
 
 
+def ring_bytes(config: ModelConfig, settings: EngineSettings) -> int:
+    """What the followers' ring needs for a step of the longest sequences there can be.
+
+    It names the pages of each, in each group of layers: those that they share, too.
+    """
+    pages = -(-config.max_context // settings.page_size)
+    tables = settings.max_running * len(config.kv_groups.windows)
+    return _MESSAGES_BYTES + tables * pages * 4  # int32
+
+
 @contextmanager
 def _in_reach() -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError, too
+        raise
     except RuntimeError as error:
         raise DeviceLost(f"this replica's processes do not reach one another: {error}") from error
 

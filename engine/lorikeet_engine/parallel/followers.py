@@ -26,8 +26,6 @@ from lorikeet_engine.parallel.ring import RingWriter, SharedMemory
 
 log = logging.getLogger(__name__)
 
-# A step's record names each sequence's KV pages: 256 of 131,072 tokens have 8 MB of them.
-_RING_BYTES = 32 << 20
 _LOOK_S = 0.5  # how often to look whether a follower stands still
 _STOPPED_S = 3.0  # a debugger or a snapshot may stop one for a moment
 _END_S = 2.0  # how long a follower may take to end when it is told to
@@ -78,20 +76,22 @@ class Followers:
         world: int,
         start: object,
         memory: SharedMemory,
+        ring_bytes: int,
         fds: Sequence[int] = (),
         on_lost: Callable[[int, str], None] | None = None,
     ) -> None:
         """Start world − 1 processes. Linux ends them with the thread that calls this.
 
-        start: a picklable message, their first. memory: theirs to map, too. fds: descriptors that
-        they inherit under the same numbers. on_lost: None ends this process.
+        start: a picklable message, their first. memory: theirs to map, too. ring_bytes: room for
+        messages that are not read yet, and so for the largest. fds: descriptors that they inherit
+        under the same numbers. on_lost: None ends this process.
         """
         self._on_lost = on_lost or _end_process
         self._queued: list[object] = []
         self._copies: dict[int, RankCopies] = {}
         self._closing = threading.Event()
         self.memory = memory
-        size = _RING_BYTES + 8 * (world - 1)
+        size = ring_bytes + 8 * (world - 1)
         ring = SharedMemory(size)
         pipes = [os.pipe() for _ in range(1, world)]
         self._ring = RingWriter(ring, [wake for _, wake in pipes])

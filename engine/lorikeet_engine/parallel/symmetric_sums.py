@@ -6,13 +6,10 @@ that uses NVLink multicast (multimem). With W ranks a GPU reads W - 1 times the 
 ones stay with NCCL.
 """
 
-import logging
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-
-log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 512 << 10
 """The largest tensor that is summed so."""

@@ -10,8 +10,7 @@ from engine.benchmarks.random_model import QWEN3_30B_A3B
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import BaseShape
 from tests.engine.blobs import Shelf
-from tests.engine.engine_driver import Answers, greedy, prompt
-from tests.engine.gpu.test_ranks import RANKS, TOLERANCE, engine_of
+from tests.engine.gpu.test_ranks import RANKS, TOLERANCE, logprobs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +29,6 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
-TOKENS = 200  # of the shortest prompt
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +52,6 @@ def refs(folder: Path) -> list[AdapterRef]:
     for ref in refs:
         (folder / "blobs" / ref.digest).write_bytes(shelf.blob(ref.name).read_bytes())
     return refs
-
-
-def logprobs(folder: Path, refs: list[AdapterRef], gpus: int) -> torch.Tensor:
-    """[1 + adapters, tokens], of prompts under the base model and each adapter."""
-    engine = engine_of(folder, gpus)
-    answers = Answers(engine)
-    for i, ref in enumerate([None, *refs]):
-        ids = prompt(TOKENS + i, i)
-        answers.submit(greedy(f"{i}", ids, adapter=ref, max_tokens=24, prompt_logprobs=0))
-    answers.until(lambda: not answers.pending, timeout_s=120)
-    engine.close()
-    assert not answers.errors
-    told = [[s.logprob for s in answers.scores[f"{i}", 0]] for i in range(len(refs) + 1)]
-    return torch.tensor([each[: TOKENS - 1] for each in told])
 
 
 def test_prompts_are_as_likely_on_two_gpus_as_on_one(folder: Path, refs: list[AdapterRef]) -> None:

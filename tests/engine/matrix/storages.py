@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,4 +83,7 @@ STORAGES = {
     "nf4_weights": Storage({"weight_dtype": "nf4"}, _round_to_nf4, EXACT),
     "fp8_kv": Storage({"kv_dtype": "fp8"}, _leave, ROUNDED, rounds_kv=True),
     "two_ranks": Storage({"tensor_parallel": 2}, _leave, EXACT),
+    "fp8_of_two_ranks": Storage(
+        {"tensor_parallel": 2, "weight_dtype": "fp8"}, partial(round_linears, ranks=2), ROUNDED
+    ),
 }

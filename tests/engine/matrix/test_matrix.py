@@ -3,7 +3,7 @@
 A family is a row (FAMILIES and MOE of tests/engine/conftest.py), a way to hold its weights or its
 KV cache, or two processes that share them, a column (STORAGES), what can happen to a request
 another one (FEATURES). Each storage of each family is one engine, started once. Experts are not
-rounded to NF4.
+rounded to NF4, and two processes share FP8 weights of one dense family and of mixtures of experts.
 """
 
 import pytest
@@ -18,11 +18,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MOE_ADAPTERS = ADAPTERS | {
     "all_linears": ADAPTERS["all_linears"] | {"target_parameters": BOTH},
 }
+EVERY = (*FAMILIES, *MOE)
+SOME = {"nf4_weights": FAMILIES, "fp8_of_two_ranks": ("llama", *MOE)}
 CELLS = [
     (family, storage)
-    for family in (*FAMILIES, *MOE)
+    for family in EVERY
     for storage in STORAGES
-    if family not in MOE or storage != "nf4_weights"
+    if family in SOME.get(storage, EVERY)
 ]
 
 

@@ -17,19 +17,26 @@ EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 
 
 class RoundedLinear(torch.nn.Linear):
-    """A linear whose input is rounded to FP8, token by token; its weight is what it is."""
+    """A linear whose input is rounded to FP8, token by token; its weight is what it is.
+
+    parts: of the input, each rounded by itself.
+    """
+
+    parts = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(rounded(x), self.weight, self.bias)
+        return F.linear(rounded(x, self.parts), self.weight, self.bias)
 
 
 class RoundedExperts(torch.nn.Module):
     """Experts whose inputs are rounded to FP8, row by row, but not those of what adapters add.
 
-    rounds: of which products. PEFT adds to parameters as long as a forward pass takes.
+    rounds: of which products. down_parts: of what down reads, each rounded by itself. PEFT adds to
+    parameters as long as a forward pass takes.
     """
 
     rounds = ("gate_up_proj", "down_proj")
+    down_parts = 1
 
     def forward(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
@@ -46,7 +53,8 @@ class RoundedExperts(torch.nn.Module):
         adapted = base = getattr(self, name)
         if is_parametrized(self, name):
             base = self.parametrizations[name].original
-        y = F.linear(rounded(x) if name in self.rounds else x, base[expert])
+        parts = self.down_parts if name == "down_proj" else 1
+        y = F.linear(rounded(x, parts) if name in self.rounds else x, base[expert])
         return y + F.linear(x, adapted[expert] - base[expert])
 
 
@@ -74,19 +82,28 @@ def _matrix_of(model: Any, layer: str, expert: str, linear: str) -> torch.Tensor
     return gate if linear in ("gate_proj", "w1") else up
 
 
-def round_linears(model: torch.nn.Module) -> None:
-    """Make the layers' linears and experts, also under PEFT's, compute as FP8 linears do."""
+def round_linears(model: torch.nn.Module, ranks: int = 1) -> None:
+    """Make the layers' linears and experts, also under PEFT's, compute as FP8 linears do.
+
+    ranks: that share them, of which each rounds what it has.
+    """
     for name, linear in model.named_modules():
         if type(linear).__name__.endswith("Experts"):
-            linear.__class__ = RoundedExperts
-            for weight in (linear.gate_up_proj, linear.down_proj):
-                weight.data = rounded(weight.data)
-        if name.removesuffix(".base_layer").endswith("_proj") and type(linear) is torch.nn.Linear:
-            linear.__class__ = RoundedLinear
-            linear.weight.data = rounded(linear.weight.data)
+            linear.__class__, linear.down_parts = RoundedExperts, ranks
+            linear.gate_up_proj.data = rounded(linear.gate_up_proj.data)
+            linear.down_proj.data = rounded(linear.down_proj.data, ranks)
+        name = name.removesuffix(".base_layer")
+        if name.endswith("_proj") and type(linear) is torch.nn.Linear:
+            parts = ranks if name.endswith((".o_proj", ".down_proj")) else 1
+            linear.__class__, linear.parts = RoundedLinear, parts
+            linear.weight.data = rounded(linear.weight.data, parts)
 
 
-def rounded(rows: torch.Tensor) -> torch.Tensor:
-    """The floats that FP8 numbers of these rows stand for: of a weight, or of an input."""
-    quantized = quantize_rows(rows.flatten(0, -2))
+def rounded(rows: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """The floats that FP8 numbers of these rows stand for: of a weight, or of an input.
+
+    parts: of the columns, each with scales of its own.
+    """
+    split = rows.unflatten(-1, (parts, -1))
+    quantized = quantize_rows(split.flatten(0, -2))
     return (quantized.rows.float() * quantized.scales[:, None]).view_as(rows)

@@ -21,6 +21,7 @@ from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.settings import EngineSettings
 from tests.engine.conftest import MOE, PagedTokens
+from tests.engine.models.test_fp8_checkpoints import written
 from tests.engine.models.test_quantized_checkpoints import AWQ
 
 CPU = torch.device("cpu")
@@ -67,14 +68,46 @@ def test_experts_that_are_stored_as_one_tensor_are_the_same(tiny_checkpoints, tm
 def test_a_process_reads_its_part_of_every_expert(
     family, stored, tiny_checkpoints, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(staging, "STAGING_BYTES", 1 << 10)  # a few rows at a time
     folder = tiny_checkpoints[family]
     if stored == "as one":
         folder = as_whole(folder, tmp_path / "whole")
-    whole, *parts = (experts(folder, Shard(i, n)) for i, n in ((0, 1), (0, 2), (1, 2)))
-    halves = [part.gate_up.unflatten(1, (2, -1)) for part in parts]  # of gate and of up
-    assert torch.equal(torch.cat(halves, dim=2).flatten(1, 2), whole.gate_up)
+    whole, *parts = whole_and_halves(folder, monkeypatch)
+    assert torch.equal(joined([part.gate_up for part in parts]), whole.gate_up)
     assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "blocks"])
+@pytest.mark.parametrize("family", MOE)
+def test_a_process_reads_its_part_of_every_expert_in_fp8(
+    family, kind, tiny_checkpoints, tmp_path, monkeypatch
+):
+    folder, _ = written(tiny_checkpoints[family], tmp_path, kind)
+    whole, *parts = whole_and_halves(folder, monkeypatch)
+    assert torch.equal(
+        joined([part.gate_up.rows.float() for part in parts]), whole.gate_up.rows.float()
+    )
+    assert torch.equal(joined([part.gate_up.scales for part in parts]), whole.gate_up.scales)
+    down = torch.cat([floats(part.down) for part in parts], dim=2)
+    if kind == "blocks":  # rounded once more, to the largest of the columns that are kept
+        error = (down - floats(whole.down)).abs()
+        assert error.max() <= 2**-3 * floats(whole.down).abs().max()
+    else:
+        assert torch.equal(down, floats(whole.down))
+
+
+def whole_and_halves(folder, monkeypatch):
+    """The experts of a process alone and of each of two."""
+    monkeypatch.setattr(staging, "STAGING_BYTES", 1 << 10)  # a few rows at a time
+    return [experts(folder, Shard(i, n)) for i, n in ((0, 1), (0, 2), (1, 2))]
+
+
+def joined(parts):
+    """The rows of gate and up, of which each part has some."""
+    return torch.cat([part.unflatten(1, (2, -1)) for part in parts], dim=2).flatten(1, 2)
+
+
+def floats(weight):
+    return weight.rows.float() * weight.scales[..., None]
 
 
 def test_rows_of_experts_that_others_keep_are_not_read(tiny_checkpoints, tmp_path, monkeypatch):
@@ -96,7 +129,8 @@ def test_rows_of_experts_that_others_keep_are_not_read(tiny_checkpoints, tmp_pat
 
 def experts(folder, shard):
     config = ModelConfig.from_folder(folder)
-    with Checkpoint(folder, CPU, torch.float32, shard=shard) as checkpoint:
+    stored = config.quantized_linears
+    with Checkpoint(folder, CPU, torch.float32, stored, shard=shard) as checkpoint:
         return Experts(config, checkpoint, layer=1)
 
 

@@ -11,10 +11,14 @@ from functools import partial
 
 import psutil
 import pytest
+import torch
 
 from lorikeet_engine.errors import DeviceLost, EngineClosed
+from lorikeet_engine.execution import ranks
+from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.process import client
 from lorikeet_engine.process.client import EngineProcessClient
+from lorikeet_engine.settings import EngineSettings
 from tests.engine import forked_engines
 from tests.engine.engine_driver import greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
@@ -162,3 +166,16 @@ def test_a_follower_that_is_lost_before_it_can_step_ends_the_start(
     assert since(tmp_path) < WITHIN_S[sent]
     assert not followers()
     assert not forked_engines.processes()
+
+
+def test_a_leader_without_memory_to_join_the_others_says_so(
+    tiny_checkpoints, tmp_path, monkeypatch, one_thread
+):
+    def out_of_memory(*_group):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(ranks, "RankGroup", out_of_memory)
+    settings = EngineSettings(tiny_checkpoints["llama"], tmp_path, tensor_parallel=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        ranks.start_ranks(settings, load_model)
+    assert not followers()

@@ -1,13 +1,25 @@
 """The ring: every reader gets every record, in order, however small the memory is."""
 
 import os
+import pickle
 import threading
+from array import array
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lorikeet_engine.execution.batch_builder import build_step_input
+from lorikeet_engine.execution.leading_runner import RunStep
+from lorikeet_engine.execution.ranks import ring_bytes
+from lorikeet_engine.kernels.attention.protocol import PageTable
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.kv_groups import KvGroups
 from lorikeet_engine.parallel.ring import RingReader, RingWriter, SharedMemory
+from lorikeet_engine.settings import EngineSettings
 
 
 def ring(capacity: int, readers: int) -> tuple[RingWriter, list[RingReader]]:
@@ -84,3 +96,19 @@ def test_a_writer_whose_reader_is_gone_learns_so():
     os.close(reader._wake_fd)
     with pytest.raises(BrokenPipeError):
         writer.write(b"")
+
+
+def test_a_step_of_long_sequences_that_share_pages_of_many_groups_fits(tiny_checkpoints):
+    sequences, pages, groups = 256, 8192, 6
+    config = replace(
+        ModelConfig.from_folder(tiny_checkpoints["llama"]),
+        max_context=16 * pages,
+        kv_groups=KvGroups(1, (None,) * groups, ()),
+    )
+    engine = EngineSettings(Path(), Path(), max_running=sequences, page_size=16)
+    held, lengths = array("i", range(pages)), np.full(sequences, config.max_context)
+    tables = [PageTable.of([held] * sequences, lengths, 16) for _ in range(groups)]
+    step = replace(build_step_input([], 16), page_tables=tuple(tables))
+    writer, _ = ring(ring_bytes(config, engine), 1)
+    writer.write(pickle.dumps([RunStep(step, 0, (), graphs=True)], pickle.HIGHEST_PROTOCOL))
+    writer.close()

@@ -139,17 +139,34 @@ def test_a_file_under_another_name_is_refused(written):
         ImageFile.of(other, SHAPE)
 
 
-@pytest.mark.parametrize("ranks", [None, "", "3 4", "3 " * 15, "3 " * 13 + "x", "3 " * 13 + "-3"])
-def test_ranks_that_cannot_be_those_of_the_image_are_refused(written, ranks):
-    path, _, image = written()
-    header = {"image": {"dtype": "BF16", "shape": [len(image)], "data_offsets": [0, image.nbytes]}}
-    known = {} if ranks is None else {"ranks": ranks}
-    header["__metadata__"] = {"name": NAME, "sums": "0 0"} | known
+def with_metadata(written, **changes):
+    """A file with other metadata, None: without it; of an adapter that leaves linear 0 alone."""
+    path, _, image = written({(1, 3): 4})
+    length = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8:length])
+    facts = header["__metadata__"] | changes
+    header["__metadata__"] = {key: value for key, value in facts.items() if value is not None}
     text = json.dumps(header).encode()
     data = image.view(torch.uint8).numpy().tobytes()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def test_other_metadata_is_read(written):
+    path = with_metadata(written, more="of another kind")
+    assert ImageFile.of(path, SHAPE).layout.max_rank == 4
+
+
+@pytest.mark.parametrize("ranks", [None, "", "3 4", "3 " * 15, "3 " * 13 + "x", "3 " * 13 + "-3"])
+def test_ranks_that_cannot_be_those_of_the_image_are_refused(written, ranks):
     with pytest.raises(AdapterRejected, match="damaged"):
-        ImageFile.of(path, SHAPE)
+        ImageFile.of(with_metadata(written, ranks=ranks), SHAPE)
+
+
+@pytest.mark.parametrize("shared_a", [None, "x", "-1", "1 999", "0"])
+def test_places_that_cannot_share_the_matrix_before_are_refused(written, shared_a):
+    with pytest.raises(AdapterRejected, match="damaged"):
+        ImageFile.of(with_metadata(written, shared_a=shared_a), SHAPE)
 
 
 def test_an_image_of_another_size_than_its_ranks_say_is_refused(written):

@@ -118,11 +118,14 @@ def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int
 def _shared(
     text: str, ranks: Mapping[tuple[int, int], int], path: Path
 ) -> frozenset[tuple[int, int]]:
-    """PackedLayout's shared_a."""
+    """PackedLayout's shared_a, of linears whose A is that of the one before."""
     places, known = text.split(), list(ranks)
     if not all(place.isdecimal() and int(place) < len(known) for place in places):
         raise _damaged(path)
-    return frozenset(known[int(place)] for place in places)
+    shared = frozenset(known[int(place)] for place in places)
+    if any(linear == 0 for _, linear in shared):
+        raise _damaged(path)
+    return shared
 
 
 def _damaged(path: Path) -> AdapterRejected:

@@ -14,7 +14,7 @@ from lorikeet_engine.adapter import AdapterRef
 class PinnedVersion:
     """A version that a pin keeps.
 
-    image_bytes: what it takes on a GPU, and as much on the host.
+    image_bytes: what it takes on each GPU of a replica, for each of which the host has as much.
     """
 
     ref: AdapterRef
@@ -58,7 +58,7 @@ def check_budget(state: CatalogState, change: Pinned, now: float) -> None:
     after = _charge(state, [*(pin for pin in pins if pin != replaced), change])
     if after > max(budget, before):
         raise Conflict(
-            f"the pins of {change.tenant} would take {after} bytes on each replica, {before} "
+            f"the pins of {change.tenant} would take {after} bytes on each GPU, {before} "
             f"without this one, and its budget is {budget}: unpin something, or raise it with "
             f"`lorikeet tenants limit {change.tenant} --pinned-bytes BYTES`",
             param="tenant",

@@ -105,6 +105,12 @@ class _Costs(BaseModel):
     loads: LoadCosts = LoadCosts()
 
 
+_MEASURED = {
+    "steps": "when it starts (step_costs_measured in its log)",
+    "loads": "as it loads adapters (lorikeet_adapter_load_seconds at /metrics)",
+}
+
+
 class _Question(BaseModel):
     model_config = _Strict
     traffic: _Traffic = Field(default_factory=_Traffic)
@@ -137,11 +143,12 @@ def parse_needs(given: Mapping[str, Any], where: str) -> CapacityNeeds:
     if not any(asked.goals.model_dump().values()) and not any(t.ttft_p99_ms for t in asked.tenants):
         raise InvalidInput(f"{where}: say what must hold, such as goals.ttft_p99_ms = 500")
     gpus = asked.memory.gpus
-    if gpus > 1 and "steps" not in asked.costs.model_fields_set:
-        raise InvalidInput(
-            f"{where}: memory.gpus={gpus}: want costs.steps, too, which such an engine measures "
-            "when it starts (step_costs_measured in its log): those of one GPU do not hold"
-        )
+    for costs, source in _MEASURED.items():
+        if gpus > 1 and costs not in asked.costs.model_fields_set:
+            raise InvalidInput(
+                f"{where}: memory.gpus={gpus}: want costs.{costs}, too, which such an engine "
+                f"measures {source}: those of one GPU do not hold"
+            )
     return _needs(asked)
 
 
