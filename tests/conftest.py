@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import random
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ os.environ.setdefault(
 
 _ADDITIONS = compile("x = 0\nfor i in range(1_000_000):\n    x += i", __file__, "exec")
 _ADDITIONS_S = 0.085
+_WALK_S = 0.11
 
 # A script's background ignores Ctrl-C, also for all that it starts; tests of Ctrl-C send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -70,14 +72,30 @@ def slowdown() -> Callable[[], float]:
     0.085 s when the bounds were set, and on another day 0.114 to 0.15 on the same machine with
     nothing else to do; a scrape of tests/metrics/test_size.py took 0.06 to 0.09 s and then 0.113 to
     0.123, and a choice of tests/routing/test_choice_time.py 0.3 ms and then 0.34 to 0.57.
+
+    On a third day additions took 0.06 s, a scrape 0.107 to 0.136 and a choice 0.33 to 0.50 ms: what
+    was slow there were reads of memory. So objects are walked as well, which took 0.17 to 0.19 s
+    that day.
     """
-    before_s = _additions_s()
-    return lambda: max(1.0, (before_s + _additions_s()) / 2 / _ADDITIONS_S)
+    before = _slowness()
+    return lambda: max(1.0, (before + _slowness()) / 2)
 
 
-def _additions_s() -> float:
+def _slowness() -> float:
+    """The time of additions or of a walk over objects, by what it was, whichever is more."""
     began_s = time.thread_time()
     exec(_ADDITIONS, {})
+    added_s = time.thread_time()
+    keys = [str(number) for number in range(200_000)]
+    random.Random(1).shuffle(keys)  # neighbours lie apart in memory
+    walk_s = min(_walk_s(keys) for _ in range(2))  # the first one asks for the memory, too
+    return max((added_s - began_s) / _ADDITIONS_S, walk_s / _WALK_S)
+
+
+def _walk_s(keys: list[str]) -> float:
+    began_s = time.thread_time()
+    objects = {key: (key, 1.0) for key in keys}
+    assert sum(objects[key][1] for key in keys) == len(sorted(keys))
     return time.thread_time() - began_s
 
 
