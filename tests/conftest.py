@@ -75,7 +75,7 @@ def slowdown() -> Callable[[], float]:
 
     On a third day additions took 0.06 s, a scrape 0.107 to 0.136 and a choice 0.33 to 0.50 ms: what
     was slow there were reads of memory. So objects are walked as well, which took 0.17 to 0.19 s
-    that day.
+    that day; what it took when the bounds were set is not known, and _WALK_S is a guess.
     """
     before = _slowness()
     return lambda: max(1.0, (before + _slowness()) / 2)
