@@ -190,8 +190,10 @@ class TestFlashInfer:
             replace(LARGE, windows=(None, 50, 50, 50)),
             replace(LARGE, head_dim=256, windows=(1, 20), soft_cap=0.7),
             replace(LARGE, head_dim=96),
+            replace(LARGE, long_contexts=True),
+            replace(LARGE, head_dim=96, long_contexts=True),
         ],
-        ids=["", "windows", "soft cap", "odd heads"],
+        ids=["", "windows", "soft cap", "odd heads", "long", "long, odd heads"],
     )
     def shape(self, request):
         return request.param
@@ -252,6 +254,19 @@ class TestFlashInfer:
         assert backend._split is None  # they see little
         compare({"a": 60, **{f"{i}": 1 for i in range(5)}})
         assert backend._split is None  # too many
+
+    def test_what_comes_before_chunks_is_attended_to_apart_on_hopper(
+        self, compare, backend, shape, scales
+    ):
+        is_apart = shape.long_contexts and scales is None
+        is_apart = is_apart and torch.cuda.get_device_capability() == (9, 0)
+        compare({"a": 100, "b": 15})
+        assert backend._planned_prefixes is None  # nothing comes before them
+        compare({"a": 30, "b": 40, "c": 7})
+        assert (backend._planned_prefixes is not None) == is_apart
+        compare({"a": 100, "b": 300})
+        compare({"a": 1, "b": 1})
+        assert backend._planned_prefixes is None  # decodes
 
     def test_many_sequences_of_many_lengths(self, compare):
         compare({str(i): 1 + 5 * i for i in range(12)})

@@ -60,11 +60,10 @@ def attend(q, kv, batch, *, causal):
 @pytest.mark.parametrize(
     ("rows", "lengths"),
     [
-        ([5], [300]),
-        ([20], [20]),
-        ([7, 20, 3, 12, 1], [107, 20, 3 + 64, 12 + 15, 200]),
+        ([5], [6000]),
+        ([7, 20, 3, 12, 1], [7007, 20, 3 + 64, 12 + 15, 6000]),
     ],
-    ids=["deep", "from its beginning", "several"],
+    ids=["deep", "several"],
 )
 def test_parts_put_together_are_the_whole(device, name, rows, lengths):
     shape, batch = SHAPES[name], step_of(rows, lengths)
@@ -75,35 +74,55 @@ def test_parts_put_together_are_the_whole(device, name, rows, lengths):
     q = torch.randn(sum(rows), shape.heads, shape.head_dim, generator=random, device=device)
     want, _ = attend(q, kv, batch, causal=True)
 
-    cut = cut_prefixes(batch, shape, programs=20)
+    cut = cut_prefixes(batch, shape, programs=200)
     grouped = q.view(sum(rows), shape.kv_heads, -1, shape.head_dim).transpose(1, 2)
     of_parts = grouped[torch.from_numpy(cut.tokens).to(device)].flatten(0, 1)
     own, own_lse = attend(q, kv, cut.own, causal=True)
-    if len(cut.tokens):
-        parts, lse = attend(of_parts, kv, cut.parts, causal=False)
-        places = torch.from_numpy(cut.places).to(device)
-        merge(own, own_lse, parts, lse, places, own)
-    else:
-        assert max(length - n for n, length in zip(rows, lengths, strict=True)) < PAGE
+    parts, lse = attend(of_parts, kv, cut.parts, causal=False)
+    merge(own, own_lse, parts, lse, torch.from_numpy(cut.places).to(device), own)
     torch.testing.assert_close(own, want, rtol=0, atol=2e-6)
 
 
-def test_what_comes_before_a_chunk_is_cut_into_parts_that_fill_the_gpu():
-    shape = AttentionShape(32, 8, 128, PAGE, torch.bfloat16)
-    for rows, parts in ((128, 4), (192, 8), (384, 4), (768, 2), (2048, 1), (8192, 1)):
-        cut = cut_prefixes(step_of([rows], [rows + 32_768]), shape, programs=132)
-        assert len(cut.parts.query_starts) == parts + 1
-        assert set(np.diff(cut.parts.query_starts)) == {4 * rows}
-        assert set(cut.parts.page_tables[0].kv_lengths) == {32_768 // parts}
+LLAMA_8B = AttentionShape(32, 8, 128, PAGE, torch.bfloat16)
 
 
-def test_no_part_is_without_a_page():
-    shape = AttentionShape(32, 8, 128, PAGE, torch.bfloat16)
-    cut = cut_prefixes(step_of([100, 92], [100 + 40, 92 + 15]), shape, programs=132)
-    assert cut.parts.page_tables[0].kv_lengths.tolist() == [PAGE, PAGE]
-    assert cut.own.page_tables[0].kv_lengths.tolist() == [108, 107]
+@pytest.mark.parametrize(("rows", "parts"), [(128, 4), (192, 8), (384, 4), (768, 2)])
+def test_what_comes_before_few_rows_is_cut_into_parts_that_fill_the_gpu(rows, parts):
+    cut = cut_prefixes(step_of([rows], [rows + 32_768]), LLAMA_8B, programs=132)
+    assert set(np.diff(cut.parts.query_starts)) == {4 * rows}
+    keys = cut.parts.page_tables[0].kv_lengths
+    assert len(keys) == parts
+    assert keys.sum() == 32_768
+    assert max(keys) - min(keys) <= PAGE
 
 
-@pytest.mark.parametrize(("tiles", "parts"), [(1, 16), (48, 8), (132, 1), (200, 7), (528, 1)])
-def test_parts_leave_few_programs_without_work(tiles, parts):
-    assert count_parts(tiles, 132) == parts
+@pytest.mark.parametrize(
+    ("rows", "depth"),
+    [(2048, 122_880), (8192, 122_880), (384, 8192), (192, 2000), (192, 15), (192, 0)],
+)
+def test_nothing_is_cut_where_that_gains_nothing(rows, depth):
+    assert cut_prefixes(step_of([rows], [rows + depth]), LLAMA_8B, programs=132) is None
+
+
+def test_parts_grow_with_what_comes_before():
+    cuts = [
+        cut_prefixes(step_of([192], [192 + depth]), LLAMA_8B, programs=132)
+        for depth in (8192, 32_768, 122_880)
+    ]
+    assert [len(cut.parts.page_tables[0].kv_lengths) for cut in cuts] == [5, 8, 11]
+
+
+def test_no_part_is_without_a_page_and_no_chunk_pays_for_another():
+    batch = step_of([100, 92, 10], [100 + 40_000, 92 + 15, 10 + 40])
+    cut = cut_prefixes(batch, LLAMA_8B, programs=132)
+    keys = cut.parts.page_tables[0].kv_lengths.tolist()
+    assert keys[-2:] == [PAGE, PAGE]
+    assert sum(keys[:-2]) == 40_000
+    assert cut.own.page_tables[0].kv_lengths.tolist() == [100, 107, 18]
+    assert cut.places[100:192, 2].tolist() == [0] * 92
+
+
+def test_parts_take_little_memory():
+    for tiles in range(8, 3000, 8):
+        parts = count_parts(np.array([tiles]), np.array([1 << 20]), 132)
+        assert parts == 1 or parts * tiles <= 8 * 132

@@ -7,7 +7,7 @@ A small step does not come here: it is one captured CUDA graph, whose attention 
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import flashinfer
 import numpy as np
@@ -17,13 +17,9 @@ from torch.nn import functional as F
 
 from lorikeet_engine.costs import SEEN_TO_SPLIT
 from lorikeet_engine.device.async_copies import upload
+from lorikeet_engine.kernels.attention.hopper_prefill import HopperPrefill, pinned
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
-from lorikeet_engine.kernels.attention.prefix_attention import PrefixAttention, pinned
-from lorikeet_engine.kernels.attention.prefixes import (
-    PlannedSequences,
-    is_deep,
-    starts_of,
-)
+from lorikeet_engine.kernels.attention.prefixes import PlannedSequences, starts_of
 from lorikeet_engine.kernels.attention.protocol import (
     AttentionShape,
     PagedSequences,
@@ -86,7 +82,8 @@ class FlashInferAttention:
     Small steps, each captured in one CUDA graph, use neither plan nor attend of this class:
     `captured` gives their graphs a PagedDecode. Where prompts see much, PagedDecode takes the
     decodes beside them too: FlashInfer cuts all queries of a launch into tiles that fit their mean
-    length, and a chunk in tiles for decodes reads its keys many times.
+    length, and a chunk in tiles for decodes reads its keys many times. On Hopper, where contexts
+    are long, HopperPrefill takes such prompts, unless more decodes than those are beside them.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
@@ -111,8 +108,8 @@ class FlashInferAttention:
         self._decode: PagedDecode | None = None
         self._most_decodes = 0
         self._split: _Split | None = None
-        self._prefixes = PrefixAttention.of(shape, self._workspace)
-        self._planned_prefixes: PrefixAttention | None = None
+        self._hopper = HopperPrefill.of(shape, self._workspace)
+        self._planned_hopper: HopperPrefill | None = None
         compiler = ThreadPoolExecutor(1, thread_name_prefix="flashinfer")
         self._compiled = compiler.submit(self._compile, device)
         compiler.shutdown(wait=False)
@@ -127,27 +124,18 @@ class FlashInferAttention:
         self._compiled.result()
         self._planned.synchronize()  # a plan is copied from a pinned buffer that the next reuses
         is_decode = np.diff(batch.query_starts) == 1
+        decodes, sees_much = is_decode.sum(), _prompts_see_much(batch, is_decode)
         self._split = None
-        if self._decode is not None and self._worth_splitting(batch, is_decode):
+        if sees_much and self._decode is not None and 0 < decodes <= self._most_decodes:
             self._split = _Split.of(batch, is_decode, self._workspace.device)
             self._decode.plan(self._split.decodes)
-        prompts = batch if self._split is None else self._split.prompts
-        self._plan(self._without_prefixes(prompts))
+            batch, decodes = self._split.prompts, 0
+        self._planned_hopper = self._hopper if sees_much and not decodes else None
+        if self._planned_hopper is not None:
+            self._planned_hopper.plan(batch)
+        else:
+            self._plan(batch)
         self._planned.record()
-
-    def _without_prefixes(self, batch: PagedSequences) -> PagedSequences:
-        self._planned_prefixes = self._prefixes if is_deep(batch) else None
-        if self._planned_prefixes is None:
-            return batch
-        return self._planned_prefixes.plan(batch)
-
-    def _worth_splitting(self, batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -> bool:
-        if not 0 < is_decode.sum() <= self._most_decodes:
-            return False
-        tokens = np.diff(batch.query_starts).astype(np.int64)
-        depths = batch.page_tables[0].kv_lengths - tokens
-        seen = tokens * (2 * depths + tokens) // 2  # costs.seen_tokens
-        return bool(seen[~is_decode].sum() >= SEEN_TO_SPLIT)
 
     def _plan(self, batch: PagedSequences) -> None:
         page_size, query_starts = self._shape.page_size, pinned(batch.query_starts)
@@ -215,17 +203,17 @@ class FlashInferAttention:
         missing = self._kv_head_dim - self._shape.head_dim
         if missing:  # zeros, as in the pages
             q, out = F.pad(q, (0, missing)), None
-        prefixes = self._planned_prefixes
-        result: Any = self._wrappers[window].run(
-            q,
-            (layer_kv[0], layer_kv[1]),
-            k_scale=None if scales is None else scales.key,
-            v_scale=None if scales is None else scales.value,  # one more launch, unless it is 1.0
-            out=out,
-            return_lse=prefixes is not None,
-        )
-        if prefixes is not None:
-            result = prefixes.add(q, layer_kv, *result)
+        result: torch.Tensor
+        if self._planned_hopper is not None:
+            result = self._planned_hopper.attend(q, layer_kv, out)
+        else:
+            result = self._wrappers[window].run(
+                q,
+                (layer_kv[0], layer_kv[1]),
+                k_scale=None if scales is None else scales.key,
+                v_scale=None if scales is None else scales.value,  # a launch more, unless it is 1.0
+                out=out,
+            )
         return result[..., :-missing].contiguous() if missing else result
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
@@ -237,6 +225,13 @@ class FlashInferAttention:
         if tokens >= self._most_decodes:  # of steps one after another, so buffers may be shared
             self._decode, self._most_decodes = captured, tokens
         return captured
+
+
+def _prompts_see_much(batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -> bool:
+    tokens = np.diff(batch.query_starts).astype(np.int64)
+    depths = batch.page_tables[0].kv_lengths - tokens
+    seen = tokens * (2 * depths + tokens) // 2  # costs.seen_tokens
+    return bool(seen[~is_decode].sum() >= SEEN_TO_SPLIT)
 
 
 def _chosen(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> PlannedSequences:

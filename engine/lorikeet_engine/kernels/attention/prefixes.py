@@ -1,9 +1,9 @@
 """What comes before the chunks of a step's prompts, cut into parts that fill a GPU.
 
-FlashInfer's FA3 kernels do not split a long sequence: a chunk of few tokens deep in a prompt would
-leave most multiprocessors idle. But all that comes before a chunk is seen by all of its tokens, so
-it can be cut anywhere, the query heads that share a key head can be rows of one, and what the parts
-give is merged with what the chunk sees in itself (merge.py).
+FlashInfer's FA3 kernels do not split a long sequence: a chunk of few tokens deep in a prompt leaves
+most multiprocessors idle. But all that comes before a chunk is seen by all of its tokens, so it can
+be cut anywhere, the query heads that share a key head can be rows of one, and what the parts give
+is merged with what the chunk sees in itself (merge.py).
 """
 
 import math
@@ -16,10 +16,12 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequ
 
 Int32s = npt.NDArray[np.int32]
 
-# PLACEHOLDER until measured
-LEAST_SEEN = 1 << 21
+_TILE = 128  # query rows of one of FA3's programs, for heads of 128
 _MOST_PARTS = 16
-_FULL = 0.95  # the share of the programs with work at which a finer cut gains nothing
+_MOST_TILES = 8  # for each program, where there are parts: bounds the memory that they take
+# From 12 chunks of 128 to 384 tokens on an H200: a tile takes 13.6 ns for each of its keys, as much
+# as for 400 of them to begin and end, and a second launch, with copies and merging, as for 2,000.
+_KEYS_TO_BEGIN, _KEYS_TO_CUT = 400, 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,76 +47,55 @@ class PrefixParts:
     own: PlannedSequences
 
 
-def is_deep(batch: PagedSequences) -> bool:
-    """Whether a step's prompts see so much before them that it is worth a launch of its own."""
-    rows = np.diff(batch.query_starts).astype(np.int64)
-    before = batch.page_tables[0].kv_lengths - rows
-    return bool(rows @ before >= LEAST_SEEN)
+def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) -> PrefixParts | None:
+    """Cut what comes before each chunk; None where one launch for all of it is as good.
 
-
-def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) -> PrefixParts:
-    """Cut what comes before each chunk. programs: how many of FA3's run at a time."""
+    programs: how many run at a time.
+    """
     starts, table = batch.query_starts, batch.page_tables[0]
     rows, group = np.diff(starts), shape.heads // shape.kv_heads
     before = (table.kv_lengths - rows) // shape.page_size
-    tiles = -(-rows * group // _tile(shape)) * shape.kv_heads
-    counts = np.minimum(count_parts(int(tiles[before > 0].sum()), programs), before)
+    tiles = -(-rows * group // _TILE) * shape.kv_heads
+    cut = count_parts(tiles[before > 0], shape.page_size * before[before > 0], programs)
+    if cut == 1:
+        return None
+    counts = np.minimum(cut, before)
     owner = np.repeat(np.arange(len(rows)), counts)
     first = counts.cumsum() - counts  # of each chunk's parts
     nth = np.arange(len(owner)) - first[owner]
     pages = before[owner] * (nth + 1) // counts[owner] - before[owner] * nth // counts[owner]
-    of_parts = rows[owner]
-    at = starts_of(of_parts)
-    tokens = np.repeat(starts[owner] - at[:-1], of_parts) + np.arange(at[-1])
-    each = np.repeat(np.arange(len(rows)), rows)  # a token's chunk
-    nearest = np.append(at[:-1], 0)[np.where(counts, first, -1)]  # where its first part's rows are
-    places = np.stack(
-        (
-            (nearest[each] + np.arange(len(each)) - starts[each]) * group,
-            rows[each] * group,
-            counts[each],
-        ),
-        axis=1,
-    )
-    owned = np.diff(table.starts)
-    nth_page = np.arange(len(table.pages)) - np.repeat(table.starts[:-1], owned)
-    is_before = nth_page < np.repeat(before, owned)
+    at = starts_of(rows[owner])
+    tokens = np.repeat(starts[owner] - at[:-1], rows[owner]) + np.arange(at[-1])
+    chunk = np.repeat(np.arange(len(rows)), rows)  # of each token
+    nearest = at[first[chunk]] + np.arange(len(chunk)) - starts[chunk]  # in its first part
+    places = np.stack((nearest * group, rows[chunk] * group, counts[chunk]), axis=1)
+    of_parts, own = _divided(table, before, pages, shape.page_size)
     return PrefixParts(
-        PlannedSequences(
-            starts_of(of_parts * group),
-            (
-                PageTable(
-                    starts_of(pages),
-                    table.pages[is_before],
-                    (pages * shape.page_size).astype(np.int32),
-                ),
-            ),
-        ),
+        PlannedSequences(starts_of(rows[owner] * group), (of_parts,)),
         tokens,
         places.astype(np.int32),
-        PlannedSequences(
-            starts,
-            (
-                PageTable(
-                    starts_of(owned - before),
-                    table.pages[~is_before],
-                    (table.kv_lengths - before * shape.page_size).astype(np.int32),
-                ),
-            ),
-        ),
+        PlannedSequences(starts, (own,)),
     )
 
 
-def count_parts(tiles: int, programs: int) -> int:
-    """Into how many parts to cut keys, so that so many tiles for each part fill the programs."""
+def count_parts(
+    tiles: npt.NDArray[np.integer], keys: npt.NDArray[np.integer], programs: int
+) -> int:
+    """Into how many parts to cut keys, so that programs with tiles of them are done the soonest.
 
-    def used(parts: int) -> float:
-        return parts * tiles / (programs * math.ceil(parts * tiles / programs))
-
-    counts = range(1, _MOST_PARTS + 1)
-    if not tiles:
+    tiles: of each chunk, and for each of its parts as many. keys: before it.
+    """
+    total = int(tiles.sum())
+    if not total:
         return 1
-    return next((parts for parts in counts if used(parts) >= _FULL), max(counts, key=used))
+    mean = float(tiles @ keys) / total
+
+    def longest(parts: int) -> float:
+        keys_in_turn = math.ceil(parts * total / programs) * (mean / parts + _KEYS_TO_BEGIN)
+        return keys_in_turn + (_KEYS_TO_CUT if parts > 1 else 0)
+
+    most = min(_MOST_PARTS, _MOST_TILES * programs // total)
+    return min(range(1, max(1, most) + 1), key=longest)
 
 
 def starts_of(lengths: npt.NDArray[np.integer]) -> Int32s:
@@ -122,6 +103,21 @@ def starts_of(lengths: npt.NDArray[np.integer]) -> Int32s:
     return np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
 
 
-def _tile(shape: AttentionShape) -> int:
-    """The rows of one of FA3's programs."""
-    return 192 if shape.head_dim <= 64 else 128
+def _divided(
+    table: PageTable,
+    before: npt.NDArray[np.integer],
+    pages: npt.NDArray[np.integer],
+    page_size: int,
+) -> tuple[PageTable, PageTable]:
+    """The tables of parts, of so many pages each, and of what is left of each sequence.
+
+    before: how many pages of each sequence are parts'.
+    """
+    owned = np.diff(table.starts)
+    nth = np.arange(len(table.pages)) - np.repeat(table.starts[:-1], owned)
+    in_parts = nth < np.repeat(before, owned)
+    left = (table.kv_lengths - before * page_size).astype(np.int32)
+    return (
+        PageTable(starts_of(pages), table.pages[in_parts], (pages * page_size).astype(np.int32)),
+        PageTable(starts_of(owned - before), table.pages[~in_parts], left),
+    )

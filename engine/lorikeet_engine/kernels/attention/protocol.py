@@ -30,8 +30,8 @@ class AttentionShape:
 
     dtype: of queries and outputs, and of keys and values unless they are FP8 (fp8_kv). windows: of
     each group of layers that share pages, None for none; groups of one window are neighbours.
-    soft_cap: AttentionBackend.attend's. long_contexts: whether prompts are deep enough for kernels
-    of their own (prefixes.py).
+    soft_cap: AttentionBackend.attend's. long_contexts: whether kernels for prompts that see much
+    are worth the minute that compiling them takes.
     """
 
     heads: int
