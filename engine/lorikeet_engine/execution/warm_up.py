@@ -153,7 +153,7 @@ def dummy_chunk(
     groups: int = 1,
     depth: int = 0,
 ) -> Chunk:
-    """So many tokens of a sequence, on KV page 0: `first` and those after it.
+    """Tokens of a sequence, as many as `length`, on KV page 0: `first` and those after it.
 
     depth: how many tokens of the sequence come before them.
     """
