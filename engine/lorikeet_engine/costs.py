@@ -53,10 +53,10 @@ class StepCosts:
     )
     # 2.74 ms for 256 sequences of 320 tokens, of which 0.21 are there with one of 16 as well.
     seen_token_s: float = 31e-9
-    # "Long contexts": 7.42 ms for a layer's chunk of 2,048 tokens at depth 122,880.
-    prompt_seen_s: float = 0.94e-9
+    # Not measured: FlashInfer's kernels at 350 TFLOP/s.
+    prompt_seen_s: float = 1.5e-9
     # "Long contexts": 14.4 ms with a chunk of 192 tokens at depth 8,192 beside 64 decodes, 9.4 at
-    # depth 0.
+    # depth 0; deeper ones take 1.6 ns for each token seen.
     split_s: float = 2.5e-3
     # "LoRA kernels": least squares over the rows of 1 to 256 tokens, within 0.2 ms of each.
     lora_s: float = 0.27e-3
