@@ -22,13 +22,13 @@ from lorikeet_engine.engine import Engine
 from lorikeet_engine.residency.checksums import word_sum
 from lorikeet_engine.residency.image_checks import EVERY_STEPS, ImageChecks
 
-STEPS = 8 * EVERY_STEPS
+STEPS = 4 * EVERY_STEPS
 _SUMS = 20
 
 WORKS = (
-    Work("1 adapter, alone", 16, 512, adapters=1, requests=1),
-    Work("128 adapters, 16 requests", 16, 512, adapters=128, requests=16),
-    Work("128 adapters", 16, 512, adapters=128),
+    Work("1 adapter, alone", 16, 1100, adapters=1, requests=1),
+    Work("128 adapters, 16 requests", 16, 1100, adapters=128, requests=16),
+    Work("128 adapters, 128 requests", 16, 1100, adapters=128, requests=128),
 )
 
 
