@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.benchmarks import quality
+from engine.benchmarks import harness, quality
 from engine.benchmarks.quality import Sums, measure
 from engine.benchmarks.random_model import LLAMA_3_1_8B
 from tests.engine.tiny_engine import SETTINGS
@@ -29,6 +29,7 @@ def few(monkeypatch):
     sizes = {"SEQUENCES": 5, "PROMPT": 21, "DECODES": 4, "ADAPTERS": 3}
     for name, value in sizes.items():
         monkeypatch.setattr(quality, name, value)
+    monkeypatch.setattr(harness, "empty_device", lambda: None)
 
 
 def test_the_truth_is_what_the_engine_computes_in_float32(tmp_path, monkeypatch):
