@@ -16,7 +16,7 @@ from lorikeet_engine.models.weight_formats import nf4
 
 Tensors = dict[str, torch.Tensor]
 BLOCK = GROUP = 128
-_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
+_FLOATS: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # of eight columns in an integer, the lowest bits first
 
 
@@ -122,7 +122,7 @@ def _packed(levels: torch.Tensor) -> torch.Tensor:
     return packed.to(torch.int32)
 
 
-def _compressed_tensors(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _compressed_tensors(weights: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],
         "weights": _FLOATS | weights,
