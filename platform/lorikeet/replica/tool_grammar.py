@@ -8,7 +8,7 @@ from typing import Any
 import regex
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
-from lorikeet.answer_stream.tool_syntax import ToolSyntax
+from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.grammar import LAYOUT, format_rule
 
@@ -16,8 +16,11 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """As chat templates write arguments."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"parameters": {"type": "object"}}
-_TEXT_BESIDE_JSON = r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?"
-"""Text in which ToolCallParser looks for no call where calls are plain JSON."""
+_TEXT_BESIDE = {
+    CallStyle.JSON: r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?",
+    CallStyle.PYTHON: r"\s*([^\s;\[](?s:.*)|;\s*([^\s\[](?s:.*))?)?",
+}
+"""Text in which ToolCallParser looks for no call where nothing opens calls."""
 
 
 def call_grammar(
@@ -58,11 +61,14 @@ def text_grammar(
     more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
     words = ",".join(map(str, _words({*syntax.tokens, *apart}, vocabulary)))
     rules = [*_call(arguments, syntax, literal), "TEXT: /(?s:.*)/"]
-    if not syntax.before:
+    if not syntax.opens:
         said = f"BEGIN (<[{words}]> TEXT)*" if words else "BEGIN"
-        rules += [f"start: {said} | call{more}", f"BEGIN: /{_TEXT_BESIDE_JSON}/"]
+        calls = " ".join(
+            filter(None, (literal(syntax.before), f"call{more}", literal(syntax.after)))
+        )
+        rules += [f"start: {said} | {calls}", f"BEGIN: /{_TEXT_BESIDE[syntax.style]}/"]
         return "\n".join(rules)
-    mark = syntax.tokens[0]
+    mark = syntax.opens
     if mark in syntax.between:
         more = ""  # behind a call is text, and the next one's mark
     before = f"(TEXT <[{words}]>)* " if words else ""
@@ -92,12 +98,48 @@ def _call(
     """Return the rules of one call. arguments: each function's schema of them."""
     rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(arguments)))}"]
     for index, (name, schema) in enumerate(arguments.items()):
+        call = f"call_{index}"
+        if syntax.style is CallStyle.PYTHON:
+            rules.append(f'{call}: {literal(f"{name}(")} {call}_arguments ")"')
+            rules += _python_arguments(f"{call}_arguments", schema)
+            continue
         head = literal(f'{{"name": "{name}", "{syntax.arguments}": ')
         rules += [
-            f'call_{index}: {head} call_{index}_arguments "}}"',
-            f"call_{index}_arguments: %json {json.dumps(schema)}",
+            f'{call}: {head} {call}_arguments "}}"',
+            f"{call}_arguments: %json {json.dumps(schema)}",
         ]
     return rules
+
+
+def _python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
+    """Return the rules of key=value, …: those that the schema names, in its order, values as JSON.
+
+    Where it names none, any, unless it allows none. What it says of all of them together, beside
+    which ones are required, is not held.
+    """
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return [f"{rule}: %json {json.dumps(schema)}"]  # which is refused with what is wrong
+    whole = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
+    if not properties and schema.get("additionalProperties") is False:
+        return [f'{rule}: ""']
+    if not properties:
+        pair = f"{rule}_pair"
+        return [
+            f'{rule}: ({pair} (", " {pair})*)?',
+            f'{pair}: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" {rule}_value',
+            f"{rule}_value: %json {json.dumps(whole)}",
+        ]
+    rules = [f"{rule}: {rule}_first_0"]
+    # what may come from this property on where none was written before it, and where one was
+    for at, (key, value) in enumerate(properties.items()):
+        pair = f"{json.dumps(f'{key}=')} {rule}_value_{at} {rule}_more_{at + 1}"
+        first, more = f"{rule}_first_{at}: {pair}", f'{rule}_more_{at}: ", " {pair}'
+        if key not in required:
+            first, more = f"{first} | {rule}_first_{at + 1}", f"{more} | {rule}_more_{at + 1}"
+        held = {**(value if isinstance(value, Mapping) else {}), **whole}
+        rules += [first, more, f"{rule}_value_{at}: %json {json.dumps(held)}"]
+    return [*rules, f'{rule}_first_{at + 1}: ""', f'{rule}_more_{at + 1}: ""']
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
