@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.early_launch import launch_options, prefetch, wait
 from lorikeet_engine.kernels.lora.expand_act import activated
 
 ROWS = 4  # of the weight, summed by one program
@@ -67,7 +66,6 @@ def _launch(
         x, weight, bias, scales, y, d_out, d_in, bias is not None, gated, gelu,
         ROWS, min(columns, triton.next_power_of_2(d_in)),
         num_warps=4 if is_fp8 else 8,
-        **launch_options(x.device),
     )  # fmt: skip
 
 
@@ -85,7 +83,6 @@ def _gemv(
     gelu: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute some of y's elements. gated: each is of a gate's row and the row of what it gates."""
     place = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -94,12 +91,6 @@ def _gemv(
     if gated:
         row = place // 2 + place % 2 * (d_out // 2)
     line = weight + row[:, None].to(tl.int64) * d_in
-    if early:
-        each: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # in 128 bytes
-        first = tl.arange(0, max(1, block // each)) * each
-        own = weight + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in
-        prefetch(own + tl.minimum(first, d_in - 1)[None, :])
-    wait(early)
     total = tl.zeros((rows, block), tl.float32)
     for start in range(0, d_in, block):
         column = start + tl.arange(0, block)

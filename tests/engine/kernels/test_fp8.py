@@ -229,7 +229,7 @@ def test_a_captured_product_reads_what_lies_there_at_its_replay(tokens):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [1, 32, 128])
-def test_kernels_that_are_launched_early_read_what_those_ahead_of_them_write(tokens):
+def test_captured_kernels_compute_what_they_do_one_by_one(tokens):
     gate_up, down = (
         reference.quantize_weight(torch.randn(size, device="cuda") * size[1] ** -0.5)
         for size in ((28672, 4096), (4096, 14336))

@@ -25,7 +25,6 @@ import triton.language as tl
 
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences, PageTable
-from lorikeet_engine.kernels.early_launch import launch_options, wait
 from lorikeet_engine.kernels.fp8_kv import KvScales
 
 SHORTEST_ITEM = 64  # tokens
@@ -108,7 +107,6 @@ class PagedDecode:
             block=block if layer_kv.shape[-1] <= 128 else 32,
             num_warps=warps,
             num_stages=stages,
-            **launch_options(q.device),
         )  # fmt: skip
         return out
 
@@ -180,10 +178,8 @@ def _decode(
     kv_dim: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """One item × one key head, for the `group` query heads that share it."""
-    wait(early)
     head = tl.program_id(0)
     item = tl.program_id(1)
     fields = items + item * 6

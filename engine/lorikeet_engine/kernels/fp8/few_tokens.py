@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.early_launch import launch_options, prefetch, wait
 from lorikeet_engine.kernels.fp8 import Fp8Rows
 
 PATH = Path(__file__).with_name("tuning.json")
@@ -93,7 +92,6 @@ def multiply(
         device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
         block_tokens, config.block_out, config.block_in, config.split, config.stages,
         num_warps=config.warps,
-        **launch_options(device),
     )  # fmt: skip
     return y
 
@@ -124,7 +122,6 @@ def _multiply(
     block_in: tl.constexpr,
     split: tl.constexpr,
     stages: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute a tile, some outputs of all tokens, or one part of its columns.
 
@@ -136,12 +133,6 @@ def _multiply(
     steps = tl.cdiv(d_in, block_in)
     # The last row stands in for those behind it, which are not stored.
     w_at = weight + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in + k[None, :]
-    if early:
-        own = weight + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in
-        lines = part * steps // split * block_in + tl.arange(0, max(1, block_in // 128)) * 128
-        for ahead in tl.static_range(stages):
-            prefetch(own + tl.minimum(lines + ahead * block_in, d_in - 1)[None, :])
-    wait(early)
     x_at = x + tl.minimum(n, count - 1)[:, None] * d_in + k[None, :]
     sums = tl.zeros((block_out, block_tokens), tl.float32)
     for step in tl.range(part * steps // split, (part + 1) * steps // split, num_stages=stages):

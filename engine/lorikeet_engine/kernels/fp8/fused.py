@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.early_launch import launch_options, wait
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, LEAST_SCALE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.gemv import gemv
 
@@ -59,7 +58,6 @@ def quantize_rows(x: torch.Tensor) -> Fp8Rows:
     _quantize_rows[(rows,)](
         x, out.rows, out.scales, x.stride(0), width, block, LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
-        **launch_options(x.device),
     )  # fmt: skip
     return out
 
@@ -82,10 +80,8 @@ def _quantize_rows(
     block: tl.constexpr,
     largest: tl.constexpr,
     least_scale: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Round one row."""
-    wait(early)
     columns = tl.arange(0, block)
     inside = columns < width
     row = tl.program_id(0).to(tl.int64)

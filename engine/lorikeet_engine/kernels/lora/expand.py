@@ -27,10 +27,7 @@ def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -
         raise ShapeError(f"delta has {len(delta)} rows, v {len(v)}: want as many")
     if v.numel() == 0 or len(tiles) == 0:
         return
-    config, stride = tiles.config.expand, tiles.rank_stride
-    # Not what adds: programs without an adapter end without waiting, and kernels that are launched
-    # early behind those would not wait for what lies ahead of them.
-    early = not add and launches_early(tiles, v.device)
+    config, stride, early = tiles.config.expand, tiles.rank_stride, launches_early(tiles, v.device)
     few = tiles.regime == Regime.FEW
     span = config.columns * (1 if few else config.blocks)
     grid = (sum(triton.cdiv(width, span) for width in group.d_outs), len(tiles))

@@ -8,12 +8,12 @@ under it, and segments of length 0 pad it.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.early_launch import can_launch_early
 from lorikeet_engine.kernels.lora.tuning import LaunchConfig, Regime, launch_config
 from lorikeet_engine.kernels.lora.types import Segments
 
@@ -77,7 +77,12 @@ def launches_early(tiles: Tiles, device: torch.device) -> bool:
     Hopper can. In a prefill it would hold the few multiprocessors that are left to LoRA, and
     shrink needs them.
     """
-    return tiles.regime != Regime.PREFILL and can_launch_early(device)
+    return tiles.regime != Regime.PREFILL and _is_hopper(device)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

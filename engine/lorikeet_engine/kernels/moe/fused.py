@@ -5,7 +5,6 @@ from functools import partial
 import torch
 import triton
 
-from lorikeet_engine.kernels.early_launch import launch_options
 from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.fused import quantize_rows
 from lorikeet_engine.kernels.lora.linear import rows_of
@@ -32,12 +31,9 @@ def route(
     choose[(tokens,)](
         logits, *operands(lora), chosen, weights, experts, per_token, normalised,
         triton.next_power_of_2(experts), triton.next_power_of_2(per_token), num_warps=1,
-        **launch_options(logits.device, joined=lora is not None),
     )  # fmt: skip
     block = min(_SORTED, triton.next_power_of_2(len(pairs)))
-    sort_by_expert[(experts,)](
-        chosen, pairs, rows, starts, len(pairs), experts, block, **launch_options(logits.device)
-    )
+    sort_by_expert[(experts,)](chosen, pairs, rows, starts, len(pairs), experts, block)
     return RoutedRows(weights, pairs, rows, starts)
 
 
@@ -69,7 +65,6 @@ def combine(y: torch.Tensor, routed: RoutedRows) -> torch.Tensor:
     tokens, width = len(routed.weights), y.shape[1]
     out = y.new_empty((tokens, width))
     sum_weighed[(tokens, triton.cdiv(width, _COLUMNS))](
-        y, routed.rows, routed.weights, out, width, routed.per_token, _COLUMNS,
-        **launch_options(y.device),
-    )  # fmt: skip
+        y, routed.rows, routed.weights, out, width, routed.per_token, _COLUMNS
+    )
     return out

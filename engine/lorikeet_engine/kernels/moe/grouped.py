@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.early_launch import launch_options, wait
 from lorikeet_engine.kernels.moe.types import RoutedRows
 
 _FIRST_WITH_GROUPED = (9, 0)
@@ -76,7 +75,6 @@ def products(
         x, weight, routed.pairs, routed.starts, y, experts, d_out, d_in, routed.per_token, gathered,
         triton.next_power_of_2(experts), c.rows, c.outputs, inputs,
         num_warps=c.warps, num_stages=c.stages,
-        **launch_options(x.device),
     )  # fmt: skip
     return y
 
@@ -97,10 +95,8 @@ def _products(
     block_rows: tl.constexpr,
     block_outputs: tl.constexpr,
     block_inputs: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute some outputs of one tile, or nothing where the experts' rows make fewer tiles."""
-    wait(early)
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
     if expert >= experts:
         return

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.early_launch import launch_options, wait
 from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.moe.grouped import TileConfig, tile_at
 from lorikeet_engine.kernels.moe.types import RoutedRows
@@ -60,7 +59,6 @@ def products(
         device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
         triton.next_power_of_2(experts), c.rows, c.outputs, inputs,
         num_warps=c.warps, num_stages=c.stages,
-        **launch_options(device),
     )  # fmt: skip
     return y
 
@@ -84,10 +82,8 @@ def _products_fp8(
     block_rows: tl.constexpr,
     block_outputs: tl.constexpr,
     block_inputs: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute some outputs of one tile, or nothing where the experts' rows make fewer tiles."""
-    wait(early)
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
     if expert >= experts:
         return

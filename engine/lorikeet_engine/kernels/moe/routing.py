@@ -6,7 +6,6 @@ None adds with atomics: the same step gives the same rows and the same sums each
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.early_launch import wait
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at
 
 
@@ -22,10 +21,8 @@ def choose(
     normalised: tl.constexpr,
     block: tl.constexpr,
     pair_block: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Choose one token's experts and weigh them."""
-    wait(early)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, block)
     inside = expert < experts
@@ -62,10 +59,8 @@ def sort_by_expert(
     count: tl.tensor,
     experts: tl.constexpr,
     block: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """List one expert's pairs, in order, behind those of the experts before it."""
-    wait(early)
     expert = tl.program_id(0)
     start = 0
     for first in range(0, count, block):
@@ -93,10 +88,8 @@ def sum_weighed(
     width: tl.constexpr,
     per_token: tl.constexpr,
     block: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute some columns of one token."""
-    wait(early)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width

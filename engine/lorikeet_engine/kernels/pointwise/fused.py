@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.early_launch import launch_options, wait
 from lorikeet_engine.kernels.fp8 import LARGEST, LEAST_SCALE, Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.fused import (
     divided,
@@ -86,7 +85,6 @@ def _launch_add_rms_norm(
         x, delta, *operands(lora), delta_weight, weight, y, *fp8, eps, scale, width, block,
         LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
-        **launch_options(x.device, joined=lora is not None),
     )  # fmt: skip
     return x if y is None else y
 
@@ -104,10 +102,7 @@ def act_and_mul(
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
     grid = (tokens, triton.cdiv(width, COLUMNS))
-    _act_and_mul[grid](
-        x, *operands(lora), y, width, COLUMNS, gelu,
-        **launch_options(x.device, joined=lora is not None),
-    )  # fmt: skip
+    _act_and_mul[grid](x, *operands(lora), y, width, COLUMNS, gelu)
     return y
 
 
@@ -130,7 +125,6 @@ def act_and_mul_fp8(
         x, *operands(lora), y, rounded.rows, rounded.scales, width, block, gelu,
         LARGEST, LEAST_SCALE,
         num_warps=min(16, max(1, block // 512)),
-        **launch_options(x.device, joined=lora is not None),
     )  # fmt: skip
     return Activations(y, rounded)
 
@@ -167,10 +161,8 @@ def _add_rms_norm(
     block: tl.constexpr,
     largest: tl.constexpr,
     least_scale: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute one token."""
-    wait(early)
     columns = tl.arange(0, block)
     inside = columns < width
     token = tl.program_id(0).to(tl.int64)
@@ -229,10 +221,8 @@ def _act_and_mul(
     width: tl.constexpr,
     block: tl.constexpr,
     gelu: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute some columns of one token."""
-    wait(early)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     out = _gated(x, lora, adapted, token, columns, width, gelu)
@@ -252,10 +242,8 @@ def _act_and_mul_fp8(
     gelu: tl.constexpr,
     largest: tl.constexpr,
     least_scale: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Compute one token, then read it again from the cache and round it: it outgrows registers."""
-    wait(early)
     token = tl.program_id(0).to(tl.int64)
     most = tl.zeros((block,), tl.float32)
     for start in tl.static_range(0, width, block):

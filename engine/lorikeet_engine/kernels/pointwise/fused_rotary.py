@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.early_launch import launch_options, wait
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm
@@ -52,7 +51,6 @@ def rotary_and_store_kv(
         qkv.stride(0), layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, layer_kv.shape[4],
         cos.shape[1], interleaved, whole, block_heads, block_half,
         num_warps=min(16, max(4, block_heads * block_half // 512)),
-        **launch_options(qkv.device, joined=lora is not None),
     )  # fmt: skip
 
 
@@ -161,10 +159,8 @@ def _rotary_and_store_kv(
     whole: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Norm, rotate and store heads of one token; layer_kv's values lie `plane` behind its keys."""
-    wait(early)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]
     column = tl.arange(0, block_half)[None, :]
