@@ -99,7 +99,7 @@ def test_the_file_of_a_gateway_on_this_machine_is_taken_from_there(
     held, (header, *_) = run(settings, scenario)
     assert (held, header.digest) == (HoldState.HELD, ref.digest)
     assert (settings.cache_dir / ref.digest).read_bytes() == blob
-    assert not list(settings.cache_dir.glob(f"{ref.digest}.*.part"))
+    assert not list(settings.cache_dir.glob(f"{ref.digest}.*"))  # neither a part nor an image
 
 
 def on_another_file_system(*_):

@@ -113,9 +113,11 @@ class EngineProcessClient:
         """Engine.abort."""
         return self._call("abort", request_id, choice)
 
-    def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> Future[None]:
+    def pin(
+        self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False
+    ) -> Future[None]:
         """Engine.pin."""
-        return self._call("pin", ref, tier)
+        return self._call("pin", ref, tier, passing)
 
     def unpin(self, digest: str) -> Future[None]:
         """Engine.unpin."""

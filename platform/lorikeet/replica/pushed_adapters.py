@@ -3,7 +3,8 @@
 A replica on the gateway's machine links or copies the gateway's file; to others a blob is sent in
 parts. It goes into the disk cache's folder, as one that was downloaded would: whole, verified, by
 one rename. From there the engine packs it into its host arena, where a pin keeps it until the
-gateway that took the push says that it is in the store, or is not heard of for HELD_S.
+gateway that took the push says that it is in the store, or is not heard of for HELD_S. Its image is
+not written to the disk for that: each version would be written twice, though the next one is near.
 """
 
 import asyncio
@@ -91,7 +92,7 @@ class PushedAdapters:
             return HoldState.LACKING
         loop = asyncio.get_running_loop()
         if digest not in self._until_s and not self._kept_by_controller(digest):
-            self._engine.pin(ref, Residency.HOST)
+            self._engine.pin(ref, Residency.HOST, passing=True)
         self._until_s[digest] = loop.time() + HELD_S
         loop.call_later(HELD_S, self._expire, digest)
         due_s = loop.time() + _LOADED_S

@@ -51,10 +51,7 @@ def validate_blob(
         gpu_bytes = memory.image_bytes(spec.packed_elements(lambda n: kept[n].dims), gpus)
         check_values(blob, spec, memory.dtype, scan)
     except (AdapterError, SettingsError) as error:
-        message = error.message
-        if "max_rank" in error.fields:
-            message += " (LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --rank`)"
-        raise InvalidAdapter(message, param=error.fields.get("field")) from error
+        raise _invalid(error) from error
     return BlobFacts(
         digest=digest or blob_digest(blob),
         size_bytes=spec.size_bytes,
@@ -64,6 +61,13 @@ def validate_blob(
         touches=spec.touches,
         trained_on=spec.base_model,
     )
+
+
+def _invalid(error: AdapterError | SettingsError) -> InvalidAdapter:
+    message = error.message
+    if "max_rank" in error.fields:
+        message += " (LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --rank`)"
+    return InvalidAdapter(message, param=error.fields.get("field"))
 
 
 def check_base_model(base_model: str, base_models: Mapping[str, ServedModel]) -> str:
