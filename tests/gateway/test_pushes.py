@@ -91,6 +91,7 @@ def test_values_are_looked_at_while_they_come_and_not_again(
     assert trainer.push(blob).status_code == 201
     path, key = "/admin/v1/adapters/acme/other/versions", trainer.gateway.admin_key
     assert trainer.gateway.request("PUT", path, key, content=blob).status_code == 201
+    monkeypatch.undo()
     diverged = error_of(trainer.push(blob[:-4] + b"\xff\xff\xff\xff"), 422)
     assert diverged["message"].endswith("holds NaN or Inf: the training diverged")
     assert ".lora_" in diverged["param"]

@@ -3,6 +3,7 @@
 import io
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import groupby, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -29,17 +30,17 @@ _OVERFLOWS = {
 
 
 class ValueScan:
-    """Finds the largest value of each tensor of a blob of this size while its bytes come.
+    """Finds what no value of a blob of this size is further from zero than, while its bytes come.
 
-    It refuses nothing: of a blob that `read_spec` refuses, and of one whose values lie across
-    SCAN_ALIGNMENT, it finds none, and `check_values` reads them.
+    All tensors of a dtype that come together are looked at together: each look waits its turn for
+    the interpreter, which a gateway has much to do for. It refuses nothing: of a blob that
+    `read_spec` refuses, and of one whose values lie across SCAN_ALIGNMENT, it finds nothing.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self._size, self._taken = size_bytes, 0
         self._waiting = deque[TensorSpan]()  # whose ends have not come
-        self._so_far = 0  # the largest of the first of these
-        self._found: dict[TensorSpan, int] = {}
+        self._bounds: dict[TensorSpan, int] = {}
 
     def take(self, data: memoryview) -> None:
         """Take in the next bytes, a multiple of SCAN_ALIGNMENT unless they are the last.
@@ -49,33 +50,35 @@ class ValueScan:
         begin, self._taken = self._taken, self._taken + len(data)
         if not begin:
             self._waiting = deque(_spans(data, self._size))
-        while self._waiting and self._waiting[0].begin < self._taken:
-            span = self._waiting[0]
-            kind, mask = _MAGNITUDES[span.dtype]
-            piece = np.frombuffer(data[max(span.begin - begin, 0) : span.end - begin], dtype=kind)
-            self._so_far = max(self._so_far, int((piece & mask).max()))
-            if span.end > self._taken:
-                return
-            self._found[self._waiting.popleft()], self._so_far = self._so_far, 0
+        here = takewhile(lambda span: span.begin < self._taken, self._waiting)
+        for dtype, group in groupby(here, key=lambda span: span.dtype):
+            spans, (kind, mask) = list(group), _MAGNITUDES[dtype]
+            together = data[max(spans[0].begin - begin, 0) : spans[-1].end - begin]
+            largest = int((np.frombuffer(together, dtype=kind) & mask).max())
+            for span in spans:
+                self._bounds[span] = max(self._bounds.get(span, 0), largest)
+        while self._waiting and self._waiting[0].end <= self._taken:
+            self._waiting.popleft()
 
-    def largest(self, span: TensorSpan) -> int | None:
-        """The bits of a tensor's value furthest from zero, without its sign; None: not found."""
-        return self._found.get(span)
+    def bound(self, span: TensorSpan) -> int | None:
+        """The bits of a size that no value of a tensor exceeds; None before all have come."""
+        return None if self._waiting else self._bounds.get(span)
 
 
 def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | None = None) -> None:
     """See that every value is finite in the file, and in an image of this dtype with B scaled.
 
-    scan: what was found as the blob came. The rest is read, a few megabytes at a time. Raises
-    AdapterRejected, whose field is the tensor.
+    scan: of the blob as it came. Only tensors that its bounds do not show to be good are read, a
+    few megabytes at a time. Raises AdapterRejected, whose field is the tensor.
     """
     for name, span, factor in _matrices(spec):
-        bits = scan.largest(span) if scan is not None else None
-        largest = _value(_largest(blob, span) if bits is None else bits, span.dtype)
+        bits = scan.bound(span) if scan is not None else None
+        if bits is not None and _packed(_value(bits, span.dtype), factor) < _OVERFLOWS[dtype]:
+            continue
+        largest = _value(_largest(blob, span), span.dtype)
         if not np.isfinite(largest):
             raise AdapterRejected(f"{name} holds NaN or Inf: the training diverged", field=name)
-        with np.errstate(over="ignore"):
-            packed = abs(largest * np.float32(factor))
+        packed = _packed(largest, factor)
         if not packed < _OVERFLOWS[dtype]:
             raise AdapterRejected(f"{name} holds {packed:g}, which {dtype} cannot hold", field=name)
 
@@ -106,8 +109,14 @@ def _value(bits: int, kind: str) -> np.float32:
     return np.uint32(bits << 16 if kind == "BF16" else bits).view(np.float32)
 
 
+def _packed(largest: np.float32, factor: float) -> np.float32:
+    """The size of a value in an image, before it is rounded."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return abs(largest * np.float32(factor))
+
+
 def _largest(blob: Path, span: TensorSpan) -> int:
-    """What ValueScan.largest finds, read from the file."""
+    """The bits of a tensor's value furthest from zero, without its sign."""
     kind, mask = _MAGNITUDES[span.dtype]
     return max(int((piece & mask).max()) for piece in _pieces(blob, span, kind))
 
