@@ -113,6 +113,10 @@ class EngineProcessClient:
         """Engine.abort."""
         return self._call("abort", request_id, choice)
 
+    def residency(self, ref: AdapterRef) -> Future[Residency]:
+        """Engine.residency, which `status` may tell a tenth of a second later."""
+        return self._call("residency", ref)
+
     def pin(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False
     ) -> Future[None]:

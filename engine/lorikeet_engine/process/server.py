@@ -91,6 +91,7 @@ def _build(calls: Connection) -> tuple[Engine, float]:
 _METHODS: Mapping[str, Callable[..., Any]] = {
     "submit": Engine.submit,
     "abort": Engine.abort,
+    "residency": Engine.residency,
     "pin": Engine.pin,
     "unpin": Engine.unpin,
     "prefetch": Engine.prefetch,
