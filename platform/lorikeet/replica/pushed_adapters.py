@@ -3,7 +3,8 @@
 A replica on the gateway's machine links or copies the gateway's file; to others a blob is sent in
 parts. It goes into the disk cache's folder, as one that was downloaded would: whole, verified, by
 one rename. From there the engine packs it into its host arena, where a pin keeps it until the
-gateway that took the push says that it is in the store, or is not heard of for HELD_S.
+gateway that took the push says that it is in the store, or is not heard of for HELD_S. Its image is
+not written to the disk for that: each version would be written twice, though the next one is near.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from lorikeet.protocol.placement_decision import PinTarget
@@ -29,6 +31,7 @@ from lorikeet.protocol.pushing import (
 )
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import blob_digest
+from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.process.client import EngineProcessClient
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,8 @@ _ENDED = 256
 class PushedAdapters:
     """Answers a gateway's messages about pushes. For one event loop.
 
-    residency: where the engine has an adapter, by digest. pinned: the controller's pin of one.
+    residency: where the engine said last that it has an adapter, by digest. pinned: the
+    controller's pin of one.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class PushedAdapters:
         self._folder, self._engine = folder, engine
         self._residency, self._pinned = residency, pinned
         self._until_s: dict[str, float] = {}  # of those that are held, by digest
+        self._held: dict[str, AdapterRef] = {}
         self._begun_s: dict[Path, float] = {}  # transfers that have not ended
         self._ended = deque[Path](maxlen=_ENDED)
         self._transfers = threading.Lock()  # for these two, and for files' coming and going
@@ -83,6 +88,7 @@ class PushedAdapters:
     def unpinned(self, digest: str) -> None:
         """Take in that the controller has taken a pin away: the next hold pins it again."""
         self._until_s.pop(digest, None)
+        self._held.pop(digest, None)
 
     async def _hold(self, ref: AdapterRef, file: str) -> HoldState:
         digest = ref.digest
@@ -91,11 +97,11 @@ class PushedAdapters:
             return HoldState.LACKING
         loop = asyncio.get_running_loop()
         if digest not in self._until_s and not self._kept_by_controller(digest):
-            self._engine.pin(ref, Residency.HOST)
-        self._until_s[digest] = loop.time() + HELD_S
+            self._engine.pin(ref, Residency.HOST, passing=True)
+        self._until_s[digest], self._held[digest] = loop.time() + HELD_S, ref
         loop.call_later(HELD_S, self._expire, digest)
         due_s = loop.time() + _LOADED_S
-        while self._residency(digest) < Residency.HOST and loop.time() < due_s:
+        while await self._where(digest) < Residency.HOST and loop.time() < due_s:
             await asyncio.sleep(_LOOK_S)
         return await self._state(digest)
 
@@ -104,6 +110,7 @@ class PushedAdapters:
             self._release(digest)
 
     def _release(self, digest: str) -> None:
+        self._held.pop(digest, None)
         if self._until_s.pop(digest, None) is None:
             return
         if (target := self._pinned(digest)) is not None:
@@ -116,12 +123,20 @@ class PushedAdapters:
         return target is not None and target.tier >= Residency.HOST
 
     async def _state(self, digest: str) -> HoldState:
-        residency = self._residency(digest)
+        residency = await self._where(digest)
         if residency >= Residency.HOST:
             return HoldState.HELD
         if residency is Residency.DISK or await asyncio.to_thread(self._blob(digest).exists):
             return HoldState.LOADING
         return HoldState.LACKING
+
+    async def _where(self, digest: str) -> Residency:
+        """Return where the engine has an adapter. About one that is held it is asked."""
+        found, ref = self._residency(digest), self._held.get(digest)
+        if found < Residency.HOST and ref is not None:
+            with suppress(EngineClosed):
+                found = await asyncio.wrap_future(self._engine.residency(ref))
+        return found
 
     def _take(self, digest: str, file: str) -> bool:
         """Put a gateway's verified file under its digest; False where this machine lacks it.
