@@ -77,7 +77,7 @@ class SymmetricSums:
 
     def _shared(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor where all ranks can read it."""
-        shared = self._buffers[tensor.dtype][: tensor.numel()].view(tensor.shape)
+        shared: torch.Tensor = self._buffers[tensor.dtype][: tensor.numel()].view(tensor.shape)
         return shared.copy_(tensor)
 
 
