@@ -127,8 +127,9 @@ def read_llama(given: str) -> float:
         except ValueError as error:
             raise ArgumentTypeError(f"{given}: want tokens/s, or a run's JSON file") from error
     run = json.loads(Path(given).read_text())
-    if [run.get(key) for key in ("config", "weight_dtype", "kv_dtype")] != [LLAMA, "auto", "auto"]:
-        raise ArgumentTypeError(f"{given}: want a run of {LLAMA} in 16 bits")
+    known = [run.get(key) for key in ("config", "weight_dtype", "kv_dtype", "tensor_parallel")]
+    if known != [LLAMA, "auto", "auto", 1]:
+        raise ArgumentTypeError(f"{given}: want a run of {LLAMA} in 16 bits on one GPU")
     for row in run["throughput"]:
         work = row["work"]
         lengths = work["name"], work["prompt_tokens"], work["output_tokens"]

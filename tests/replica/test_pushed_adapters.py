@@ -146,6 +146,19 @@ def test_the_engine_is_asked_as_its_status_comes_later(pushed, tmp_path):
     assert 4 <= looks <= 6
 
 
+def test_a_copy_of_a_gateways_file_that_is_another_is_not_taken(pushed, tmp_path, monkeypatch):
+    ref, blob = pushed
+    (tmp_path / "theirs").write_bytes(blob[:-1] + b"?")
+    (cache := tmp_path / "cache").mkdir()
+    held = PushedAdapters(cache, SlowlyTold(), lambda _: Residency.REMOTE, lambda _: None)
+    monkeypatch.setattr(pushed_adapters.os, "link", on_another_file_system)
+    assert not held._take(ref.digest, str(tmp_path / "theirs"))
+    assert not list(cache.iterdir())
+    (tmp_path / "theirs").write_bytes(blob)
+    assert held._take(ref.digest, str(tmp_path / "theirs"))
+    assert (cache / ref.digest).read_bytes() == blob
+
+
 def on_another_file_system(*_):
     raise OSError(errno.EXDEV, "Invalid cross-device link")
 

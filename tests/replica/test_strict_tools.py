@@ -24,6 +24,7 @@ from lorikeet.answer_stream.tool_syntax import (
     CallStyle,
     ToolSyntax,
 )
+from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import ToolUse
 from lorikeet.replica.grammar import ModelGrammars, TextMatcher
 from lorikeet.replica.tool_grammar import text_grammar
@@ -249,3 +250,55 @@ def test_beside_plain_json_text_is_what_no_reader_looks_into(tmp_path: Path) -> 
     for length in range(5):
         for text in map("".join, itertools.product(" \n;{a", repeat=length)):
             assert model.allows(text) == (re.match(r"\s*;?\s*\{", text) is None), repr(text)
+
+
+ODD = {
+    "name": "odd",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "first name": {"type": "string"},
+            "x:y=z": {"$ref": "#/properties/city"},
+            "city": {"type": "string"},
+            "tree": {"$ref": "#/$defs/node"},
+        },
+        "required": ["first name", "x:y=z", "city", "tree"],
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+            }
+        },
+    },
+}
+
+
+def _python_model(tmp_path: Path) -> Model:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    shutil.copy(DEMO / "config.json", tmp_path)
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    return Model(PYTHON_LIST, tokenizer, ModelGrammars(tmp_path))
+
+
+def test_calls_in_python_have_any_names_of_arguments_and_references(tmp_path: Path) -> None:
+    model, use = _python_model(tmp_path), ToolUse(({"type": "function", "function": ODD},))
+    given = {"first name": "a", "x:y=z": "b", "city": "c", "tree": {"kids": [{"kids": []}]}}
+    pairs = ", ".join(
+        f"{key if key.isalpha() else json.dumps(key)}={json.dumps(value)}"
+        for key, value in given.items()
+    )
+    call = f"[odd({pairs})]"
+    assert model.allows(call, use)
+    assert not model.allows(call.replace('"b"', "1"), use)
+    assert not model.allows(call.replace('{"kids": [{"kids": []}]}', "[[]]"), use)
+    said, calls = model.read(model.ids(call), use)
+    assert (said, calls) == ("", [("odd", given)])
+
+
+def test_a_schema_that_grows_with_its_references_is_refused(tmp_path: Path) -> None:
+    many = {f"p{i}": {"$ref": "#/$defs/d"} for i in range(2000)}
+    schema = {"type": "object", "properties": many, "$defs": {"d": {"enum": ["x" * 50_000]}}}
+    large = {"name": "large", "strict": True, "parameters": schema}
+    with pytest.raises(InvalidInput, match="refer to less"):
+        _python_model(tmp_path).grammar(ToolUse(({"type": "function", "function": large},)))

@@ -33,8 +33,8 @@ class ValueScan:
     """Finds what no value of a blob of this size is further from zero than, while its bytes come.
 
     All tensors of a dtype that come together are looked at together: each look waits its turn for
-    the interpreter, which a gateway has much to do for. It refuses nothing: of a blob that
-    `read_spec` refuses, and of one whose values lie across SCAN_ALIGNMENT, it finds nothing.
+    the interpreter, which a gateway has much to do for. It refuses nothing: of a blob whose header
+    is not good, and of one whose values lie across SCAN_ALIGNMENT, it finds nothing.
     """
 
     def __init__(self, size_bytes: int) -> None:

@@ -34,8 +34,8 @@ def pack(
     """Write the image into out [layout.image_elements]: its dtype, and the scaling folded into B.
 
     Returns the image's sums. B is scaled in float32 before it is rounded. threads: how many share
-    the layers, if not as many as there are cores for. Two matrices for each are in memory besides.
-    Raises AdapterRejected when a value does not fit out's dtype.
+    the layers, if not as many as there are cores for. Three matrices for each are in memory
+    besides. Raises AdapterRejected when a value does not fit out's dtype.
     """
     shares = _shares(spec.size_bytes, len(layout.layers), threads)
     spans = zip(torch.split(out, layout.elements), layout.ranges, strict=True)

@@ -217,22 +217,31 @@ class Loader:
         if task.download_s is not None:
             self._pack(task, blob)
             return
-        verifying = self._verifiers.submit(self._disk.verify, task.ref.digest)
+        number = blob.stat().st_ino
+
+        def verify() -> None:
+            self._disk.verify(task.ref.digest)
+            if blob.stat().st_ino != number:
+                raise FileNotFoundError(f"{blob.name} was replaced while it was packed")
+
         try:
-            self._pack(task, blob, verifying.result)
-        except Exception:
-            verifying.result()  # a damaged one can be refused for anything
+            self._pack(task, blob, verify)
+        except AdapterError:
+            verify()  # a damaged one can be refused for anything
             raise
 
-    def _pack(self, task: LoadTask, blob: Path, verify: Callable[[], None] = lambda: None) -> None:
-        """Pack a blob to the host. verify: raises where it was damaged; it may have to wait."""
+    def _pack(self, task: LoadTask, blob: Path, verify: Callable[[], None] | None = None) -> None:
+        """Pack a blob to the host. verify: raises where it was damaged; runs beside the packing."""
         spec = read_spec(blob, self._shape, self._limits)
         layout = PackedLayout.of(spec, self._shape, self._world)
 
         def write(out: torch.Tensor) -> LayerSums:
-            sums = pack(blob, spec, layout, out)
-            verify()
-            return sums
+            verifying = self._verifiers.submit(verify) if verify else None
+            try:
+                return pack(blob, spec, layout, out)
+            finally:
+                if verifying is not None:
+                    verifying.result()
 
         if self._fill(task, layout, write) and not task.passing:
             self._images.write(task.ref, urgent=task.urgent)

@@ -13,7 +13,7 @@ FunctionCall = tuple[str, dict[str, Any]]
 """A function's name and its arguments."""
 
 _ESCAPE = "<escape>"
-_NAME = r"[\w.-]{1,64}"
+_NAME = r"[\w.-]{1,128}"
 _JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 _CONSTANTS = _JSON_CONSTANTS | {"True": True, "False": False, "None": None}
 _NUMBER = regex.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")

@@ -134,6 +134,7 @@ def run(tmp_path):
     def run(rows, **about):
         file = tmp_path / "run.json"
         known = {"config": "llama-3.1-8b", "weight_dtype": "auto", "kv_dtype": "auto"}
+        known["tensor_parallel"] = 1
         rows = [
             {
                 "work": {"name": name, "prompt_tokens": lengths[0], "output_tokens": lengths[1]},
@@ -153,8 +154,9 @@ def test_llamas_row_is_read_from_its_run_or_given(run):
     assert read_llama("11,891") == 11_891
     with pytest.raises(ArgumentTypeError, match="no row base 256/128"):
         read_llama(run(rows))
-    for about in ({"config": "phi-4"}, {"weight_dtype": "fp8"}, {"kv_dtype": "fp8"}):
-        with pytest.raises(ArgumentTypeError, match="in 16 bits"):
+    others = {"config": "phi-4", "weight_dtype": "fp8", "kv_dtype": "fp8", "tensor_parallel": 2}
+    for about in ({key: value} for key, value in others.items()):
+        with pytest.raises(ArgumentTypeError, match="in 16 bits on one GPU"):
             read_llama(run([("base", (256, 128), [1])], **about))
     with pytest.raises(ArgumentTypeError, match="want tokens/s"):
         read_llama("no such file.json")

@@ -93,6 +93,64 @@ def test_a_blob_is_packed_while_it_is_verified_and_is_there_once_it_was(shelf, b
     other.lease(a).release()
 
 
+def test_a_blob_that_is_replaced_while_it_is_packed_is_packed_again(shelf, bench, monkeypatch):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.load(a, to=Residency.HOST)
+    good_image, blob = b.image(a).read_bytes(), b.folder / a.digest
+    b.image(a).unlink()
+    good, verify = blob.read_bytes(), DiskCache.verify
+
+    def replacing(cache: DiskCache, digest: str) -> None:
+        assert packed.wait(10)
+        (b.folder / "new").write_bytes(good)
+        (b.folder / "new").replace(blob)
+        verify(cache, digest)
+
+    def pack(*arguments: object) -> object:
+        sums = blob_packing.pack(*arguments)
+        packed.set()
+        return sums
+
+    packed = threading.Event()
+    monkeypatch.setattr(loader, "pack", pack)
+    monkeypatch.setattr(DiskCache, "verify", replacing)
+    blob.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    other = bench()
+    other.lease(a).release()
+    assert other.image(a).read_bytes() == good_image
+
+
+def test_a_blob_is_not_verified_before_the_host_has_room_for_it(shelf, bench, monkeypatch):
+    a, c = make(shelf, "ac")
+    b = bench()
+    for ref in (a, c):
+        b.tiers.pin(ref, Residency.DISK)
+        b.until(lambda: b.tiers.residency(ref) is Residency.DISK)  # noqa: B023
+    verified, verify = list[str](), DiskCache.verify
+
+    def noting(cache: DiskCache, digest: str) -> None:
+        verified.append(digest)
+        verify(cache, digest)
+
+    monkeypatch.setattr(DiskCache, "verify", noting)
+    other = bench(host=1)
+    other.tiers.pin(a, Residency.HOST)
+    other.until(lambda: other.tiers.residency(a) is Residency.HOST)
+    tried = threading.Event()
+    reserve = other.tiers._host.reserve
+
+    def full(*arguments: object, **more: object) -> object:
+        tried.set()
+        return reserve(*arguments, **more)
+
+    monkeypatch.setattr(other.tiers._host, "reserve", full)
+    other.tiers.prefetch(c, Residency.HOST)
+    other.until(tried.is_set)
+    other.tiers._loader._verifiers.shutdown()
+    assert verified == [a.digest]
+
+
 def test_the_image_of_a_passing_pin_is_not_written(shelf, bench):
     a, c = make(shelf, "ac")
     b = bench(gpu=1, host=1)
