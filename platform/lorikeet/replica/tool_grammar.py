@@ -127,7 +127,7 @@ def _python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
         return [f"{rule}: %json {json.dumps(schema)}"]  # which is refused with what is wrong
     if not properties and schema.get("additionalProperties") is False:
         return [f'{rule}: ""']
-    guidance = {key: schema[key] for key in ("x-guidance",) if key in schema}
+    guidance = {"x-guidance": schema["x-guidance"]}
     if not properties:
         pair = f"{rule}_pair"
         return [
@@ -147,8 +147,8 @@ def _python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
         held = json.dumps({**_standing_alone(value, schema), **guidance})
         if (length := length + len(held)) > _MOST_SCHEMAS_LENGTH:
             raise InvalidInput(
-                f"the schema of {rule} is too large where each property has a copy of what its "
-                f"$ref names, over {_MOST_SCHEMAS_LENGTH} characters: refer to less",
+                "a function's parameters are too large where each that has a $ref has a copy of "
+                f"them all, over {_MOST_SCHEMAS_LENGTH} characters: write out what $ref names",
                 param="tools",
             )
         rules += [first, more, f"{rule}_value_{at}: %json {held}"]
