@@ -19,7 +19,11 @@ from lorikeet_engine.costs import SEEN_TO_SPLIT
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.hopper_prefill import HopperPrefill, pinned
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
-from lorikeet_engine.kernels.attention.prefixes import PlannedSequences, starts_of
+from lorikeet_engine.kernels.attention.prefixes import (
+    PlannedSequences,
+    seen_by_each,
+    starts_of,
+)
 from lorikeet_engine.kernels.attention.protocol import (
     AttentionShape,
     PagedSequences,
@@ -130,9 +134,9 @@ class FlashInferAttention:
             self._split = _Split.of(batch, is_decode, self._workspace.device)
             self._decode.plan(self._split.decodes)
             batch, decodes = self._split.prompts, 0
-        self._planned_hopper = self._hopper if sees_much and not decodes else None
-        if self._planned_hopper is not None:
-            self._planned_hopper.plan(batch)
+        self._planned_hopper = None
+        if sees_much and not decodes and self._hopper is not None and self._hopper.plan(batch):
+            self._planned_hopper = self._hopper
         else:
             self._plan(batch)
         self._planned.record()
@@ -228,9 +232,9 @@ class FlashInferAttention:
 
 
 def _prompts_see_much(batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -> bool:
-    tokens = np.diff(batch.query_starts).astype(np.int64)
-    depths = batch.page_tables[0].kv_lengths - tokens
-    seen = tokens * (2 * depths + tokens) // 2  # costs.seen_tokens
+    """Whether they do in the layers that see the most."""
+    tables = np.stack([table.kv_lengths for table in batch.page_tables])
+    seen = seen_by_each(np.diff(batch.query_starts), tables.max(axis=0))
     return bool(seen[~is_decode].sum() >= SEEN_TO_SPLIT)
 
 

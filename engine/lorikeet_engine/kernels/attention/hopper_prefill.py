@@ -19,6 +19,7 @@ from lorikeet_engine.kernels.attention.prefixes import (
     PlannedSequences,
     PrefixParts,
     cut_prefixes,
+    seen_by_each,
 )
 from lorikeet_engine.kernels.attention.protocol import (
     AttentionShape,
@@ -28,6 +29,9 @@ from lorikeet_engine.kernels.attention.protocol import (
 )
 
 _HOPPER = (9, 0)
+# Parts and merging keep the host busy for 0.4 ms a layer; where so many tokens are seen in a step,
+# the GPU is busy for as long.
+SEEN_TO_CUT = 1 << 22
 _HEAD_DIM = 128  # of the kernels that were measured; those for 64 and 256 are there as well
 
 
@@ -70,18 +74,21 @@ class HopperPrefill:
             self._plan(self._causal, PlannedSequences(starts, (table,)), self._shape.heads)
             torch.cuda.current_stream().synchronize()  # its pinned buffer is free again
 
-    def plan(self, batch: PagedSequences) -> None:
-        """Get ready for a batch. The first raises what compiling raised.
+    def plan(self, batch: PagedSequences) -> bool:
+        """Get ready for a batch; False: FA2 is faster. The first raises what compiling raised.
 
         What was planned before has reached the device.
         """
         self._compiled.result()
         cut = self._cut = cut_prefixes(batch, self._shape, self._programs)
+        if cut is not None and _seen(batch) < SEEN_TO_CUT:
+            return False
         self._plan(self._causal, batch if cut is None else cut.own, self._shape.heads)
         if cut is not None:
             self._plan(self._all_seen, cut.parts, self._shape.kv_heads)
             self._tokens = upload(cut.tokens, self._device)
             self._places = upload(cut.places, self._device)
+        return True
 
     def _plan(self, wrapper: Any, batch: PagedSequences, heads: int) -> None:
         shape, table = self._shape, batch.page_tables[0]
@@ -122,6 +129,10 @@ class HopperPrefill:
         queries = grouped.contiguous().index_select(0, self._tokens).flatten(0, 1)
         parts, lse = self._all_seen.run(queries, kv, out=torch.empty_like(queries), return_lse=True)
         return merge(own, own_lse, parts, lse, self._places, own)
+
+
+def _seen(batch: PagedSequences) -> int:
+    return int(seen_by_each(np.diff(batch.query_starts), batch.page_tables[0].kv_lengths).sum())
 
 
 def pinned(array: Int32s) -> torch.Tensor:

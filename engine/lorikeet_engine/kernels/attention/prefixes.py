@@ -98,6 +98,14 @@ def count_parts(
     return min(range(1, max(1, most) + 1), key=longest)
 
 
+def seen_by_each(
+    tokens: npt.NDArray[np.integer], kv_lengths: npt.NDArray[np.integer]
+) -> npt.NDArray[np.int64]:
+    """costs.seen_tokens of each sequence's last tokens, so many of its length."""
+    tokens_wide = tokens.astype(np.int64)
+    return tokens_wide * (2 * kv_lengths - tokens_wide) // 2
+
+
 def starts_of(lengths: npt.NDArray[np.integer]) -> Int32s:
     """Where each of so long runs starts, end to end, and where the last ends."""
     return np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
