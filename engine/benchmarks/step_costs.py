@@ -21,7 +21,7 @@ from engine.benchmarks.random_engine import SETTINGS
 from lorikeet_engine.costs import StepCosts, seen_tokens
 from lorikeet_engine.device.memory import MemoryShare
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.execution.calibration import StepTimer
+from lorikeet_engine.execution.step_timer import StepTimer
 from lorikeet_engine.execution.warm_up import random_kv
 
 # The product's own: whole contexts, and all the KV pages that fit.

@@ -16,8 +16,8 @@ from lorikeet.logs import log_to_stderr
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import DeviceLost
-from lorikeet_engine.execution.calibration import StepTimer
 from lorikeet_engine.execution.ranks import LeadingRank
+from lorikeet_engine.execution.step_timer import StepTimer
 from lorikeet_engine.parallel.followers import Followers
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.residency.gpu.rank_arenas import LeadingArena

@@ -1,8 +1,6 @@
 """Measures at start what steps cost on this engine."""
 
 import logging
-import time
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -13,29 +11,24 @@ import torch
 from lorikeet_engine.adapter_format import BaseShape, aligned
 from lorikeet_engine.costs import SEEN_TO_SPLIT, RowsTime, StepCosts, seen_tokens
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.execution.batch_builder import build_step_input
-from lorikeet_engine.execution.memory_plan import page_needs
+from lorikeet_engine.execution.step_timer import StepTimer
 from lorikeet_engine.execution.steps import ModelRunner
-from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk, random_kv
+from lorikeet_engine.execution.warm_up import random_kv
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.gpu.arena import ClearRow, DeviceArena, WriteRow
-from lorikeet_engine.scheduling.sequence import Chunk
 from lorikeet_engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 
 _RANK = 16
-# So many decodes are timed, each of which sees so many tokens. One has products of its own on CUDA.
+# So many decodes are timed. One has products of its own on CUDA.
 _DECODES = (1, 2, 32, 128, 256)
-_CONTEXT = 256
 _LONG_CONTEXT = 4096
 # What a prompt's tokens see is measured by a chunk of so many at two depths.
 _CHUNK = 512
 _SHALLOW, _DEEP = 1024, 1 << 16
 # A chunk that sees much is timed beside decodes: so many of each, and what they see.
 _BESIDE, _BESIDE_CONTEXT, _BESIDE_CHUNK, _BESIDE_DEPTH = 64, 1024, 192, 8192
-_REPEATS = 2
-_LONG_STEP_S = 0.05  # a longer step is timed once: noise is small beside it
 # Noise can hide what ranks cost a tiny model; no device reads one faster than this.
 _MIN_RANK_S = 1e-9
 # Nor what a step's rows take where what they see seems to be all of it.
@@ -71,7 +64,7 @@ def measure_step_costs(
     return costs
 
 
-def _of_base(steps: "StepTimer", settings: EngineSettings) -> StepCosts:
+def _of_base(steps: StepTimer, settings: EngineSettings) -> StepCosts:
     """The costs of steps without adapters."""
     most, full = settings.max_running, settings.max_batch_tokens
     decodes_s = {n: steps.decodes_s(n) for n in (*(n for n in _DECODES if n < most), most)}
@@ -94,7 +87,7 @@ def _of_base(steps: "StepTimer", settings: EngineSettings) -> StepCosts:
     return replace(costs, split_s=_split_s(steps, costs))
 
 
-def _seen_token_s(steps: "StepTimer", decodes_s: dict[int, float], usual: StepCosts) -> float:
+def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCosts) -> float:
     """How much longer decodes take for each token that they see.
 
     By one with the longest context, and by as many as fit with a long one: the slope by which the
@@ -111,19 +104,19 @@ def _seen_token_s(steps: "StepTimer", decodes_s: dict[int, float], usual: StepCo
     return max(0.0, up / down) if down else usual.seen_token_s
 
 
-def _chunk(steps: "StepTimer", tokens: int, usual: StepCosts) -> tuple[float, float]:
+def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, float]:
     """StepCosts.prompt_seen_s, and what a chunk of so many tokens takes without what they see."""
     deep = min(_DEEP, steps.longest - tokens)
     if deep < tokens:  # short contexts: chunks see little, and what they do is hard to tell
         return usual.prompt_seen_s, steps.prompts_s(tokens)
     shallow = min(_SHALLOW, deep // 2)
     shallow_s = steps.shortest_s([steps.prompt(tokens, shallow)])
-    deep_s = steps.shortest_s([steps.prompt(tokens, deep)])
+    deep_s = steps.sustained_s([steps.prompt(tokens, deep)])
     prompt_seen_s = max(0.0, (deep_s - shallow_s) / (tokens * (deep - shallow)))
     return prompt_seen_s, shallow_s - prompt_seen_s * seen_tokens(tokens, shallow)
 
 
-def _split_s(steps: "StepTimer", costs: StepCosts) -> float:
+def _split_s(steps: StepTimer, costs: StepCosts) -> float:
     """StepCosts.split_s, by the other costs of a step without adapters."""
     decodes = min(_BESIDE, costs.max_running)
     context = min(_BESIDE_CONTEXT, steps.longest)
@@ -138,7 +131,7 @@ def _split_s(steps: "StepTimer", costs: StepCosts) -> float:
     return max(0.0, steps.shortest_s(both) - apart_s)
 
 
-def _with_lora(costs: StepCosts, steps: "StepTimer", dummies: "_DummyAdapters") -> StepCosts:
+def _with_lora(costs: StepCosts, steps: StepTimer, dummies: "_DummyAdapters") -> StepCosts:
     """The costs with those of adapters, whose share of a step is a line over Σ rank."""
     rank, many, full = dummies.rank, dummies.count, costs.step_tokens
     few = 1 if many > 1 else 0  # with a single point, the line goes through none
@@ -154,90 +147,6 @@ def _with_lora(costs: StepCosts, steps: "StepTimer", dummies: "_DummyAdapters") 
         rank_s=rank_s,
         lora_token_s=max(0.0, more_s / full),
     )
-
-
-class StepTimer:
-    """Times steps of dummy sequences.
-
-    kv_tokens: tokens that the KV pages hold, as MemoryPlan has them. longest: tokens of the longest
-    context. context: tokens that decodes see where nothing else is said. window, windowed: as
-    StepCosts has them.
-    """
-
-    def __init__(self, runner: ModelRunner, kv_pages: int, settings: EngineSettings) -> None:
-        self._runner, self._kv_pages, self._page_size = runner, kv_pages, settings.page_size
-        config = runner.model.config
-        self._windows = config.kv_groups.windows
-        windows = [window for window in config.windows if window is not None]
-        self.window, self.windowed = max(windows, default=None), len(windows) / len(config.windows)
-        self.kv_tokens = page_needs(config, settings).tokens(kv_pages, config.max_context)
-        self.longest = min(config.max_context, self.kv_tokens)
-        self.context = min(_CONTEXT, self.longest)
-
-    def decodes_s(self, sequences: int, context: int | None = None) -> float:
-        """Time a step of this many decodes, each of which sees `context` tokens."""
-        return self.shortest_s(self.decodes(sequences, context or self.context))
-
-    def prompts_s(self, tokens: int, rank: int = 0) -> float:
-        """Time a step of prompts with so many tokens; with one adapter if `rank` is not 0."""
-        lease = DummyLease(0, rank) if rank else None
-        return self.shortest_s([self.prompt(n, 0, lease) for n in self._lengths(tokens)])
-
-    def seen(self, tokens: int) -> int:
-        """Σ of seen_tokens over the prompts of `prompts_s`."""
-        return sum(map(seen_tokens, self._lengths(tokens)))
-
-    def decodes(
-        self, sequences: int, context: int, adapters: int = 0, rank: int = 0
-    ) -> list[Chunk]:
-        """Last tokens of sequences of this length, of which the first `adapters` have one each.
-
-        They are on pages of their own if there are enough.
-        """
-        leases = [DummyLease(i, rank) if i < adapters else None for i in range(sequences)]
-        return [self._chunk(context - 1, 1, at, lease) for at, lease in enumerate(leases)]
-
-    def prompt(self, tokens: int, depth: int, lease: DummyLease | None = None) -> Chunk:
-        """The tokens of a prompt that come after the first `depth`."""
-        return self._chunk(depth, tokens, 0, lease)
-
-    def shortest_s(self, chunks: list[Chunk]) -> float:
-        """The shortest of a few times: what else the machine does only makes a step longer."""
-        device = self._runner.model.device
-        step = build_step_input(chunks, self._page_size, self._windows)
-        batch = step.upload(device)
-        taken_s = list[float]()
-        while len(taken_s) < _REPEATS and sum(taken_s) < _LONG_STEP_S:
-            began_s = time.perf_counter()
-            self._runner.share(step)
-            self._runner.forward(batch)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken_s.append(time.perf_counter() - began_s)
-        return min(taken_s)
-
-    def _lengths(self, tokens: int) -> list[int]:
-        """The lengths of prompts with so many tokens, each as long as it may be."""
-        whole, rest = divmod(tokens, self.longest)
-        return [self.longest] * whole + [rest] * (rest > 0)
-
-    def _chunk(self, depth: int, tokens: int, index: int, lease: DummyLease | None) -> Chunk:
-        """The last tokens of a sequence; those of equal lengths and another index are elsewhere.
-
-        They are all kinds of tokens: of one kind, a mixture of experts would use but a few experts.
-        """
-        vocabulary = self._runner.model.config.vocab_size
-        sequence = dummy_chunk(
-            depth + tokens, self._page_size, lease, vocabulary, first=index
-        ).sequence
-        groups, pages = len(self._windows), -(-(depth + tokens) // self._page_size)
-        begins = (at * pages for at in range(groups * index, groups * (index + 1)))
-        sequence.kv.pages = [
-            array("i", [page % self._kv_pages for page in range(begin, begin + pages)])
-            for begin in begins
-        ]
-        sequence.kv.computed = depth
-        return Chunk.of(sequence, tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,9 @@ from lorikeet_engine.settings import EngineSettings
 
 # Tokens of one adapter in a step, from a decode's one to a long prompt's.
 _TOKENS_PER_ADAPTER = (1, 8, 64, 512)
+# Chunks of so many tokens, and of as many as a step has, this deep in a prompt may have attention
+# kernels of their own.
+_FEW, _DEPTH = 128, 8192
 _RANDOM_PAGES = 512  # that are drawn; the others hold the same
 # Together they use all that sampling can do; the last takes the most memory.
 _SAMPLINGS = (
@@ -60,6 +63,9 @@ def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: Engi
         _run(runner, sampler, settings, [1] * sequences)
     for tokens in _doubling(2, longest):
         _run(runner, sampler, settings, [tokens], graphs=False)
+    for tokens in sorted({min(_FEW, longest), longest}):
+        if depth := min(_DEPTH, runner.model.config.max_context - tokens):
+            _run(runner, sampler, settings, [tokens], depth=depth, graphs=False)
     for adapters in _doubling(1, min(settings.max_batch_adapters, settings.max_running)):
         _run(runner, sampler, settings, [1] * adapters, adapters, settings.max_rank)
         for tokens in _TOKENS_PER_ADAPTER:
@@ -96,19 +102,21 @@ def _run(
     rank: int = 0,
     samplings: tuple[SamplingParams, ...] = _SAMPLINGS,
     *,
+    depth: int = 0,
     graphs: bool = True,
 ) -> None:
     """Run a step of sequences of these lengths; the first `adapters` have one of `rank` each.
 
     It is of that rank in lm_head too, and may replace a row of that.
 
-    graphs: whether CUDA graphs may be used. Steps too large for one need their kernels as well.
+    depth: tokens before each of them. graphs: whether CUDA graphs may be used. Steps too large for
+    one need their kernels as well.
     """
     each = (rank, rank, min(rank, 1))
     leases = [DummyLease(i, *each) if i < adapters else None for i in range(len(lengths))]
     windows = runner.kv_windows
     chunks = [
-        dummy_chunk(length, settings.page_size, lease, groups=len(windows))
+        dummy_chunk(length, settings.page_size, lease, groups=len(windows), depth=depth)
         for length, lease in zip(lengths, leases, strict=True)
     ]
     step = build_step_input(chunks, settings.page_size, windows)
@@ -143,9 +151,13 @@ def dummy_chunk(
     vocabulary: int = 1,
     first: int = 0,
     groups: int = 1,
+    depth: int = 0,
 ) -> Chunk:
-    """All the tokens of a sequence of this length, on KV page 0: `first` and those after it."""
-    prompt = tuple((first + at) % vocabulary for at in range(length))
+    """Tokens of a sequence, as many as `length`, on KV page 0: `first` and those after it.
+
+    depth: how many tokens of the sequence come before them.
+    """
+    prompt = tuple((first + at) % vocabulary for at in range(-depth, length))
     sequence = Sequence(
         Request("warm-up", (prompt,)),
         0,
@@ -155,7 +167,8 @@ def dummy_chunk(
         seed=0,
         prompt_keys=PageKeys((), page_size),
     )
-    sequence.kv.pages = [array("i", [0] * -(-length // page_size))] * groups
+    sequence.kv.pages = [array("i", [0] * -(-len(prompt) // page_size))] * groups
+    sequence.kv.computed = depth
     sequence.lease = lease
     return Chunk.of(sequence, length)
 

@@ -14,8 +14,8 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import MemoryShare, free_bytes
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.assembly import assemble
-from lorikeet_engine.execution.calibration import StepTimer
 from lorikeet_engine.execution.memory_plan import count_pages, count_slots
+from lorikeet_engine.execution.step_timer import StepTimer
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.start_up import StartUpStages

@@ -12,7 +12,7 @@ import torch
 
 from lorikeet_engine.costs import RowsTime, StepCosts
 from lorikeet_engine.engine import Engine, EngineSettings
-from lorikeet_engine.execution import calibration
+from lorikeet_engine.execution import step_timer
 from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.gpu.arena import DeviceArena
@@ -87,7 +87,7 @@ def measure(monkeypatch):
         weights = LoraWeights(torch.zeros(elements), table)
         runner = ExactRunner(weights, costs, noise, context)
         clock = SimpleNamespace(perf_counter=lambda: runner.now_s)
-        monkeypatch.setattr(calibration, "time", clock)
+        monkeypatch.setattr(step_timer, "time", clock)
         arena = DeviceArena(weights, torch.device("cpu"))
         found = measure_step_costs(runner, 20_000, arena, shape, replace(SETTINGS, **changes))
         assert not table.any()

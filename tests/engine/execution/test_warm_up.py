@@ -120,6 +120,14 @@ def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
     assert alone >= {(1, 1), (7, 7), (2, 1), (64, 1), (96, 1)}
 
 
+def test_a_chunk_deep_in_a_prompt_is_among_them(make):
+    engine = make()
+    recorder = Recorder(engine._runner)
+    run_every_kind_of_step(recorder, engine._sampler, SETTINGS)
+    deepest = max(recorder.batches, key=lambda batch: batch.kv_lengths[0])
+    assert (len(deepest.token_ids), deepest.kv_lengths.tolist()) == (96, [512])
+
+
 def test_no_sequence_of_a_warm_up_exceeds_the_context(make):
     engine = make(max_context=10)
     recorder = Recorder(engine._runner)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.kernels.attention import choose_attention
+from lorikeet_engine.kernels.attention import choose_attention, prefixes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable, kv_head_dim
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
@@ -190,8 +190,10 @@ class TestFlashInfer:
             replace(LARGE, windows=(None, 50, 50, 50)),
             replace(LARGE, head_dim=256, windows=(1, 20), soft_cap=0.7),
             replace(LARGE, head_dim=96),
+            replace(LARGE, long_contexts=True),
+            replace(LARGE, head_dim=96, long_contexts=True),
         ],
-        ids=["", "windows", "soft cap", "odd heads"],
+        ids=["", "windows", "soft cap", "odd heads", "long", "long, odd heads"],
     )
     def shape(self, request):
         return request.param
@@ -238,13 +240,16 @@ class TestFlashInfer:
         compare({"d": 1, "a": 1, "b": 1, "c": 1})
 
     def test_decodes_beside_prompts_that_see_much_are_attended_to_apart(
-        self, compare, backend, monkeypatch
+        self, compare, backend, shape, monkeypatch
     ):
         monkeypatch.setattr(sys.modules[type(backend).__module__], "SEEN_TO_SPLIT", 60 * 60)
         backend.captured(4, torch.zeros(4, 64, dtype=torch.int32, device="cuda"))
         compare({"a": 63})
         assert backend._split is None  # there are no decodes
         compare({"b": 1, "a": 60, "c": 1, "d": 20})
+        if None not in shape.windows:  # nobody sees much
+            assert backend._split is None
+            return
         assert backend._split.prompt_rows.tolist() == [*range(1, 61), *range(62, 82)]
         compare({"a": 60, "b": 1, "c": 1, "d": 1})
         assert backend._split.decode_rows.tolist() == [60, 61, 62]
@@ -252,6 +257,35 @@ class TestFlashInfer:
         assert backend._split is None  # they see little
         compare({"a": 60, **{f"{i}": 1 for i in range(5)}})
         assert backend._split is None  # too many
+
+    def test_prompts_that_see_much_are_attended_to_by_kernels_for_hopper(
+        self, compare, backend, shape, scales, monkeypatch
+    ):
+        monkeypatch.setattr(sys.modules[type(backend).__module__], "SEEN_TO_SPLIT", 1)
+        hopper = torch.cuda.get_device_capability() == (9, 0)
+        is_served = shape.long_contexts and scales is None and hopper
+        compare({"a": 100, "b": 15})
+        assert (backend._planned_hopper is not None) == is_served
+        compare({"a": 100, "b": 300})
+        compare({"a": 1, "b": 1})
+        assert backend._planned_hopper is None  # decodes
+
+    @pytest.mark.parametrize("shape", [replace(LARGE, long_contexts=True)], ids=[""])
+    @pytest.mark.parametrize("scales", [None], ids=[""])
+    def test_what_comes_before_a_chunk_is_cut_where_it_sees_enough(
+        self, compare, backend, monkeypatch
+    ):
+        if backend._hopper is None:
+            pytest.skip("needs a Hopper GPU")
+        monkeypatch.setattr(sys.modules[type(backend).__module__], "SEEN_TO_SPLIT", 1)
+        module = sys.modules[type(backend._hopper).__module__]
+        monkeypatch.setattr(prefixes, "count_parts", lambda *_: 3)
+        compare({"a": 300, "b": 40})
+        compare({"a": 30, "b": 40, "c": 7})
+        assert backend._planned_hopper is None  # FA2's
+        monkeypatch.setattr(module, "SEEN_TO_CUT", 1)
+        compare({"a": 30, "b": 40, "c": 7})
+        assert backend._planned_hopper._cut is not None
 
     def test_many_sequences_of_many_lengths(self, compare):
         compare({str(i): 1 + 5 * i for i in range(12)})

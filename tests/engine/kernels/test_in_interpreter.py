@@ -17,6 +17,7 @@ FILES = (
     "test_paged_decode.py",
     "test_penalty_kernel.py",
     "test_pointwise.py",
+    "test_prefixes.py",
     "test_sampling_kernels.py",
 )
 

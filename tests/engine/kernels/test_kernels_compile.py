@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from lorikeet_engine.kernels.attention.merge import merge
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_tokens
@@ -178,6 +179,14 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
 def test_adding_what_adapters_add(compiled: set[str]) -> None:
     fused.add_delta(empty(8, 4096), LoraDelta(empty(8, 4096), empty(1, dtype=torch.int32)))
     assert compiled >= {"_add_delta"}
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_putting_parts_of_attention_together(compiled: set[str], group: int) -> None:
+    out, parts = empty(8, 4 * group, 128), empty(24 * group, 4, 128)
+    lse, parts_lse = (empty(*part.shape[:2], dtype=torch.float32) for part in (out, parts))
+    merge(out, lse, parts, parts_lse, empty(8, 3, dtype=torch.int32), out)
+    assert compiled == {"_merge"}
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 256, 2048])

@@ -1,8 +1,8 @@
 """Attention over paged keys and values: the protocol, its back ends, and the choice among them.
 
-`protocol` says what a back end does, and has a step's PageTable. `flashinfer` serves CUDA,
-`paged_decode` is our Triton kernel for the small steps that CUDA graphs hold, `sdpa` is torch's,
-for CPUs and as the reference.
+`protocol` says what a back end does, and has a step's PageTable. `flashinfer` serves CUDA, with
+`hopper_prefill` for prompts that see much there. `paged_decode` is our Triton kernel for the small
+steps that CUDA graphs hold, `sdpa` is torch's, for CPUs and as the reference.
 """
 
 import logging

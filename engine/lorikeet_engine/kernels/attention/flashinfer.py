@@ -17,7 +17,13 @@ from torch.nn import functional as F
 
 from lorikeet_engine.costs import SEEN_TO_SPLIT
 from lorikeet_engine.device.async_copies import upload
+from lorikeet_engine.kernels.attention.hopper_prefill import HopperPrefill, pinned
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
+from lorikeet_engine.kernels.attention.prefixes import (
+    PlannedSequences,
+    seen_by_each,
+    starts_of,
+)
 from lorikeet_engine.kernels.attention.protocol import (
     AttentionShape,
     PagedSequences,
@@ -26,16 +32,6 @@ from lorikeet_engine.kernels.attention.protocol import (
 )
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
-Int32s = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequences:
-    """PagedSequences for one plan."""
-
-    query_starts: Int32s
-    page_tables: tuple[PageTable, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class _Split:
@@ -43,8 +39,8 @@ class _Split:
 
     decode_rows: torch.Tensor
     prompt_rows: torch.Tensor
-    decodes: _Sequences
-    prompts: _Sequences
+    decodes: PlannedSequences
+    prompts: PlannedSequences
 
     @classmethod
     def of(
@@ -90,7 +86,8 @@ class FlashInferAttention:
     Small steps, each captured in one CUDA graph, use neither plan nor attend of this class:
     `captured` gives their graphs a PagedDecode. Where prompts see much, PagedDecode takes the
     decodes beside them too: FlashInfer cuts all queries of a launch into tiles that fit their mean
-    length, and a chunk in tiles for decodes reads its keys many times.
+    length, and a chunk in tiles for decodes reads its keys many times. On Hopper, where contexts
+    are long, HopperPrefill takes such prompts, unless more decodes than those are beside them.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
@@ -104,8 +101,6 @@ class FlashInferAttention:
         self._workspace = torch.empty(
             _workspace_bytes(shape, device), dtype=torch.uint8, device=device
         )
-        # FA2: FlashInfer's FA3 kernels would be a second set to compile and do not split a long
-        # sequence.
         self._wrappers = {
             window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace, "NHD", backend="fa2"
@@ -117,6 +112,8 @@ class FlashInferAttention:
         self._decode: PagedDecode | None = None
         self._most_decodes = 0
         self._split: _Split | None = None
+        self._hopper = HopperPrefill.of(shape, self._workspace)
+        self._planned_hopper: HopperPrefill | None = None
         compiler = ThreadPoolExecutor(1, thread_name_prefix="flashinfer")
         self._compiled = compiler.submit(self._compile, device)
         compiler.shutdown(wait=False)
@@ -124,38 +121,36 @@ class FlashInferAttention:
     def _compile(self, device: torch.device) -> None:
         with torch.cuda.device(device):  # threads begin with the first
             self._plan(_one_token(len(self._shape.windows)))
+            self._planned.record()
 
     def plan(self, batch: PagedSequences) -> None:
         """See AttentionBackend.plan. The first raises what compiling raised."""
         self._compiled.result()
+        self._planned.synchronize()  # a plan is copied from a pinned buffer that the next reuses
         is_decode = np.diff(batch.query_starts) == 1
+        decodes, sees_much = is_decode.sum(), _prompts_see_much(batch, is_decode)
         self._split = None
-        if self._decode is None or not self._worth_splitting(batch, is_decode):
+        if sees_much and self._decode is not None and 0 < decodes <= self._most_decodes:
+            self._split = _Split.of(batch, is_decode, self._workspace.device)
+            self._decode.plan(self._split.decodes)
+            batch, decodes = self._split.prompts, 0
+        self._planned_hopper = None
+        if sees_much and not decodes and self._hopper is not None and self._hopper.plan(batch):
+            self._planned_hopper = self._hopper
+        else:
             self._plan(batch)
-            return
-        self._split = _Split.of(batch, is_decode, self._workspace.device)
-        self._decode.plan(self._split.decodes)
-        self._plan(self._split.prompts)
-
-    def _worth_splitting(self, batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -> bool:
-        if not 0 < is_decode.sum() <= self._most_decodes:
-            return False
-        tokens = np.diff(batch.query_starts).astype(np.int64)
-        depths = batch.page_tables[0].kv_lengths - tokens
-        seen = tokens * (2 * depths + tokens) // 2  # costs.seen_tokens
-        return bool(seen[~is_decode].sum() >= SEEN_TO_SPLIT)
+        self._planned.record()
 
     def _plan(self, batch: PagedSequences) -> None:
-        page_size, query_starts = self._shape.page_size, _pinned(batch.query_starts)
-        self._planned.synchronize()  # a plan is copied from a pinned buffer that the next reuses
+        page_size, query_starts = self._shape.page_size, pinned(batch.query_starts)
         for window, wrapper in self._wrappers.items():
             table = batch.page_tables[self._shape.windows.index(window)]
             last_lengths = table.kv_lengths - (np.diff(table.starts) - 1) * page_size
             wrapper.plan(
                 query_starts,
-                _pinned(table.starts),
+                pinned(table.starts),
                 self._pages(batch, window),
-                _pinned(last_lengths),
+                pinned(last_lengths),
                 self._shape.heads,
                 self._shape.kv_heads,
                 self._kv_head_dim,
@@ -167,14 +162,13 @@ class FlashInferAttention:
                 q_data_type=self._shape.dtype,
                 kv_data_type=FP8_KV if self._shape.fp8_kv else self._shape.dtype,
                 max_token_per_sequence=int(np.diff(batch.query_starts).max()),
-                seq_lens=_pinned(table.kv_lengths),
+                seq_lens=pinned(table.kv_lengths),
             )
-        self._planned.record()
 
     def _pages(self, batch: PagedSequences, window: int | None) -> torch.Tensor:
         first, groups = self._shape.windows.index(window), self._shape.windows.count(window)
         if groups == 1:
-            return _pinned(batch.page_tables[first].pages)
+            return pinned(batch.page_tables[first].pages)
         tables = batch.page_tables[first : first + groups]
         pages = self._group_pages[window] = _GroupPages(tables, first, self._workspace.device)
         return pages.used
@@ -213,13 +207,17 @@ class FlashInferAttention:
         missing = self._kv_head_dim - self._shape.head_dim
         if missing:  # zeros, as in the pages
             q, out = F.pad(q, (0, missing)), None
-        result: torch.Tensor = self._wrappers[window].run(
-            q,
-            (layer_kv[0], layer_kv[1]),
-            k_scale=None if scales is None else scales.key,
-            v_scale=None if scales is None else scales.value,  # one more launch, unless it is 1.0
-            out=out,
-        )
+        result: torch.Tensor
+        if self._planned_hopper is not None:
+            result = self._planned_hopper.attend(q, layer_kv, out)
+        else:
+            result = self._wrappers[window].run(
+                q,
+                (layer_kv[0], layer_kv[1]),
+                k_scale=None if scales is None else scales.key,
+                v_scale=None if scales is None else scales.value,  # a launch more, unless it is 1.0
+                out=out,
+            )
         return result[..., :-missing].contiguous() if missing else result
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
@@ -233,20 +231,23 @@ class FlashInferAttention:
         return captured
 
 
-def _chosen(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> _Sequences:
+def _prompts_see_much(batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -> bool:
+    """Whether they do in the layers that see the most."""
+    tables = np.stack([table.kv_lengths for table in batch.page_tables])
+    seen = seen_by_each(np.diff(batch.query_starts), tables.max(axis=0))
+    return bool(seen[~is_decode].sum() >= SEEN_TO_SPLIT)
+
+
+def _chosen(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> PlannedSequences:
     """Some of the sequences as a batch of their own. chosen [sequences]."""
-    query_starts = _starts(np.diff(batch.query_starts)[chosen])
-    return _Sequences(query_starts, tuple(_of(table, chosen) for table in batch.page_tables))
+    query_starts = starts_of(np.diff(batch.query_starts)[chosen])
+    return PlannedSequences(query_starts, tuple(_of(table, chosen) for table in batch.page_tables))
 
 
 def _of(table: PageTable, chosen: npt.NDArray[np.bool_]) -> PageTable:
     pages = np.diff(table.starts)
     used = table.pages[np.repeat(chosen, pages)]
-    return PageTable(_starts(pages[chosen]), used, table.kv_lengths[chosen])
-
-
-def _starts(lengths: Int32s) -> Int32s:
-    return np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
+    return PageTable(starts_of(pages[chosen]), used, table.kv_lengths[chosen])
 
 
 def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
@@ -261,12 +262,7 @@ def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
     return max(128 << 20, 4 * rows * width + (1 << 20))
 
 
-def _one_token(groups: int) -> _Sequences:
+def _one_token(groups: int) -> PlannedSequences:
     """The smallest step there is."""
     starts, page = np.array([0, 1], np.int32), np.array([0], np.int32)
-    return _Sequences(starts, (PageTable(starts, page, np.array([1], np.int32)),) * groups)
-
-
-def _pinned(array: Int32s) -> torch.Tensor:
-    # from pageable memory each copy would wait for the step in flight
-    return torch.from_numpy(array).pin_memory()
+    return PlannedSequences(starts, (PageTable(starts, page, np.array([1], np.int32)),) * groups)

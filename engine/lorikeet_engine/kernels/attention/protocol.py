@@ -30,7 +30,8 @@ class AttentionShape:
 
     dtype: of queries and outputs, and of keys and values unless they are FP8 (fp8_kv). windows: of
     each group of layers that share pages, None for none; groups of one window are neighbours.
-    soft_cap: AttentionBackend.attend's.
+    soft_cap: AttentionBackend.attend's. long_contexts: whether kernels for prompts that see much
+    are worth the minute that compiling them takes.
     """
 
     heads: int
@@ -41,6 +42,7 @@ class AttentionShape:
     fp8_kv: bool = False
     windows: tuple[int | None, ...] = (None,)
     soft_cap: float | None = None
+    long_contexts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

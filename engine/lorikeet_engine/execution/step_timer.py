@@ -1,0 +1,125 @@
+"""Times steps of dummy sequences, as a start and a benchmark want them timed."""
+
+import time
+from array import array
+from collections.abc import Iterator
+
+import torch
+
+from lorikeet_engine.costs import seen_tokens
+from lorikeet_engine.execution.batch_builder import build_step_input
+from lorikeet_engine.execution.memory_plan import page_needs
+from lorikeet_engine.execution.steps import ModelRunner
+from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
+from lorikeet_engine.scheduling.sequence import Chunk
+from lorikeet_engine.settings import EngineSettings
+
+_CONTEXT = 256
+_REPEATS = 2
+_LONG_STEP_S = 0.05  # a longer step is timed once: noise is small beside it
+_SUSTAINED_S = 0.25
+
+
+class StepTimer:
+    """Times steps of dummy sequences.
+
+    kv_tokens: tokens that the KV pages hold, as MemoryPlan has them. longest: tokens of the longest
+    context. context: tokens that decodes see where nothing else is said. window, windowed: as
+    StepCosts has them.
+    """
+
+    def __init__(self, runner: ModelRunner, kv_pages: int, settings: EngineSettings) -> None:
+        self._runner, self._kv_pages, self._page_size = runner, kv_pages, settings.page_size
+        config = runner.model.config
+        self._windows = config.kv_groups.windows
+        windows = [window for window in config.windows if window is not None]
+        self.window, self.windowed = max(windows, default=None), len(windows) / len(config.windows)
+        self.kv_tokens = page_needs(config, settings).tokens(kv_pages, config.max_context)
+        self.longest = min(config.max_context, self.kv_tokens)
+        self.context = min(_CONTEXT, self.longest)
+
+    def decodes_s(self, sequences: int, context: int | None = None) -> float:
+        """Time a step of this many decodes, each of which sees `context` tokens."""
+        return self.shortest_s(self.decodes(sequences, context or self.context))
+
+    def prompts_s(self, tokens: int, rank: int = 0) -> float:
+        """Time a step of prompts with so many tokens; with one adapter if `rank` is not 0."""
+        lease = DummyLease(0, rank) if rank else None
+        return self.shortest_s([self.prompt(n, 0, lease) for n in self._lengths(tokens)])
+
+    def seen(self, tokens: int) -> int:
+        """Σ of seen_tokens over the prompts of `prompts_s`."""
+        return sum(map(seen_tokens, self._lengths(tokens)))
+
+    def decodes(
+        self, sequences: int, context: int, adapters: int = 0, rank: int = 0
+    ) -> list[Chunk]:
+        """Last tokens of sequences of this length, of which the first `adapters` have one each.
+
+        They are on pages of their own if there are enough.
+        """
+        leases = [DummyLease(i, rank) if i < adapters else None for i in range(sequences)]
+        return [self._chunk(context - 1, 1, at, lease) for at, lease in enumerate(leases)]
+
+    def prompt(self, tokens: int, depth: int, lease: DummyLease | None = None) -> Chunk:
+        """The tokens of a prompt that come after the first `depth`."""
+        return self._chunk(depth, tokens, 0, lease)
+
+    def shortest_s(self, chunks: list[Chunk]) -> float:
+        """The shortest of a few times: what else the machine does only makes a step longer."""
+        taken_s = list[float]()
+        for step_s in self._times_s(chunks):
+            taken_s.append(step_s)
+            if len(taken_s) == _REPEATS or sum(taken_s) >= _LONG_STEP_S:
+                break
+        return min(taken_s)
+
+    def sustained_s(self, chunks: list[Chunk]) -> float:
+        """The time once such steps have run for a while, as they do in a long prompt.
+
+        A GPU that attends to many tokens soon lowers its clocks; on a CPU this is shortest_s.
+        """
+        if self._runner.model.device.type != "cuda":
+            return self.shortest_s(chunks)
+        busy_s = 0.0
+        for step_s in self._times_s(chunks):
+            busy_s += step_s
+            if busy_s >= _SUSTAINED_S:
+                break
+        return step_s
+
+    def _times_s(self, chunks: list[Chunk]) -> Iterator[float]:
+        """Run the step again and again; yield what each run took."""
+        device = self._runner.model.device
+        step = build_step_input(chunks, self._page_size, self._windows)
+        batch = step.upload(device)
+        while True:
+            began_s = time.perf_counter()
+            self._runner.share(step)
+            self._runner.forward(batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            yield time.perf_counter() - began_s
+
+    def _lengths(self, tokens: int) -> list[int]:
+        """The lengths of prompts with so many tokens, each as long as it may be."""
+        whole, rest = divmod(tokens, self.longest)
+        return [self.longest] * whole + [rest] * (rest > 0)
+
+    def _chunk(self, depth: int, tokens: int, index: int, lease: DummyLease | None) -> Chunk:
+        """The last tokens of a sequence; those of equal lengths and another index are elsewhere.
+
+        They are all kinds of tokens: of one kind, a mixture of experts would use but a few experts.
+        """
+        vocabulary = self._runner.model.config.vocab_size
+        sequence = dummy_chunk(
+            depth + tokens, self._page_size, lease, vocabulary, first=index
+        ).sequence
+        groups, pages = len(self._windows), -(-(depth + tokens) // self._page_size)
+        begins = (at * pages for at in range(groups * index, groups * (index + 1)))
+        sequence.kv.pages = [
+            array("i", [page % self._kv_pages for page in range(begin, begin + pages)])
+            for begin in begins
+        ]
+        sequence.kv.computed = depth
+        return Chunk.of(sequence, tokens)

@@ -1,0 +1,140 @@
+"""Attention of prompts that see much, by FlashInfer's FA3 kernels for Hopper.
+
+Against FA2's on an H200, for Llama-3.1-8B's heads (engine/benchmarks/prefill_attention.py): a chunk
+of 2,048 tokens takes 0.56 of the time at the beginning of a prompt, 0.64 at a depth of 122,880.
+"""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import flashinfer
+import numpy as np
+import torch
+
+from lorikeet_engine.device.async_copies import upload
+from lorikeet_engine.kernels.attention.merge import merge
+from lorikeet_engine.kernels.attention.prefixes import (
+    Int32s,
+    PlannedSequences,
+    PrefixParts,
+    cut_prefixes,
+    seen_by_each,
+)
+from lorikeet_engine.kernels.attention.protocol import (
+    AttentionShape,
+    PagedSequences,
+    PageTable,
+    kv_head_dim,
+)
+
+_HOPPER = (9, 0)
+# Parts and merging keep the host busy for 0.4 ms a layer; where so many tokens are seen in a step,
+# the GPU is busy for as long.
+SEEN_TO_CUT = 1 << 22
+_HEAD_DIM = 128  # of the kernels that were measured; those for 64 and 256 are there as well
+
+
+class HopperPrefill:
+    """Chunks of prompts, no layer of which has a window; see prefixes.py for few rows."""
+
+    def __init__(self, shape: AttentionShape, workspace: torch.Tensor) -> None:
+        """Begin to compile the kernels, which takes nvcc about a minute, beside what else is done.
+
+        workspace: bytes on the device, of which these kernels use none.
+        """
+        self._shape, self._device = shape, workspace.device
+        gpu = torch.cuda.get_device_properties(self._device)
+        self._programs = gpu.multi_processor_count
+        self._causal, self._all_seen = (
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
+            for _ in range(2)
+        )
+        self._cut: PrefixParts | None = None
+        self._tokens = self._places = torch.empty(0, device=self._device)
+        compiler = ThreadPoolExecutor(1, thread_name_prefix="flashinfer-fa3")
+        self._compiled = compiler.submit(self._compile)
+        compiler.shutdown(wait=False)
+
+    @classmethod
+    def of(cls, shape: AttentionShape, workspace: torch.Tensor) -> Self | None:
+        """For what it is good for: long contexts on Hopper, with pages of 16-bit numbers."""
+        if not shape.long_contexts or shape.windows != (None,) or shape.soft_cap is not None:
+            return None
+        if shape.fp8_kv or kv_head_dim(shape.head_dim, "cuda") != _HEAD_DIM:
+            return None
+        if torch.cuda.get_device_capability(workspace.device) != _HOPPER:
+            return None
+        return cls(shape, workspace)
+
+    def _compile(self) -> None:
+        starts, one = np.array([0, 1], np.int32), np.array([1], np.int32)
+        table = PageTable(starts, np.array([0], np.int32), one)
+        with torch.cuda.device(self._device):  # threads begin with the first
+            self._plan(self._causal, PlannedSequences(starts, (table,)), self._shape.heads)
+            torch.cuda.current_stream().synchronize()  # its pinned buffer is free again
+
+    def plan(self, batch: PagedSequences) -> bool:
+        """Get ready for a batch; False: FA2 is faster. The first raises what compiling raised.
+
+        What was planned before has reached the device.
+        """
+        self._compiled.result()
+        cut = self._cut = cut_prefixes(batch, self._shape, self._programs)
+        if cut is not None and _seen(batch) < SEEN_TO_CUT:
+            return False
+        self._plan(self._causal, batch if cut is None else cut.own, self._shape.heads)
+        if cut is not None:
+            self._plan(self._all_seen, cut.parts, self._shape.kv_heads)
+            self._tokens = upload(cut.tokens, self._device)
+            self._places = upload(cut.places, self._device)
+        return True
+
+    def _plan(self, wrapper: Any, batch: PagedSequences, heads: int) -> None:
+        shape, table = self._shape, batch.page_tables[0]
+        last_lengths = table.kv_lengths - (np.diff(table.starts) - 1) * shape.page_size
+        wrapper.plan(
+            pinned(batch.query_starts),
+            pinned(table.starts),
+            pinned(table.pages),
+            pinned(last_lengths),
+            heads,
+            shape.kv_heads,
+            _HEAD_DIM,
+            shape.page_size,
+            causal=wrapper is self._causal,
+            sm_scale=1.0 / math.sqrt(shape.head_dim),
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+            max_token_per_sequence=int(np.diff(batch.query_starts).max()),
+            seq_lens=pinned(table.kv_lengths),
+        )
+
+    def attend(
+        self, q: torch.Tensor, layer_kv: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As AttentionBackend.attend, of the batch that is planned; heads as wide as in pages.
+
+        out: where the result goes, contiguous; None: to a tensor of its own.
+        """
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        kv = layer_kv[0], layer_kv[1]
+        if self._cut is None:
+            whole: torch.Tensor = self._causal.run(q, kv, out=out)
+            return whole
+        own, own_lse = self._causal.run(q, kv, out=out, return_lse=True)
+        grouped = q.view(len(q), self._shape.kv_heads, -1, _HEAD_DIM).transpose(1, 2)
+        # made dense first: torch is slow at selecting from what is not
+        queries = grouped.contiguous().index_select(0, self._tokens).flatten(0, 1)
+        parts, lse = self._all_seen.run(queries, kv, out=torch.empty_like(queries), return_lse=True)
+        return merge(own, own_lse, parts, lse, self._places, own)
+
+
+def _seen(batch: PagedSequences) -> int:
+    return int(seen_by_each(np.diff(batch.query_starts), batch.page_tables[0].kv_lengths).sum())
+
+
+def pinned(array: Int32s) -> torch.Tensor:
+    """The array where copies to the device wait for no step in flight."""
+    return torch.from_numpy(array).pin_memory()

@@ -1,0 +1,77 @@
+"""One attention of several over parts of a row's keys, in Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def merge(
+    own: torch.Tensor,
+    own_lse: torch.Tensor,
+    parts: torch.Tensor,
+    parts_lse: torch.Tensor,
+    places: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Attend to all keys of which `own` and some parts have each attended to some.
+
+    out[t, h] = Σ w·o / Σ w with w = 2^lse over the results o of row t and head h. own [rows, heads,
+    head_dim]; parts [part rows, kv_heads, head_dim], a row for each query head of those that share
+    a key head; both contiguous, the lse float32 without the last axis. places [rows, 3] int32: the
+    part row of t's first query head in its first part, how many rows on the next part's is, and how
+    many parts there are. Returns out, written whole; it may be own.
+    """
+    rows, heads, head_dim = own.shape
+    kv_heads = parts.shape[1]
+    group = heads // kv_heads
+    _merge[(rows, kv_heads)](
+        own, own_lse, parts, parts_lse, places, out,
+        kv_heads=kv_heads,
+        group=group,
+        members=triton.next_power_of_2(group),
+        head_dim=head_dim,
+        num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(
+    own: tl.tensor,
+    own_lse: tl.tensor,
+    parts: tl.tensor,
+    parts_lse: tl.tensor,
+    places: tl.tensor,
+    out: tl.tensor,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    members: tl.constexpr,
+    head_dim: tl.constexpr,
+) -> None:
+    """One row × one key head, for the `group` query heads that share it."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(places + row * 3)
+    apart = tl.load(places + row * 3 + 1)
+    count = tl.load(places + row * 3 + 2)
+    member = tl.arange(0, members)
+    real = member < group
+    column = tl.arange(0, head_dim)[None, :]
+    at = (row.to(tl.int64) * kv_heads + head) * group + member
+    best = tl.load(own_lse + at, mask=real, other=0.0)
+    inside = at[:, None] * head_dim + column
+    mixed = tl.load(own + inside, mask=real[:, None], other=0.0).to(tl.float32)
+    total = tl.full([members], 1.0, tl.float32)
+    for part in range(count):
+        place = (first + part * apart + member).to(tl.int64) * kv_heads + head
+        theirs = tl.load(parts_lse + place, mask=real, other=0.0)
+        values = tl.load(
+            parts + place[:, None] * head_dim + column, mask=real[:, None], other=0.0
+        ).to(tl.float32)
+        better = tl.maximum(best, theirs)
+        kept, added = tl.exp2(best - better), tl.exp2(theirs - better)
+        mixed = mixed * kept[:, None] + values * added[:, None]
+        total = total * kept + added
+        best = better
+    mixed = mixed / total[:, None]
+    tl.store(out + inside, mixed.to(out.dtype.element_ty), mask=real[:, None])
