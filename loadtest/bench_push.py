@@ -3,13 +3,13 @@
 python -m loadtest.bench_push --json push.json --folder /tmp/real
 
 Versions of one adapter, of one rank on all linears, are pushed one after another by a client that
-has each in memory, and that asks as soon as a push is answered until every replica has answered
-with the new version. Beside them --streams per replica run on other adapters. In every second
-period nothing is pushed, and what is asked is the version that was pushed last, so that both kinds
-of period have the same requests: what they differ in is what pushes do to the streams.
+has each in memory, and that asks each replica for the new version as soon as a push is answered.
+Beside them --streams per replica run on other adapters. In every second period nothing is pushed,
+and what is asked is the version that was pushed last, so that both kinds of period have the same
+requests: what they differ in is what pushes do to the streams.
 
-The router is the product's with copies of an adapter for nothing, else it would keep a version on
-the one replica that has it on the GPU for as long as that has time.
+The router is the product's with copies of an adapter for nothing; what asks for the pushed one goes
+to each replica in turn.
 
 A gateway and a replica of one machine share a pushed file; with --far it is sent in parts, as to
 another machine.
@@ -43,7 +43,6 @@ from loadtest.real_service.adapters import (
 from loadtest.real_service.pushing import (
     FIRST_ALPHA,
     NAME,
-    PROBES,
     FarReplica,
     NewVersions,
     Pusher,
@@ -87,14 +86,14 @@ class StreamGaps:
 
 
 def spreading_app(replica: type[EngineReplica]) -> Application:
-    """serve_app's application, whose requests for one adapter go to every replica."""
+    """serve_app's application, whose requests for the pushed adapter go to each replica in turn."""
     settings, engines = Settings.from_env(), dict[str, Application]()
     for name in settings.base_models:
         deployment: Any = engine(settings, name)._bound_deployment.options(
             func_or_class=replica,
             request_router_config={
-                "request_router_class": "loadtest.paced_service.routers.ScaledCosts",
-                "request_router_kwargs": {"copy_s": 0.0},
+                "request_router_class": "loadtest.paced_service.routers.SeedsChooseReplicas",
+                "request_router_kwargs": {"name": NAME, "copy_s": 0.0},
                 "request_routing_stats_period_s": 1,
             },
         )
@@ -215,7 +214,7 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
         "LORIKEET_GATEWAYS": str(given.gateways),
         "LORIKEET_MAX_CONTEXT": "2048",
         "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
-        "LORIKEET_MAX_RUNNING": str(2 * given.streams + PROBES * given.replicas),
+        "LORIKEET_MAX_RUNNING": str(2 * given.streams + given.replicas),
         "LORIKEET_KV_CACHE_MEMORY": given.kv,
         "LORIKEET_ADAPTER_GPU_MEMORY": str((given.adapters + 8) * adapter),
         "LORIKEET_ADAPTER_HOST_MEMORY": str((given.adapters + 8) * adapter),

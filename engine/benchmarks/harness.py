@@ -1,6 +1,7 @@
 """What all benchmarks do alike: arguments, an engine, checked tokens, a table, one JSON file."""
 
 import argparse
+import gc
 import json
 import subprocess
 import tempfile
@@ -137,6 +138,13 @@ def check(engine: Engine, work: Work) -> float:
     """
     answers = generate(engine, work.draw(engine.info.vocab_size, 0)).answers
     return plain.check(engine, plain.some(answers))
+
+
+def empty_device() -> None:
+    """Give back the device's memory of what is no longer used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def percentiles(values: Sequence[float] | Floats, *percents: int) -> list[float]:

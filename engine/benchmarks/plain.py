@@ -111,10 +111,10 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
     All at once: their rows must fit into memory. Their adapters, which must fit too, it loads.
     """
     shape = model.config.shape
-    sequences = _sequences(answers, len(model.config.kv_groups.windows))
+    sequences = sequences_of(answers, len(model.config.kv_groups.windows))
     for sequence in sequences:
         if sequence.adapter is not None:
-            sequence.lease = _lease(tiers, sequence.adapter)
+            sequence.lease = lease_of(tiers, sequence.adapter)
     groups = model.config.kv_groups
     pages = sum(len(of_group) for sequence in sequences for of_group in sequence.kv.pages)
     kv = torch.zeros(
@@ -144,9 +144,9 @@ def _logits_of_ranks(engine: Engine, answer: Answer) -> torch.Tensor:
     """What plain_logits gives, computed by all ranks in free pages of the engine's."""
     settings, cache, runner = engine._settings, engine._cache, engine._runner
     windows = runner.model.config.kv_groups.windows
-    (sequence,) = _sequences([answer], len(windows))
+    (sequence,) = sequences_of([answer], len(windows))
     if sequence.adapter is not None:
-        sequence.lease = _lease(engine._tiers, sequence.adapter)
+        sequence.lease = lease_of(engine._tiers, sequence.adapter)
     each = cache.pages_for(sequence.length)
     pages = [cache.take(each) for _ in windows]
     sequence.kv.pages = [array("i", of_group) for of_group in pages]
@@ -192,7 +192,7 @@ def _shortfall(answer: Answer, logits: torch.Tensor) -> float:
     return float((short / logits.abs().amax(-1)).max())
 
 
-def _sequences(answers: Series[Answer], groups: int) -> list[Sequence]:
+def sequences_of(answers: Series[Answer], groups: int) -> list[Sequence]:
     """One for each answer, all its tokens but the last uncomputed, in pages of its own.
 
     groups: of layers, each of which has pages.
@@ -219,7 +219,8 @@ def _sequences(answers: Series[Answer], groups: int) -> list[Sequence]:
     return sequences
 
 
-def _lease(tiers: Tiers, ref: AdapterRef) -> AdapterLease:
+def lease_of(tiers: Tiers, ref: AdapterRef) -> AdapterLease:
+    """Bring an adapter to the device, and lease it."""
     deadline = time.monotonic() + _LOADED_WITHIN_S
     while (lease := tiers.lease(ref)) is None:
         assert time.monotonic() < deadline, f"{ref} did not reach the device"

@@ -74,9 +74,15 @@ def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
     width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
     mlp = 3 * c.intermediate * (config.experts_per_token or 1) + c.experts  # and the router
     linears = c.hidden * (2 * width + 2 * kv_width + mlp)
-    seen = tokens * (tokens + 1) // 2  # pairs of a query and a key
-    layer = sequences * (tokens * linears + 2 * seen * width)
-    return 2 * (c.layers * layer + sequences * c.hidden * config.vocab_size)
+    seen = sum(_pairs(tokens, window) for window in config.windows)
+    layers = c.layers * tokens * linears + 2 * seen * width
+    return 2 * sequences * (layers + c.hidden * config.vocab_size)
+
+
+def _pairs(tokens: int, window: int | None) -> int:
+    """How many pairs of a query and a key a prompt has in a layer with this window."""
+    within = min(tokens, window or tokens)
+    return within * (within + 1) // 2 + (tokens - within) * within
 
 
 def _step(engine: Engine, work: Work, run: int) -> Run:

@@ -56,7 +56,7 @@ class RandomBlobs:
     ) -> None:
         self._folder = folder
         self._linears = linears or [linear.name for linear in shape.linears]
-        tensors = _tensors(shape, rank, self._linears)
+        tensors = random_tensors(shape, rank, self._linears)
         with ThreadPoolExecutor(8) as pool:
             self.refs = list(pool.map(partial(self._write, tensors, rank), range(count)))
 
@@ -72,7 +72,7 @@ class RandomBlobs:
         config = {
             "peft_type": "LORA",
             "r": rank,
-            "lora_alpha": rank * (1.0 + index / 1024),
+            "lora_alpha": rank * random_scaling(index),
             "target_modules": self._linears,
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -87,6 +87,29 @@ class EmptySource:
     def fetch(self, ref: AdapterRef, _path: Path) -> None:
         """Raise LookupError."""
         raise LookupError(f"{ref} was to be in the engine all the time")
+
+
+def random_tensors(shape: BaseShape, rank: int, linears: Sequence[str]) -> dict[str, torch.Tensor]:
+    """What all of RandomBlobs hold, by PEFT's names, before their scalings."""
+    random = torch.Generator().manual_seed(1)
+    tensors = {}
+    for layer in range(shape.layers):
+        for index, linear in enumerate(shape.linears):
+            if linear.name not in linears:
+                continue
+            d_in, d_out = shape.dims(index)
+            path = f"base_model.model.{linear.path(layer)}"
+            experts = (shape.experts,) if linear.of_experts else ()
+            a = torch.randn(*experts, rank, d_in, generator=random) * d_in**-0.5
+            b = torch.randn(*experts, d_out, rank, generator=random) * (0.1 * rank**-0.5)
+            tensors[f"{path}.lora_A.weight"] = a.bfloat16()
+            tensors[f"{path}.lora_B.weight"] = b.bfloat16()
+    return tensors
+
+
+def random_scaling(index: int) -> float:
+    """The scaling of the adapter with this index of RandomBlobs."""
+    return 1.0 + index / 1024
 
 
 def random_refs(count: int, on: Targets = Targets.LINEARS) -> list[AdapterRef]:
@@ -166,20 +189,3 @@ def _has(on: Targets, linear: str) -> bool:
 def _image(elements: int, dtype: torch.dtype) -> torch.Tensor:
     random = torch.Generator().manual_seed(1)
     return torch.empty(elements, dtype=dtype).normal_(0.0, _SIGMA, generator=random)
-
-
-def _tensors(shape: BaseShape, rank: int, linears: Sequence[str]) -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(1)
-    tensors = {}
-    for layer in range(shape.layers):
-        for index, linear in enumerate(shape.linears):
-            if linear.name not in linears:
-                continue
-            d_in, d_out = shape.dims(index)
-            path = f"base_model.model.{linear.path(layer)}"
-            experts = (shape.experts,) if linear.of_experts else ()
-            a = torch.randn(*experts, rank, d_in, generator=random) * d_in**-0.5
-            b = torch.randn(*experts, d_out, rank, generator=random) * (0.1 * rank**-0.5)
-            tensors[f"{path}.lora_A.weight"] = a.bfloat16()
-            tensors[f"{path}.lora_B.weight"] = b.bfloat16()
-    return tensors

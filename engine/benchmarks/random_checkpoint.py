@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.benchmarks.random_model import RandomCheckpoint, write_config
+from engine.benchmarks.weight_layouts import FLOATS, Layout
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut, stack
 from lorikeet_engine.models.llama import LlamaModel
@@ -17,13 +18,21 @@ from lorikeet_engine.models.stored_tensors import INDEX
 SHARD_BYTES = 5 * 10**9
 
 
-def write_checkpoint(folder: Path, config: Mapping[str, Any], device: torch.device) -> Path:
+def write_checkpoint(
+    folder: Path,
+    config: Mapping[str, Any],
+    device: torch.device,
+    layout: Layout = FLOATS,
+) -> Path:
     """Write config.json, shards in bfloat16 and their index; the numbers are drawn on the device.
 
-    What a finished call has left there is kept.
+    They are those of a RandomCheckpoint there. layout: of the layers' linears. What a finished call
+    has left there is kept.
     """
     if not (folder / INDEX).exists():
-        shards = _Shards(write_config(folder, config), device)
+        if layout.config:
+            config = {**config, "quantization_config": layout.config}
+        shards = _Shards(write_config(folder, config), device, layout)
         LlamaModel(ModelConfig.from_folder(folder), shards)
         shards.close()
     return folder
@@ -32,15 +41,24 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], device: torch.devi
 class _Shards(RandomCheckpoint):
     """Writes to files what a model asks for by name; the model gets tensors without memory."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(self, folder: Path, device: torch.device, layout: Layout) -> None:
         super().__init__(device, torch.bfloat16)
         self.folder = folder
+        self._layout = layout
         self._shard: dict[str, torch.Tensor] = {}
         self._written: list[list[str]] = []  # names in each shard
 
+    def read_linear(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
+        """Write linears in the layout."""
+        return self._write_all(names, cuts, self._layout)
+
     def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
+        return self._write_all(names, cuts, FLOATS)
+
+    def _write_all(self, names: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> torch.Tensor:
         for name, cut in zip(names, cuts, strict=True):
-            self._shard[name] = super()._read([name], [cut]).cpu()
+            for part, tensor in layout.tensors_of(name, super()._read([name], [cut])).items():
+                self._shard[part] = tensor.contiguous().cpu()
             if sum(tensor.nbytes for tensor in self._shard.values()) >= SHARD_BYTES:
                 self._write()
         return stack(cuts, torch.device("meta"), self.dtype)[0]

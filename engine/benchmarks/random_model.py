@@ -1,6 +1,7 @@
 """A base model of given shapes with random weights: as fast as a trained one, and no files."""
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ CONFIGS = {
 class RandomCheckpoint(Checkpoint):
     """Makes up every tensor that is read: norms are 1, products keep the size of their input.
 
-    A linear is rounded as soon as it is drawn: beside the model the device holds one in floats.
+    Numbers depend on a tensor's name and dtype alone, whatever it is rounded to. A linear is
+    rounded as soon as it is drawn: beside the model the device holds one in floats.
     """
 
     def __init__(
@@ -133,13 +135,22 @@ class RandomCheckpoint(Checkpoint):
         self._weight_format = None
         self.rounding = rounding
         self._staging = None
-        self._random = torch.Generator(device).manual_seed(seed)
+        self._seed = seed
+        self._random = torch.Generator(device)
 
-    def _read(self, _names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
-        out, _ = stack(cuts, self.device, self.dtype)
-        if len(cuts[0].shape) == 1:
-            return out.fill_(1.0)
-        return out.normal_(0.0, cuts[0].shape[1] ** -0.5, generator=self._random)
+    def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
+        out, parts = stack(cuts, self.device, self.dtype)
+        for name, part, cut in zip(names, parts, cuts, strict=True):
+            if len(cut.shape) == 1:
+                part.fill_(1.0)
+                continue
+            self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
+            part.normal_(0.0, self.deviation(name, cut), generator=self._random)
+        return out
+
+    def deviation(self, _name: str, cut: Cut) -> float:
+        """The standard deviation of a matrix's numbers."""
+        return cut.shape[1] ** -0.5
 
     def read_plus_one(self, _name: str, cut: Cut) -> torch.Tensor:
         """A norm's weight once 1 is added to it: 1."""

@@ -11,7 +11,6 @@ import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,7 +44,7 @@ def measure(group: RankGroup, device: torch.device) -> list[Row]:
     sums: dict[str, Sum] = {"nccl": dist.all_reduce}
     if can_map_peers(device, group.world):
         symmetric = SymmetricSums(device, SIZES[-1]).map_peers()
-        sums |= {"one_shot": symmetric.sum_, "two_shot": partial(_two_shot, symmetric)}
+        sums |= {"one_shot": symmetric.sum_in_one_shot, "two_shot": symmetric.sum_in_two_shots}
     rows = []
     for size in SIZES:
         tensor = torch.empty(size // 2, dtype=torch.bfloat16, device=device)
@@ -78,13 +77,6 @@ def time_us(sum_: Sum, tensor: torch.Tensor) -> float:
         for _ in range(_SUMS):
             sum_(tensor)
     return 1e3 * medians_ms([graph.replay], _TIMES)[0] / _SUMS
-
-
-def _two_shot(symmetric: SymmetricSums, tensor: torch.Tensor) -> None:
-    shared = symmetric._buffers[tensor.dtype][: tensor.numel()]
-    shared.copy_(tensor)
-    symmetric._operators.two_shot_all_reduce_(shared, "sum", symmetric._group)
-    tensor.copy_(shared)
 
 
 def _run(rank: int, world: int, folder: Path) -> None:

@@ -62,7 +62,7 @@ class Point:
         return costs.step_s(
             self.decodes + self.chunk,
             0,
-            self.decodes * self.context,
+            self.decodes * costs.decode_sees(self.context),
             seen=seen_tokens(self.chunk, self.depth),
         )
 

@@ -7,6 +7,9 @@ timed, all with other prompts, so that nothing comes from the prefix cache. The 
 against a plain forward pass (plain.py). The engine has its LoRA path on in every row, and room for
 the adapters of all rows on the GPU, but for no more than 128.
 
+--llama takes Llama-3.1-8B's base row of such a GPU, as its number or as the file of its run: then
+the base row of another dense model is held against what predicted.py expects of it.
+
 The Zipf row, which no default includes, has its 1,000 adapters of rank 16 on the host: 84 GB of
 pinned memory. --population takes fewer where the machine has less.
 """
@@ -17,6 +20,8 @@ from statistics import median
 
 from engine.benchmarks import harness, plain
 from engine.benchmarks.offline import Run, Work, generate
+from engine.benchmarks.predicted import WORK as PREDICTED
+from engine.benchmarks.predicted import Roofline, predicted_tokens_per_s, read_llama
 from engine.benchmarks.random_adapters import Targets, empty_device
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import SamplingParams
@@ -55,7 +60,9 @@ class Row:
     tokens_per_s: of each timed run. step_ms: of the first one's second half. of_greedy: the sampled
     rate as a share of the greedy one beside it, the median. shortfall: the worst of a checked
     token, as a share of the largest logit. of_base: the first greedy rate as a share of the base
-    model's at these lengths, None where that was not measured before.
+    model's at these lengths, None where that was not measured before. predicted_tokens_per_s: of
+    the base model by predicted.py, None where it was not asked for; of_predicted: the first greedy
+    rate as a share of it.
     """
 
     work: Work
@@ -66,6 +73,8 @@ class Row:
     of_greedy: float
     shortfall: float
     of_base: float | None = None
+    predicted_tokens_per_s: float | None = None
+    of_predicted: float | None = None
 
 
 def measure(engine: Engine, work: Work) -> Row:
@@ -83,9 +92,17 @@ def measure(engine: Engine, work: Work) -> Row:
     )
 
 
-def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
-    """Measure in this order; prints each row as it comes."""
-    return harness.show(_rows(engine, works))
+def measure_all(
+    engine: Engine, works: Iterable[Work], llama_tokens_per_s: float | None = None
+) -> list[Row]:
+    """Measure in this order; prints each row as it comes.
+
+    llama_tokens_per_s: Llama-3.1-8B's row, by which the base model's is predicted.
+    """
+    predicted = None
+    if llama_tokens_per_s is not None:
+        predicted = predicted_tokens_per_s(_roofline(engine), llama_tokens_per_s)
+    return harness.show(_rows(engine, works, predicted))
 
 
 def main() -> None:
@@ -94,25 +111,39 @@ def main() -> None:
     harness.add_model_arguments(parser)
     parser.add_argument("--population", type=int, default=1000, help="adapters of the Zipf row")
     parser.add_argument("--room", type=int, default=ROOM, help="adapters that the GPU holds")
+    parser.add_argument(
+        "--llama", type=read_llama, help="Llama-3.1-8B's base row: tokens/s or file"
+    )
     options = parser.parse_args()
+    if options.llama is not None and options.tensor_parallel > 1:
+        parser.error("--llama: what several GPUs make is not predicted")
     every = (*WORKS, *ATTENTION, zipf(options.population)) if options.rows else WORKS
     works = harness.chosen(parser, every, options.rows)
     facts = harness.facts(options.commit)
     arguments = harness.adapters_of(works) | harness.model_of(options)
     arguments["room"] = min(arguments["room"], options.room)
     with harness.full_engine(**arguments) as engine:
-        rows = measure_all(engine, works)
+        rows = measure_all(engine, works, options.llama)
     harness.write(options.json, facts, **harness.about(options), throughput=rows)
 
 
-def _rows(engine: Engine, works: Iterable[Work]) -> Iterator[Row]:
+def _roofline(engine: Engine) -> Roofline:
+    settings = engine._settings
+    fp8_weights, fp8_kv = (d == "fp8" for d in (settings.weight_dtype, settings.kv_dtype))
+    return Roofline(engine._runner.model.config, fp8_weights, fp8_kv)
+
+
+def _rows(engine: Engine, works: Iterable[Work], predicted: float | None) -> Iterator[Row]:
     base: dict[tuple[int, int], float] = {}
     for work in works:
         row = measure(engine, work)
         lengths, rate = (work.prompt_tokens, work.output_tokens), row.tokens_per_s[0]
         if not work.adapters:
             base[lengths] = rate
-        yield replace(row, of_base=rate / base[lengths] if lengths in base else None)
+        row = replace(row, of_base=rate / base[lengths] if lengths in base else None)
+        if predicted is not None and work == PREDICTED:
+            row = replace(row, predicted_tokens_per_s=predicted, of_predicted=rate / predicted)
+        yield row
 
 
 def _step_ms(run: Run) -> float:

@@ -34,7 +34,8 @@ class StepCosts:
     """The seconds that a step takes, by what it holds: `step_s` is the formula.
 
     rows: what its tokens take without attention and adapters, ascending; between two points and
-    beyond the last one goes along a line. seen_token_s: for each token that a decode sees.
+    beyond the last one goes along a line. seen_token_s: for each token that a decode sees in all
+    layers; in this share of them, `windowed`, it sees `window` tokens at most, None: all.
     prompt_seen_s: for each token that a prompt's token sees. split_s: with decodes beside prompts
     that see SEEN_TO_SPLIT tokens or more, once. lora_s, rank_s: with adapters, once
     and for each rank of the distinct ones that decode. lora_token_s: for each prompt token with an
@@ -53,6 +54,8 @@ class StepCosts:
     )
     # 2.74 ms for 256 sequences of 320 tokens, of which 0.21 are there with one of 16 as well.
     seen_token_s: float = 31e-9
+    window: int | None = None
+    windowed: float = 0.0
     # Not measured: FlashInfer's kernels at 350 TFLOP/s.
     prompt_seen_s: float = 1.5e-9
     # "Long contexts": 14.4 ms with a chunk of 192 tokens at depth 8,192 beside 64 decodes, 9.4 at
@@ -85,8 +88,17 @@ class StepCosts:
         (few, few_s), (many, many_s) = self.rows[at - 1 : at + 1]
         return few_s + (many_s - few_s) * (tokens - few) / (many - few)
 
+    def decode_sees(self, length: float) -> float:
+        """The tokens that a decode sees, the mean of all layers. length: of its sequence, with it.
+
+        So layers with a window count by what they read.
+        """
+        if self.window is None or length <= self.window:
+            return length
+        return length - self.windowed * (length - self.window)
+
     def step_s(
-        self, tokens: int, ranks: int, context: int, *, adapted: int = 0, seen: int = 0
+        self, tokens: int, ranks: int, context: float, *, adapted: int = 0, seen: int = 0
     ) -> float:
         """One step:
 
@@ -94,7 +106,7 @@ class StepCosts:
             + seen_token_s · context + prompt_seen_s · seen + (split_s, if they are attended apart)
 
         tokens: of decodes and prompts. ranks: Σ rank over the distinct adapters of its decodes.
-        context: Σ of the tokens that its decodes see. adapted: its prompts' tokens with adapters.
+        context: Σ of decode_sees over its decodes. adapted: its prompts' tokens with adapters.
         seen: Σ of seen_tokens over its prompts.
         """
         lora_s = self.lora_s + self.rank_s * ranks if ranks else 0.0
@@ -107,7 +119,7 @@ class StepCosts:
         split_s = self.split_s if beside_decodes and seen >= SEEN_TO_SPLIT else 0.0
         return self.prompt_seen_s * seen + split_s
 
-    def decode_s(self, sequences: int, ranks: int, context: int = 0) -> float:
+    def decode_s(self, sequences: int, ranks: int, context: float = 0) -> float:
         """One step of decodes; ranks, context: as in step_s."""
         return self.step_s(sequences, ranks, context)
 

@@ -155,9 +155,9 @@ class Engine:
         """The fastest place that holds an adapter now."""
         return self._tiers.residency(ref)
 
-    def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
-        """Load an adapter up to `tier` and keep it there until `unpin`."""
-        self._tiers.pin(ref, tier)
+    def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
+        """Load an adapter up to `tier`, keep it there until `unpin`. passing: as for Tiers.pin."""
+        self._tiers.pin(ref, tier, passing)
         self.wake()
 
     def unpin(self, digest: str) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.costs import MeasuredCosts, seen_tokens
+from lorikeet_engine.costs import MeasuredCosts, StepCosts, seen_tokens
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import RequestQueue
@@ -27,10 +27,11 @@ def read_status(
     Takes some 150 µs with a full batch, however many adapters there are.
     """
     tier_status = tiers.status()
+    gpu, costs = tier_status[Residency.GPU], info.step_costs
     return EngineStatus(
-        live=_live_stats(requests.submitted, scheduler, cache, tiers, tier_status[Residency.GPU]),
+        live=_live_stats(requests.submitted, scheduler, cache, tiers, gpu, costs),
         tiers=tier_status,
-        costs=MeasuredCosts(info.step_costs, tiers.load_costs()),
+        costs=MeasuredCosts(costs, tiers.load_costs()),
         lookups=counters.lookups.read(),
         loads=tiers.loads(),
         load_failures=tiers.load_failures,
@@ -52,6 +53,7 @@ def _live_stats(
     cache: KVCache,
     tiers: Tiers,
     gpu: TierStatus,
+    costs: StepCosts,
 ) -> LiveStats:
     running, waiting = list(scheduler.running), [*scheduler.waiting, *submitted]
     decoding = [s for s in running if s.remaining == 1 and not s.complete]
@@ -68,7 +70,7 @@ def _live_stats(
         pending_tokens=sum(s.remaining for s in pending),
         pending_seen=sum(seen_tokens(s.remaining, s.kv.computed) for s in pending),
         ranks=sum({lease.slot: lease.rank for lease in leases if lease is not None}.values()),
-        context=sum(s.length for s in decoding),
+        context=round(sum(costs.decode_sees(s.length) for s in decoding)),
         oldest_wait_s=now_s - oldest_s,
         kv_pages_used=cache.used,
         kv_pages_total=cache.pages,

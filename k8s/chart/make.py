@@ -53,7 +53,14 @@ for _group, _pod in _PODS.items():
     for _field in ("nodeSelector", "tolerations", "priorityClassName"):
         _RAY_SERVICE[f"{_pod}/{_field}"] = f".Values.{_group}.{_field}"
 _LISTENER = "spec/listeners/0"
-_ANNOTATIONS = "metadata/annotations"
+# By object, the annotations that it has before those of all.
+_ANNOTATIONS = {
+    # The cluster that an upgrade replaces reads them for as long as it is there.
+    "ConfigMap/settings": '(dict "helm.sh/resource-policy" "keep")',
+    "Gateway/lorikeet": ".Values.gateway.annotations",
+    "ServiceAccount/lorikeet": ".Values.gateways.serviceAccountAnnotations",
+    "ServiceAccount/lorikeet-engine": ".Values.engines.serviceAccountAnnotations",
+}
 _PLACES = {
     "Deployment/active-cluster": {
         f"spec/template/spec/{field}": f".Values.gateways.{field}"
@@ -61,7 +68,6 @@ _PLACES = {
     },
     "Gateway/lorikeet": {
         "spec/gatewayClassName": ".Values.gateway.className",
-        _ANNOTATIONS: ".Values.gateway.annotations",
         f"{_LISTENER}/hostname": ".Values.gateway.host",
         f"{_LISTENER}/tls/certificateRefs/0/name": ".Values.gateway.tlsSecret",
     },
@@ -74,8 +80,6 @@ _PLACES = {
     "NetworkPolicy/requests-from-load-balancer": {"spec/ingress/0/from": ".Values.requestsFrom"},
     "RayService/lorikeet": _RAY_SERVICE,
     "RoleBinding/active-cluster": {"subjects/0/namespace": ".Release.Namespace"},
-    "ServiceAccount/lorikeet": {_ANNOTATIONS: ".Values.gateways.serviceAccountAnnotations"},
-    "ServiceAccount/lorikeet-engine": {_ANNOTATIONS: ".Values.engines.serviceAccountAnnotations"},
 }
 # In what a component adds to the RayService.
 _ADDED = {
@@ -134,13 +138,15 @@ def _text(manifests: dict[str, Manifest], template: Template) -> str:
         manifest["metadata"].pop("namespace", None)  # the release's
         if manifest["kind"] == "ConfigMap":
             manifest["metadata"]["name"] = template.expression('include "lorikeet.settingsName" .')
-            # The cluster that an upgrade replaces reads them for as long as it is there.
-            manifest["metadata"]["annotations"] = {"helm.sh/resource-policy": "keep"}
             manifest["data"] = template.expression('include "lorikeet.settings" .')
         if manifest["kind"] == "ServiceAccount":
             template.put(manifest, {"imagePullSecrets": ".Values.image.pullSecrets"})
         for node in _objects(manifest):
             _refer(node, template)
+            if "metadata" in node:
+                own = _ANNOTATIONS.get(name, "(dict)") if node is manifest else "(dict)"
+                values = f"merge (dict) {own} .Values.commonAnnotations"
+                template.put(node, {"metadata/annotations": values})
         template.put(manifest, _PLACES.get(name, {}))
     return template.text(list(manifests.values()))
 

@@ -107,7 +107,7 @@ class PacedModel:
         return self._steps.step_s(
             len(batch.token_ids),
             ranks,
-            sum(decoding.values()),
+            sum(map(self._steps.decode_sees, decoding.values())),
             adapted=sum(tokens for tokens, _ in prompts) if adapted else 0,
             seen=sum(seen_tokens(tokens, seen - tokens) for tokens, seen in prompts),
         )

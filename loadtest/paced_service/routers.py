@@ -1,4 +1,4 @@
-"""The product's router and the simulator's baselines, as Serve's request routers."""
+"""The product's router, two ways to bend it, and the simulator's baselines, for Serve."""
 
 import math
 import random
@@ -9,6 +9,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from loadtest.simulator.baselines import BOUND, HashRing
+from lorikeet.protocol.messages import Call
 from lorikeet.serving.request_router import AdapterAffinityRouter
 
 
@@ -19,6 +20,30 @@ class ScaledCosts(AdapterAffinityRouter):
         """prices: fields of Costs."""
         super().initialize_state()
         self._fleet._costs = replace(self._fleet._costs, **prices)
+
+
+class SeedsChooseReplicas(ScaledCosts):
+    """Requests for one adapter go to the replica that their seed counts to; others by the costs.
+
+    So requests with seeds in a row reach as many replicas, whichever gateways they come to.
+    """
+
+    def initialize_state(self, name: str, **prices: Any) -> None:
+        """name: the adapter's, without its tenant."""
+        super().initialize_state(**prices)
+        self._name = name
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Choose the one replica, or as the costs do."""
+        call = _call_of(pending_request)
+        if call is None or call.adapter is None or call.adapter.name != self._name:
+            return await super().choose_replicas(candidate_replicas, pending_request)
+        ordered = sorted(candidate_replicas, key=lambda each: each.replica_id.unique_id)
+        return [[ordered[(call.sampling.seed or 0) % len(ordered)]]]
 
 
 class BaselineRouter(RequestRouter):
@@ -123,6 +148,10 @@ def two_of(replicas: list[RunningReplica]) -> list[RunningReplica]:
 
 def _model_of(pending: PendingRequest | None) -> str:
     """The digest of the call's adapter; empty for the base model and for other calls."""
-    call = pending.args[0] if pending and pending.args else None
-    adapter = getattr(call, "adapter", None)
-    return adapter.digest if adapter is not None else ""
+    call = _call_of(pending)
+    return call.adapter.digest if call is not None and call.adapter is not None else ""
+
+
+def _call_of(pending: PendingRequest | None) -> Call | None:
+    argument = pending.args[0] if pending and pending.args else None
+    return argument if isinstance(argument, Call) else None

@@ -18,10 +18,7 @@ from lorikeet.serving.deployments import EngineReplica
 NAME = "policy"
 FIRST_ALPHA = 32.00001
 """The first version's; versions count its last five digits up."""
-PROBES = 4
-"""Requests at once, for each replica: another takes some only once one is busy."""
 _PROBE_TOKENS = 256
-_PROBED_WITHIN_S = 30.0
 _PIECE_BYTES = 2**20
 _LIFETIME_S, _KEEP = 600, 2
 
@@ -78,7 +75,7 @@ class FarReplica(EngineReplica):
 
 
 class Pusher:
-    """Pushes versions to one service, and asks for them until all replicas have answered."""
+    """Pushes versions to one service, and asks each of its replicas for them."""
 
     def __init__(
         self,
@@ -131,22 +128,18 @@ class Pusher:
         )
 
     def ask(self) -> float:
-        """Ask for the newest version until all replicas have answered; when the last one did.
+        """Ask each replica once for the newest version; when the last one answered.
 
-        Raises RuntimeError.
+        Their seeds, which count up, choose the replica. Raises RuntimeError.
         """
         began_s = time.monotonic()
-        first_s: dict[str, float] = {}
-        while len(first_s) < self._replicas:
-            if time.monotonic() > began_s + _PROBED_WITHIN_S:
-                raise RuntimeError(f"only {list(first_s)} answered for {self._model}")
-            sessions = [Session(0.0, (self._probe(),)) for _ in range(PROBES * self._replicas)]
-            requests = encode_requests(self._server, sessions)
-            sending = send_all(self._server.url, sessions, requests, began_s)
-            for answer in all_whole(asyncio.run(sending)):
-                told_s = min(answer.deltas_s[0], first_s.get(answer.replica, answer.deltas_s[0]))
-                first_s[answer.replica] = told_s
-        return began_s + max(first_s.values())
+        sessions = [Session(0.0, (self._probe(),)) for _ in range(self._replicas)]
+        requests = encode_requests(self._server, sessions)
+        answers = all_whole(asyncio.run(send_all(self._server.url, sessions, requests, began_s)))
+        answered = {answer.replica for answer in answers}
+        if len(answered) < self._replicas:
+            raise RuntimeError(f"only {sorted(answered)} were asked for {self._model}")
+        return began_s + max(answer.deltas_s[0] for answer in answers)
 
     def _probe(self) -> LoadRequest:
         return LoadRequest(self._model, _PROBE_TOKENS, 1, seed=next(self._seeds))

@@ -11,12 +11,17 @@ from transformers import PreTrainedTokenizerFast
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
+    FUNCTION_GEMMA,
     FUNCTOOLS,
     GRANITE,
     HERMES,
     LLAMA,
     MISTRAL,
+    OLMO,
     PHI,
+    PYTHON_LIST,
+    TOOL_CODE,
+    CallStyle,
     syntax_of,
 )
 from lorikeet.protocol.messages import Format, ToolUse
@@ -64,7 +69,22 @@ WRITTEN = {
     ),
     "functools": (FUNCTOOLS, f"Let me look. functools[{PARIS}, {NOW}]"),
     "llama": (LLAMA, f"{PARIS_LLAMA}; {NOW_LLAMA}"),
+    "olmo": (
+        OLMO,
+        'Let me look.<function_calls>weather(place="Paris {}]")\ntime()</function_calls>',
+    ),
+    "tool_code": (
+        TOOL_CODE,
+        "Let me look.\n```tool_code\nweather(place='Paris {}]')\ntime()\n```\n",
+    ),
+    "a list in Python": (PYTHON_LIST, "[weather(place='Paris {}]'), time()]"),
+    "functiongemma": (
+        FUNCTION_GEMMA,
+        "Let me look.<start_function_call>call:weather{place:<escape>Paris {}]<escape>}"
+        "<end_function_call><start_function_call>call:time{}<end_function_call>",
+    ),
 }
+UNMARKED = (LLAMA, PYTHON_LIST)
 
 
 def read(parser, text, size):
@@ -94,7 +114,7 @@ def calls_of(deltas):
 def test_calls_are_read_whatever_pieces_they_come_in(written, size):
     syntax, text = WRITTEN[written]
     said, calls = read(ToolCallParser(syntax, USE), text, size)
-    assert said.rstrip() == ("" if syntax is LLAMA else "Let me look.")
+    assert said.rstrip() == ("" if syntax in UNMARKED else "Let me look.")
     assert calls == BOTH
 
 
@@ -116,6 +136,8 @@ def test_calls_are_read_whatever_pieces_they_come_in(written, size):
         (LLAMA, f"I would call {PARIS_LLAMA}"),
         (LLAMA, '{"city": "Paris"}'),
         (LLAMA, "{not JSON}"),
+        (HERMES, '<tool_call>{"name": "time", "arguments": {"at": NaN}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "time", "arguments": {"at": 1e999}}</tool_call>'),
     ],
 )
 def test_what_is_no_proper_call_stays_text(syntax, text, size):
@@ -154,6 +176,11 @@ def test_one_call_is_enough_where_several_are_not_wanted():
         ("{{ '[TOOL_CALLS]' + call.name + '[ARGS]' }}", None),
         ("""{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""", LLAMA),
         ("{{ message.content }}", None),
+        ("{{ '<function_calls>' + name + '(' + arguments + ')' }}", OLMO),
+        ("{{ '<function_calls><invoke name=' + name + '>' }}", None),
+        ("{{ '<start_function_call>call:' + name + '{' }}", FUNCTION_GEMMA),
+        ("{{ '```tool_code\\n' + name + '(' }}", TOOL_CODE),
+        ("{{ 'you must respond with a python list of the function calls' }}", PYTHON_LIST),
     ],
 )
 def test_the_syntax_is_read_off_the_template(template, syntax):
@@ -167,6 +194,13 @@ def demo():
 
 def forced(syntax, *calls):
     """The calls as the grammar wants them, without special tokens."""
+    if syntax.style is CallStyle.PYTHON:
+        pairs = [
+            (name, ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items()))
+            for name, arguments in calls
+        ]
+        said = syntax.between.join(f"{name}({given})" for name, given in pairs)
+        return syntax.before + said + syntax.after
     written = [json.dumps({"name": name, syntax.arguments: arguments}) for name, arguments in calls]
     return syntax.before + syntax.between.join(written) + syntax.after
 
@@ -184,9 +218,18 @@ def allows(demo, grammar):
     return allowed
 
 
-@pytest.mark.parametrize(
-    "syntax", [HERMES, MISTRAL, GRANITE, LLAMA], ids=["hermes", "mistral", "granite", "llama"]
-)
+HELD = {
+    "hermes": HERMES,
+    "mistral": MISTRAL,
+    "granite": GRANITE,
+    "llama": LLAMA,
+    "olmo": OLMO,
+    "tool_code": TOOL_CODE,
+    "python": PYTHON_LIST,
+}
+
+
+@pytest.mark.parametrize("syntax", HELD.values(), ids=HELD)
 def test_a_grammar_allows_calls_of_the_forced_tools_and_nothing_else(demo, syntax):
     grammar = call_grammar(
         ToolUse(TOOLS, forced=("weather", "time")), syntax, Vocabulary(demo.backend_tokenizer)
@@ -195,6 +238,8 @@ def test_a_grammar_allows_calls_of_the_forced_tools_and_nothing_else(demo, synta
     allowed = allows(demo, grammar)
     assert allowed(forced(syntax, *BOTH))
     assert allowed(forced(syntax, ("weather", {"place": "x", "days": 3})))
+    assert not allowed(forced(syntax, ("weather", {"place": "x", "days": "3"})))
+    assert not allowed(forced(syntax, ("weather", {"place": "x", "more": 3})))
     assert not allowed(forced(syntax, ("weather", {"days": 3})))
     assert not allowed(forced(syntax, ("other", {})))
     assert not allowed(forced(syntax, ("time", {"place": "x"})))
@@ -202,7 +247,11 @@ def test_a_grammar_allows_calls_of_the_forced_tools_and_nothing_else(demo, synta
     assert not allowed("")
 
 
-@pytest.mark.parametrize("syntax", [HERMES, MISTRAL, GRANITE], ids=["hermes", "mistral", "granite"])
+@pytest.mark.parametrize(
+    "syntax",
+    [syntax for syntax in HELD.values() if syntax is not LLAMA],
+    ids=[name for name in HELD if name != "llama"],
+)
 def test_calls_may_be_an_alternative_to_an_answer_in_a_format(demo, syntax):
     answer = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     vocabulary = Vocabulary(demo.backend_tokenizer)

@@ -66,6 +66,11 @@ def damage(engine: Engine, ref: AdapterRef) -> None:
     weights.arena[at : at + 1].view(torch.uint8)[3] ^= 0x40
 
 
+@pytest.fixture(autouse=True)
+def _often(monkeypatch):
+    monkeypatch.setattr(image_checks, "EVERY_STEPS", 32)
+
+
 @pytest.fixture(params=[True, False], ids=["overlapped", "read_at_once"])
 def make_served(tmp_path, request):
     made = []

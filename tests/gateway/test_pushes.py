@@ -1,10 +1,12 @@
 """Trainers push versions with publish keys: each is wholly there or not at all."""
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from lorikeet.catalog.catalog import blob_key
+from lorikeet_engine.adapter_format import values
 from tests.gateway.conftest import Gateway, chat, eventually
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer, digest_of
@@ -76,6 +78,23 @@ def test_a_bad_adapter_says_why_and_changes_nothing(trainer: Trainer) -> None:
     assert (damaged["code"], damaged["param"]) == ("invalid_adapter", "digest")
     assert trainer.gateway.catalog.refresh().seq == before
     assert trainer.show("0" * 64).status_code == 404
+
+
+def test_values_are_looked_at_while_they_come_and_not_again(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object) -> NoReturn:
+        raise AssertionError("the file was read")
+
+    monkeypatch.setattr(values, "_pieces", read)
+    blob = trainer.blob()
+    assert trainer.push(blob).status_code == 201
+    path, key = "/admin/v1/adapters/acme/other/versions", trainer.gateway.admin_key
+    assert trainer.gateway.request("PUT", path, key, content=blob).status_code == 201
+    monkeypatch.undo()
+    diverged = error_of(trainer.push(blob[:-4] + b"\xff\xff\xff\xff"), 422)
+    assert diverged["message"].endswith("holds NaN or Inf: the training diverged")
+    assert ".lora_" in diverged["param"]
 
 
 def test_a_key_pushes_adapters_of_its_names_alone(trainer: Trainer, tmp_path: Path) -> None:

@@ -127,6 +127,32 @@ def test_the_image_and_its_registrys_login_are_everywhere() -> None:
     assert ours == 5 * [f"acme/lorikeet@{DIGEST}"]
 
 
+def test_annotations_of_all_are_on_every_object_and_pod_beside_their_own() -> None:
+    role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/engines"}
+    ours = {"team": "inference"}
+    objects = chart(
+        commonAnnotations=ours,
+        engines={"serviceAccountAnnotations": role},
+        gateway={"host": "lorikeet.acme.com", "annotations": {"issuer": "acme"}},
+        monitoring={"enabled": True},
+    )
+    workloads = (("Job", "lorikeet-init"), ("Deployment", "active-cluster"))
+    templates = (*pods(objects), *(objects[each]["spec"]["template"] for each in workloads))
+    service = objects["RayService", "lorikeet"]["spec"]["serveService"]
+    for each in (*objects.values(), *templates, service):
+        assert each["metadata"]["annotations"].items() >= ours.items(), each["metadata"]
+    account, gateway = (
+        objects[each]["metadata"]["annotations"]
+        for each in (("ServiceAccount", "lorikeet-engine"), ("Gateway", "lorikeet"))
+    )
+    assert account == ours | role
+    assert gateway == ours | {"issuer": "acme"}
+    config = objects["ConfigMap", settings(objects)[0]]
+    assert config["metadata"]["annotations"] == ours | {"helm.sh/resource-policy": "keep"}
+    job = objects["Job", "lorikeet-init"]["metadata"]["annotations"]
+    assert job["helm.sh/hook"] == "pre-install"
+
+
 def test_pods_go_where_values_say() -> None:
     here = {"nodeSelector": {"gpu": "h100"}, "tolerations": [{"operator": "Exists"}]}
     objects = chart(engines={**here, "replicas": 5}, gateways={"replicas": 3})

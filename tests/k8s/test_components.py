@@ -16,6 +16,7 @@ from tests.k8s.manifests import (
     pods,
     problems,
     ray_service,
+    render,
     selects,
     settings,
 )
@@ -91,6 +92,11 @@ def test_the_autoscaler_alone_has_a_token_for_kubernetes() -> None:
 def test_the_autoscaler_reaches_kubernetes() -> None:
     assert {443, 6443} <= ports_out(HEAD)
     assert 6443 not in ports_out({"app.kubernetes.io/component": "gateway"})
+    (policy,) = (
+        p for p in of_kind(EVERY, "NetworkPolicy") if p["metadata"]["name"] == "kubernetes-api"
+    )
+    reached = {peer["ipBlock"]["cidr"] for peer in peers(policy, "to")}
+    assert reached == {"0.0.0.0/0", "::/0"}  # Kubernetes' own Service may have an IPv6 address
 
 
 def test_the_autoscaler_may_start_as_many_engines_as_the_settings_ask_for() -> None:
@@ -180,6 +186,18 @@ def test_all_pods_have_the_priority() -> None:
 def test_an_s3_in_the_private_network_is_reached_by_gateways_and_engines() -> None:
     for group in ("gateways", "engines"):
         assert {443, 9000} <= ports_out(pods(EVERY)[group]["metadata"]["labels"])
+
+
+def test_an_overlays_annotations_are_on_every_object_pod_and_the_tenants_service() -> None:
+    service = ray_service(EVERY)["spec"]["serveService"]
+    (deployment,) = of_kind(EVERY, "Deployment")
+    for each in (
+        *render(EVERY),
+        *pods(EVERY).values(),
+        deployment["spec"]["template"],
+        service,
+    ):
+        assert each["metadata"]["annotations"]["team"] == "inference"
 
 
 def test_every_account_logs_in_to_the_images_registry() -> None:

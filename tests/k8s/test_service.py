@@ -20,6 +20,7 @@ from tests.k8s.manifests import (
     DIGEST,
     OVERLAYS,
     ROOT,
+    Manifest,
     containers,
     groups,
     of_kind,
@@ -82,6 +83,31 @@ def test_a_worker_that_leaves_has_time_for_its_streams(overlay: str) -> None:
     for name, pod in pods(overlay).items():
         if name != "head":
             assert pod["spec"]["terminationGracePeriodSeconds"] > drained_s
+
+
+@pytest.mark.parametrize("overlay", [each for each in OVERLAYS if each != "local"])
+def test_a_deleted_clusters_engines_and_head_outlast_its_clients_connections(overlay: str) -> None:
+    """HAProxy closes them, and gateways stay, from the moment that Kubernetes ends their pods."""
+    spread_s = int(settings(overlay)["RAY_SERVE_HAPROXY_CLOSE_SPREAD_TIME_S"])
+    stay_s = ray.serve._private.constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S
+    waits = {name: seconds_before_its_end(pod) for name, pod in pods(overlay).items()}
+    assert waits["gateways"] == 0 < max(spread_s, stay_s) < waits["engines"] < waits["head"]
+    drained_s = int(settings(overlay)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    graces = {
+        name: pod["spec"]["terminationGracePeriodSeconds"] for name, pod in pods(overlay).items()
+    }
+    assert graces["engines"] > waits["engines"] + drained_s
+    assert graces["head"] > waits["head"]
+
+
+def seconds_before_its_end(pod: Manifest) -> int:
+    """How long Kubernetes waits before it tells a pod to end."""
+    (container,) = pod["spec"]["containers"]
+    if "lifecycle" not in container:
+        return 0
+    word, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert word == "sleep"
+    return int(seconds)
 
 
 @both

@@ -12,9 +12,20 @@ import pytest
 
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.tool_calls import ToolCallParser
-from lorikeet.answer_stream.tool_syntax import FUNCTOOLS, GRANITE, HERMES, LLAMA, MISTRAL, PHI
+from lorikeet.answer_stream.tool_syntax import (
+    FUNCTION_GEMMA,
+    FUNCTOOLS,
+    GRANITE,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    OLMO,
+    PHI,
+    PYTHON_LIST,
+    TOOL_CODE,
+)
 from lorikeet.errors import UnsupportedParameter
-from lorikeet.protocol.messages import ToolUse
+from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.grammar import ModelGrammars
 from lorikeet.replica.prompts import PromptEncoder
 from tests.replica.test_prompts import CHAT, DEMO, encoder, text_of
@@ -80,6 +91,29 @@ SHOWN = {
         FUNCTOOLS,
         f"functools[{CALL}]",
     ),
+    "OLMo 3": ToolTemplate(
+        "{% if tools %}Call within <function_calls></function_calls>."
+        "<functions>{{ tools | tojson }}</functions>{% endif %}",
+        OLMO,
+        '<function_calls>look(at="it")</function_calls>',
+    ),
+    "Gemma 3 under vLLM's": ToolTemplate(
+        EACH_TOOL + "{{ 'Respond with a python list of the function calls.' if tools }}",
+        PYTHON_LIST,
+        "[look(at='it')]",
+    ),
+    "Gemma with blocks of code": ToolTemplate(
+        EACH_TOOL + r"{% for m in messages if m.tool_calls %}{{ '```tool_code\n' }}{% endfor %}",
+        TOOL_CODE,
+        "```tool_code\nlook(at='it')\n```",
+    ),
+    "FunctionGemma": ToolTemplate(
+        "{% for t in tools or [] %}<start_function_declaration>declaration:"
+        "{{ t.function.name }}<end_function_declaration>{% endfor %}"
+        "{% for m in messages if m.tool_calls %}<start_function_call>call:{% endfor %}",
+        FUNCTION_GEMMA,
+        "<start_function_call>call:look{at:<escape>it<escape>}<end_function_call>",
+    ),
 }
 NOT_READ = {
     # the name on a line, JSON of the arguments on the next
@@ -89,7 +123,10 @@ NOT_READ = {
     "Qwen 3 Coder": EACH_TOOL + "{{ '<tool_call><function=name>' if tools }}",
     # the tools stand in the system message, under a name that OpenAI's API has not
     "Phi-4-mini's own": "{% for m in messages if m.tools %}<|tool|>{{ m.tools }}{% endfor %}",
-    "OLMo 2, Phi-3 and Phi-4": "",
+    # calls of earlier turns are all that it shows, under a name that OpenAI's API has not
+    "OLMo 3 Think": "{% for m in messages if m.function_calls %}<function_calls>"
+    "{{ m.function_calls }}</function_calls>{% endfor %}",
+    "OLMo 2, Phi-3, Phi-4 and Gemma's own": "",
 }
 
 
@@ -108,6 +145,20 @@ def test_a_familys_calls_are_read_as_its_template_has_the_model_write_them(
     assert said == ""
     assert "".join(call.name or "" for call in calls) == "look"
     assert json.loads("".join(call.arguments for call in calls)) == {"at": "it"}
+
+
+def test_function_gemma_cannot_be_held_to_calls(tmp_path: Path) -> None:
+    gemma = encoder(tmp_path, SHOWN["FunctionGemma"].text + TURNS)
+    strict = {**USE.tools[0]["function"], "strict": True}
+    for call in (
+        replace(CHAT, tools=replace(USE, forced=("look",))),
+        replace(CHAT, tools=replace(USE, tools=({"type": "function", "function": strict},))),
+        replace(CHAT, tools=USE, format=Format("{}")),
+    ):
+        with pytest.raises(UnsupportedParameter, match="cannot be held") as refused:
+            gemma.encode(call)
+        assert refused.value.param == "tools"
+    assert gemma.encode(replace(CHAT, tools=USE))
 
 
 @pytest.mark.parametrize("family", NOT_READ)

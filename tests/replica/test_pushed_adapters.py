@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import shutil
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -19,9 +20,11 @@ from lorikeet.protocol.pushing import (
     ReleasePushed,
 )
 from lorikeet.replica import pushed_adapters
+from lorikeet.replica.pushed_adapters import PushedAdapters
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import write_blob
+from lorikeet_engine.errors import EngineClosed
 from tests.replica.test_replica import CALL, items_of, run, until
 
 TASK = TASKS[0]
@@ -99,7 +102,61 @@ def test_the_file_of_a_gateway_on_this_machine_is_taken_from_there(
     held, (header, *_) = run(settings, scenario)
     assert (held, header.digest) == (HoldState.HELD, ref.digest)
     assert (settings.cache_dir / ref.digest).read_bytes() == blob
-    assert not list(settings.cache_dir.glob(f"{ref.digest}.*.part"))
+    assert not list(settings.cache_dir.glob(f"{ref.digest}.*"))  # neither a part nor an image
+
+
+class SlowlyTold:
+    """An engine that loads an adapter in its third look, and whose status never says so."""
+
+    def __init__(self):
+        self.looks, self.closed = 0, False
+
+    def residency(self, _ref):
+        self.looks += 1
+        told = Future()
+        if self.closed:
+            told.set_exception(EngineClosed("closed"))
+        else:
+            told.set_result(Residency.HOST if self.looks > 3 else Residency.DISK)
+        return told
+
+    def pin(self, *_, passing):
+        assert passing
+
+    def unpin(self, *_):
+        pass
+
+
+def test_the_engine_is_asked_as_its_status_comes_later(pushed, tmp_path):
+    ref, blob = pushed
+    (tmp_path / ref.digest).write_bytes(blob)
+    engine = SlowlyTold()
+    held = PushedAdapters(tmp_path, engine, lambda _: Residency.DISK, lambda _: None)
+
+    async def scenario():
+        states = [await held.answer(each) for each in (HoldPushed(ref, ""), LookUp(ref.digest))]
+        looks = engine.looks
+        engine.closed = True
+        states.append(await held.answer(LookUp(ref.digest)))
+        states.append(await held.answer(ReleasePushed(ref.digest)))
+        return states, looks
+
+    states, looks = asyncio.run(scenario())
+    assert states == [HoldState.HELD, HoldState.HELD, HoldState.LOADING, HoldState.LOADING]
+    assert 4 <= looks <= 6
+
+
+def test_a_copy_of_a_gateways_file_that_is_another_is_not_taken(pushed, tmp_path, monkeypatch):
+    ref, blob = pushed
+    (tmp_path / "theirs").write_bytes(blob[:-1] + b"?")
+    (cache := tmp_path / "cache").mkdir()
+    held = PushedAdapters(cache, SlowlyTold(), lambda _: Residency.REMOTE, lambda _: None)
+    monkeypatch.setattr(pushed_adapters.os, "link", on_another_file_system)
+    assert not held._take(ref.digest, str(tmp_path / "theirs"))
+    assert not list(cache.iterdir())
+    (tmp_path / "theirs").write_bytes(blob)
+    assert held._take(ref.digest, str(tmp_path / "theirs"))
+    assert (cache / ref.digest).read_bytes() == blob
 
 
 def on_another_file_system(*_):

@@ -15,7 +15,16 @@ from tokenizers import AddedToken, Tokenizer
 
 from lorikeet.answer_stream.detokenizer import Detokenizer, Vocabulary
 from lorikeet.answer_stream.tool_calls import ToolCallParser
-from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, MISTRAL, ToolSyntax
+from lorikeet.answer_stream.tool_syntax import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    OLMO,
+    PYTHON_LIST,
+    CallStyle,
+    ToolSyntax,
+)
+from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import ToolUse
 from lorikeet.replica.grammar import ModelGrammars, TextMatcher
 from lorikeet.replica.tool_grammar import text_grammar
@@ -96,7 +105,11 @@ MARKS = {
 
 
 @pytest.fixture(
-    params=[*itertools.product([HERMES, MISTRAL], MARKS), (LLAMA, "letters")],
+    params=[
+        *itertools.product([HERMES, MISTRAL, OLMO], MARKS),
+        (LLAMA, "letters"),
+        (PYTHON_LIST, "letters"),
+    ],
     ids=lambda param: f"{param[0].before.strip() or 'llama'} as {param[1]}",
 )
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
@@ -146,26 +159,39 @@ def possible(model: Model, matcher: TextMatcher) -> set[int]:
 
 def test_a_model_that_knows_nothing_says_text_or_makes_proper_calls(model: Model) -> None:
     dice, called, spoke = random.Random(0), set(), 0
-    for _ in range(40):
+    for turn in range(200):
+        if turn >= 40 and called == {"weather", "time", "note"}:
+            break
         tokens = babble(model, USE, dice)
         if tokens is None:
             continue
         said, calls = model.read(tokens)
+        if re.search(r"[eE]\+?\d{3}", said):  # a number beyond all floats, which is no argument
+            continue
         for name, arguments in calls:
             jsonschema.validate(arguments, SCHEMAS[name])
             called.add(name)
         assert not any(mark in said for mark in model.syntax.tokens)
-        if model.syntax is LLAMA:
+        if not model.syntax.opens:
             assert not (said and calls)
-            assert not said.lstrip().startswith("{")
+            assert not said.lstrip().startswith(model.syntax.before or "{")
         spoke += bool(said)
     assert called == {"weather", "time", "note"}
     assert spoke > 5
 
 
 def written(syntax: ToolSyntax, *calls: tuple[str, object]) -> str:
-    texts = [json.dumps({"name": name, syntax.arguments: arguments}) for name, arguments in calls]
+    if syntax.style is CallStyle.PYTHON:
+        texts = [f"{name}({_pairs(arguments)})" for name, arguments in calls]
+    else:
+        texts = [json.dumps({"name": name, syntax.arguments: given}) for name, given in calls]
     return syntax.before + syntax.between.join(texts) + syntax.after
+
+
+def _pairs(arguments: object) -> str:
+    if not isinstance(arguments, dict):
+        return json.dumps(arguments)
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
 
 
 def test_any_text_may_be_said(model: Model) -> None:
@@ -191,7 +217,7 @@ def test_calls_are_held_to_the_schemas_of_strict_tools_alone(model: Model) -> No
 
 def test_text_may_stand_around_calls_that_have_marks(model: Model) -> None:
     call = written(model.syntax, ("time", {}))
-    if model.syntax is LLAMA:
+    if not model.syntax.opens:
         assert not model.allows(f"{call} and more")
         assert model.allows(f"I would say {call}")  # which no reader takes for a call
     else:
@@ -224,3 +250,55 @@ def test_beside_plain_json_text_is_what_no_reader_looks_into(tmp_path: Path) -> 
     for length in range(5):
         for text in map("".join, itertools.product(" \n;{a", repeat=length)):
             assert model.allows(text) == (re.match(r"\s*;?\s*\{", text) is None), repr(text)
+
+
+ODD = {
+    "name": "odd",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "first name": {"type": "string"},
+            "x:y=z": {"$ref": "#/properties/city"},
+            "city": {"type": "string"},
+            "tree": {"$ref": "#/$defs/node"},
+        },
+        "required": ["first name", "x:y=z", "city", "tree"],
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+            }
+        },
+    },
+}
+
+
+def _python_model(tmp_path: Path) -> Model:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    shutil.copy(DEMO / "config.json", tmp_path)
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    return Model(PYTHON_LIST, tokenizer, ModelGrammars(tmp_path))
+
+
+def test_calls_in_python_have_any_names_of_arguments_and_references(tmp_path: Path) -> None:
+    model, use = _python_model(tmp_path), ToolUse(({"type": "function", "function": ODD},))
+    given = {"first name": "a", "x:y=z": "b", "city": "c", "tree": {"kids": [{"kids": []}]}}
+    pairs = ", ".join(
+        f"{key if key.isalpha() else json.dumps(key)}={json.dumps(value)}"
+        for key, value in given.items()
+    )
+    call = f"[odd({pairs})]"
+    assert model.allows(call, use)
+    assert not model.allows(call.replace('"b"', "1"), use)
+    assert not model.allows(call.replace('{"kids": [{"kids": []}]}', "[[]]"), use)
+    said, calls = model.read(model.ids(call), use)
+    assert (said, calls) == ("", [("odd", given)])
+
+
+def test_a_schema_that_grows_with_its_references_is_refused(tmp_path: Path) -> None:
+    many = {f"p{i}": {"$ref": "#/$defs/d"} for i in range(2000)}
+    schema = {"type": "object", "properties": many, "$defs": {"d": {"enum": ["x" * 50_000]}}}
+    large = {"name": "large", "strict": True, "parameters": schema}
+    with pytest.raises(InvalidInput, match="write out what"):
+        _python_model(tmp_path).grammar(ToolUse(({"type": "function", "function": large},)))

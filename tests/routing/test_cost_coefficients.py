@@ -1,5 +1,7 @@
 """The coefficients against the measurements that they were fitted to (docs/benchmarks.md)."""
 
+from dataclasses import replace
+
 import pytest
 
 from lorikeet.routing.ranking import H200_LLAMA_8B, capacity_per_s
@@ -31,6 +33,31 @@ def test_a_step_of_decodes(sequences, context, ms):
 def test_what_adapters_add_to_a_step(adapters, rank, ms):
     added_s = STEPS.decode_s(128, adapters * rank) - STEPS.decode_s(128, 0)
     assert added_s == pytest.approx(ms / 1e3, abs=0.25e-3)
+
+
+@pytest.mark.parametrize(
+    ("windowed", "length", "sees"),
+    [
+        (0.75, 1, 1),
+        (0.75, 1024, 1024),
+        (0.75, 5120, 2048),
+        (1.0, 5120, 1024),
+        (0.0, 5120, 5120),
+    ],
+)
+def test_a_decode_sees_a_window_at_most_where_its_layer_has_one(windowed, length, sees):
+    assert replace(STEPS, window=1024, windowed=windowed).decode_sees(length) == sees
+    assert STEPS.decode_sees(length) == length
+
+
+def test_long_contexts_weigh_less_where_layers_have_windows():
+    gemma = replace(H200_LLAMA_8B, steps=replace(STEPS, window=1024, windowed=40 / 48))
+    for prompt in (500, 8000):
+        of_llama, of_gemma = (
+            capacity_per_s(each, prompt, 300, 0) for each in (H200_LLAMA_8B, gemma)
+        )
+        assert (of_gemma > 1.2 * of_llama) == (prompt == 8000)
+        assert (of_gemma == of_llama) == (prompt == 500)
 
 
 def test_prompts():

@@ -1,5 +1,7 @@
 """When the simulated replica computes prompts, against steps computed by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,10 +16,10 @@ STEPS = H200_LLAMA_8B.steps
 FIRST_S = STEPS.prefill_s(100, 0)
 
 
-def first_tokens_s(*requests):
+def first_tokens_s(*requests, costs=H200_LLAMA_8B):
     """First token seconds of requests (time, prompt, answer) for the base model on one replica."""
     times_s, prompts, answers = map(np.array, zip(*requests, strict=True))
-    setup = Scenario(replicas=1, warm_up_s=0.0).setup()
+    setup = Scenario(replicas=1, warm_up_s=0.0, costs=costs).setup()
     made = Requests(times_s, np.full(len(times_s), -1), prompts, answers)
     fleet = SimulatedFleet(setup, made, LeastCostRouter(1), LeastUsedForItsSize())
     fleet.run()
@@ -45,6 +47,18 @@ def test_a_prompt_waits_for_the_end_of_the_step_of_decodes(phase):
     found = first_tokens_s((0.0, 100, 50), (at_s, 200, 1))
     beside_s = STEPS.prefill_s(200, 0, sequences=1, context=105)
     assert found[1] == pytest.approx((1 - phase) * step_s + beside_s, rel=1e-5)
+
+
+@pytest.mark.parametrize("prompt", [100, 300])
+def test_a_step_takes_what_its_decodes_see_within_windows(prompt):
+    steps = replace(STEPS, window=200, windowed=0.75, seen_token_s=1e-5)
+    costs = replace(H200_LLAMA_8B, steps=steps)
+    begun_s = steps.prefill_s(prompt, 0)
+    step_s = steps.decode_s(1, 0, steps.decode_sees(prompt + 1))
+    found = first_tokens_s((0.0, prompt, 50), (begun_s + 0.5 * step_s, 60, 1), costs=costs)
+    context = round(steps.decode_sees(prompt + 2))
+    beside_s = steps.prefill_s(60, 0, sequences=1, context=context)
+    assert found[1] == pytest.approx(0.5 * step_s + beside_s, rel=1e-3)
 
 
 def test_an_idle_replica_begins_at_once():

@@ -11,7 +11,8 @@ converts to PEFT's. `base_copies` describes what trainers save of the base model
 `token_rows` the rows of tokens that were trained. `base_names` says which names are of one base
 model, `base_quantization` how its linears are stored. `spec` validates a blob by its `header`
 against a base model's `shape`, whose linears are its family's (`families`) and whose config.json
-`base_config` reads; `image` checks values and sizes. The gateway, the CLI and `residency` call it.
+`base_config` reads; `values` checks values and `image` sizes. The gateway, the CLI and `residency`
+call it.
 """
 
 from lorikeet_engine.adapter_format.base_config import decoder_config, read_config, read_json
@@ -41,7 +42,7 @@ from lorikeet_engine.adapter_format.families import (
     QkNormKind,
 )
 from lorikeet_engine.adapter_format.header import TensorSpan
-from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory, check_values
+from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory
 from lorikeet_engine.adapter_format.mlx import MLX_WEIGHTS_FILE
 from lorikeet_engine.adapter_format.saved_weights import INDEX_FILE, WEIGHTS_FILE, shard_names
 from lorikeet_engine.adapter_format.shape import BaseShape
@@ -55,6 +56,7 @@ from lorikeet_engine.adapter_format.spec import (
 )
 from lorikeet_engine.adapter_format.token_rows import TokenRows
 from lorikeet_engine.adapter_format.trtllm import has_pair, read_pair
+from lorikeet_engine.adapter_format.values import SCAN_ALIGNMENT, ValueScan, check_values
 
 __all__ = [
     "ALIGNMENT",
@@ -64,6 +66,7 @@ __all__ = [
     "INDEX_FILE",
     "MLX_WEIGHTS_FILE",
     "OUTER_MODULES",
+    "SCAN_ALIGNMENT",
     "WEIGHTS_FILE",
     "AdapterLimits",
     "AdapterMemory",
@@ -80,6 +83,7 @@ __all__ = [
     "Tensor",
     "TensorSpan",
     "TokenRows",
+    "ValueScan",
     "aligned",
     "base_copies",
     "blob_digest",

@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lorikeet_engine.errors import AdapterRejected
 
@@ -65,16 +65,26 @@ def read_header(
     AdapterRejected, whose `field` is the tensor at fault or "header".
     """
     with path.open("rb") as file:
-        file_bytes = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if file_bytes < 10 or length > file_bytes - 8:
-            raise _bad(
-                f"{path.name} has {file_bytes} bytes and its header claims {length}: not a "
-                "safetensors file, or truncated; save or upload it again"
-            )
-        if length > limits.max_bytes:
-            raise _bad(f"a header of {length} bytes: the limit is {limits.max_bytes}")
-        entries = _parse_json(file.read(length), limits)
+        return parse_header(file, os.fstat(file.fileno()).st_size, path.name, dtype_bytes, limits)
+
+
+def parse_header(
+    file: BinaryIO,
+    file_bytes: int,
+    name: str,
+    dtype_bytes: Mapping[str, int] = DTYPE_BYTES,
+    limits: HeaderLimits = BLOB_LIMITS,
+) -> BlobHeader:
+    """Parse what a file of this size and name begins with, as `read_header` does."""
+    length = int.from_bytes(file.read(8), "little")
+    if file_bytes < 10 or length > file_bytes - 8:
+        raise _bad(
+            f"{name} has {file_bytes} bytes and its header claims {length}: not a safetensors "
+            "file, or truncated; save or upload it again"
+        )
+    if length > limits.max_bytes:
+        raise _bad(f"a header of {length} bytes: the limit is {limits.max_bytes}")
+    entries = _parse_json(file.read(length), limits)
     metadata = entries.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata  # MLX writes null
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):

@@ -75,9 +75,12 @@ def _of_base(steps: "StepTimer", settings: EngineSettings) -> StepCosts:
     """The costs of steps without adapters."""
     most, full = settings.max_running, settings.max_batch_tokens
     decodes_s = {n: steps.decodes_s(n) for n in (*(n for n in _DECODES if n < most), most)}
-    costs = StepCosts(step_tokens=full, max_running=most)
+    costs = StepCosts(
+        window=steps.window, windowed=steps.windowed, step_tokens=full, max_running=most
+    )
     costs = replace(costs, seen_token_s=_seen_token_s(steps, decodes_s, costs))
-    rows_s = {n: s - costs.seen_token_s * n * steps.context for n, s in decodes_s.items()}
+    sees_s = costs.seen_token_s * costs.decode_sees(steps.context)
+    rows_s = {n: s - n * sees_s for n, s in decodes_s.items()}
     chunk = min(_CHUNK, full)
     prompt_seen_s, chunk_s = _chunk(steps, chunk, costs)
     costs = replace(costs, prompt_seen_s=prompt_seen_s)
@@ -101,7 +104,7 @@ def _seen_token_s(steps: "StepTimer", decodes_s: dict[int, float], usual: StepCo
     many = max(n for n in decodes_s if n * long <= steps.kv_tokens or n == min(decodes_s))
     up = down = 0.0
     for sequences, context in ((min(decodes_s), steps.longest), (many, long)):
-        if more := sequences * (context - steps.context):
+        if more := sequences * (usual.decode_sees(context) - usual.decode_sees(steps.context)):
             took_s = steps.decodes_s(sequences, context)
             up += more * (took_s - decodes_s[sequences]) / took_s**2
             down += (more / took_s) ** 2
@@ -130,7 +133,8 @@ def _split_s(steps: "StepTimer", costs: StepCosts) -> float:
     if seen < SEEN_TO_SPLIT:  # contexts are too short to tell
         return costs.split_s
     both = [*steps.decodes(decodes, context), steps.prompt(chunk, depth)]
-    apart_s = costs.step_s(decodes + chunk, 0, decodes * context, seen=seen) - costs.split_s
+    sees = decodes * costs.decode_sees(context)
+    apart_s = costs.step_s(decodes + chunk, 0, sees, seen=seen) - costs.split_s
     return max(0.0, steps.shortest_s(both) - apart_s)
 
 
@@ -156,13 +160,16 @@ class StepTimer:
     """Times steps of dummy sequences.
 
     kv_tokens: tokens that the KV pages hold, as MemoryPlan has them. longest: tokens of the longest
-    context. context: tokens that decodes see where nothing else is said.
+    context. context: tokens that decodes see where nothing else is said. window, windowed: as
+    StepCosts has them.
     """
 
     def __init__(self, runner: ModelRunner, kv_pages: int, settings: EngineSettings) -> None:
         self._runner, self._kv_pages, self._page_size = runner, kv_pages, settings.page_size
         config = runner.model.config
         self._windows = config.kv_groups.windows
+        windows = [window for window in config.windows if window is not None]
+        self.window, self.windowed = max(windows, default=None), len(windows) / len(config.windows)
         self.kv_tokens = page_needs(config, settings).tokens(kv_pages, config.max_context)
         self.longest = min(config.max_context, self.kv_tokens)
         self.context = min(_CONTEXT, self.longest)

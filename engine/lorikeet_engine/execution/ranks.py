@@ -84,13 +84,14 @@ class LeadingRank(OneRank):
         world, device = settings.tensor_parallel, torch.device(settings.device)
         config = ModelConfig.from_folder(settings.model, settings.max_context)
         Shard(0, world).ranges(config.shape)  # raises before any process is started
-        # A file without a name: nothing of it is left, whoever is killed when.
-        self._rendezvous_fd = os.memfd_create("lorikeet-rendezvous")
-        rendezvous = Path(f"/proc/self/fd/{self._rendezvous_fd}")
+        # A file without a name: nothing of it is left, whoever is killed when. It stays open until
+        # the process ends: torch's store writes to it then, or to what has its number by then.
+        rendezvous_fd = os.memfd_create("lorikeet-rendezvous")
+        rendezvous = Path(f"/proc/self/fd/{rendezvous_fd}")
         start = StartFollower(settings, load, rendezvous)
         memory = SharedMemory(settings.adapter_host_bytes)
         size = ring_bytes(config, settings)
-        self.followers = Followers(world, start, memory, size, (self._rendezvous_fd,))
+        self.followers = Followers(world, start, memory, size, (rendezvous_fd,))
         try:
             own = rank_device(device, Shard(0, world))
             with _in_reach():
@@ -117,7 +118,6 @@ class LeadingRank(OneRank):
         self.followers.close()
         if self._leaves:
             self.group.close()
-        os.close(self._rendezvous_fd)
 
 
 def ring_bytes(config: ModelConfig, settings: EngineSettings) -> int:

@@ -67,7 +67,7 @@ class RankGroup:
         # both connect and allocate, which no graph could capture, nor a step find room for
         dist.all_reduce(torch.zeros(1, device=device))
         dist.broadcast(torch.zeros(1, dtype=torch.int64, device=device), src=0)
-        self._small_sums = self._connect_small_sums(device) if cuda else None
+        self._symmetric_sums = self._connect_symmetric_sums(device) if cuda else None
 
     @property
     def rank(self) -> int:
@@ -86,8 +86,8 @@ class RankGroup:
 
     def sum_(self, tensor: torch.Tensor) -> None:
         """Replace a dense tensor by the sum over all ranks, bit for bit the same in each."""
-        if self._small_sums is not None and self._small_sums.take(tensor):
-            self._small_sums.sum_(tensor)
+        if self._symmetric_sums is not None and self._symmetric_sums.take(tensor):
+            self._symmetric_sums.sum_(tensor)
         else:
             dist.all_reduce(tensor)
 
@@ -136,8 +136,8 @@ class RankGroup:
         """Leave; the others do, too."""
         dist.destroy_process_group()
 
-    def _connect_small_sums(self, device: torch.device) -> SymmetricSums | None:
-        """What sums small tensors faster than NCCL; None unless all ranks have it."""
+    def _connect_symmetric_sums(self, device: torch.device) -> SymmetricSums | None:
+        """What sums all but large tensors faster than NCCL; None unless all ranks have it."""
         if self.minimum([can_map_peers(device, self.world)]) != (1,):
             return None
         # in two steps: no rank enters the exchange unless all can

@@ -1,9 +1,9 @@
 """Sums over ranks in one launch: each GPU reads the others' memory itself.
 
-For small tensors NCCL's sum is mostly waiting. Here each rank copies its tensor to memory that all
-have mapped, and torch's one_shot_all_reduce reads all of them in one kernel. It is never the one
-that uses NVLink multicast (multimem). With W ranks a GPU reads W - 1 times the tensor, so large
-ones stay with NCCL.
+For tensors of decode steps NCCL's sum is mostly waiting. Here each rank copies its tensor to memory
+that all have mapped, and one kernel of torch's sums them: of small tensors each rank adds all up
+itself (one shot), of larger ones its share, which the others then fetch (two shots). It is never
+one that uses NVLink multicast (multimem). The largest tensors stay with NCCL.
 """
 
 from typing import Any, Self
@@ -11,7 +11,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-LARGEST_BYTES = 512 << 10
+ONE_SHOT_BYTES = 256 << 10
+"""The largest tensor that each rank adds up itself: docs/benchmarks.md, two H200s."""
+LARGEST_BYTES = 8 << 20
 """The largest tensor that is summed so."""
 _DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernel adds
 
@@ -48,16 +50,35 @@ class SymmetricSums:
 
     def take(self, tensor: torch.Tensor) -> bool:
         """Whether sum_ can sum tensors like this one."""
-        size = tensor.nbytes
-        return tensor.dtype in self._buffers and size <= self._largest_bytes and not size % 16
+        size, unit = tensor.nbytes, 16
+        if size > ONE_SHOT_BYTES:
+            unit *= dist.get_world_size()  # of each share
+        return tensor.dtype in self._buffers and size <= self._largest_bytes and not size % unit
 
     def sum_(self, tensor: torch.Tensor) -> None:
-        """Replace a dense tensor by the sum over all ranks; added in their order in each."""
-        shared = self._buffers[tensor.dtype][: tensor.numel()].view(tensor.shape)
+        """Replace a dense tensor by the sum over all ranks, the same in each."""
+        if tensor.nbytes <= ONE_SHOT_BYTES:
+            self.sum_in_one_shot(tensor)
+        else:
+            self.sum_in_two_shots(tensor)
+
+    def sum_in_one_shot(self, tensor: torch.Tensor) -> None:
+        """As sum_; the ranks' numbers are added in their order."""
+        shared = self._shared(tensor)
         # Not by one_shot_all_reduce_copy_out: its blocks tell peers that they have copied before
         # all of their threads have.
-        shared.copy_(tensor)
         self._operators.one_shot_all_reduce_out(shared, "sum", self._group, tensor)
+
+    def sum_in_two_shots(self, tensor: torch.Tensor) -> None:
+        """As sum_."""
+        shared = self._shared(tensor)
+        self._operators.two_shot_all_reduce_(shared, "sum", self._group)
+        tensor.copy_(shared)
+
+    def _shared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor where all ranks can read it."""
+        shared: torch.Tensor = self._buffers[tensor.dtype][: tensor.numel()].view(tensor.shape)
+        return shared.copy_(tensor)
 
 
 def can_map_peers(device: torch.device, world: int) -> bool:

@@ -113,9 +113,15 @@ class EngineProcessClient:
         """Engine.abort."""
         return self._call("abort", request_id, choice)
 
-    def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> Future[None]:
+    def residency(self, ref: AdapterRef) -> Future[Residency]:
+        """Engine.residency, which `status` may tell a tenth of a second later."""
+        return self._call("residency", ref)
+
+    def pin(
+        self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False
+    ) -> Future[None]:
         """Engine.pin."""
-        return self._call("pin", ref, tier)
+        return self._call("pin", ref, tier, passing)
 
     def unpin(self, digest: str) -> Future[None]:
         """Engine.unpin."""

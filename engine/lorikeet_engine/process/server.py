@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import DeviceLost, EngineError, StepFailed
 from lorikeet_engine.process.status_reporter import StatusReporter
@@ -56,6 +58,7 @@ def _serve(calls: Connection, sender: MessageSender) -> None:
     engine, step_timeout_s = built.result
     gc.collect()
     gc.freeze()  # what exists now stays: no collection walks through it in the middle of a step
+    _leave_cores()
     loop = EngineLoop(engine, lambda outputs: sender.send(to_rows(outputs)), step_timeout_s)
     reporter = StatusReporter(engine, sender.send)
     reporter.start()  # before our reply, so that a client with that has a status
@@ -70,6 +73,16 @@ def _serve(calls: Connection, sender: MessageSender) -> None:
         loop.close()
 
 
+def _leave_cores() -> None:
+    """Let torch use no threads of its own beside a GPU.
+
+    Each thread that packs adapters would have as many of them as there are cores, which wait for
+    one another in loops, beside those that launch steps; instead, packing has threads (pack).
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.set_num_threads(1)
+
+
 def _build(calls: Connection) -> tuple[Engine, float]:
     ((build, step_timeout_s),) = receive(calls)  # the client calls nothing else before our reply
     return build(), step_timeout_s
@@ -78,6 +91,7 @@ def _build(calls: Connection) -> tuple[Engine, float]:
 _METHODS: Mapping[str, Callable[..., Any]] = {
     "submit": Engine.submit,
     "abort": Engine.abort,
+    "residency": Engine.residency,
     "pin": Engine.pin,
     "unpin": Engine.unpin,
     "prefetch": Engine.prefetch,

@@ -1,6 +1,6 @@
 """Looks now and then whether the images in memory are still what was packed.
 
-    step 0 ────── 32 ────── 64 ────── 96 ──▶
+    step 0 ───── 256 ───── 512 ───── 768 ──▶
          begin    compare   compare
                   begin     begin      the sums (checksums.py) of one slice of an image on the GPU
                                        and of one on the host
@@ -33,8 +33,9 @@ from lorikeet_engine.residency.packing import PackedImage, PackedLayout
 
 log = logging.getLogger(__name__)
 
-EVERY_STEPS = 32
-# An H200 adds this up in some 40 µs, of the 136 ms or more that 32 steps of an 8B model take.
+EVERY_STEPS = 256
+"""A check takes the engine's thread half a millisecond; so many steps of an 8B model, a second."""
+# An H200 adds this up in some 40 µs.
 _DEVICE_SLICE_BYTES = 128 << 20
 # A core adds this up in some 2 ms, beside the steps.
 _HOST_SLICE_BYTES = 16 << 20

@@ -1,6 +1,7 @@
 """Loads adapters from remote to disk and to the host, on background threads.
 
-A blob is packed once: its image goes to the disk too, and is read from there the next time.
+A blob is packed once: its image goes to the disk too (disk/image_writer.py), and is read from there
+the next time; but what is loaded for a passing pin alone is packed again if it is loaded again.
 Downloads, packing and the writing of images have threads of their own, so neither a source that
 hangs nor a slow disk keeps what is there already from reaching the host. What a full or broken
 disk cannot take is downloaded into memory, one blob at a time, and packed from there.
@@ -12,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +23,15 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.errors import AdapterError, AdapterLoadFailed, AdapterRejected, AdapterTooLarge
+from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.checksums import LayerSums
 from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.disk.full_disk import is_disk_trouble, memory_file
-from lorikeet_engine.residency.disk.image_file import ImageFile, write_image
+from lorikeet_engine.residency.disk.image_file import ImageFile
+from lorikeet_engine.residency.disk.image_writer import ImageWriter
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.packing import PackedLayout, pack
+from lorikeet_engine.residency.load_tasks import LoadResult, LoadTask
+from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -38,38 +43,6 @@ _SOURCE_HANGS_S = 3.0
 """A download that fails so late tells of the source; sooner, of its adapter."""
 _SOURCE_RETRY_S = 10.0
 """When to ask again for what the source failed to give: as long as it takes to notice that."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """A load that ended.
-
-    residency: HOST if the image is there, and held for the receiver of this result. DISK without
-    an error if that was asked for, or the host had no room: try again once its `frees` has changed.
-    elements, read_s: of the image that was loaded to the host, what one GPU takes of it, None
-    without one, and how long that took from the disk. download_s: the blob's, None if it was there.
-    """
-
-    ref: AdapterRef
-    residency: Residency
-    error: AdapterError | None = None
-    frees: int = 0
-    elements: int | None = None
-    read_s: float = 0.0
-    download_s: float | None = None
-
-
-@dataclass(slots=True)
-class _Task:
-    ref: AdapterRef
-    tier: Residency
-    urgent: bool
-    asked_s: float
-    started: bool = False
-    past_disk: bool = False
-    downloads: int = 0
-    download_s: float | None = None
-    reading_since_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +71,31 @@ class Loader:
         self._most_elements = min(gpu_elements, host.elements // world)
         self._on_result = on_result
         self._lock = threading.RLock()  # guards the two below
-        self._tasks: dict[str, _Task] = {}
+        self._tasks: dict[str, LoadTask] = {}
         self._results: deque[LoadResult] = deque()
         self._source_failure: _SourceFailure | None = None  # since which nothing has come
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
-        self._writer = Workers(1, "write")
+        self._verifiers = ThreadPoolExecutor(_PACKERS, "lorikeet-verify")
+        self._images = ImageWriter(disk, host, on_result)
         self._streamer = Workers(1, "stream")  # one: a blob in memory can be as large as they get
 
-    def load(self, ref: AdapterRef, tier: Residency, *, urgent: bool) -> None:
-        """Load an adapter to DISK or HOST; a load that is under way goes as far, gets as urgent."""
+    def load(
+        self, ref: AdapterRef, tier: Residency, *, urgent: bool, passing: bool = False
+    ) -> None:
+        """Load an adapter to DISK or HOST; a load that is under way goes as far, gets as urgent.
+
+        passing: what is packed for this load alone is not written to the disk.
+        """
         with self._lock:
             task = self._tasks.get(ref.digest)
             if task is None:
-                task = _Task(ref, tier, urgent, asked_s=time.monotonic())
+                task = LoadTask(ref, tier, urgent, passing, asked_s=time.monotonic())
                 self._tasks[ref.digest] = task
-            elif task.urgent >= urgent and task.tier >= tier:
+            elif task.urgent >= urgent and task.tier >= tier and task.passing <= passing:
                 return
             task.tier, task.urgent = max(task.tier, tier), task.urgent or urgent
+            task.passing = task.passing and passing
             if task.started:
                 return
         if self._disk.holds(ref.digest):
@@ -129,20 +109,21 @@ class Loader:
 
     def close(self) -> None:
         """Start no more loads."""
-        for workers in (self._downloaders, self._packers, self._writer, self._streamer):
+        for workers in (self._downloaders, self._packers, self._images, self._streamer):
             workers.close()
+        self._verifiers.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, workers: Workers, task: _Task, work: Callable[[], None]) -> None:
+    def _submit(self, workers: Workers, task: LoadTask, work: Callable[[], None]) -> None:
         workers.submit(work, urgent=task.urgent, tenant=task.ref.tenant)
 
-    def _begin(self, task: _Task, work: Callable[[_Task], None]) -> None:
+    def _begin(self, task: LoadTask, work: Callable[[LoadTask], None]) -> None:
         with self._lock:
             if task.started:
                 return
             task.started = True
         self._attempt(task, work)
 
-    def _attempt(self, task: _Task, work: Callable[[_Task], None]) -> None:
+    def _attempt(self, task: LoadTask, work: Callable[[LoadTask], None]) -> None:
         try:
             work(task)
         except AdapterError as error:
@@ -160,7 +141,7 @@ class Loader:
             )
             self._finish(task, error=_about(task.ref, failure, AdapterLoadFailed))
 
-    def _goes_past_disk(self, task: _Task, error: Exception) -> bool:
+    def _goes_past_disk(self, task: LoadTask, error: Exception) -> bool:
         """Whether the load goes on without the disk, which it has not tried yet."""
         with self._lock:
             if task.past_disk or task.tier is Residency.DISK or not hasattr(os, "memfd_create"):
@@ -170,19 +151,19 @@ class Loader:
         self._submit(self._streamer, task, partial(self._attempt, task, self._stream))
         return True
 
-    def _stream(self, task: _Task) -> None:
+    def _stream(self, task: LoadTask) -> None:
         with memory_file() as blob:
             self._fetch(task, partial(self._disk.fetch_to, task.ref, blob))
             task.reading_since_s = time.perf_counter()
             self._pack(task, blob)
 
-    def _download(self, task: _Task) -> None:
+    def _download(self, task: LoadTask) -> None:
         task.downloads += 1
         self._fetch(task, partial(self._disk.fetch, task.ref))
         if not self._stays_on_disk(task):
             self._submit(self._packers, task, partial(self._attempt, task, self._from_disk))
 
-    def _fetch(self, task: _Task, fetch: Callable[[], None]) -> None:
+    def _fetch(self, task: LoadTask, fetch: Callable[[], None]) -> None:
         if (failure := self._source_failure) and task.asked_s < failure.at_s:
             raise failure.error  # it has waited for those that hung, and would hang as long again
         began_s = time.monotonic()
@@ -196,27 +177,27 @@ class Loader:
         self._source_failure = None
         task.download_s = time.monotonic() - began_s
 
-    def _from_disk(self, task: _Task) -> None:
+    def _from_disk(self, task: LoadTask) -> None:
         if self._stays_on_disk(task):
             return
         task.reading_since_s = time.perf_counter()
         try:
             if not self._read_image(task):
-                self._pack(task, self._disk.blob(task.ref.digest, verify=task.download_s is None))
+                self._pack_blob(task)
         except FileNotFoundError as error:  # removed by another, or damaged and without a blob
             if task.downloads < _DOWNLOADS:
                 self._submit(self._downloaders, task, partial(self._attempt, task, self._download))
             elif not self._goes_past_disk(task, error):
                 raise
 
-    def _stays_on_disk(self, task: _Task) -> bool:
+    def _stays_on_disk(self, task: LoadTask) -> bool:
         """Whether the disk was as far as the load was to go; it has ended then."""
         with self._lock:
             if stays := task.tier is Residency.DISK:
                 self._finish(task, Residency.DISK)
             return stays
 
-    def _read_image(self, task: _Task) -> bool:
+    def _read_image(self, task: LoadTask) -> bool:
         """Load the image; False where there is no good one, a damaged one is removed."""
         ref = task.ref
         try:
@@ -230,14 +211,43 @@ class Loader:
             return False
         return True
 
-    def _pack(self, task: _Task, blob: Path) -> None:
+    def _pack_blob(self, task: LoadTask) -> None:
+        """Pack the disk's blob, which is verified meanwhile if it did not come just now."""
+        blob = self._disk.blob(task.ref.digest)
+        if task.download_s is not None:
+            self._pack(task, blob)
+            return
+        number = blob.stat().st_ino
+
+        def verify() -> None:
+            self._disk.verify(task.ref.digest)
+            if blob.stat().st_ino != number:
+                raise FileNotFoundError(f"{blob.name} was replaced while it was packed")
+
+        try:
+            self._pack(task, blob, verify)
+        except AdapterError:
+            verify()  # a damaged one can be refused for anything
+            raise
+
+    def _pack(self, task: LoadTask, blob: Path, verify: Callable[[], None] | None = None) -> None:
+        """Pack a blob to the host. verify: raises where it was damaged; runs beside the packing."""
         spec = read_spec(blob, self._shape, self._limits)
         layout = PackedLayout.of(spec, self._shape, self._world)
-        if self._fill(task, layout, partial(pack, blob, spec, layout)):
-            self._submit(self._writer, task, partial(self._write_image, task.ref))
+
+        def write(out: torch.Tensor) -> LayerSums:
+            verifying = self._verifiers.submit(verify) if verify else None
+            try:
+                return pack(blob, spec, layout, out)
+            finally:
+                if verifying is not None:
+                    verifying.result()
+
+        if self._fill(task, layout, write) and not task.passing:
+            self._images.write(task.ref, urgent=task.urgent)
 
     def _fill(
-        self, task: _Task, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
+        self, task: LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
         """Reserve the image's place on the host and write it; False if there was no room."""
         if layout.elements > self._most_elements:
@@ -265,24 +275,9 @@ class Loader:
         self._finish(task, Residency.HOST, elements=layout.elements, read_s=read_s)
         return True
 
-    def _write_image(self, ref: AdapterRef) -> None:
-        """Write an image to the disk, unless it is there or has left the host again."""
-        held = None if self._disk.has_image(ref.digest) else self._host.hold(ref.digest)
-        if held is None:
-            return
-        try:
-            with self._disk.adding_image(ref.digest) as part:
-                try:
-                    write_image(part, self._disk.image_name(ref.digest), held)
-                finally:  # not held while the disk takes it in, which can be seconds
-                    self._host.release(ref.digest)
-                    self._on_result()  # a load may have waited for the room
-        except OSError as error:
-            log.warning("image_not_written", extra={"adapter": str(ref), "error": str(error)})
-
     def _finish(
         self,
-        task: _Task,
+        task: LoadTask,
         residency: Residency = Residency.REMOTE,
         error: AdapterError | None = None,
         frees: int = 0,

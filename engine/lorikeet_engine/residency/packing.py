@@ -11,11 +11,8 @@ of every matrix. All are laid out as the first rank's, whose parts are the large
 GPU's arena is a place in all.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,17 +20,11 @@ import torch
 from lorikeet_engine.adapter_format import (
     AdapterSpec,
     BaseShape,
-    LinearLora,
-    TensorSpan,
     aligned,
 )
 from lorikeet_engine.adapter_format.families import EMBEDDING_ROWS, HEAD, HEAD_ROWS
-from lorikeet_engine.adapter_format.token_rows import digits
-from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.parallel.shard import Shard, ShardRange
-from lorikeet_engine.residency.checksums import LayerSums, layer_sums
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+from lorikeet_engine.residency.checksums import LayerSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,121 +159,3 @@ class PackedImage(NamedTuple):
         """The sums of this rank's span."""
         count = len(self.layout.layers)
         return self.sums[rank * count : (rank + 1) * count]
-
-
-def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor) -> LayerSums:
-    """Write the image into out [layout.image_elements]: its dtype, and the scaling folded into B.
-
-    Returns the image's sums. B is scaled in float32 before it is rounded. Two matrices at a time
-    are in memory besides. Raises AdapterRejected when a value does not fit out's dtype.
-    """
-    spans = zip(torch.split(out, layout.elements), layout.ranges, strict=True)
-    return tuple(
-        layer_sum
-        for span, ranges in spans
-        for layer_sum in _pack_span(blob, spec, layout, ranges, span)
-    )
-
-
-def _pack_span(
-    blob: Path,
-    spec: AdapterSpec,
-    layout: PackedLayout,
-    ranges: Sequence[ShardRange],
-    out: torch.Tensor,
-) -> LayerSums:
-    # One buffer each for all matrices: memory that is new for each costs more than the copies.
-    stored = torch.empty(max(max(_size(p.a), _size(p.b)) for p in spec.linears), dtype=torch.uint8)
-    wide = torch.empty(max(math.prod(m.shape[-2:]) for p in spec.linears for m in (p.a, p.b)))
-    _pack_token_rows(blob, spec, layout, out)
-    with blob.open("rb", buffering=0) as file:
-        for part in spec.linears:
-            kept = ranges[part.linear]
-            a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
-            a_elements, b_elements = kept.elements(rank)
-            for expert in range(part.experts):
-                a_span, b_span = part.of_expert(expert)
-                a_begin, b_begin = a_at + expert * a_elements, b_at + expert * b_elements
-                # one that two linears share is written twice, alike
-                a = _matrix(out, a_begin, rank, len(kept.inputs))
-                saved = _matrix(wide, 0, rank, len(kept.inputs)) if part.gathers else a
-                _read(file, a_span, range(rank), kept.inputs, saved, stored)
-                if part.gathers:
-                    a.view(len(kept.inputs), rank).copy_(saved.T)
-                b = _matrix(wide, 0, kept.d_out, rank)
-                runs = torch.split(b, [len(rows) for rows in kept.outputs])
-                for rows, run in zip(kept.outputs, runs, strict=True):
-                    _read(file, b_span, rows, range(rank), run, stored)
-                b_transposed = _matrix(out, b_begin, rank, kept.d_out)
-                b_transposed.copy_(b.mul_(part.scaling).T)
-                for side, matrix in (("A", a), ("B", b_transposed)):
-                    if not _finite(matrix):
-                        raise _overflow(part, side, out.dtype)
-    return layer_sums(out, layout.layers)
-
-
-def _pack_token_rows(
-    blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor
-) -> None:
-    with blob.open("rb", buffering=0) as file:
-        for part in spec.token_rows:
-            at, ids_at, count = layout.rows[-1, part.linear].tolist()
-            rows = _matrix(out, at, *part.rows.shape)
-            stored = torch.empty(_size(part.rows), dtype=torch.uint8)
-            _read(file, part.rows, range(count), range(part.rows.shape[1]), rows, stored)
-            _matrix(out, ids_at, count, 3).copy_(torch.tensor(list(digits(part.ids))))
-            if not _finite(rows):
-                name = part.matrix()
-                raise AdapterRejected(f"{name} does not fit {out.dtype}", field=name)
-
-
-def _size(span: TensorSpan) -> int:
-    return span.end - span.begin
-
-
-def _matrix(memory: torch.Tensor, at: int, rows: int, columns: int) -> torch.Tensor:
-    return memory[at : at + rows * columns].view(rows, columns)
-
-
-def _read(
-    file: FileIO,
-    span: TensorSpan,
-    rows: range,
-    columns: range,
-    out: torch.Tensor,
-    stored: torch.Tensor,
-) -> None:
-    """Read into out these rows and columns of a matrix of the file, and no other byte of it.
-
-    stored: bytes to read to where out has another dtype.
-    """
-    dtype, width = _DTYPES[span.dtype], span.shape[1]
-    elements = len(rows) * len(columns)
-    matrix = out
-    if dtype != out.dtype:
-        matrix = stored[: elements * dtype.itemsize].view(dtype).view(len(rows), len(columns))
-    together = rows.step == 1 and len(columns) == width
-    into = matrix.view(torch.uint8).numpy()
-    for strip, row in [(into, rows.start)] if together else zip(into, rows, strict=True):
-        file.seek(span.begin + (row * width + columns.start) * dtype.itemsize)
-        if file.readinto(strip) != strip.nbytes:  # type: ignore[arg-type]
-            raise AdapterRejected("the blob ended early: its file was changed", field="size")
-    if matrix is not out:
-        out.copy_(matrix)
-
-
-def _finite(matrix: torch.Tensor) -> bool:
-    """Whether all values are finite, by their sum, which costs a thirtieth of looking at each.
-
-    Finite values can have a sum that is not: then each is looked at.
-    """
-    return math.isfinite(matrix.sum().item()) or bool(matrix.isfinite().all())
-
-
-def _overflow(part: LinearLora, side: str, dtype: torch.dtype) -> AdapterRejected:
-    name = part.matrix(side)
-    return AdapterRejected(
-        f"{name} with scaling {part.scaling:g} does not fit {dtype}: serve it in float32 or "
-        "bfloat16",
-        field=name,
-    )

@@ -9,7 +9,8 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.loader import Loader, LoadResult
+from lorikeet_engine.residency.load_tasks import LoadResult
+from lorikeet_engine.residency.loader import Loader
 from lorikeet_engine.residency.packing import PackedImage
 
 RETRY_S = 5.0
@@ -24,6 +25,7 @@ Place = Callable[[AdapterRef, PackedImage], bool]
 class _Pin:
     ref: AdapterRef
     tier: Residency
+    passing: bool
     retry_at_s: float = 0.0
 
 
@@ -54,9 +56,12 @@ class Pins:
         """Whether an adapter is being loaded for a pin."""
         return bool(self._loading)
 
-    def add(self, ref: AdapterRef, tier: Residency) -> None:
-        """Keep an adapter at this tier or nearer, from the next `maintain` on."""
-        self._updates.append((ref.digest, _Pin(ref, tier)))
+    def add(self, ref: AdapterRef, tier: Residency, passing: bool = False) -> None:
+        """Keep an adapter at this tier or nearer, from the next `maintain` on.
+
+        passing: its image is not written to the disk for this pin's sake.
+        """
+        self._updates.append((ref.digest, _Pin(ref, tier, passing)))
 
     def remove(self, digest: str) -> None:
         """Keep an adapter no more, from the next `maintain` on."""
@@ -127,7 +132,8 @@ class Pins:
     def _load(self, pin: _Pin) -> bool:
         if pin.ref.digest in self._loading or len(self._loading) < _LOADS:
             self._loading.add(pin.ref.digest)
-            self._loader.load(pin.ref, min(pin.tier, Residency.HOST), urgent=False)
+            tier = min(pin.tier, Residency.HOST)
+            self._loader.load(pin.ref, tier, urgent=False, passing=pin.passing)
         return True
 
     def _to_gpu(self, ref: AdapterRef, image: PackedImage) -> bool:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.loader import Loader, LoadResult
+from lorikeet_engine.residency.load_tasks import LoadResult
+from lorikeet_engine.residency.loader import Loader
 from lorikeet_engine.residency.packing import PackedImage
 
 # Beyond so many that wait, the oldest is forgotten.

@@ -19,7 +19,8 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterDamaged, AdapterError
 from lorikeet_engine.residency.gpu.leases import SlotUser
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.loader import Loader, LoadResult
+from lorikeet_engine.residency.load_tasks import LoadResult
+from lorikeet_engine.residency.loader import Loader
 from lorikeet_engine.residency.pins import Place
 from lorikeet_engine.residency.stats import ResidencyStats
 

@@ -10,8 +10,8 @@ from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.leases import GpuAdapter
 from lorikeet_engine.residency.gpu.slots import PlacedImage, SlotPool
 from lorikeet_engine.residency.gpu.transfers import FinishedCopy, Transfers
+from lorikeet_engine.residency.load_tasks import LoadResult
 from lorikeet_engine.residency.load_times import LoadTimes
-from lorikeet_engine.residency.loader import LoadResult
 from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.telemetry.counters import LOAD_S, Histogram
 from lorikeet_engine.telemetry.status import AdapterStatus, Distribution

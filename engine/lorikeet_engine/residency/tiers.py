@@ -193,10 +193,13 @@ class Tiers:
         guard_s = None if may_place else self._gpu.next_guard_end_s(began_s)
         return min((s for s in (retry_s, guard_s) if s is not None), default=None)
 
-    def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
-        """Load an adapter up to `tier` and never evict it below, as long as others have room."""
+    def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
+        """Load an adapter up to `tier` and never evict it below, as long as others have room.
+
+        passing: for a short time: its image, while nothing else wants it, is on the host alone.
+        """
         self._stats.requested(ref)
-        self._pins.add(ref, tier)
+        self._pins.add(ref, tier, passing)
         self._wake()
 
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:

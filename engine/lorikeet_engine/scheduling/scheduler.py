@@ -104,7 +104,7 @@ class Scheduler:
         failed: dict[str, AdapterError] = {}
         saturated = bool(self.waiting)
         if self.waiting and room and len(active) < self._limits.sequences:
-            context = sum(sequence.length for sequence in active)
+            context = sum(self._costs.decode_sees(sequence.length) for sequence in active)
             max_ranks = step_budget.max_ranks(context) if step_budget is not None else math.inf
             admission = Admission(
                 self.running, self._limits.adapters, max_ranks, self._cache, self._adapters

@@ -61,7 +61,7 @@ class StepBudget:
         self._bases_s = deque([base_s], maxlen=_MEDIAN_STEPS)
         self._beside_s = deque([0.0], maxlen=_MEDIAN_STEPS)  # beyond what prompts were to take
 
-    def max_ranks(self, context: int) -> float:
+    def max_ranks(self, context: float) -> float:
         """The Σ rank at which decodes that see so many tokens just meet the goal.
 
         0 or less if none does.
@@ -103,7 +103,7 @@ class StepBudget:
         """What these decodes take beyond the base."""
         leases = (chunk.sequence.lease for chunk in decodes)
         ranks = sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())
-        context = sum(chunk.end for chunk in decodes)
+        context = sum(self._costs.decode_sees(chunk.end) for chunk in decodes)
         return self._costs.rank_s * ranks + self._costs.seen_token_s * context
 
     def _padded(self, tokens: int) -> int:

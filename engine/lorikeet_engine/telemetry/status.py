@@ -70,10 +70,11 @@ class LiveStats:
     running: sequences that take part in steps, of which some are decoding and some prefilling: the
     latter have no token yet, or were preempted. waiting: sequences that take part in none.
     pending_tokens: tokens to compute of those that wait or are prefilling; pending_seen: Σ of their
-    seen_tokens. ranks: Σ rank of the distinct adapters that decode; context: Σ of the tokens that
-    decoding sequences see. oldest_wait_s: the longest wait of a sequence without a token.
-    loading_bytes: images that are loading to the GPU, in whatever tier. free_bytes: unused bytes of
-    the arena; room_bytes: those and what could be evicted now. victim: None if nothing could.
+    seen_tokens. ranks: Σ rank of the distinct adapters that decode; context: Σ of what
+    decoding sequences see, by StepCosts.decode_sees. oldest_wait_s: the longest wait of a sequence
+    without a token. loading_bytes: images that are loading to the GPU, in whatever tier.
+    free_bytes: unused bytes of the arena; room_bytes: those and what could be evicted now. victim:
+    None if nothing could.
     """
 
     running: int = 0

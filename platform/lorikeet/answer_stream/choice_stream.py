@@ -9,7 +9,7 @@ from lorikeet.answer_stream.logprobs import SampledToken
 from lorikeet.answer_stream.openai_format import CallDelta
 from lorikeet.answer_stream.reasoning import THINK_TAGS, ReasoningParser, Thinking
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
-from lorikeet.answer_stream.tool_syntax import ToolSyntax
+from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import Call
 from lorikeet_engine.request import FinishReason, TokenLogprobs, Tokens
 
@@ -156,9 +156,8 @@ def open_choice(
         shown += THINK_TAGS
     parser: ToolCallParser | ForcedCallParser | None = None
     if call.tools is not None and syntax is not None:
-        parser = (
-            ForcedCallParser(syntax) if call.tools.forced else ToolCallParser(syntax, call.tools)
-        )
+        as_they_come = call.tools.forced and syntax.style is CallStyle.JSON
+        parser = ForcedCallParser(syntax) if as_they_come else ToolCallParser(syntax, call.tools)
         shown += syntax.tokens
     parsed = parser is not None or reasoning is not None
     hidden = vocabulary.special_except(shown) if parsed else None

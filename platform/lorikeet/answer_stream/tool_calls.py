@@ -3,17 +3,18 @@
 import json
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from uuid import uuid4
 
 import regex
 
+from lorikeet.answer_stream.call_bodies import BracketEnd, body_begin, body_end, calls_of
 from lorikeet.answer_stream.openai_format import CallDelta
-from lorikeet.answer_stream.tool_syntax import ToolSyntax
+from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import ToolUse
 
 _ID_LENGTH = 9  # Mistral's templates want ids of just so many letters and digits
-_Call = tuple[str, dict[str, Any]]
+_Call = tuple[str, str]  # a function's name, the JSON of its arguments
 
 
 class ToolDelta(NamedTuple):
@@ -21,32 +22,6 @@ class ToolDelta(NamedTuple):
 
     text: str
     calls: list[CallDelta]
-
-
-class _JsonEnd:
-    """Finds where a JSON object or array ends, each of whose characters is looked at once."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = self._escaped = False
-
-    def find(self, text: str) -> int | None:
-        """Return how many characters of new text belong to it; None if all do and more come."""
-        for at, char in enumerate(text):
-            if self._escaped:
-                self._escaped = False
-            elif self._in_string:
-                self._escaped = char == "\\"
-                self._in_string = char != '"'
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return at + 1
-        return None
 
 
 class ToolCallParser:
@@ -63,11 +38,13 @@ class ToolCallParser:
         self._names = {tool["function"]["name"] for tool in use.tools}
         # All that is held back: pieces that were looked at, and the rest.
         self._held: list[str] = []  # whitespace, what opens a call, whitespace
-        self._json: list[str] = []
-        self._behind: list[str] = []  # whitespace behind the JSON
+        self._body: list[str] = []  # the calls themselves
+        self._behind: list[str] = []  # whitespace behind them
         self._rest = ""
         self._look: Callable[[], bool] = self._look_for_opening
-        self._json_end = _JsonEnd()
+        self._begin, self._end = body_begin(syntax), body_end(syntax)
+        # in other styles what closes calls is the end of their body
+        self._closes = syntax.closes if syntax.style is CallStyle.JSON else ""
         self._made: list[_Call] = []
         self._said: list[str] = []  # for the delta that is being made
         self._deltas: list[CallDelta] = []
@@ -112,7 +89,7 @@ class ToolCallParser:
         if not self._rest.startswith(opens):
             return False
         self._held.append(self._take_rest(len(opens)))
-        self._look = self._look_for_json
+        self._look = self._look_for_body
         return True
 
     def _look_for_separator(self) -> bool:
@@ -120,25 +97,28 @@ class ToolCallParser:
             return False
         if self._rest[0] == ";":
             self._held.append(self._take_rest(1))
-        self._look = self._look_for_json
+        self._look = self._look_for_body
         return True
 
-    def _look_for_json(self) -> bool:
+    def _look_for_body(self) -> bool:
         if not self._skip_whitespace(self._held):
             return False
-        if self._rest[0] in ("{[" if self._syntax.opens else "{"):
-            self._json_end = _JsonEnd()
-            self._look = self._look_for_json_end
-        else:
+        begins = self._begin.match(self._rest, partial=True)
+        if begins is None:
             self._no_call()
+        elif begins.partial:
+            return False
+        else:
+            self._end = body_end(self._syntax)
+            self._look = self._look_for_body_end
         return True
 
-    def _look_for_json_end(self) -> bool:
-        end = self._json_end.find(self._rest)
-        self._json.append(self._take_rest(len(self._rest) if end is None else end))
+    def _look_for_body_end(self) -> bool:
+        end = self._end.find(self._rest)
+        self._body.append(self._take_rest(len(self._rest) if end is None else end))
         if end is None:
             return False
-        self._made = self._calls_of("".join(self._json))
+        self._made = self._calls_of("".join(self._body))
         if self._made:
             self._look = self._look_for_closing
         else:
@@ -146,7 +126,7 @@ class ToolCallParser:
         return True
 
     def _look_for_closing(self) -> bool:
-        closes = self._syntax.closes
+        closes = self._closes
         if closes:
             self._skip_whitespace(self._behind)
             if len(self._rest) < len(closes) and closes.startswith(self._rest):
@@ -164,39 +144,30 @@ class ToolCallParser:
 
     def _call(self, closing: int) -> None:
         """Make calls of what is held back, and of what closes them."""
-        held = (*self._held, *self._json, *self._behind, self._take_rest(closing))
+        held = (*self._held, *self._body, *self._behind, self._take_rest(closing))
         self.parsed += sum(map(len, held))
         for name, arguments in self._made if self._parallel else self._made[:1]:
-            self._deltas += whole_call(self._calls, name, json.dumps(arguments))
+            self._deltas += whole_call(self._calls, name, arguments)
             self._calls += 1
-        self._held, self._json, self._behind = [], [], []
+        self._held, self._body, self._behind = [], [], []
         self.done = not self._parallel
         self._look = self._look_for_opening
 
     def _no_call(self) -> None:
-        """Make text of what is held back; whitespace behind JSON may precede another call."""
+        """Make text of what is held back; whitespace behind a body may precede another call."""
         self._rest = "".join(self._behind) + self._rest
         self._behind = []
         self._say_held()
         self._look = self._look_for_opening if self._syntax.opens else self._look_at_text
 
-    def _calls_of(self, text: str) -> list[_Call]:
-        """Return the calls that a JSON text holds; none if it holds anything else, or is none."""
+    def _calls_of(self, body: str) -> list[_Call]:
+        """Return the calls that a body holds; none if it holds anything else, or is none."""
         try:
-            value = json.loads(text)
+            calls = calls_of(body, self._syntax)
+            made = [(name, json.dumps(given, allow_nan=False)) for name, given in calls]
         except (ValueError, RecursionError):
             return []
-        calls = [self._call_of(entry) for entry in (value if isinstance(value, list) else [value])]
-        made = [call for call in calls if call is not None]
-        return made if len(made) == len(calls) else []
-
-    def _call_of(self, entry: object) -> _Call | None:
-        if not isinstance(entry, dict):
-            return None
-        name, arguments = entry.get("name"), entry.get(self._syntax.arguments)
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return None
-        return (name, arguments) if name in self._names else None
+        return made if all(name in self._names for name, _ in made) else []
 
     def _skip_whitespace(self, into: list[str]) -> bool:
         """Take whitespace off the rest; return whether anything is left."""
@@ -208,8 +179,8 @@ class ToolCallParser:
         return taken
 
     def _say_held(self) -> None:
-        self._say("".join((*self._held, *self._json, *self._behind)))
-        self._held, self._json, self._behind = [], [], []
+        self._say("".join((*self._held, *self._body, *self._behind)))
+        self._held, self._body, self._behind = [], [], []
 
     def _say(self, text: str) -> None:
         if text:
@@ -229,7 +200,7 @@ class ForcedCallParser:
     def __init__(self, syntax: ToolSyntax) -> None:
         self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": ')
         self._held = ""
-        self._arguments: _JsonEnd | None = None  # of the call that is being read
+        self._arguments: BracketEnd | None = None  # of the call that is being read
         self._calls = 0
 
     def push(self, text: str, *, last: bool = False) -> ToolDelta:  # noqa: ARG002
@@ -242,7 +213,7 @@ class ForcedCallParser:
                 deltas.append(self._next_arguments(self._arguments))
             elif head := self._head.search(self._held):
                 self._held = self._held[head.end() :]
-                self._arguments = _JsonEnd()
+                self._arguments = BracketEnd()
                 deltas.append(CallDelta(self._calls, "", call_id(), head[1]))
                 self._calls += 1
             else:
@@ -255,7 +226,7 @@ class ForcedCallParser:
         """Whether a character is text: none is."""
         return False
 
-    def _next_arguments(self, arguments: _JsonEnd) -> CallDelta:
+    def _next_arguments(self, arguments: BracketEnd) -> CallDelta:
         end = arguments.find(self._held)
         if end is None:
             end = len(self._held)

@@ -3,7 +3,8 @@
 A replica on the gateway's machine links or copies the gateway's file; to others a blob is sent in
 parts. It goes into the disk cache's folder, as one that was downloaded would: whole, verified, by
 one rename. From there the engine packs it into its host arena, where a pin keeps it until the
-gateway that took the push says that it is in the store, or is not heard of for HELD_S.
+gateway that took the push says that it is in the store, or is not heard of for HELD_S. Its image is
+not written to the disk for that: each version would be written twice, though the next one is near.
 """
 
 import asyncio
@@ -15,7 +16,9 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from lorikeet.protocol.placement_decision import PinTarget
 from lorikeet.protocol.pushing import (
@@ -29,6 +32,7 @@ from lorikeet.protocol.pushing import (
 )
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import blob_digest
+from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.process.client import EngineProcessClient
 
 log = logging.getLogger(__name__)
@@ -43,10 +47,18 @@ _ENDED = 256
 """So many transfers are remembered that have ended: parts that come late are not written."""
 
 
+class _Held(NamedTuple):
+    """An adapter that a gateway wants kept, until loop time `until_s`."""
+
+    ref: AdapterRef
+    until_s: float
+
+
 class PushedAdapters:
     """Answers a gateway's messages about pushes. For one event loop.
 
-    residency: where the engine has an adapter, by digest. pinned: the controller's pin of one.
+    residency: where the engine said last that it has an adapter, by digest. pinned: the
+    controller's pin of one.
     """
 
     def __init__(
@@ -58,7 +70,7 @@ class PushedAdapters:
     ) -> None:
         self._folder, self._engine = folder, engine
         self._residency, self._pinned = residency, pinned
-        self._until_s: dict[str, float] = {}  # of those that are held, by digest
+        self._held: dict[str, _Held] = {}  # by digest
         self._begun_s: dict[Path, float] = {}  # transfers that have not ended
         self._ended = deque[Path](maxlen=_ENDED)
         self._transfers = threading.Lock()  # for these two, and for files' coming and going
@@ -82,7 +94,7 @@ class PushedAdapters:
 
     def unpinned(self, digest: str) -> None:
         """Take in that the controller has taken a pin away: the next hold pins it again."""
-        self._until_s.pop(digest, None)
+        self._held.pop(digest, None)
 
     async def _hold(self, ref: AdapterRef, file: str) -> HoldState:
         digest = ref.digest
@@ -90,21 +102,22 @@ class PushedAdapters:
         if is_lacking and not await asyncio.to_thread(self._take, digest, file):
             return HoldState.LACKING
         loop = asyncio.get_running_loop()
-        if digest not in self._until_s and not self._kept_by_controller(digest):
-            self._engine.pin(ref, Residency.HOST)
-        self._until_s[digest] = loop.time() + HELD_S
+        if digest not in self._held and not self._kept_by_controller(digest):
+            self._engine.pin(ref, Residency.HOST, passing=True)
+        self._held[digest] = _Held(ref, loop.time() + HELD_S)
         loop.call_later(HELD_S, self._expire, digest)
         due_s = loop.time() + _LOADED_S
-        while self._residency(digest) < Residency.HOST and loop.time() < due_s:
+        while await self._where(digest) < Residency.HOST and loop.time() < due_s:
             await asyncio.sleep(_LOOK_S)
         return await self._state(digest)
 
     def _expire(self, digest: str) -> None:
-        if self._until_s.get(digest, 0.0) <= asyncio.get_running_loop().time():
+        held = self._held.get(digest)
+        if held is not None and held.until_s <= asyncio.get_running_loop().time():
             self._release(digest)
 
     def _release(self, digest: str) -> None:
-        if self._until_s.pop(digest, None) is None:
+        if self._held.pop(digest, None) is None:
             return
         if (target := self._pinned(digest)) is not None:
             self._engine.pin(target.ref, target.tier)
@@ -116,18 +129,23 @@ class PushedAdapters:
         return target is not None and target.tier >= Residency.HOST
 
     async def _state(self, digest: str) -> HoldState:
-        residency = self._residency(digest)
+        residency = await self._where(digest)
         if residency >= Residency.HOST:
             return HoldState.HELD
         if residency is Residency.DISK or await asyncio.to_thread(self._blob(digest).exists):
             return HoldState.LOADING
         return HoldState.LACKING
 
-    def _take(self, digest: str, file: str) -> bool:
-        """Put a gateway's verified file under its digest; False where this machine lacks it.
+    async def _where(self, digest: str) -> Residency:
+        """Return where the engine has an adapter. About one that is held it is asked."""
+        found, held = self._residency(digest), self._held.get(digest)
+        if found < Residency.HOST and held is not None:
+            with suppress(EngineClosed):
+                found = await asyncio.wrap_future(self._engine.residency(held.ref))
+        return found
 
-        The engine's loader verifies it once more.
-        """
+    def _take(self, digest: str, file: str) -> bool:
+        """Put a gateway's verified file under its digest; False where this machine lacks it."""
         path = self._path(digest, uuid.uuid4().hex)
         try:
             try:
@@ -136,6 +154,8 @@ class PushedAdapters:
                 return False
             except OSError:  # on another file system
                 shutil.copyfile(file, path)
+                if blob_digest(path) != digest:
+                    raise OSError(f"the copy of {file} is another") from None
             self._place(path, self._blob(digest))
             return True
         except OSError as error:  # gone meanwhile, or the disk is full, which parts run into, too

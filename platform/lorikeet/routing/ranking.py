@@ -51,7 +51,7 @@ def capacity_per_s(
     steps = costs.steps
     prompt_s = steps.prompts_s(prompt_tokens, prompt_tokens**2 / 2)
     prompt_s += prompt_tokens * steps.lora_token_s if ranks else 0.0
-    context = int(steps.max_running * (prompt_tokens + answer_tokens / 2))
+    context = steps.max_running * steps.decode_sees(prompt_tokens + answer_tokens / 2)
     token_s = steps.decode_s(steps.max_running, ranks, context) / steps.max_running
     return 1.0 / (prompt_s + answer_tokens * token_s)
 
@@ -90,11 +90,11 @@ class RoutingRequest(NamedTuple):
 class RoutingStatus:
     """What a replica does at one moment, as far as routing weighs it.
 
-    running: sequences that decode. ranks: Σ rank of their distinct adapters. context: Σ of the
-    tokens that they see. waiting, waiting_tokens: requests that have no token yet, and their
-    prompts; waiting_seen: Σ of seen_tokens over these. loading_bytes: adapters on their way to its
-    GPU. room_bytes: what of the arena is free or could be evicted now; None if unknown, which is
-    taken for room enough.
+    running: sequences that decode. ranks: Σ rank of their distinct adapters. context: Σ of what
+    they see, StepCosts.decode_sees. waiting, waiting_tokens: requests that have no token yet, and
+    their prompts; waiting_seen: Σ of seen_tokens over these. loading_bytes: adapters on their way
+    to its GPU. room_bytes: what of the arena is free or could be evicted now; None if unknown,
+    which is taken for room enough.
     """
 
     running: int = 0
@@ -240,7 +240,8 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
     new_ranks = 0 if option.running else work.rank
     longer_s = steps.rows_s(status.running + work.sequences) - steps.rows_s(status.running)
     longer_s += steps.rank_s * new_ranks
-    longer_s += steps.seen_token_s * work.sequences * (work.prompt_tokens + costs.answer_tokens / 2)
+    sees = steps.decode_sees(work.prompt_tokens + costs.answer_tokens / 2)
+    longer_s += steps.seen_token_s * work.sequences * sees
     delay_s = status.running * (prefill_s + costs.answer_tokens * longer_s)
     delay_s += status.waiting * costs.answer_tokens * longer_s
     new_bytes = 0 if option.loading else work.adapter_bytes

@@ -52,7 +52,7 @@ def summarize(router: str, fleet: SimulatedFleet) -> Outcome:
 def _balance(fleet: SimulatedFleet, counted: np.ndarray) -> float:
     steps, requests = fleet.setup.costs.steps, fleet.requests
     prompts, answers = requests.prompts[counted], requests.answers[counted]
-    context = int(steps.max_running * (prompts.mean() + answers.mean() / 2))
+    context = steps.max_running * steps.decode_sees(prompts.mean() + answers.mean() / 2)
     token_s = steps.decode_s(steps.max_running, 0, context) / steps.max_running
     seen = prompts**2 / 2
     work_s = steps.prompt_token_s * prompts + steps.prompt_seen_s * seen + token_s * answers

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from lorikeet.routing.locations import decrement
 from lorikeet.routing.ranking import RoutingStatus
+from lorikeet.simulator.decode_context import DecodeContext
 from lorikeet.simulator.fair_queue import FairQueue
 from lorikeet.simulator.memory import Arena, ByteLru, Link
 from lorikeet_engine.adapter import Residency
@@ -61,7 +62,7 @@ class SimulatedReplica:
         self._ends: list[tuple[float, int]] = []  # clock at its end, request
         self.decoding: Counter[int] = Counter()
         self._clock = self._rate = self._as_of_s = 0.0
-        self._context = 0.0  # Σ of what decodes see, each less the clock
+        self._context = DecodeContext(fleet, self._steps)
         self._dead = False
         # Adapters to load for no request, and those on their way: to which tier, for how many uses.
         self._prefetches: deque[tuple[int, Residency, float]] = deque(maxlen=_MOST_PREFETCHES)
@@ -217,7 +218,7 @@ class SimulatedReplica:
         self.queue.begun(self._fleet.tenant_of[request])
         heappush(self._ends, (self._clock + left, request))
         status.running += 1
-        self._context += self._fleet.prompts[request] + 1 - self._clock
+        self._context.add(request, self._clock)
         if adapter is not None:
             status.ranks += 0 if self.decoding[adapter] else self._fleet.ranks[adapter]
             self.decoding[adapter] += 1
@@ -226,7 +227,7 @@ class SimulatedReplica:
         adapter = self._fleet.adapter_of[request]
         self.queue.ended(self._fleet.tenant_of[request])
         self.status.running -= 1
-        self._context -= self._fleet.prompts[request] + self._fleet.answers[request] - self._clock
+        self._context.remove(request, self._clock)
         if adapter is not None:
             decrement(self.decoding, adapter)
             self.status.ranks -= 0 if self.decoding[adapter] else self._fleet.ranks[adapter]
@@ -264,7 +265,7 @@ class SimulatedReplica:
         """Begin a step with prompts if one can, and schedule the next event."""
         status, steps = self.status, self._steps
         if self._boundary_s == math.inf:
-            status.context = round(self._context + status.running * self._clock)
+            status.context = self._context.at(self._clock)
             step_s = steps.decode_s(status.running, status.ranks, status.context)
             begun, full = self._clock % 1.0, status.running >= steps.max_running
             if not self._prompts and (full or not self.queue):
@@ -296,5 +297,4 @@ class SimulatedReplica:
             adapted += chunk if fleet.adapter_of[request] is not None else 0
             seen += seen_tokens(chunk, fleet.prompts[request] - left)
         takes_s = steps.step_s(tokens, status.ranks, status.context, adapted=adapted, seen=seen)
-        self._boundary_s, self._rate = now_s + takes_s, 1.0 / takes_s
-        self._computing = True
+        self._boundary_s, self._rate, self._computing = now_s + takes_s, 1.0 / takes_s, True

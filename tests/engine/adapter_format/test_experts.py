@@ -18,8 +18,9 @@ from lorikeet_engine.adapter_format import (
     write_blob,
 )
 from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.disk.image_file import ImageFile, write_image
-from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
+from lorikeet_engine.residency.packing import PackedImage, PackedLayout
 from tests.engine.conftest import MOE
 from tests.engine.moe_adapters import (
     PARAMETERS,

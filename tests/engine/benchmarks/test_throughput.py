@@ -10,7 +10,8 @@ import torch
 from engine.benchmarks import harness, throughput
 from engine.benchmarks.offline import Work, generate
 from engine.benchmarks.random_adapters import random_refs
-from engine.benchmarks.random_model import LLAMA_3_1_8B
+from engine.benchmarks.random_engine import random_engine
+from engine.benchmarks.random_model import CONFIGS, LLAMA_3_1_8B
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.sampling.sampler import Sampler
 from lorikeet_engine.traffic import Zipf
@@ -110,3 +111,52 @@ def test_rows_and_weights_are_chosen_by_name(tmp_path, monkeypatch, weight_dtype
     results = json.loads(out.read_text())
     assert (results["commit"], results["weight_dtype"]) == ("abc", weight_dtype)
     assert [row["work"]["name"] for row in results["throughput"]] == ["3 adapters"]
+
+
+SHRUNK = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("gemma-3-12b", {"sliding_window": 16}),  # with heads of 256, as they are
+        ("phi-4", {"head_dim": 128}),
+        ("qwen3-8b", {}),
+    ],
+)
+def test_other_models_rows_are_checked_and_held_against_a_prediction(
+    tmp_path, monkeypatch, name, kept
+):
+    def shrunk(folder, *, config, settings, **arguments):
+        assert config is CONFIGS[name]
+        config = {**config, **SHRUNK, **kept}
+        settings = replace(SETTINGS, max_context=64)
+        return random_engine(folder, config=config, settings=settings, **arguments)
+
+    monkeypatch.setattr(harness, "random_engine", shrunk)
+    monkeypatch.setattr(throughput, "WORKS", (BASE, WARM))
+    monkeypatch.setattr(throughput, "PREDICTED", BASE)
+    monkeypatch.setattr(throughput, "predicted_tokens_per_s", lambda roofline, rate: 2 * rate)
+    out = tmp_path / "out.json"
+    argv = ["throughput", "--json", str(out), "--config", name, "--room", "3", "--llama", "50"]
+    monkeypatch.setattr(sys, "argv", argv)
+    throughput.main()
+    base, warm = json.loads(out.read_text())["throughput"]
+    assert (base["predicted_tokens_per_s"], warm["predicted_tokens_per_s"]) == (100, None)
+    assert base["of_predicted"] == pytest.approx(base["tokens_per_s"][0] / 100)
+    assert max(base["shortfall"], warm["shortfall"]) < 1e-3
+
+
+def test_what_several_gpus_make_is_not_predicted(tmp_path, monkeypatch, capsys):
+    argv = ["throughput", "--json", str(tmp_path / "out.json"), "--llama", "50"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--tensor-parallel", "2"])
+    with pytest.raises(SystemExit):
+        throughput.main()
+    assert "several GPUs" in capsys.readouterr().err

@@ -45,8 +45,12 @@ class ExactRunner:
     """Takes what `costs` say, on a clock of its own; noise: the most by which a step is late."""
 
     def __init__(self, weights, costs=TRUE, noise=0.0, max_context=131_072):
-        groups = SimpleNamespace(windows=(None,))
-        config = SimpleNamespace(max_context=max_context, vocab_size=1000, kv_groups=groups)
+        windowed = round(12 * costs.windowed)
+        windows = (costs.window,) * windowed + (None,) * (12 - windowed)
+        groups = SimpleNamespace(windows=(None,))  # of its pages, which do not matter here
+        config = SimpleNamespace(
+            max_context=max_context, vocab_size=1000, kv_groups=groups, windows=windows
+        )
         self.model = SimpleNamespace(device=torch.device("cpu"), config=config)
         self.weights, self.costs, self.noise = weights, costs, noise
         self.now_s, self.dice = 0.0, random.Random(3)
@@ -64,7 +68,7 @@ class ExactRunner:
         took_s = self.costs.step_s(
             len(batch.token_ids),
             0 if tokens else ranks,
-            int(ends[~prompts].sum()),
+            sum(map(self.costs.decode_sees, ends[~prompts].tolist())),
             adapted=tokens if ranks else 0,
             seen=int(seen[prompts].sum()),
         )
@@ -95,7 +99,8 @@ def measure(monkeypatch):
 
 
 def assert_close(found, expected):
-    for name in StepCosts.__dataclass_fields__.keys() - {"rows"}:
+    assert found.window == expected.window
+    for name in StepCosts.__dataclass_fields__.keys() - {"rows", "window"}:
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-6), name
     assert [tokens for tokens, _ in found.rows] == [tokens for tokens, _ in expected.rows]
     for (_, found_s), (_, expected_s) in zip(found.rows, expected.rows, strict=True):
@@ -107,6 +112,13 @@ def assert_close(found, expected):
 def test_exact_times_give_back_the_coefficients_that_made_them(measure, elements, context):
     expected = TRUE if context > 2048 else replace(TRUE, split_s=StepCosts().split_s)
     assert_close(measure(elements=elements, context=context), expected)
+
+
+@pytest.mark.parametrize("context", [131_072, 8192])
+@pytest.mark.parametrize("windowed", [10 / 12, 1.0])
+def test_decodes_within_a_window_are_told_from_those_beyond(measure, windowed, context):
+    costs = replace(TRUE, window=1024, windowed=windowed)
+    assert_close(measure(costs=costs, context=context), costs)
 
 
 def test_contexts_too_short_to_tell_what_tokens_see_leave_that_at_the_default(measure):

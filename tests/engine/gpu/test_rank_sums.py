@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from lorikeet_engine.parallel.rank_group import RankGroup
-from lorikeet_engine.parallel.symmetric_sums import LARGEST_BYTES
+from lorikeet_engine.parallel.symmetric_sums import LARGEST_BYTES, ONE_SHOT_BYTES
 from tests.engine.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-# below, at and above the largest that symmetric memory sums, and one that it cannot take
-COUNTS = (8, 4096, LARGEST_BYTES // 2, LARGEST_BYTES // 2 + 8, 4093)
+# below, at and above the largest sums of one shot and of two, and some that neither can take
+ONE, TWO = ONE_SHOT_BYTES // 2, LARGEST_BYTES // 2
+COUNTS = (8, 4096, ONE, ONE + 8, ONE + 16, TWO, TWO + 16, 4093)
 
 
 def summed(group: RankGroup) -> list[torch.Tensor]:

@@ -3,8 +3,10 @@
 What they share has no name: memory goes with the last process.
 """
 
+import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from functools import partial
@@ -179,3 +181,17 @@ def test_a_leader_without_memory_to_join_the_others_says_so(
     with pytest.raises(torch.OutOfMemoryError):
         ranks.start_ranks(settings, load_model)
     assert not followers()
+
+
+def test_a_process_ends_well_that_has_closed_an_engine_of_ranks(checkpoint, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_close_and_open_others, args=(checkpoint, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def _close_and_open_others(checkpoint, folder):
+    of_two_ranks(checkpoint, folder).close()
+    # they take the numbers of descriptors that are free, and stay open to the process's end
+    globals()["_sockets"] = [socket.socket() for _ in range(100)]

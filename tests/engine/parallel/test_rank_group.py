@@ -72,11 +72,11 @@ def sum_without_memory(group: RankGroup) -> list[tuple[bool, float, float]]:
     for broken in (BrokenSums, BrokenInExchange):
         rank_group.SymmetricSums = broken
         began_s = time.monotonic()
-        group._small_sums = group._connect_small_sums(torch.device("cpu"))
+        group._symmetric_sums = group._connect_symmetric_sums(torch.device("cpu"))
         numbers = torch.ones(1)
         group.sum_(numbers)
         took_s = time.monotonic() - began_s
-        found.append((group._small_sums is None, numbers.item(), took_s))
+        found.append((group._symmetric_sums is None, numbers.item(), took_s))
     return found
 
 

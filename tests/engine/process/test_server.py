@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lorikeet_engine.errors import AdapterNotReady, EngineClosed, StepFailed
 from lorikeet_engine.process import server
@@ -254,3 +255,16 @@ def test_the_process_logs_under_the_packages_name_though_it_runs_as_main():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.log.name == server.__name__
+
+
+def test_torch_has_no_threads_of_its_own_beside_a_gpu(monkeypatch):
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        server._leave_cores()
+        assert torch.get_num_threads() == 2
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        server._leave_cores()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(usual)

@@ -10,7 +10,9 @@ import torch
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import AdapterTooLarge
-from lorikeet_engine.residency import loader
+from lorikeet_engine.residency import blob_packing, loader
+from lorikeet_engine.residency.disk import image_writer
+from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.disk.image_file import ImageFile
 from tests.engine.residency.tiers_driver import LIMITS, make
 
@@ -49,17 +51,131 @@ def test_a_damaged_image_is_made_anew(damage, blob, shelf, bench, caplog):
     assert sorted(shelf.fetched) == (["a", "c"] if blob else ["a", "a", "c"])
 
 
-def test_a_blob_that_was_damaged_since_its_download_is_downloaded_anew(shelf, bench, caplog):
+@pytest.mark.parametrize("at", [-1, 0, 20])  # a value, the header's length, the header
+def test_a_blob_that_was_damaged_since_its_download_is_downloaded_anew(at, shelf, bench, caplog):
     (a,) = make(shelf, "a")
     b = bench()
     b.load(a, to=Residency.HOST)
     b.image(a).unlink()
     blob = bytearray((b.folder / a.digest).read_bytes())
-    blob[-1] ^= 1
+    blob[at] ^= 1
     (b.folder / a.digest).write_bytes(blob)
     bench().lease(a).release()
     assert "blob_damaged" in caplog.text
     assert shelf.fetched == ["a", "a"]
+
+
+def test_a_blob_is_packed_while_it_is_verified_and_is_there_once_it_was(shelf, bench, monkeypatch):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.tiers.pin(a, Residency.DISK)
+    b.until(lambda: b.tiers.residency(a) is Residency.DISK)
+    packed, gate, verify = threading.Event(), threading.Event(), DiskCache.verify
+
+    def pack(*arguments: object) -> object:
+        sums = blob_packing.pack(*arguments)
+        packed.set()
+        return sums
+
+    def slow(cache: DiskCache, digest: str) -> None:
+        assert packed.wait(10)
+        assert gate.wait(10)
+        verify(cache, digest)
+
+    monkeypatch.setattr(loader, "pack", pack)
+    monkeypatch.setattr(DiskCache, "verify", slow)
+    other = bench()
+    other.tiers.request(a)
+    assert packed.wait(10)
+    other.tiers.advance()
+    assert other.tiers.residency(a) is Residency.DISK
+    gate.set()
+    other.lease(a).release()
+
+
+def test_a_blob_that_is_replaced_while_it_is_packed_is_packed_again(shelf, bench, monkeypatch):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.load(a, to=Residency.HOST)
+    good_image, blob = b.image(a).read_bytes(), b.folder / a.digest
+    b.image(a).unlink()
+    good, verify = blob.read_bytes(), DiskCache.verify
+
+    def replacing(cache: DiskCache, digest: str) -> None:
+        assert packed.wait(10)
+        (b.folder / "new").write_bytes(good)
+        (b.folder / "new").replace(blob)
+        verify(cache, digest)
+
+    def pack(*arguments: object) -> object:
+        sums = blob_packing.pack(*arguments)
+        packed.set()
+        return sums
+
+    packed = threading.Event()
+    monkeypatch.setattr(loader, "pack", pack)
+    monkeypatch.setattr(DiskCache, "verify", replacing)
+    blob.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    other = bench()
+    other.lease(a).release()
+    assert other.image(a).read_bytes() == good_image
+
+
+def test_a_blob_is_not_verified_before_the_host_has_room_for_it(shelf, bench, monkeypatch):
+    a, c = make(shelf, "ac")
+    b = bench()
+    for ref in (a, c):
+        b.tiers.pin(ref, Residency.DISK)
+        b.until(lambda: b.tiers.residency(ref) is Residency.DISK)  # noqa: B023
+    verified, verify = list[str](), DiskCache.verify
+
+    def noting(cache: DiskCache, digest: str) -> None:
+        verified.append(digest)
+        verify(cache, digest)
+
+    monkeypatch.setattr(DiskCache, "verify", noting)
+    other = bench(host=1)
+    other.tiers.pin(a, Residency.HOST)
+    other.until(lambda: other.tiers.residency(a) is Residency.HOST)
+    tried = threading.Event()
+    reserve = other.tiers._host.reserve
+
+    def full(*arguments: object, **more: object) -> object:
+        tried.set()
+        return reserve(*arguments, **more)
+
+    monkeypatch.setattr(other.tiers._host, "reserve", full)
+    other.tiers.prefetch(c, Residency.HOST)
+    other.until(tried.is_set)
+    other.tiers._loader._verifiers.shutdown()
+    assert verified == [a.digest]
+
+
+def test_the_image_of_a_passing_pin_is_not_written(shelf, bench):
+    a, c = make(shelf, "ac")
+    b = bench(gpu=1, host=1)
+    b.tiers.pin(a, Residency.HOST, passing=True)
+    b.until(lambda: b.tiers.residency(a) is Residency.HOST)
+    b.tiers.unpin(a.digest)
+    b.load(c)
+    b.image(c)  # which waited behind what was packed before it
+    assert not b.tiers._disk.has_image(a.digest)
+    b.lease(a).release()  # packed again, and for good
+    b.image(a)
+    assert shelf.fetched == ["a", "c"]
+
+
+def test_what_is_requested_during_a_passing_load_is_written(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    shelf.gates["a"] = threading.Event()
+    b.tiers.pin(a, Residency.HOST, passing=True)
+    b.tiers.advance()
+    b.tiers.request(a)
+    b.tiers.advance()
+    shelf.gates["a"].set()
+    b.lease(a).release()
+    b.image(a)
 
 
 def test_an_image_that_the_disk_cannot_read_is_made_anew(shelf, bench, monkeypatch, caplog):
@@ -109,7 +225,7 @@ def test_an_adapter_is_loaded_though_its_image_cannot_be_written(shelf, bench, m
         tried.set()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(loader, "write_image", full)
+    monkeypatch.setattr(image_writer, "write_image", full)
     b.lease(a).release()
     assert tried.wait(10)
     b.tiers.close()
@@ -126,7 +242,7 @@ def test_who_waits_for_room_is_woken_when_an_image_was_written(shelf, bench, mon
         written.set()
         gate.wait(10)
 
-    monkeypatch.setattr(loader, "write_image", slow)
+    monkeypatch.setattr(image_writer, "write_image", slow)
     b.load(a)
     assert written.wait(10)
     b.load(c, to=Residency.DISK)

@@ -61,6 +61,11 @@ def steps_until(b: TiersDriver, holds: Callable[[], bool]) -> int:
     return steps
 
 
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_checks, "EVERY_STEPS", 32)
+
+
 @pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
     """No check begins."""

@@ -272,7 +272,7 @@ def test_what_others_take_from_the_disk_again_and_again_is_loaded_past_it(
 ):
     (a,) = make(shelf, "a")
 
-    def gone(cache, digest, verify=False):
+    def gone(cache, digest):
         raise FileNotFoundError(digest)
 
     monkeypatch.setattr(DiskCache, "blob", gone)

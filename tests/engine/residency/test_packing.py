@@ -18,8 +18,10 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.kernels.lora.reference import add_lora
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
+from lorikeet_engine.residency import blob_packing
+from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.checksums import layer_sums
-from lorikeet_engine.residency.packing import PackedImage, PackedLayout, pack
+from lorikeet_engine.residency.packing import PackedImage, PackedLayout
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
@@ -189,6 +191,48 @@ def test_an_image_has_the_sums_of_each_span(shelf):
     for rank in range(2):
         assert image.span_sums(rank) == layer_sums(image.span(rank), layout.layers)
     assert image.span_sums(0) != image.span_sums(1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_threads_that_share_the_layers_pack_the_same_image(shelf, world):
+    shape = dataclasses.replace(SHAPE, layers=7)
+    places = {(layer, linear): 4 for layer in (0, 1, 2, 5) for linear in (0, 3, 5)}
+    outer = {(shape.outer_layer, shape.index("lm_head")): 6}
+    shelf.make("x", places | outer, shape=shape)
+    spec = read_spec(shelf.blob("x"), shape, LIMITS)
+    layout = PackedLayout.of(spec, shape, world)
+    images, sums = [], []
+    for threads in (None, 1, 2, 3, 8, 20):
+        images.append(torch.zeros(layout.image_elements))
+        sums.append(pack(shelf.blob("x"), spec, layout, images[-1], threads))
+    assert all(torch.equal(image, images[0]) for image in images)
+    assert set(sums) == {sums[0]}
+    assert sums[0] == tuple(
+        one for span in images[0].view(world, -1) for one in layer_sums(span, layout.layers)
+    )
+
+
+def test_of_several_bad_matrices_the_first_is_named_whichever_thread_finds_one(shelf):
+    shape = dataclasses.replace(SHAPE, layers=7)
+    shelf.make("x", {(layer, 4): 2 for layer in range(7)}, alpha=1e8, shape=shape)
+    spec = read_spec(shelf.blob("x"), shape, LIMITS)
+    layout = PackedLayout.of(spec, shape)
+    image = torch.empty(layout.image_elements, dtype=torch.float16)
+    for threads in (1, 2, 7):
+        with pytest.raises(AdapterRejected) as refused:
+            pack(shelf.blob("x"), spec, layout, image, threads)
+        assert refused.value.field == "layers.0.gate_proj.lora_B"
+
+
+def test_only_large_blobs_are_shared_and_only_where_torch_has_no_threads(monkeypatch):
+    monkeypatch.setattr(blob_packing.os, "cpu_count", lambda: 32)
+
+    def shares(size_bytes: int, torchs: int) -> int:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: torchs)
+        return len(blob_packing._shares(size_bytes, 33, None))
+
+    assert [shares(size, 1) for size in (1, 2**24, 2**25, 2**30)] == [1, 1, 2, 4]
+    assert shares(2**30, 16) == 1
 
 
 def test_a_scaling_that_overflows_the_dtype_is_refused_by_tensor(shelf):

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.parallel.followers import RankCopies
+from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.checksums import added, word_sum
 from lorikeet_engine.residency.gpu.arena import DeviceArena, ImageCopy, ReadsEnd
 from lorikeet_engine.residency.gpu.rank_arenas import CopyImage, FollowingArena, LeadingArena
 from lorikeet_engine.residency.gpu.slots import SlotPool
-from lorikeet_engine.residency.packing import PackedLayout, pack
+from lorikeet_engine.residency.packing import PackedLayout
 from tests.engine.blobs import Shelf
 from tests.engine.residency.test_slots import LAYERS, layout_of
 

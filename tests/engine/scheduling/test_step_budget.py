@@ -8,6 +8,7 @@ import pytest
 from lorikeet_engine.costs import RowsTime, StepCosts, seen_tokens
 from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
 from lorikeet_engine.scheduling import step_counters
+from lorikeet_engine.scheduling.sequence import Chunk
 from lorikeet_engine.scheduling.step_budget import PromptRoom, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters, StepLaunch
 
@@ -148,6 +149,15 @@ def test_what_decodes_see_is_known_and_not_learned(device):
     for _ in range(20):
         device.run(one, 500)
     assert one.max_ranks(100_000) == pytest.approx(ROOM - 500)
+
+
+def test_decodes_see_no_more_of_layers_with_a_window():
+    one = budget(seen_token_s=1e-6, window=100, windowed=0.75)
+    long, short = (dummy_chunk(length, 16, None).sequence for length in (500, 80))
+    for sequence in (long, short):
+        sequence.kv.computed = sequence.length - 1
+    expected = one.expected([Chunk.of(long, 1), Chunk.of(short, 1)])
+    assert expected.seconds == pytest.approx((200 + 80) * 1e-6)
 
 
 def test_prompts_have_what_the_decodes_beside_them_leave_of_the_goal():

@@ -67,6 +67,20 @@ def test_the_live_stats_are_what_waits_and_what_decodes(engine, refs):
     assert live.running == live.decoding == live.ranks == live.kv_pages_used == 0
 
 
+def test_what_decodes_see_is_less_where_layers_have_windows(tiny_checkpoints, shelf, tmp_path):
+    engine = build(tiny_checkpoints["gemma3_text"], shelf, tmp_path / "cache", overlap=False)
+    costs = engine.info.step_costs
+    answers = Answers(engine)
+    answers.submit(greedy("long", prompt(60)))
+    answers.until(lambda: engine.status().live.decoding == 1)
+    length = 60 + sum(map(len, answers.tokens.values()))
+    context = engine.status().live.context
+    engine.close()
+    assert 0 < costs.windowed < 1
+    assert costs.window < 60
+    assert context == round(costs.window * costs.windowed + length * (1 - costs.windowed))
+
+
 def test_a_prompt_that_is_half_computed_runs_and_is_pending(tiny_checkpoints, shelf, tmp_path):
     engine = build(
         tiny_checkpoints["llama"],

@@ -119,18 +119,22 @@ class DiskCache:
                 adapter=str(ref),
             )
 
-    def blob(self, digest: str, *, verify: bool = False) -> Path:
+    def blob(self, digest: str) -> Path:
         """The blob's file, which counts as used now. It can vanish any time after.
 
-        verify: read all of it and compare its digest, as after a download `fetch` has done; a
-        damaged one is removed. Raises FileNotFoundError.
+        Raises FileNotFoundError.
         """
-        path = self._usage.use(digest)
-        if verify and blob_digest(path) != digest:
+        return self._usage.use(digest)
+
+    def verify(self, digest: str) -> None:
+        """Read all of a blob and compare its digest, as after a download `fetch` has done.
+
+        A damaged one is removed. Raises FileNotFoundError.
+        """
+        if blob_digest(self._folder / digest) != digest:
             log.warning("blob_damaged", extra={"file": digest})
             self._remove_damaged(digest)
             raise FileNotFoundError(f"{digest} was damaged")
-        return path
 
     def image(self, digest: str) -> Path:
         """The image's file, which counts as used now. It can vanish any time after.

@@ -25,6 +25,7 @@ from lorikeet.gateway.body import Body, json_body, limited
 from lorikeet.gateway.error_responses import CREATED, OK
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
+from lorikeet_engine.adapter_format import ValueScan
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Json = dict[str, Any]
@@ -90,9 +91,11 @@ class UploadEndpoints:
         limits = await registration.check(tenant, base_model)
         with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
             blob = Path(folder) / "adapter.safetensors"
+            declared = request.headers.get("content-length", "")
+            scan = ValueScan(int(declared)) if declared.isdecimal() else None
             body = limited(request, limits.max_bytes)
-            digest = await receive_file(body, blob, registration.workers)
-            facts = await registration.validate(order, blob, digest)
+            digest = await receive_file(body, blob, registration.workers, scan)
+            facts = await registration.validate(order, blob, digest, scan)
             made = await registration.record(order, blob, facts)
         response.status_code = CREATED if made.is_new else OK
         return made.version

@@ -10,6 +10,7 @@ from lorikeet_engine.adapter_format import (
     FLOAT32_MEMORY,
     AdapterLimits,
     AdapterMemory,
+    ValueScan,
     blob_digest,
     check_values,
     last_part,
@@ -28,13 +29,15 @@ def validate_blob(
     base_model: str | None = None,
     memory: AdapterMemory = FLOAT32_MEMORY,
     digest: str | None = None,
+    scan: ValueScan | None = None,
 ) -> BlobFacts:
-    """Find out all that could make a blob fail later. Reads all of it; blocks.
+    """Find out all that could make a blob fail later. Blocks.
 
     base_model: the one that it was trained on, says the admin; None: what the blob says. limits:
     the service's, lowered to the tenant's. memory: what the engines keep adapters in. digest: the
-    blob's, where it was computed as it came; None: to be computed. Raises InvalidAdapter, naming
-    the tensor, module or config key at fault.
+    blob's, where it was computed as it came; None: to be computed. scan: what was found as it came;
+    without one all of it is read. Raises InvalidAdapter, naming the tensor, module or config key at
+    fault.
     """
     try:
         name = (
@@ -46,12 +49,9 @@ def validate_blob(
         spec = read_spec(blob, shape, limits)
         kept = Shard(0, gpus).ranges(shape)
         gpu_bytes = memory.image_bytes(spec.packed_elements(lambda n: kept[n].dims), gpus)
-        check_values(blob, spec, memory.dtype)
+        check_values(blob, spec, memory.dtype, scan)
     except (AdapterError, SettingsError) as error:
-        message = error.message
-        if "max_rank" in error.fields:
-            message += " (LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --rank`)"
-        raise InvalidAdapter(message, param=error.fields.get("field")) from error
+        raise _invalid(error) from error
     return BlobFacts(
         digest=digest or blob_digest(blob),
         size_bytes=spec.size_bytes,
@@ -61,6 +61,13 @@ def validate_blob(
         touches=spec.touches,
         trained_on=spec.base_model,
     )
+
+
+def _invalid(error: AdapterError | SettingsError) -> InvalidAdapter:
+    message = error.message
+    if "max_rank" in error.fields:
+        message += " (LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --rank`)"
+    return InvalidAdapter(message, param=error.fields.get("field"))
 
 
 def check_base_model(base_model: str, base_models: Mapping[str, ServedModel]) -> str:

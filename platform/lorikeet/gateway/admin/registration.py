@@ -16,7 +16,7 @@ from lorikeet.gateway.admin.serializers import Json, described_version_json
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, base_copies
+from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, ValueScan, base_copies
 
 _WORKERS = 4
 
@@ -77,11 +77,15 @@ class Registration:
         return await self.limits(tenant)
 
     async def validate(
-        self, order: RegistrationRequest, blob: Path, digest: str | None = None
+        self,
+        order: RegistrationRequest,
+        blob: Path,
+        digest: str | None = None,
+        scan: ValueScan | None = None,
     ) -> BlobFacts:
         """Find out all that could make a blob fail later. Raises InvalidAdapter.
 
-        digest: the blob's, where it is known.
+        digest: the blob's, where it is known; scan: what was found as it came.
         Where copies of the base model's matrices lay beside the adapter, a replica compares them:
         raises Unavailable without one.
         """
@@ -93,6 +97,7 @@ class Registration:
             order.base_model,
             self._services.adapter_memory,
             digest,
+            scan,
         )
         if copies := await self.run(base_copies, blob):
             await self._compare(facts.base_model, copies)

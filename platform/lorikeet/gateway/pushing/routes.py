@@ -31,6 +31,7 @@ from lorikeet.gateway.services import Services
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
+from lorikeet_engine.adapter_format import ValueScan
 
 _LONGEST_LIFE_S = 86400
 _MOST_WAITING = 16
@@ -163,13 +164,14 @@ class PushEndpoints:
         if order.query.base_model:
             check_base_model(order.query.base_model, self._services.base_models)
         limits = await self._registration.limits(tenant.name)
-        hold.take_bytes(_content_length(request, limits.max_bytes))
+        size_bytes = _content_length(request, limits.max_bytes)
+        hold.take_bytes(size_bytes)
         folder = self._lane.folders.make()
         async with AsyncExitStack() as refused:
             refused.push_async_callback(asyncio.to_thread, folder.cleanup)
             blob = Path(folder.name) / BLOB
-            body = in_time(limited(request, limits.max_bytes))
-            found = await receive_file(body, blob, self._registration.workers)
+            body, scan = in_time(limited(request, limits.max_bytes)), ValueScan(size_bytes)
+            found = await receive_file(body, blob, self._registration.workers, scan)
             hold.body_is_here()
             order.pusher.trace.end_stage("receive")
             if found != order.digest:
@@ -178,7 +180,7 @@ class PushEndpoints:
                     param="digest",
                 )
             async with self._turns.setdefault(tenant.name, asyncio.Lock()):
-                facts = await self._registration.validate(order.registration(), blob, found)
+                facts = await self._registration.validate(order.registration(), blob, found, scan)
                 version = order.version(facts)
                 await self._lane.check_quota(version)
                 order.pusher.trace.end_stage("check")

@@ -1,0 +1,128 @@
+"""Whether a blob's values survive the packing: looked at while its bytes come, or in its file."""
+
+import io
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import groupby, takewhile
+from pathlib import Path
+
+import numpy as np
+
+from lorikeet_engine.adapter_format.header import DTYPE_BYTES, TensorSpan, parse_header
+from lorikeet_engine.adapter_format.spec import AdapterSpec
+from lorikeet_engine.errors import AdapterRejected
+
+SCAN_ALIGNMENT = 8
+_SCAN_BYTES = 4 << 20
+# For each dtype of a file: an unsigned integer as wide, and all bits but the sign's. As integers,
+# what is left is ordered as the values' sizes are, with infinity above them and NaN above that.
+_MAGNITUDES = {
+    "F32": ("<u4", 0x7FFF_FFFF),
+    "F16": ("<u2", 0x7FFF),
+    "BF16": ("<u2", 0x7FFF),
+}
+# For each dtype of an image: the least value that is rounded to infinity.
+_OVERFLOWS = {
+    "float32": float("inf"),
+    "float16": 65520.0,
+    "bfloat16": (2 - 2**-8) * 2.0**127,
+}
+
+
+class ValueScan:
+    """Finds what no value of a blob of this size is further from zero than, while its bytes come.
+
+    All tensors of a dtype that come together are looked at together: each look waits its turn for
+    the interpreter, which a gateway has much to do for. It refuses nothing: of a blob whose header
+    is not good, and of one whose values lie across SCAN_ALIGNMENT, it finds nothing.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size, self._taken = size_bytes, 0
+        self._waiting = deque[TensorSpan]()  # whose ends have not come
+        self._bounds: dict[TensorSpan, int] = {}
+
+    def take(self, data: memoryview) -> None:
+        """Take in the next bytes, a multiple of SCAN_ALIGNMENT unless they are the last.
+
+        The first must hold the whole header.
+        """
+        begin, self._taken = self._taken, self._taken + len(data)
+        if not begin:
+            self._waiting = deque(_spans(data, self._size))
+        here = takewhile(lambda span: span.begin < self._taken, self._waiting)
+        for dtype, group in groupby(here, key=lambda span: span.dtype):
+            spans, (kind, mask) = list(group), _MAGNITUDES[dtype]
+            together = data[max(spans[0].begin - begin, 0) : spans[-1].end - begin]
+            largest = int((np.frombuffer(together, dtype=kind) & mask).max())
+            for span in spans:
+                self._bounds[span] = max(self._bounds.get(span, 0), largest)
+        while self._waiting and self._waiting[0].end <= self._taken:
+            self._waiting.popleft()
+
+    def bound(self, span: TensorSpan) -> int | None:
+        """The bits of a size that no value of a tensor exceeds; None before all have come."""
+        return None if self._waiting else self._bounds.get(span)
+
+
+def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | None = None) -> None:
+    """See that every value is finite in the file, and in an image of this dtype with B scaled.
+
+    scan: of the blob as it came. Only tensors that its bounds do not show to be good are read, a
+    few megabytes at a time. Raises AdapterRejected, whose field is the tensor.
+    """
+    for name, span, factor in _matrices(spec):
+        bits = scan.bound(span) if scan is not None else None
+        if bits is not None and _packed(_value(bits, span.dtype), factor) < _OVERFLOWS[dtype]:
+            continue
+        largest = _value(_largest(blob, span), span.dtype)
+        if not np.isfinite(largest):
+            raise AdapterRejected(f"{name} holds NaN or Inf: the training diverged", field=name)
+        packed = _packed(largest, factor)
+        if not packed < _OVERFLOWS[dtype]:
+            raise AdapterRejected(f"{name} holds {packed:g}, which {dtype} cannot hold", field=name)
+
+
+def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
+    """What errors call each, where it lies, and what it is multiplied by."""
+    for part in spec.linears:
+        yield part.matrix("A"), part.a, 1.0
+        yield part.matrix("B"), part.b, part.scaling
+    for rows in spec.token_rows:
+        yield rows.matrix(), rows.rows, 1.0
+
+
+def _spans(data: memoryview, size_bytes: int) -> Iterable[TensorSpan]:
+    """The tensors of a blob that begins so, as they follow each other; none if it is not good."""
+    try:
+        tensors = parse_header(io.BytesIO(data), size_bytes, "").tensors.values()
+    except AdapterRejected:
+        return ()
+    spans = sorted((span for span in tensors if span.end > span.begin), key=lambda s: s.begin)
+    are_aligned = all(span.begin % DTYPE_BYTES[span.dtype] == 0 for span in spans)
+    return spans if are_aligned else ()
+
+
+def _value(bits: int, kind: str) -> np.float32:
+    if kind == "F16":
+        return np.float32(np.uint16(bits).view(np.float16))
+    return np.uint32(bits << 16 if kind == "BF16" else bits).view(np.float32)
+
+
+def _packed(largest: np.float32, factor: float) -> np.float32:
+    """The size of a value in an image, before it is rounded."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return abs(largest * np.float32(factor))
+
+
+def _largest(blob: Path, span: TensorSpan) -> int:
+    """The bits of a tensor's value furthest from zero, without its sign."""
+    kind, mask = _MAGNITUDES[span.dtype]
+    return max(int((piece & mask).max()) for piece in _pieces(blob, span, kind))
+
+
+def _pieces(blob: Path, span: TensorSpan, kind: str) -> Iterator[np.ndarray]:
+    with blob.open("rb") as file:
+        file.seek(span.begin)
+        for begin in range(span.begin, span.end, _SCAN_BYTES):
+            yield np.frombuffer(file.read(min(_SCAN_BYTES, span.end - begin)), dtype=kind)

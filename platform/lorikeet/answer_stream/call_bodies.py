@@ -1,0 +1,266 @@
+"""What stands within calls of tools: where it ends, and what it calls with what."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import regex
+
+from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
+
+Item = TypeVar("Item")
+FunctionCall = tuple[str, dict[str, Any]]
+"""A function's name and its arguments."""
+
+_ESCAPE = "<escape>"
+_NAME = r"[\w.-]{1,128}"
+_JSON_CONSTANTS = {"true": True, "false": False, "null": None}
+_CONSTANTS = _JSON_CONSTANTS | {"True": True, "False": False, "None": None}
+_NUMBER = regex.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
+_TOKEN = {
+    CallStyle.PYTHON: regex.compile(
+        r"""(?s)\s*+(?:(?P<string>"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')"""
+        r"""|(?P<sign>[][(){},=:])|(?P<word>[^][\s(){},=:"']++))"""
+    ),
+    CallStyle.GEMMA: regex.compile(
+        rf"(?s)\s*+(?:{_ESCAPE}(?P<string>.*?){_ESCAPE}|(?P<sign>[][{{}},:])"
+        r"|(?P<word>[^][\s{},:<]++))"
+    ),
+}
+_BACKSLASH = regex.compile(r"(?s)\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)")
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {c: c for c in "\\\"'/"}
+
+
+class BodyEnd(Protocol):
+    """Finds where the body of a call ends, each of whose characters is looked at once."""
+
+    def find(self, text: str) -> int | None:
+        """Return how many characters of new text belong to it; None if all do and more come."""
+        ...
+
+
+class BracketEnd:
+    """Finds where what begins with a bracket ends: a JSON object or array, a list in Python."""
+
+    def __init__(self, opening: str = "{[", closing: str = "}]", quotes: str = '"') -> None:
+        self._opening, self._closing, self._quotes = opening, closing, quotes
+        self._depth = 0
+        self._quote = ""  # the one that closes the string, if one is open
+        self._escaped = False
+
+    def find(self, text: str) -> int | None:
+        """Return how many characters of new text belong to it; None if all do and more come."""
+        for at, char in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quote:
+                self._escaped = char == "\\"
+                if char == self._quote:
+                    self._quote = ""
+            elif char in self._quotes:
+                self._quote = char
+            elif char in self._opening:
+                self._depth += 1
+            elif char in self._closing:
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+
+class MarkEnd:
+    """Finds where a mark ends that is in no string. backslash: whether one escapes in strings."""
+
+    def __init__(self, mark: str, quotes: tuple[str, ...], *, backslash: bool) -> None:
+        self._mark, self._quotes, self._backslash = mark, quotes, backslash
+        self._longest = max(map(len, (mark, *quotes)))
+        self._tail = ""  # the last characters since a string began or ended
+        self._quote = ""
+        self._escaped = False
+
+    def find(self, text: str) -> int | None:
+        """Return how many characters of new text belong to it; None if all do and more come."""
+        for at, char in enumerate(text):
+            self._tail = (self._tail + char)[-self._longest :]
+            if self._escaped:
+                self._escaped = False
+            elif self._quote:
+                self._escaped = self._backslash and char == "\\"
+                if self._tail.endswith(self._quote):
+                    self._quote = self._tail = ""
+            elif self._tail.endswith(self._mark):
+                return at + 1
+            elif self._tail.endswith(self._quotes):
+                self._quote = next(q for q in self._quotes if self._tail.endswith(q))
+                self._tail = ""
+        return None
+
+
+def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
+    """Return what the body of calls begins with, without which there is none."""
+    match syntax.style:
+        case CallStyle.JSON:
+            return regex.compile(r"[{[]" if syntax.opens else r"\{")
+        case CallStyle.PYTHON:
+            return regex.compile(_NAME + r"\(" if syntax.opens else rf"\[\s{{0,8}}{_NAME}\(")
+        case CallStyle.GEMMA:
+            return regex.compile("call:")
+
+
+def body_end(syntax: ToolSyntax) -> BodyEnd:
+    """Return what finds the end of the body of calls; what closes them belongs to it, but by JSON.
+
+    In other styles a body is several calls, or ends before brackets do where it is none.
+    """
+    match syntax.style:
+        case CallStyle.JSON:
+            return BracketEnd()
+        case CallStyle.PYTHON:
+            if not syntax.closes:
+                return BracketEnd("([{", ")]}", "\"'")
+            return MarkEnd(syntax.closes, ('"', "'"), backslash=True)
+        case CallStyle.GEMMA:
+            return MarkEnd(syntax.closes, (_ESCAPE,), backslash=False)
+
+
+def calls_of(body: str, syntax: ToolSyntax) -> list[FunctionCall]:
+    """Return the calls that a body holds. Raises ValueError if it holds anything else."""
+    try:
+        if syntax.style is CallStyle.JSON:
+            return _json_calls(json.loads(body), syntax.arguments)
+        return _Reader(body.removesuffix(syntax.closes), syntax.style).calls()
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _json_calls(value: object, key: str) -> list[FunctionCall]:
+    calls = list[FunctionCall]()
+    for entry in value if isinstance(value, list) else [value]:
+        if not isinstance(entry, dict):
+            raise ValueError("want an object as call")
+        name, arguments = entry.get("name"), entry.get(key)
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise ValueError(f'want "name" and "{key}"')
+        calls.append((name, arguments))
+    return calls
+
+
+class _Reader:
+    """Reads calls that are written in Python or as FunctionGemma's are, and the values in them.
+
+    Values are literals: strings, numbers, constants as Python and as JSON have them, lists, and
+    dictionaries, whose keys may be bare words.
+    """
+
+    def __init__(self, text: str, style: CallStyle) -> None:
+        self._text, self._style = text.strip(), style
+        self._next = _TOKEN[style]
+        self._at = 0
+
+    def calls(self) -> list[FunctionCall]:
+        """Read all calls: one at least, and nothing else."""
+        if self._style is CallStyle.GEMMA:
+            if self._word() != "call":
+                raise ValueError("want call:")
+            self._want(":")
+            calls = [(self._word(), self._pairs("{", ":", "}"))]
+        elif self._takes("["):
+            calls = self._items("]", self._python_call)
+        else:
+            calls = [self._python_call()]
+            while self._at < len(self._text):
+                calls.append(self._python_call())
+        if self._at < len(self._text) or not calls:
+            raise ValueError("want calls and nothing behind them")
+        return calls
+
+    def _python_call(self) -> FunctionCall:
+        return self._word(), self._pairs("(", "=", ")")
+
+    def _pairs(self, opens: str, between: str, closes: str) -> dict[str, Any]:
+        self._want(opens)
+        return dict(self._items(closes, lambda: self._pair(between)))
+
+    def _pair(self, between: str) -> tuple[str, Any]:
+        token = self._take()
+        string = self._string(token)
+        key = token["word"] if string is None else string
+        if key is None:
+            raise ValueError("want a key")
+        self._want(between)
+        return key, self._value()
+
+    def _value(self) -> Any:
+        token = self._take()
+        if (string := self._string(token)) is not None:
+            return string
+        if (word := token["word"]) is not None:
+            return _constant(word)
+        if token["sign"] == "[":
+            return self._items("]", self._value)
+        if token["sign"] == "{":
+            return dict(self._items("}", lambda: self._pair(":")))
+        raise ValueError("want a value")
+
+    def _items(self, closes: str, read: Callable[[], Item]) -> list[Item]:
+        items = list[Item]()
+        while not self._takes(closes):
+            items.append(read())
+            if not self._takes(","):
+                self._want(closes)
+                break
+        return items
+
+    def _string(self, token: Mapping[str, str | None]) -> str | None:
+        text = token["string"]
+        if text is None or self._style is CallStyle.GEMMA:
+            return text
+        return _unescaped(text[1:-1])
+
+    def _word(self) -> str:
+        if (word := self._take()["word"]) is None:
+            raise ValueError("want a name")
+        return word
+
+    def _want(self, sign: str) -> None:
+        if not self._takes(sign):
+            raise ValueError(f"want {sign}")
+
+    def _takes(self, sign: str) -> bool:
+        """Take this sign, if it is the next; return whether it was."""
+        found = self._next.match(self._text, self._at)
+        if found is None or found["sign"] != sign:
+            return False
+        self._at = found.end()
+        return True
+
+    def _take(self) -> dict[str, str | None]:
+        found = self._next.match(self._text, self._at)
+        if found is None:
+            raise ValueError("want a value, a name or a sign")
+        self._at = found.end()
+        groups: dict[str, str | None] = found.groupdict()
+        return groups
+
+
+def _constant(word: str) -> Any:
+    if word in _CONSTANTS:
+        return _CONSTANTS[word]
+    if _NUMBER.fullmatch(word):
+        return json.loads(word)
+    raise ValueError("want a literal")
+
+
+def _unescaped(text: str) -> str:
+    """Return what a string literal says; escapes are those of Python and of JSON."""
+    if "\\" not in text:
+        return text
+    said: str = _BACKSLASH.sub(lambda found: _escape(found[1]), text)
+    # JSON writes what is beyond 16 bits as two escapes
+    return said.encode("utf-16", "surrogatepass").decode("utf-16")
+
+
+def _escape(code: str) -> str:
+    if len(code) > 1:
+        return chr(int(code[1:], 16))
+    return _ESCAPED.get(code, "\\" + code)

@@ -1,0 +1,147 @@
+"""Calls of tools in Python, and as FunctionGemma writes them: read, and held to schemas."""
+
+import itertools
+import json
+
+import pytest
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.tool_calls import ToolCallParser
+from lorikeet.answer_stream.tool_syntax import FUNCTION_GEMMA, OLMO, PYTHON_LIST, TOOL_CODE
+from lorikeet.protocol.messages import ToolUse
+from lorikeet.replica.tool_grammar import call_grammar
+from tests.answer_stream.test_tool_calls import USE, allows, cost_s, forced, read
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return PreTrainedTokenizerFast.from_pretrained("demo/model")
+
+
+NESTED = {
+    "where": {"city": "Paris", "at": [48.85, -2.35e0]},
+    "say": 'it\'s "so"\n\t\\ 🦜 </function_calls>``` ] )',
+    "more": [True, False, None, [], {}],
+    "n-1": -3,
+}
+NESTED_TEXT = {
+    "in Python": "where={'city': 'Paris', 'at': [48.85, -2.35e0,]}, "
+    "say='it\\'s \"so\"\\n\\t\\\\ 🦜 </function_calls>``` ] )', "
+    "more=[True, False, None, [], {}], n-1=-3",
+    "as JSON": ", ".join(f"{key}={json.dumps(value)}" for key, value in NESTED.items()),
+    "as FunctionGemma's": "more:[true,false,null,[],{}],n-1:-3,"
+    'say:<escape>it\'s "so"\n\t\\ 🦜 </function_calls>``` ] )<escape>,'
+    "where:{<escape>at<escape>:[48.85,-2.35e0],city:<escape>Paris<escape>}",
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("syntax", "written"),
+    [
+        *itertools.product((OLMO, TOOL_CODE, PYTHON_LIST), ("in Python", "as JSON")),
+        (FUNCTION_GEMMA, "as FunctionGemma's"),
+    ],
+)
+def test_nested_arguments_are_read_as_they_are_meant(syntax, written, size):
+    form = "call:time{%s}" if syntax is FUNCTION_GEMMA else "time(%s)"
+    text = syntax.before + form % NESTED_TEXT[written] + syntax.after
+    assert read(ToolCallParser(syntax, USE), text, size) == ("", [("time", NESTED)])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (OLMO, "<function_calls>I don't know</function_calls>"),
+        (OLMO, "<function_calls>time(</function_calls>"),
+        (OLMO, "<function_calls>time() and more</function_calls>"),
+        (OLMO, "<function_calls>time()"),
+        (OLMO, "<function_calls>unknown()</function_calls>"),
+        (OLMO, '<function_calls>time("now")</function_calls>'),
+        (OLMO, "<function_calls>time(at=now)</function_calls>"),
+        (OLMO, "<function_calls>time(at=now())</function_calls>"),
+        (OLMO, "<function_calls>time(at=[1 2])</function_calls>"),
+        (OLMO, "<function_calls>time(at=1e999)</function_calls>"),
+        (OLMO, "<function_calls>time(at=007)</function_calls>"),
+        (OLMO, r"<function_calls>time(at='\ud83d')</function_calls>"),
+        (OLMO, "<function_calls>time(at=" + 5000 * "[" + 5000 * "]" + ")</function_calls>"),
+        (OLMO, "<function_calls>time(at=" + 9 * "99" * 300 + ")</function_calls>"),
+        (TOOL_CODE, "```python\ntime()\n```"),
+        (TOOL_CODE, "```tool_code\nimport os\n```"),
+        (PYTHON_LIST, "[1] says so, and [time()] too"),
+        (PYTHON_LIST, "I would say [time()]"),
+        (PYTHON_LIST, "[time(), 3]"),
+        (PYTHON_LIST, "[time()"),
+        (FUNCTION_GEMMA, "<start_function_call>time{}<end_function_call>"),
+        (FUNCTION_GEMMA, "<start_function_call>call:time{at:now}<end_function_call>"),
+        (FUNCTION_GEMMA, "<start_function_call>call:time{at:<escape>now}<end_function_call>"),
+        (FUNCTION_GEMMA, "<start_function_call>call:time{}call:time{}<end_function_call>"),
+    ],
+)
+def test_what_is_no_proper_call_stays_text(syntax, text, size):
+    assert read(ToolCallParser(syntax, USE), text, size) == (text, [])
+
+
+def test_text_that_cannot_become_a_call_is_not_held_back():
+    parser = ToolCallParser(PYTHON_LIST, USE)
+    assert parser.push("[It") == ("", [])
+    assert parser.push("'s so") == ("[It's so", [])
+    parser = ToolCallParser(OLMO, USE)
+    assert parser.push("<function_calls>I") == ("", [])
+    assert parser.push(" am") == ("<function_calls>I am", [])
+
+
+ALLOWED = {
+    "none": ({"properties": {}, "additionalProperties": False}, [{}], [{"a": 1}]),
+    "any": ({}, [{}, {"a": 1}, {"a": [{}], "b2": None}], []),
+    "optional": (
+        {"properties": {"a": {"type": "integer"}, "b": {}, "c": {"type": "null"}}},
+        [{}, {"a": 1}, {"b": "x"}, {"c": None}, {"a": 1, "c": None}, {"a": 1, "b": [], "c": None}],
+        [{"a": "1"}, {"c": 1}, {"d": 1}],
+    ),
+    "the last is required": (
+        {"properties": {"a": {}, "b": {"$ref": "#/$defs/n"}}, "required": ["b"]}
+        | {"$defs": {"n": {"type": "integer"}}},
+        [{"b": 1}, {"a": 1, "b": 1}],
+        [{}, {"a": 1}, {"b": "1"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("schema", ALLOWED)
+def test_arguments_in_python_keep_to_their_schemas(demo, schema):
+    parameters, right, wrong = ALLOWED[schema]
+    function = {"name": "f", "parameters": {"type": "object", **parameters}}
+    use = ToolUse(({"type": "function", "function": function},), forced=("f",))
+    allowed = allows(demo, call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer)))
+    assert all(allowed(forced(OLMO, ("f", arguments))) for arguments in right)
+    assert not any(allowed(forced(OLMO, ("f", arguments))) for arguments in wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"properties": 3}, {"properties": {"a": {}}, "required": 3}])
+def test_a_schema_that_is_none_has_no_grammar(demo, wrong):
+    function = {"name": "f", "parameters": {"type": "object", **wrong}}
+    use = ToolUse(({"type": "function", "function": function},), forced=("f",))
+    grammar = call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
+    assert LLMatcher(from_tokenizer(demo), grammar).is_error()
+
+
+LONG_PYTHON = {
+    "spaces": lambda n: "<function_calls>time(" + " " * n,
+    "brackets": lambda n: "<function_calls>time(a=[" + "[]," * (n // 3),
+    "strings": lambda n: "<function_calls>time(a=" + "'\\\\" * n,
+    "calls": lambda n: "<function_calls>" + "time()\n" * (n // 7) + "</function_calls>",
+    "open strings": lambda n: "<function_calls>time(a='" + "</function_calls>" * (n // 17),
+}
+
+
+@pytest.mark.parametrize("long", LONG_PYTHON)
+def test_the_time_to_read_calls_in_python_is_linear_in_their_length(long):
+    short, fourfold = (
+        cost_s(lambda: ToolCallParser(OLMO, USE), LONG_PYTHON[long](n)) for n in (4_000, 16_000)
+    )
+    assert fourfold < 8 * short + 0.01, "16 times as long if it were quadratic"

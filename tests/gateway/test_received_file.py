@@ -1,0 +1,62 @@
+"""A body is written, hashed and looked at as it comes."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lorikeet.gateway.received_file import receive_file
+from lorikeet_engine.adapter_format import SCAN_ALIGNMENT
+
+
+class Seen:
+    """Stands in for a ValueScan: remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def take(self, data: memoryview) -> None:
+        self.pieces.append(bytes(data))
+
+
+@pytest.fixture
+def workers() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize("part_bytes", [1, 65536 - 517, 5 * 2**20])
+@pytest.mark.parametrize("size", [0, 7, 3 * 2**20 + 5])
+def test_all_of_a_body_is_hashed_written_and_looked_at(
+    size: int, part_bytes: int, tmp_path: Path, workers: ThreadPoolExecutor
+) -> None:
+    size = min(size, 2000 * part_bytes + 5)
+    body, seen = bytes(range(251)) * (size // 251 + 1), Seen()
+    body = body[:size]
+
+    async def parts() -> AsyncIterator[bytes]:
+        for at in range(0, size, part_bytes):
+            yield body[at : at + part_bytes]
+
+    file = tmp_path / "body"
+    digest = asyncio.run(receive_file(parts(), file, workers, seen))  # type: ignore[arg-type]
+    assert digest == hashlib.sha256(body).hexdigest()
+    assert file.read_bytes() == b"".join(seen.pieces) == body
+    assert all(len(piece) % SCAN_ALIGNMENT == 0 for piece in seen.pieces[:-1])
+    assert all(seen.pieces)
+
+
+def test_a_headers_megabyte_is_in_the_first_piece(
+    tmp_path: Path, workers: ThreadPoolExecutor
+) -> None:
+    seen = Seen()
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(40):
+            yield bytes(2**16 - 1)
+
+    asyncio.run(receive_file(parts(), tmp_path / "body", workers, seen))  # type: ignore[arg-type]
+    assert 1_000_008 <= len(seen.pieces[0]) < 2**21
