@@ -5,15 +5,44 @@ kernel at 95%: 0.45 ms less for a step of 4.8. From two rows on cuBLAS is as goo
 product gates what it computes, too.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels.lora.expand_act import activated
 
-ROWS = 4  # of the weight, summed by one program
-COLUMNS = 2048  # of the weight, read at once
-FP8_COLUMNS = 4096  # of FP8, if they divide a row: 3 to 9% faster for rows of 4,096
+
+@dataclass(frozen=True, slots=True)
+class GemvConfig:
+    """How a product is launched: rows and columns of the weight that a program reads at once.
+
+    summed: neighbouring columns, whose products a thread adds up as it reads them: 1 keeps a sum of
+    each column of a block, which takes registers of programs that could read beside it. stages:
+    blocks of columns under way. programs: so many share all rows, reads of the next under way
+    meanwhile, and columns are those of a whole row; 0: each has `rows` rows, and ends.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    summed: int = 1
+    stages: int = 1
+    programs: int = 0
+
+
+FLOATS = GemvConfig(rows=4, columns=2048, warps=8, summed=8)
+FP8 = GemvConfig(rows=4, columns=4096, warps=4, summed=16)
+"""If they divide a row: 3 to 9% faster for rows of 4,096."""
+OTHER_FP8 = GemvConfig(rows=4, columns=2048, warps=4, summed=16)
+
+
+def gemv_config(d_in: int, *, is_fp8: bool) -> GemvConfig:
+    """How to multiply by a weight [d_out, d_in]."""
+    if not is_fp8:
+        return FLOATS
+    return FP8 if d_in % FP8.columns == 0 else OTHER_FP8
 
 
 def gemv(
@@ -21,14 +50,15 @@ def gemv(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     scales: torch.Tensor | None = None,
+    config: GemvConfig | None = None,
 ) -> torch.Tensor:
     """x·Wᵀ + b as `linear` of kernels/lora/linear.py has it, which calls this; x [1, d_in].
 
     scales [d_out] float32: of the weight's rows, which then are FP8. Sums are float32, rounded
-    once.
+    once. config: other than gemv_config's.
     """
     y = x.new_empty((1, len(weight)))
-    _launch(x, weight, bias, scales, y, gated=False, gelu=False)
+    _launch(x, weight, bias, scales, y, config, gated=False, gelu=False)
     return y
 
 
@@ -37,6 +67,7 @@ def gemv_act_and_mul(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     scales: torch.Tensor | None = None,
+    config: GemvConfig | None = None,
     *,
     gelu: bool,
 ) -> torch.Tensor:
@@ -45,7 +76,7 @@ def gemv_act_and_mul(
     What is gated is rounded to x's dtype before, as between the two.
     """
     y = x.new_empty((1, len(weight) // 2))
-    _launch(x, weight, bias, scales, y, gated=True, gelu=gelu)
+    _launch(x, weight, bias, scales, y, config, gated=True, gelu=gelu)
     return y
 
 
@@ -55,17 +86,20 @@ def _launch(
     bias: torch.Tensor | None,
     scales: torch.Tensor | None,
     y: torch.Tensor,
+    config: GemvConfig | None,
     *,
     gated: bool,
     gelu: bool,
 ) -> None:
     d_out, d_in = weight.shape
-    is_fp8 = scales is not None
-    columns = FP8_COLUMNS if is_fp8 and d_in % FP8_COLUMNS == 0 else COLUMNS
-    _gemv[(triton.cdiv(d_out, ROWS),)](
+    c = config or gemv_config(d_in, is_fp8=scales is not None)
+    row = triton.next_power_of_2(d_in)
+    block = row if c.programs else min(c.columns, row)
+    tiles = triton.cdiv(d_out, c.rows)
+    _gemv[(min(c.programs, tiles) or tiles,)](
         x, weight, bias, scales, y, d_out, d_in, bias is not None, gated, gelu,
-        ROWS, min(columns, triton.next_power_of_2(d_in)),
-        num_warps=4 if is_fp8 else 8,
+        c.rows, block, min(c.summed, block), c.stages, c.programs > 0,
+        num_warps=c.warps,
     )  # fmt: skip
 
 
@@ -83,35 +117,96 @@ def _gemv(
     gelu: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
+    summed: tl.constexpr,
+    stages: tl.constexpr,
+    shared: tl.constexpr,
 ) -> None:
-    """Compute some of y's elements. gated: each is of a gate's row and the row of what it gates."""
-    place = tl.program_id(0) * rows + tl.arange(0, rows)
-    real = place < d_out
-    row = place
+    """Compute some of y's elements; shared: others, too, until none are left."""
+    first = tl.program_id(0)
+    column = tl.arange(0, block)
+    if shared:
+        values = tl.load(x + column, mask=column < d_in, other=0.0).to(tl.float32)
+        for tile in tl.range(first, tl.cdiv(d_out, rows), tl.num_programs(0), num_stages=stages):
+            row = _row(tile, d_out, gated, rows)
+            line = weight + row[:, None].to(tl.int64) * d_in
+            products = _weights(line, column, 0, d_in, block) * values[None, :]
+            out = tl.sum(_added_up(products, rows, block, summed), 1)
+            _store(out, bias, scales, y, tile, row, d_out, biased, gated, gelu, rows)
+    else:
+        row = _row(first, d_out, gated, rows)
+        line = weight + row[:, None].to(tl.int64) * d_in
+        total = tl.zeros((rows, block // summed), tl.float32)
+        for start in tl.range(0, d_in, block, num_stages=stages):
+            weights = _weights(line, column, start, d_in, block)
+            inside = start + column < d_in
+            values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+            total += _added_up(weights * values[None, :], rows, block, summed)
+        out = tl.sum(total, 1)
+        _store(out, bias, scales, y, first, row, d_out, biased, gated, gelu, rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row(
+    tile: tl.tensor, d_out: tl.constexpr, gated: tl.constexpr, rows: tl.constexpr
+) -> tl.tensor:
+    """A tile's rows of the weight; gated: each gate's, and behind it that of what it gates.
+
+    The last stands in for those behind it, which are not stored.
+    """
+    place = tl.minimum(tile * rows + tl.arange(0, rows), d_out - 1)
     if gated:
-        row = place // 2 + place % 2 * (d_out // 2)
-    line = weight + row[:, None].to(tl.int64) * d_in
-    total = tl.zeros((rows, block), tl.float32)
-    for start in range(0, d_in, block):
-        column = start + tl.arange(0, block)
-        inside = column < d_in
-        # evict_first: the next token's weights will not be found in the cache anyway
-        weights = tl.load(
-            line + column[None, :],
-            mask=real[:, None] & inside[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
-        total += weights.to(tl.float32) * values[None, :]
-    out = tl.sum(total, 1)
+        place = place // 2 + place % 2 * (d_out // 2)
+    return place
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(
+    line: tl.tensor, column: tl.tensor, start: tl.tensor, d_in: tl.constexpr, block: tl.constexpr
+) -> tl.tensor:
+    """A block of the weight in float32; 0 behind its columns."""
+    at = line + (start + column)[None, :]
+    # evict_first: the next token's weights will not be found in the cache anyway
+    if d_in % block == 0:
+        return tl.load(at, eviction_policy="evict_first").to(tl.float32)
+    inside = (start + column < d_in)[None, :]
+    return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _added_up(
+    products: tl.tensor, rows: tl.constexpr, block: tl.constexpr, summed: tl.constexpr
+) -> tl.tensor:
+    """[rows, block / summed]: neighbours' sums, which one thread holds."""
+    if summed == 1:
+        return products
+    return tl.sum(tl.reshape(products, (rows, block // summed, summed)), 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(
+    out: tl.tensor,
+    bias: tl.tensor,
+    scales: tl.tensor,
+    y: tl.tensor,
+    tile: tl.tensor,
+    row: tl.tensor,
+    d_out: tl.constexpr,
+    biased: tl.constexpr,
+    gated: tl.constexpr,
+    gelu: tl.constexpr,
+    rows: tl.constexpr,
+) -> None:
+    """Scale a tile's sums, add the bias, gate, and store."""
     if scales is not None:
-        out *= tl.load(scales + row, mask=real, other=0.0)
+        out *= tl.load(scales + row)
     if biased:
-        out += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)
+        out += tl.load(bias + row).to(tl.float32)
     if gated:
         rounded = out.to(y.dtype.element_ty).to(tl.float32)
         gates, values = tl.split(tl.reshape(rounded, (rows // 2, 2)))
-        place = tl.program_id(0) * (rows // 2) + tl.arange(0, rows // 2)
-        out, real = activated(gates, gelu) * values, place < d_out // 2
-    tl.store(y + place, out.to(y.dtype.element_ty), mask=real)
+        place = tile * (rows // 2) + tl.arange(0, rows // 2)
+        out = activated(gates, gelu) * values
+        tl.store(y + place, out.to(y.dtype.element_ty), mask=place < d_out // 2)
+    else:
+        place = tile * rows + tl.arange(0, rows)
+        tl.store(y + place, out.to(y.dtype.element_ty), mask=place < d_out)

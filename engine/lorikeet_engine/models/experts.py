@@ -8,7 +8,7 @@ from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.linear import Inputs, Weight, rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep
-from lorikeet_engine.kernels.moe import combine, expert_products, route
+from lorikeet_engine.kernels.moe import combine, expert_products, experts_of_one, route
 from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
@@ -59,10 +59,16 @@ class Experts:
         logits [tokens, experts]: the router's; lora is to be added to them. step: the LoRA work of
         the experts' own linears, which reads what the products round as it was.
         """
+        rows, adapts = rows_of(x), step is not None and step.segments.changes_experts
+        if rows.is_cuda and len(rows) == 1 and not adapts:
+            return experts_of_one(
+                rows, self.gate_up, self.down, logits, lora, self.per_token,
+                normalised=self.normalised, gelu=self.gelu,
+            )  # fmt: skip
         routed = route(logits, self.per_token, lora, normalised=self.normalised)
         adapted = begin_experts(step, routed)
         gate_up = expert_products(x, self.gate_up, routed, gathered=True)  # [rows, 2 · width]
-        add_expert_lora(gate_up, rows_of(x), adapted, self.layer, self.gate_up_group, gathered=True)
+        add_expert_lora(gate_up, rows, adapted, self.layer, self.gate_up_group, gathered=True)
         gate = act_and_mul_fp8 if isinstance(self.down, Fp8Rows) else act_and_mul
         gated = gate(gate_up, gelu=self.gelu)
         down = expert_products(gated, self.down, routed)  # [rows, hidden]

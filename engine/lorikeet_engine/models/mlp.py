@@ -68,9 +68,9 @@ class RoutedMlp:
         self.experts = Experts(config, checkpoint, layer)
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
-    def rounds(self, _tokens: int) -> bool:
-        """Whether it reads tokens rounded to FP8: the experts, of which each has a row, do."""
-        return isinstance(self.experts.gate_up, fp8.Fp8Rows)
+    def rounds(self, tokens: int) -> bool:
+        """Whether it reads so many tokens rounded to FP8."""
+        return fp8.rounds(self.experts.gate_up, tokens)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
         """Return y [tokens, hidden] of x [tokens, hidden]."""

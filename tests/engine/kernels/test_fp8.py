@@ -147,7 +147,9 @@ def test_one_row_is_multiplied_unrounded(device, dtype, d_out, d_in, biased):
     want = x.double() @ floats(weight).T
     want = want if bias is None else want + bias
     atol = 2 * torch.finfo(dtype).eps * want.abs().max().item()
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
+    # float32 rounds each partial sum, whatever is left when they have cancelled out
+    lost = torch.finfo(torch.float32).eps * (x.double().abs() @ floats(weight).abs().T)
+    assert ((got.double() - want).abs() <= atol + lost).all()
 
 
 def few(device, dtype, tokens, d_out, d_in):

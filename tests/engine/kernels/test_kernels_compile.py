@@ -204,6 +204,18 @@ def test_mixture_of_experts(
     assert compiled == {"choose", "sort_by_expert", "_products", "sum_weighed"}
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_the_experts_of_one_token(compiled: set[str], is_fp8: bool) -> None:
+    weights: list[Any] = [empty(128, 1536, 2048), empty(128, 2048, 768)]
+    if is_fp8:
+        weights = [Fp8Rows(w.to(DTYPE), empty(*w.shape[:2], dtype=torch.float32)) for w in weights]
+    y = moe.experts_of_one(
+        empty(1, 2048), *weights, empty(1, 128), None, 8, normalised=True, gelu=False
+    )
+    assert y.shape == (1, 2048)
+    assert compiled == {"choose", "_gate_up", "_down"}
+
+
 @pytest.mark.parametrize("changes_experts", [False, True])
 def test_experts_that_adapters_leave_alone_cost_no_launch(
     compiled: set[str], changes_experts: bool

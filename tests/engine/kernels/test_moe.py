@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter; the routing's cases run o
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_rows, quantize_weight
@@ -272,6 +273,40 @@ def test_products_of_a_prefill():
     got = fused.expert_products(x, weight, routed, gathered=True)
     want = grouped.products(x, weight, routed, gathered=True)
     torch.testing.assert_close(got, want, rtol=0, atol=0.25)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("experts", "per_token", "hidden", "width"), [(5, 1, 64, 48), (9, 3, 100, 33), (16, 8, 48, 300)]
+)
+def test_the_experts_of_one_token(kind, experts, per_token, hidden, width, is_fp8, adapted):
+    from lorikeet_engine.kernels.moe import fused
+
+    (x, logits), lora = (random(kind, 1, size) for size in (hidden, experts)), None
+    gate_up = random(kind, experts, 2 * width, hidden) * hidden**-0.5
+    down = random(kind, experts, hidden, width) * width**-0.5
+    if adapted:
+        one = torch.ones(1, dtype=torch.int32, device=kind[0])
+        lora = LoraDelta(3 * random(kind, experts, 1).T.contiguous(), one)
+    floats = gate_up.double(), down.double()
+    if is_fp8:
+        rounded = [quantize_weight(each.flatten(0, 1)) for each in (gate_up, down)]
+        gate_up, down = (
+            Fp8Rows(part.rows.view(each.shape), part.scales.view(each.shape[:2]))
+            for part, each in zip(rounded, (gate_up, down), strict=True)
+        )
+        floats = [each.rows.double() * each.scales.double()[..., None] for each in (gate_up, down)]
+    given = (x, gate_up, down, logits, lora, per_token)
+    got = fused.experts_of_one(*given, normalised=True, gelu=False)
+    routed = reference.route(logits, per_token, lora, normalised=True)
+    gated = reference.expert_products(x.double(), floats[0], routed, gathered=True)
+    gated = F.silu(gated[:, :width]) * gated[:, width:]
+    want = reference.combine(reference.expert_products(gated, floats[1], routed), routed)
+    atol = 6 * torch.finfo(kind[1]).eps * gated.abs().max().item()
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("kind", DEVICES)

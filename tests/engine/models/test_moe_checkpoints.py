@@ -13,6 +13,7 @@ from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.execution.memory_plan import step_bytes
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
+from lorikeet_engine.kernels.lora.types import LoraStep, Segments
 from lorikeet_engine.models import staging
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
@@ -125,6 +126,29 @@ def test_rows_of_experts_that_others_keep_are_not_read(tiny_checkpoints, tmp_pat
         read.clear()
         part = experts(folder, Shard(1, 4))
         assert sum(read) == part.gate_up.nbytes + 4 * part.down.nbytes  # columns are cut afterwards
+
+
+@pytest.mark.parametrize(
+    ("tokens", "adapts", "at_once"),
+    [(1, None, True), (1, False, True), (1, True, False), (2, None, False)],
+)
+def test_a_single_tokens_experts_are_computed_at_once_on_cuda_where_no_adapter_changes_them(
+    tiny_checkpoints, monkeypatch, tokens, adapts, at_once
+):
+    layer, module = (
+        experts(tiny_checkpoints["qwen3_moe"], Shard(0, 1)),
+        "lorikeet_engine.models.experts",
+    )
+    x, logits = torch.randn(tokens, layer.gate_up.shape[2]), torch.randn(tokens, len(layer.gate_up))
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(f"{module}.begin_experts", lambda *_: None)
+    monkeypatch.setattr(f"{module}.experts_of_one", lambda x, *_, **__: calls.append(x) or x)
+    runs = [torch.zeros(1, dtype=torch.int32)] * 3
+    segments = None if adapts is None else Segments(*runs, 8, changes_experts=adapts)
+    y = layer(x, logits, None, segments and LoraStep(None, segments, None))
+    assert y.shape == x.shape
+    assert bool(calls) == at_once
 
 
 def experts(folder, shard):

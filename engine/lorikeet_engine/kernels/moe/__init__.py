@@ -8,6 +8,7 @@ which programs run.
 `reference` is the equations in torch and runs on the CPU. `fused` runs on CUDA: kernels in Triton,
 `routing` around the products and `grouped` for the products of few rows; torch's grouped product
 multiplies the many of a prefill. Products of FP8 are `grouped_fp8`'s, however many rows there are.
+A single token's experts are computed by `one_token`, without sorting.
 """
 
 from functools import cache
@@ -20,7 +21,7 @@ from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe.types import RoutedRows
 
-__all__ = ["RoutedRows", "combine", "expert_products", "route"]
+__all__ = ["RoutedRows", "combine", "expert_products", "experts_of_one", "route"]
 
 
 def route(
@@ -61,6 +62,29 @@ def combine(y: torch.Tensor, routed: RoutedRows) -> torch.Tensor:
     """
     out: torch.Tensor = _operators(y.device.type).combine(y, routed)
     return out
+
+
+def experts_of_one(
+    x: torch.Tensor,
+    gate_up: torch.Tensor | Fp8Rows,
+    down: torch.Tensor | Fp8Rows,
+    logits: torch.Tensor,
+    lora: LoraDelta | None,
+    per_token: int,
+    *,
+    normalised: bool,
+    gelu: bool,
+) -> torch.Tensor:
+    """What `combine` gives of both products of a single token's experts, on CUDA.
+
+    x [1, hidden]; gate_up [experts, 2 · width, hidden], down [experts, hidden, width], dense;
+    logits, lora and normalised as for `route` → [1, hidden] like x. Between the products stands
+    act_and_mul (kernels/pointwise). What FP8 weights multiply is not rounded.
+    """
+    y: torch.Tensor = _operators(x.device.type).experts_of_one(
+        x, gate_up, down, logits, lora, per_token, normalised=normalised, gelu=gelu
+    )
+    return y
 
 
 @cache

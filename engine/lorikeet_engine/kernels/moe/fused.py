@@ -11,9 +11,11 @@ from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe import grouped_fp8
 from lorikeet_engine.kernels.moe.grouped import is_torchs_better, products
-from lorikeet_engine.kernels.moe.routing import choose, sort_by_expert, sum_weighed
+from lorikeet_engine.kernels.moe.one_token import experts_of_one
+from lorikeet_engine.kernels.moe.routing import choose_experts, sort_by_expert, sum_weighed
 from lorikeet_engine.kernels.moe.types import RoutedRows
-from lorikeet_engine.kernels.pointwise.lora_operands import operands
+
+__all__ = ["combine", "expert_products", "experts_of_one", "route"]
 
 _SORTED = 1024  # pairs at a time
 _COLUMNS = 1024  # summed by one program
@@ -25,13 +27,8 @@ def route(
     """See kernels.moe. Two launches: one program for each token, then one for each expert."""
     tokens, experts = logits.shape
     ints = partial(torch.empty, dtype=torch.int32, device=logits.device)
-    weights = torch.empty((tokens, per_token), dtype=torch.float32, device=logits.device)
-    chosen, rows = ints((2, tokens, per_token))
-    pairs, starts = ints(tokens * per_token), ints(experts + 1)
-    choose[(tokens,)](
-        logits, *operands(lora), chosen, weights, experts, per_token, normalised,
-        triton.next_power_of_2(experts), triton.next_power_of_2(per_token), num_warps=1,
-    )  # fmt: skip
+    chosen, weights = choose_experts(logits, lora, per_token, normalised=normalised)
+    rows, pairs, starts = ints(chosen.shape), ints(tokens * per_token), ints(experts + 1)
     block = min(_SORTED, triton.next_power_of_2(len(pairs)))
     sort_by_expert[(experts,)](chosen, pairs, rows, starts, len(pairs), experts, block)
     return RoutedRows(weights, pairs, rows, starts)

@@ -1,12 +1,29 @@
-"""Triton kernels around the products of experts: choosing, sorting, summing; fused launches them.
+"""Triton kernels around the products of experts: choosing, sorting, summing.
 
 None adds with atomics: the same step gives the same rows and the same sums each time.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.pointwise.lora_operands import lora_at
+from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
+
+
+def choose_experts(
+    logits: torch.Tensor, lora: LoraDelta | None, per_token: int, *, normalised: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts and their weights, [tokens, per_token] int32 and float32: one launch."""
+    tokens, experts = logits.shape
+    size, device = (tokens, per_token), logits.device
+    chosen = torch.empty(size, dtype=torch.int32, device=device)
+    weights = torch.empty(size, dtype=torch.float32, device=device)
+    choose[(tokens,)](
+        logits, *operands(lora), chosen, weights, experts, per_token, normalised,
+        triton.next_power_of_2(experts), triton.next_power_of_2(per_token), num_warps=1,
+    )  # fmt: skip
+    return chosen, weights
 
 
 @triton.jit  # type: ignore[untyped-decorator]

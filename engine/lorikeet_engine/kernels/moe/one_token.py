@@ -1,0 +1,165 @@
+"""The experts of a single token, in Triton: three launches, each expert's weights are read once.
+
+The chosen experts' rows are read as kernels/gemv.py reads a weight, without sorting: the first
+product gates what it computes, the second weighs and sums what the experts give. Of FP8 weights the
+token, and what is gated, are multiplied as they are, unrounded.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.kernels.fp8 import Fp8Rows
+from lorikeet_engine.kernels.gemv import GemvConfig
+from lorikeet_engine.kernels.lora.expand_act import activated
+from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.moe.routing import choose_experts
+
+GATE_UP = GemvConfig(rows=4, columns=2048, warps=4, summed=8)
+"""rows: half of them gates, half what they gate; of one expert. Not yet tuned on a GPU."""
+DOWN = GemvConfig(rows=1, columns=256, warps=4, summed=8)
+"""rows: of each of the experts. Not yet tuned on a GPU."""
+
+
+def experts_of_one(
+    x: torch.Tensor,
+    gate_up: torch.Tensor | Fp8Rows,
+    down: torch.Tensor | Fp8Rows,
+    logits: torch.Tensor,
+    lora: LoraDelta | None,
+    per_token: int,
+    *,
+    normalised: bool,
+    gelu: bool,
+) -> torch.Tensor:
+    """Compute what kernels.moe.experts_of_one says; x [1, hidden], dense."""
+    chosen, weights = choose_experts(logits, lora, per_token, normalised=normalised)
+    gated = gate_up_of(x, gate_up, chosen, gelu=gelu)
+    return down_of(gated, down, chosen, weights)
+
+
+def gate_up_of(
+    x: torch.Tensor,
+    weight: torch.Tensor | Fp8Rows,
+    chosen: torch.Tensor,
+    config: GemvConfig = GATE_UP,
+    *,
+    gelu: bool,
+) -> torch.Tensor:
+    """act_and_mul of each chosen expert's product with x [1, d_in] → [experts, d_out / 2]."""
+    matrices, scales = _parts(weight)
+    _, d_out, d_in = matrices.shape
+    y = x.new_empty((chosen.shape[1], d_out // 2))
+    block = min(config.columns, triton.next_power_of_2(d_in))
+    _gate_up[(triton.cdiv(d_out, config.rows), len(y))](
+        x, matrices, scales, chosen, y, d_out, d_in, gelu,
+        config.rows, block, min(config.summed, block),
+        num_warps=config.warps,
+    )  # fmt: skip
+    return y
+
+
+def down_of(
+    x: torch.Tensor,
+    weight: torch.Tensor | Fp8Rows,
+    chosen: torch.Tensor,
+    shares: torch.Tensor,
+    config: GemvConfig = DOWN,
+) -> torch.Tensor:
+    """Sum of the chosen experts' products with their rows of x [experts, d_in], by their shares.
+
+    What is summed is rounded before, as between two launches → [1, d_out].
+    """
+    matrices, scales = _parts(weight)
+    _, d_out, d_in = matrices.shape
+    y = x.new_empty((1, d_out))
+    block = min(config.columns, triton.next_power_of_2(d_in))
+    _down[(triton.cdiv(d_out, config.rows),)](
+        x, matrices, scales, chosen, shares, y, d_out, d_in,
+        len(x), triton.next_power_of_2(len(x)), config.rows, block, min(config.summed, block),
+        num_warps=config.warps,
+    )  # fmt: skip
+    return y
+
+
+def _parts(weight: torch.Tensor | Fp8Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (weight.rows, weight.scales) if isinstance(weight, Fp8Rows) else (weight, None)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_up(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    chosen: tl.tensor,
+    y: tl.tensor,
+    d_out: tl.constexpr,
+    d_in: tl.constexpr,
+    gelu: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    summed: tl.constexpr,
+) -> None:
+    """Compute some gated elements of one expert: half a tile's rows gate the other half's."""
+    tile, index = tl.program_id(0), tl.program_id(1)
+    place = tl.minimum(tile * rows + tl.arange(0, rows), d_out - 1)
+    row = place // 2 + place % 2 * (d_out // 2)
+    row = tl.load(chosen + index).to(tl.int64) * d_out + row
+    column = tl.arange(0, block)
+    total = tl.zeros((rows, block // summed), tl.float32)
+    for start in tl.static_range(0, d_in, block):
+        inside = start + column < d_in
+        at = weight + row[:, None] * d_in + (start + column)[None, :]
+        weights = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
+        values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+        products = weights * values[None, :]
+        total += tl.sum(tl.reshape(products, (rows, block // summed, summed)), 2)
+    out = tl.sum(total, 1)
+    if scales is not None:
+        out *= tl.load(scales + row)
+    rounded = out.to(y.dtype.element_ty).to(tl.float32)
+    gates, values = tl.split(tl.reshape(rounded, (rows // 2, 2)))
+    out = activated(gates, gelu) * values
+    place = tile * (rows // 2) + tl.arange(0, rows // 2)
+    mask = place < d_out // 2
+    tl.store(y + index * (d_out // 2) + place, out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _down(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    chosen: tl.tensor,
+    shares: tl.tensor,
+    y: tl.tensor,
+    d_out: tl.constexpr,
+    d_in: tl.constexpr,
+    experts: tl.constexpr,
+    expert_block: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    summed: tl.constexpr,
+) -> None:
+    """Compute some outputs of all experts, and their weighed sum."""
+    each = tl.arange(0, expert_block)
+    expert = tl.load(chosen + each, mask=each < experts, other=0).to(tl.int64)
+    share = tl.load(shares + each, mask=each < experts, other=0.0)
+    row = tl.minimum(tl.program_id(0) * rows + tl.arange(0, rows), d_out - 1)
+    line = expert[:, None] * d_out + row[None, :]  # [experts, rows]
+    column = tl.arange(0, block)
+    total = tl.zeros((expert_block, rows, block // summed), tl.float32)
+    for start in tl.static_range(0, d_in, block):
+        of_expert = each[:, None, None] * d_in + (start + column)[None, None, :]
+        inside = (start + column < d_in)[None, None, :] & (each < experts)[:, None, None]
+        at = weight + line[:, :, None] * d_in + (start + column)[None, None, :]
+        weights = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(x + of_expert, mask=inside, other=0.0).to(tl.float32)
+        products = tl.reshape(weights * values, (expert_block, rows, block // summed, summed))
+        total += tl.sum(products, 3)
+    out = tl.sum(total, 2)  # [experts, rows]
+    if scales is not None:
+        out *= tl.load(scales + line)
+    out = share[:, None] * out.to(y.dtype.element_ty).to(tl.float32)
+    place = tl.program_id(0) * rows + tl.arange(0, rows)
+    tl.store(y + place, tl.sum(out, 0).to(y.dtype.element_ty), mask=place < d_out)
