@@ -27,6 +27,7 @@ from lorikeet_engine.kernels.gemv import GemvConfig
 from lorikeet_engine.kernels.moe import combine, expert_products, route
 from lorikeet_engine.kernels.moe.one_token import (
     DOWN,
+    FP8_DOWN,
     GATE_UP,
     down_of,
     experts_of_one,
@@ -77,7 +78,7 @@ class OneToken:
         """Each launch by each config, then all of a layer's."""
         for config in gate_up_configs():
             yield self._row("gate_up", 2, self._gate_up, config)
-        for config in down_configs():
+        for config in down_configs(is_fp8=isinstance(self.down, Fp8Rows)):
             yield self._row("down", 1, self._down, config)
         yield self._row("all, several tokens' way", 3, self._as_several, None)
         yield self._row("all, one token's way", 3, self._as_one, None)
@@ -117,7 +118,7 @@ class OneToken:
         return gate_up_of(self.x, self.gate_up, chosen, config or GATE_UP, gelu=False)
 
     def _down(self, routing: int, config: GemvConfig | None) -> torch.Tensor:
-        return down_of(self._gated[routing], self.down, *self._choices[routing], config or DOWN)
+        return down_of(self._gated[routing], self.down, *self._choices[routing], config)
 
     def _as_one(self, routing: int, config: GemvConfig | None) -> torch.Tensor:
         del config
@@ -137,10 +138,10 @@ def gate_up_configs() -> Iterator[GemvConfig]:
     yield from dict.fromkeys((GATE_UP, *(GemvConfig(*cut) for cut in cuts)))
 
 
-def down_configs() -> Iterator[GemvConfig]:
+def down_configs(*, is_fp8: bool) -> Iterator[GemvConfig]:
     """What is worth trying, the taken one first."""
     cuts = product((1, 2, 4), (256, 1024), (2, 4, 8), (8,))
-    yield from dict.fromkeys((DOWN, *(GemvConfig(*cut) for cut in cuts)))
+    yield from dict.fromkeys((FP8_DOWN if is_fp8 else DOWN, *(GemvConfig(*cut) for cut in cuts)))
 
 
 def compile_one(case: tuple[str, GemvConfig, bool]) -> None:
@@ -193,7 +194,8 @@ def main() -> None:
     parser.add_argument("--weight-dtype", choices=("auto", "fp8"), default="auto")
     options = parser.parse_args()
     known, is_fp8 = harness.facts(options.commit), options.weight_dtype == "fp8"
-    configs = [("gate_up", c) for c in gate_up_configs()] + [("down", c) for c in down_configs()]
+    configs = [("gate_up", config) for config in gate_up_configs()]
+    configs += [("down", config) for config in down_configs(is_fp8=is_fp8)]
     with ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, [(*case, is_fp8) for case in configs], chunksize=2))
     rows = harness.show(OneToken(is_fp8=is_fp8).rows())

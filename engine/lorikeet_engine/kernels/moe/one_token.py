@@ -16,9 +16,10 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe.routing import choose_experts
 
 GATE_UP = GemvConfig(rows=4, columns=2048, warps=4, summed=8)
-"""rows: half of them gates, half what they gate; of one expert. Not yet tuned on a GPU."""
-DOWN = GemvConfig(rows=1, columns=256, warps=4, summed=8)
-"""rows: of each of the experts. Not yet tuned on a GPU."""
+"""rows: half of them gates, half what they gate; of one expert."""
+DOWN = GemvConfig(rows=4, columns=256, warps=8, summed=8)
+FP8_DOWN = GemvConfig(rows=1, columns=256, warps=4, summed=8)
+"""rows: of each of the experts."""
 
 
 def experts_of_one(
@@ -64,13 +65,16 @@ def down_of(
     weight: torch.Tensor | Fp8Rows,
     chosen: torch.Tensor,
     shares: torch.Tensor,
-    config: GemvConfig = DOWN,
+    config: GemvConfig | None = None,
 ) -> torch.Tensor:
     """Sum of the chosen experts' products with their rows of x [experts, d_in], by their shares.
 
-    What is summed is rounded before, as between two launches → [1, d_out].
+    What is summed is rounded before, as between two launches → [1, d_out]. config: other than the
+    one for the weight's dtype.
     """
     matrices, scales = _parts(weight)
+    if config is None:
+        config = DOWN if scales is None else FP8_DOWN
     _, d_out, d_in = matrices.shape
     y = x.new_empty((1, d_out))
     block = min(config.columns, triton.next_power_of_2(d_in))
