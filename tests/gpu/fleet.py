@@ -40,12 +40,16 @@ class Said:
 
 @dataclass(frozen=True)
 class Fleet:
-    """A running service of so many replicas. token_of: ids by the names in logprobs."""
+    """A running service of so many replicas.
+
+    tensor_parallel: each replica's GPUs, or processes. token_of: ids by the names in logprobs.
+    """
 
     running: RunningService
     shape: str
     model: Path
     count: int
+    tensor_parallel: int
     admin_key: str
     key: str
     token_of: Mapping[str, int]
@@ -94,7 +98,7 @@ class Fleet:
         ).raise_for_status()
         found: dict[str, Any] = answer.json()["choices"][0]["logprobs"]
         said = [self.token_of[token] for token in found["tokens"]]
-        assert len(said) == tokens
+        assert len(said) == tokens, answer.text
         return Said(said, found["token_logprobs"], answer.headers)
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
