@@ -14,7 +14,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet_engine.adapter_format import BaseShape
-from tests.gpu.fleet import TENANT, Fleet, tokens_by_name
+from tests.gpu.fleet import TENANT, Fleet
 
 GPUS = torch.cuda.device_count()
 ADAPTERS = {  # rank, linears; large models' largest ones touch the attention alone
@@ -103,5 +103,4 @@ def fleet(
     if device == "cpu":
         variables |= {"LORIKEET_MAX_BATCH_TOKENS": "256", "OMP_NUM_THREADS": "1"}
     with service(variables, "Serve's proxy") as running:
-        names = tokens_by_name(model)
-        yield Fleet(running, shape, model, count, tensor_parallel, admin_key, key, names)
+        yield Fleet(running, shape, model, count, tensor_parallel, admin_key, key)

@@ -44,8 +44,8 @@ CONFIG = LLAMA_3_1_8B | {
 }
 RANKS = (4, 8, 16, 33)
 ADAPTERS = 24
-GPU_BYTES = 8 << 20  # on each GPU, for a few of them
-HOST_BYTES = 24 << 20  # for half of them
+GPU_ELEMENTS = 2 << 20  # on each GPU, for a third of them
+HOST_ELEMENTS = 6 << 20  # for half of them
 KV_TOKENS = 1600  # for a sixth of what may run
 RUNNING = 32
 OUTSTANDING = 48
@@ -180,8 +180,8 @@ def engine_of(folder: Path, device: str) -> Engine:
         max_running=RUNNING,
         max_batch_tokens=512,
         max_batch_adapters=8,
-        adapter_gpu_bytes=GPU_BYTES,
-        adapter_host_bytes=HOST_BYTES,
+        adapter_gpu_bytes=GPU_ELEMENTS * itemsize,
+        adapter_host_bytes=HOST_ELEMENTS * itemsize,
         tensor_parallel=2,
     )
     return Engine(settings, Blobs(folder / "blobs"), grammars=DescendingGrammars())
