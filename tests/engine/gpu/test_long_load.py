@@ -50,7 +50,9 @@ KV_TOKENS = 1600  # for a sixth of what may run
 RUNNING = 32
 OUTSTANDING = 48
 PREFIX = 160  # tokens that an adapter's prompts share
-TOLERANCE = 0.1  # of log probabilities in bfloat16, whose sums have another order in each batch
+# Of a prompt's log probabilities in bfloat16, whose sums have another order in each batch; on a CPU
+# they are of float32. An adapter changes them by more than 1.
+TOLERANCE = {"cuda": 0.3, "cpu": 1e-3}
 KINDS = ("greedy", "sampled", "several", "penalized", "structured", "scored")
 
 
@@ -216,7 +218,7 @@ def test_every_kind_of_request_is_answered_until_a_follower_is_killed(refs, tmp_
         until(lambda: not mix.left, 30)
     base = mix.expected[None]
     changes = [(mix.expected[ref] - base).square().mean().sqrt() for ref in refs]
-    assert min(changes) > 3 * TOLERANCE, "an adapter does nothing"
+    assert min(changes) > 3 * TOLERANCE[device], "an adapter does nothing"
 
     until_s = time.monotonic() + LOAD_S
     while time.monotonic() < until_s and not mix.wrong and not ended.is_set():
@@ -227,7 +229,7 @@ def test_every_kind_of_request_is_answered_until_a_follower_is_killed(refs, tmp_
     until(lambda: not mix.left, 60)
     assert not mix.wrong
     assert not ended.is_set()
-    assert mix.error < TOLERANCE, "what adapters change is not what it was"
+    assert mix.error < TOLERANCE[device], "what adapters change is not what it was"
     assert set(mix.ended) == {*KINDS, "left"}
     until(lambda: not client.status.live.running, 5)
     _look(client, mix)
