@@ -252,7 +252,7 @@ def _look(client: EngineProcessClient, mix: Mix) -> None:
     print(mix.ended, mix.tokens, mix.error, status.preemptions, gpu.evictions)
     assert status.preemptions > 0
     assert gpu.evictions > 2 * ADAPTERS
-    assert status.cached_tokens > 0.1 * status.prompt_tokens
+    assert status.cached_tokens > 0
     assert gpu.checksum_failures == 0
     live = status.live
     assert (live.running, live.waiting, live.kv_pages_used) == (0, 0, 0)
