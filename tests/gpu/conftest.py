@@ -1,4 +1,4 @@
-"""One service for the tests of a model: its replicas on as many GPUs as there are, up to two."""
+"""One service for the tests of a model: up to two replicas, of one GPU each or of two together."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet_engine.adapter_format import BaseShape
-from tests.gpu.fleet import TENANT, Fleet, tokens_by_name
+from tests.gpu.fleet import TENANT, Fleet
 
 GPUS = torch.cuda.device_count()
 ADAPTERS = {  # rank, linears; large models' largest ones touch the attention alone
@@ -22,17 +22,31 @@ ADAPTERS = {  # rank, linears; large models' largest ones touch the attention al
     "llama-3.1-8b": {8: LINEARS, 16: LINEARS, 32: LINEARS[:4], 64: LINEARS[:4]},
     "tiny": {8: LINEARS, 16: LINEARS, 32: LINEARS, 64: LINEARS[:2]},
 }
-_on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
-SHAPES_SERVED = [
-    pytest.param("tiny", marks=pytest.mark.soak),
-    pytest.param("qwen3-0.6b", marks=_on_gpu),
-    pytest.param("llama-3.1-8b", marks=_on_gpu),
+ON_ONE = pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device")
+ON_TWO = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
+SERVED = [  # a model's shape, and the GPUs of each replica; on a CPU, its processes
+    pytest.param(("tiny", 1), id="tiny", marks=pytest.mark.soak),
+    pytest.param(("tiny", 2), id="tiny-tp2", marks=pytest.mark.soak),
+    pytest.param(("qwen3-0.6b", 1), id="qwen3-0.6b", marks=[pytest.mark.gpu, ON_ONE]),
+    pytest.param(("qwen3-0.6b", 2), id="qwen3-0.6b-tp2", marks=[pytest.mark.gpu, ON_TWO]),
+    pytest.param(("llama-3.1-8b", 1), id="llama-3.1-8b", marks=[pytest.mark.gpu, ON_ONE]),
+    pytest.param(("llama-3.1-8b", 2), id="llama-3.1-8b-tp2", marks=[pytest.mark.gpu, ON_TWO]),
 ]
 
 
-@pytest.fixture(scope="module", params=SHAPES_SERVED)
-def shape(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=SERVED)
+def served(request: pytest.FixtureRequest) -> tuple[str, int]:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def shape(served: tuple[str, int]) -> str:
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel(served: tuple[str, int]) -> int:
+    return served[1]
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +73,29 @@ def adapters(shape: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def fleet(
-    shape: str, device: str, folder: Path, s3_bucket: str, tmp_path_factory: pytest.TempPathFactory
+    shape: str,
+    tensor_parallel: int,
+    device: str,
+    folder: Path,
+    s3_bucket: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Fleet]:
-    model, count = write_model(folder, shape, device), min(2, GPUS) if device == "cuda" else 2
-    catalog = f"{s3_bucket}/{shape}"
+    model = write_model(folder, shape, device)
+    count = min(2, (GPUS if device == "cuda" else 2) // tensor_parallel)
+    catalog = f"{s3_bucket}/{shape}-{tensor_parallel}"
     store = AdapterCatalog.init(open_store(catalog))
     store.create_tenant(TENANT, actor="test")
     _, key = store.create_key(TENANT, {Scope.INFER}, actor="test")
     _, admin_key = store.create_key(None, {Scope.ADMIN}, actor="test")
     sizes = ("4GiB", "2GiB", "2GiB") if device == "cuda" else ("64MiB", "2MiB", "4MiB")
-    memory = dict(zip(("KV", "ADAPTER_GPU", "ADAPTER_HOST"), sizes, strict=True))
+    memory = dict(zip(("KV_CACHE", "ADAPTER_GPU", "ADAPTER_HOST"), sizes, strict=True))
     variables = {
         "LORIKEET_BASE_MODELS": f"{shape}={model}",
         "LORIKEET_CATALOG": catalog,
         "LORIKEET_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "LORIKEET_DEVICE": device,
         "LORIKEET_REPLICAS": str(count),
+        "LORIKEET_TENSOR_PARALLEL": f"{shape}={tensor_parallel}",
         "LORIKEET_GATEWAYS": "2",
         "LORIKEET_MAX_CONTEXT": "2048",
         **{f"LORIKEET_{name}_MEMORY": size for name, size in memory.items()},
@@ -82,5 +103,4 @@ def fleet(
     if device == "cpu":
         variables |= {"LORIKEET_MAX_BATCH_TOKENS": "256", "OMP_NUM_THREADS": "1"}
     with service(variables, "Serve's proxy") as running:
-        names = tokens_by_name(model)
-        yield Fleet(running, shape, model, count, admin_key, key, names)
+        yield Fleet(running, shape, model, count, tensor_parallel, admin_key, key)

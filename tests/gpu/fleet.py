@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,9 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
-from tokenizers import Tokenizer
 
 from loadtest.real_service.random_models import SHAPES
 from loadtest.real_service.service import RunningService
-from lorikeet.answer_stream.detokenizer import Vocabulary
 
 TENANT = "acme"
 
@@ -40,15 +38,15 @@ class Said:
 
 @dataclass(frozen=True)
 class Fleet:
-    """A running service of so many replicas. token_of: ids by the names in logprobs."""
+    """A running service of so many replicas. tensor_parallel: each one's GPUs, or processes."""
 
     running: RunningService
     shape: str
     model: Path
     count: int
+    tensor_parallel: int
     admin_key: str
     key: str
-    token_of: Mapping[str, int]
 
     def lorikeet(self, *arguments: str) -> str:
         """What an administrator types, and what it prints."""
@@ -85,6 +83,7 @@ class Fleet:
             "temperature": 0,
             "ignore_eos": True,
             "logprobs": 1,
+            "return_token_ids": True,  # else special tokens have no logprobs
         }
         answer = httpx.post(
             f"{self.running.url}/v1/completions",
@@ -92,22 +91,15 @@ class Fleet:
             headers={"Authorization": f"Bearer {self.key}"},
             timeout=120,
         ).raise_for_status()
-        found: dict[str, Any] = answer.json()["choices"][0]["logprobs"]
-        said = [self.token_of[token] for token in found["tokens"]]
-        assert len(said) == tokens
-        return Said(said, found["token_logprobs"], answer.headers)
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        said, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        assert (len(said), len(logprobs)) == (tokens, tokens), answer.text
+        return Said(said, logprobs, answer.headers)
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
         """Random ids."""
         vocabulary = SHAPES[self.shape]["vocab_size"]
         return np.random.default_rng([seed, tokens]).integers(0, vocabulary, tokens).tolist()
-
-
-def tokens_by_name(model: Path) -> dict[str, int]:
-    """Ids by the names that logprobs give them."""
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    vocabulary = Vocabulary(tokenizer)
-    return {vocabulary.name_of(token): token for token in range(tokenizer.get_vocab_size())}
 
 
 def replica_processes() -> list[int]:

@@ -5,12 +5,14 @@ Over HTTP, with the catalog on S3. Its small form runs on a CPU.
 
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.load import Load, Outcome, Target
+from tests.e2e.load import PAUSE_S, Load, Outcome, Target
 from tests.engine.float32_reference import TOLERANCE
+from tests.engine.process_engines import followers
 from tests.gpu.fleet import TENANT, eventually, replica_processes
 from tests.gpu.peft_model import Reference
 
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 TOKENS = 24
 LENGTHS = (5, 300)
 PINNED, COLD = "r64", "r8"
+ENDED_S = 5.0  # a client hears of a lost rank by then
 EXACT = 1e-3  # on a CPU all is float32, and only the order of sums differs
 
 
@@ -82,7 +85,7 @@ def test_greedy_answers_of_all_ranks_at_once_are_pefts(fleet, registered, refere
 
 def test_a_killed_replica_cuts_its_own_streams_alone_and_the_other_goes_on(fleet, registered):
     if fleet.count < 2:
-        pytest.skip("needs two CUDA devices")
+        pytest.skip("needs two replicas")
     pinned = f"{TENANT}/{PINNED}"
     load = Load(fleet.running.url, [Target(pinned, fleet.key)], streams=24, tokens=400)
     with load:
@@ -98,3 +101,37 @@ def test_a_killed_replica_cuts_its_own_streams_alone_and_the_other_goes_on(fleet
     answer = fleet.ask(pinned, fleet.prompt(5, 5), 4)
     assert (answer.residency, answer.replica) == ("gpu", left)
     assert eventually(lambda: len(fleet.holders(pinned)) == fleet.count, within_s=240)
+
+
+def test_a_killed_follower_cuts_its_replicas_streams_alone_and_the_replica_is_replaced(
+    fleet, registered
+):
+    if fleet.tensor_parallel < 2:
+        pytest.skip("a replica of one GPU has no follower")
+    pinned = f"{TENANT}/{PINNED}"
+    assert eventually(lambda: len(fleet.holders(pinned)) == fleet.count, within_s=60)
+    started = followers()
+    assert len(started) == fleet.count * (fleet.tensor_parallel - 1)
+    load = Load(fleet.running.url, [Target(pinned, fleet.key)], streams=24, tokens=400)
+    with load:
+        load.wait_for(24)
+        time.sleep(2 * PAUSE_S)  # all may have ended together: the next have begun
+        killed_s = time.monotonic()
+        started[0].kill()
+        load.wait_for(24, within_s=240)
+    unfinished = load.unfinished()
+    ended = [result for result in unfinished if result.outcome is Outcome.ENDED]
+    (lost,) = {result.replica for result in ended}
+    assert all("send the request again" in result.error for result in ended)
+    assert all(result.sent_s < killed_s + ENDED_S for result in ended)
+    assert all(result.ended_s < killed_s + ENDED_S for result in ended)
+    # Where no replica is left, requests are refused until another one has started.
+    refused = [result for result in unfinished if result.outcome is Outcome.REFUSED]
+    assert len(ended) + len(refused) == len(unfinished), load.counts()
+    assert all(result.status == 503 and result.retry_after for result in refused), refused[:3]
+    assert fleet.count == 1 or not refused
+    assert eventually(lambda: len(fleet.holders(pinned)) == fleet.count, within_s=240)
+    assert lost not in fleet.holders(pinned)
+    answer = fleet.ask(pinned, fleet.prompt(5, 6), 4)
+    assert answer.residency == "gpu"
+    assert len(followers()) == len(started), "no process of the lost replica is left"
