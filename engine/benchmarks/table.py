@@ -25,6 +25,7 @@ def main() -> None:
     """Measure the rows that are asked for; exits with 1 if a part failed."""
     parser = harness.arguments(__doc__)
     harness.add_model_arguments(parser)
+    harness.add_rows(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     works = {name: harness.fitting(_works(name, options), options.rows) for name in options.parts}
@@ -32,7 +33,7 @@ def main() -> None:
         parser.error(f"--rows {' '.join(options.rows)}: no part has such a row")
     facts = harness.facts(options.commit) | harness.about(options)
     rows: dict[str, list[Any]] = {}
-    adapters = harness.adapters_of(chain.from_iterable(works.values()))
+    adapters = harness.adapters_of(chain.from_iterable(works.values()), options.host_adapters)
     with harness.full_engine(**adapters, **harness.model_of(options)) as engine:
         for name in options.parts:
             try:

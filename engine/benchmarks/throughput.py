@@ -109,6 +109,7 @@ def main() -> None:
     """Measure the rows that are asked for, on one engine."""
     parser = harness.arguments(__doc__)
     harness.add_model_arguments(parser)
+    harness.add_rows(parser)
     parser.add_argument("--population", type=int, default=1000, help="adapters of the Zipf row")
     parser.add_argument("--room", type=int, default=ROOM, help="adapters that the GPU holds")
     parser.add_argument(
@@ -120,7 +121,7 @@ def main() -> None:
     every = (*WORKS, *ATTENTION, zipf(options.population)) if options.rows else WORKS
     works = harness.chosen(parser, every, options.rows)
     facts = harness.facts(options.commit)
-    arguments = harness.adapters_of(works) | harness.model_of(options)
+    arguments = harness.adapters_of(works, options.host_adapters) | harness.model_of(options)
     arguments["room"] = min(arguments["room"], options.room)
     with harness.full_engine(**arguments) as engine:
         rows = measure_all(engine, works, options.llama)
