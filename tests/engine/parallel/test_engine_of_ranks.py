@@ -5,17 +5,21 @@ from typing import Any
 
 import pytest
 
+from engine.benchmarks.random_model import write_config
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import AdapterLimits, read_spec
 from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.residency.packing import PackedLayout
-from tests.engine.conftest import MOE
+from tests.engine.blobs import Shelf
+from tests.engine.conftest import EIGHT_HEADS, FAMILIES, MOE, SIZES, save_all
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import PAGE, Answers, greedy, prompt
 from tests.engine.moe_adapters import PARAMETERS
 from tests.engine.moe_world import MoeWorld
 from tests.engine.peft_world import PeftWorld, ask
+from tests.engine.process_engines import followers
 from tests.engine.test_peft_equality import ADAPTERS, ALL
 
 TOKENS = 24
@@ -53,13 +57,22 @@ def largest_adapter_bytes(world: PeftWorld) -> int:
 
 @pytest.fixture(
     scope="module",
-    params=[(2, "llama"), (4, "biased"), (2, "qwen3_moe"), (4, "mixtral")],
-    ids=lambda param: f"{param[0]}-{param[1]}",
+    params=[
+        pytest.param((ranks, name), id=f"{ranks}-{name}", marks=[pytest.mark.soak] * (ranks > 4))
+        for ranks, name in [
+            *((2, "llama"), (4, "biased"), (8, "qwen3")),
+            *((2, "qwen3_moe"), (4, "mixtral"), (8, "qwen3_moe")),
+        ]
+    ],
 )
 def ranks_and_world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory, one_thread):
     ranks, name = request.param
-    checkpoint = {**tiny_checkpoints, **variant_checkpoints}[name]
     folder = tmp_path_factory.mktemp(name)
+    if ranks == 8:
+        configs = {**FAMILIES, **MOE}
+        checkpoint = save_all({name: configs[name] | EIGHT_HEADS}, folder)[name]
+    else:
+        checkpoint = {**tiny_checkpoints, **variant_checkpoints}[name]
     if name in MOE:
         adapters = {"attention": ATTENTION, **PARAMETERS, "head": HEAD}
         return ranks, MoeWorld(checkpoint, folder, adapters, TOKENS)
@@ -85,6 +98,25 @@ def alone(world, tmp_path_factory):
     engine = build(world, tmp_path_factory.mktemp("alone"), 1, kv_bytes=4 << 20)
     yield engine
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, "num_attention_heads=4"),
+        (EIGHT_HEADS | {"intermediate_size": 100}, "^intermediate_size=100"),
+        (
+            {"num_attention_heads": 24, "num_key_value_heads": 3, "head_dim": 8},
+            "num_key_value_heads=3",
+        ),
+    ],
+)
+def test_what_eight_processes_cannot_share_is_refused_by_name_at_once(changed, named, tmp_path):
+    folder = write_config(tmp_path / "model", {"model_type": "llama", **SIZES, **changed})
+    settings = EngineSettings(model=folder, cache_dir=tmp_path / "cache", tensor_parallel=8)
+    with pytest.raises(SettingsError, match=f"{named} cannot be shared evenly by 8 processes"):
+        Engine(settings, Shelf(tmp_path / "made"))
+    assert not followers()
 
 
 def test_adapters_that_come_and_go_answer_as_peft_does(engine, world):
