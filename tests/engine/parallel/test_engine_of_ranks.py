@@ -23,6 +23,7 @@ from tests.engine.process_engines import followers
 from tests.engine.test_peft_equality import ADAPTERS, ALL
 
 TOKENS = 24
+WITHIN_S = 120.0  # eight processes take 20 s on two busy cores
 HEAD = {"r": 6, "lora_alpha": 12, "target_modules": [*ALL, "lm_head"]}
 ATTENTION = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 _LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 24)
@@ -120,7 +121,7 @@ def test_what_eight_processes_cannot_share_is_refused_by_name_at_once(changed, n
 
 
 def test_adapters_that_come_and_go_answer_as_peft_does(engine, world):
-    answers = Answers(engine)
+    answers = Answers(engine, WITHIN_S)
     assert ask(world, answers) == world.expected
     assert ask(world, answers) == world.expected, "with what the prefix cache holds"
     gpu = engine.status().tiers[Residency.GPU]
@@ -131,7 +132,7 @@ def test_adapters_that_come_and_go_answer_as_peft_does(engine, world):
 def test_what_was_preempted_goes_on_as_in_one_process(engine, alone):
     before, said = engine.status().preemptions, []
     for each in (engine, alone):
-        answers = Answers(each)
+        answers = Answers(each, WITHIN_S)
         for i in range(4):  # two of the nine KV pages each at first, four at last
             answers.submit(greedy(f"r{i}", prompt(30, 50 + i), max_tokens=30))
         answers.all()
@@ -157,7 +158,7 @@ def ask_all_kinds(answers: Answers, world: PeftWorld) -> Answers:
 
 def test_what_sampling_can_do_comes_out_as_in_one_process(engine, world, alone):
     wanted = ask_all_kinds(Answers(alone), world)
-    got = ask_all_kinds(Answers(engine), world)
+    got = ask_all_kinds(Answers(engine, WITHIN_S), world)
     assert (got.tokens, got.finish) == (wanted.tokens, wanted.finish)
     assert len(wanted.scores["scored", 0]) == 39
     for score, other in zip(got.scores["scored", 0], wanted.scores["scored", 0], strict=True):
