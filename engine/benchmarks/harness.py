@@ -5,7 +5,7 @@ import gc
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass, replace
 from datetime import UTC, datetime
@@ -38,10 +38,11 @@ def run(
     """A whole program: measure the works on one engine; write their rows under the part's name."""
     parser = arguments(doc)
     add_model_arguments(parser)
+    add_rows(parser)
     options = parser.parse_args()
     works = chosen(parser, works, options.rows)
     known = facts(options.commit)
-    with full_engine(**adapters_of(works), **model_of(options)) as engine:
+    with full_engine(**adapters_of(works, options.host_adapters), **model_of(options)) as engine:
         rows = measure_all(engine, works)
     write(options.json, known, **about(options), **{part: rows})
 
@@ -55,7 +56,7 @@ def arguments(doc: str) -> argparse.ArgumentParser:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a benchmark asks for that measures Works of some model."""
+    """What a benchmark asks for that measures some model."""
     parser.add_argument("--config", choices=CONFIGS, default="llama-3.1-8b", help="whose shapes")
     parser.add_argument(
         "--weight-dtype", choices=("auto", "fp8"), default="auto", help="of the linears"
@@ -65,7 +66,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-bytes", type=int, default=SETTINGS.kv_bytes, help="of the KV cache on each GPU"
     )
+
+
+def add_rows(parser: argparse.ArgumentParser) -> None:
+    """Let some of several Works be asked for, see `chosen`, and how their adapters are kept."""
     parser.add_argument("--rows", nargs="+", help="patterns of rows' labels; without: the usual")
+    parser.add_argument(
+        "--host-adapters",
+        type=int,
+        help="room for them on the host, if it is to be less than for all: the GPU has them then",
+    )
 
 
 def model_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -74,13 +84,16 @@ def model_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"config": CONFIGS[options.config], "settings": replace(SETTINGS, **given)}
 
 
-def adapters_of(works: Iterable[Work]) -> dict[str, Any]:
-    """The arguments of random_engine for the adapters of these works, all on the GPU at once."""
+def adapters_of(works: Iterable[Work], on_host: int | None = None) -> dict[str, Any]:
+    """The arguments of random_engine for the adapters of these works, all on the GPU at once.
+
+    on_host: random_engine's.
+    """
     counts = dict.fromkeys(Targets, 0)
     for work in works:
         counts[work.on] = max(counts[work.on], work.adapters)
     on_linears = counts.pop(Targets.LINEARS)
-    return {"adapters": on_linears, "room": on_linears, "others": counts}
+    return {"adapters": on_linears, "room": on_linears, "others": counts, "on_host": on_host}
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
@@ -165,7 +178,7 @@ def show(rows: Iterable[Row]) -> list[Row]:
     return shown
 
 
-def write(path: Path, facts: dict[str, str], **parts: Any) -> None:
+def write(path: Path, facts: Mapping[str, Any], **parts: Any) -> None:
     """One object: the facts, and each part's rows, dataclasses or what JSON knows, by its name."""
     path.write_text(json.dumps({**facts, **parts}, indent=1, default=asdict) + "\n")
 

@@ -1,6 +1,7 @@
 """How long until a cold adapter is used, and what that costs those who decode meanwhile.
 
-python -m engine.benchmarks.loading --json loading.json
+python -m engine.benchmarks.loading --json loading.json [--config qwen3-30b-a3b --streams 64]
+    [--tensor-parallel 2 --rank 24]
 
 Llama-3.1-8B's shapes, adapters of rank 16 on all linears, an engine in a process of its own. First
 tokens: one request after another, of 16 tokens, in turns with an adapter that is on the GPU, on the
@@ -9,10 +10,15 @@ sequences that decode with 64 adapters. What loading adds is told by differences
 84 MB alone takes 1.5 ms over PCIe 5 at 55 GB/s.
 
 Others' tokens: the same sequences decode while ten adapters a second are loaded from nowhere, from
-the host and from the disk, in turns. They are prefetched, so no prefill is in the figures. Tokens
-are held against a plain forward pass before anything is timed.
+the host and from the disk, in turns. They are prefetched, so no prefill is in the figures. Loads:
+adapters of the host one after another, until each is on the GPU. Tokens are held against a plain
+forward pass before anything is timed.
+
+Adapters of more than 256 MiB are fewer (tiered_engine.FEW), are not loaded from the disk, and are
+loaded more rarely, 4 GiB a second. Ranks that share the base model each load a part of an adapter.
 """
 
+import argparse
 import itertools
 import secrets
 import tempfile
@@ -23,26 +29,33 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from engine.benchmarks import harness, hosted
 from engine.benchmarks.offline import request_of
-from engine.benchmarks.tiered_engine import TierCounts, tiered_engine, write_random_blobs
+from engine.benchmarks.random_engine import RANK
+from engine.benchmarks.tiered_engine import (
+    counts_of,
+    image_bytes,
+    tiered_engine,
+    write_random_blobs,
+)
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import Request
-from lorikeet_engine.telemetry.status import AdapterStatus
 from lorikeet_engine.traffic import Floats
 
 STREAMS = 128
 ROUNDS, AT_A_TIME = 60, 15  # streams begin anew after so many, lest their contexts grow
 LOADS_PER_S, PHASE_S, PHASES = 10.0, 4.0, 3
+LOADED_BYTES_PER_S = 4 << 30  # at most, while gaps are measured
+LOADS = 20  # one after another
 _PROMPT, _STREAM_TOKENS = 16, 1200
 _WARM_TOKENS = 8  # that each stream has made before anything beside it is timed
 _PAUSE_S = 0.01
 _WITHIN_S = 60.0
-_TIERS = (Residency.GPU, Residency.HOST, Residency.DISK)
 
 Adapters = Mapping[Residency, Iterator[AdapterRef]]
 """By where a request finds them, in turn, without end."""
@@ -74,6 +87,19 @@ class Gaps:
     phases_ms: list[list[float]]
     growth: list[float]
     behind_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Loads from the host beside so many streams: until an adapter was on the GPU, p50 and p99.
+
+    gb_per_s: an image's bytes on each GPU over the p50.
+    """
+
+    streams: int
+    gpu_bytes: int
+    ready_ms: list[float]
+    gb_per_s: float
 
 
 class Client(hosted.Client):
@@ -113,25 +139,32 @@ class Client(hosted.Client):
         within = ([t for t in self.came_s[i] if begin_s <= t <= end_s] for i in ids)
         return [1e3 * (after - before) for times_s in within for before, after in pairwise(times_s)]
 
-    def load(self, refs: Iterator[AdapterRef], found: Residency, until_s: float) -> AdapterRef:
-        """Have adapters loaded, LOADS_PER_S; the last of them. Raises where one was not `found`."""
+    def load(
+        self,
+        refs: Iterator[AdapterRef],
+        found: Residency,
+        until_s: float,
+        per_s: float = LOADS_PER_S,
+    ) -> AdapterRef:
+        """Have adapters loaded; the last of them. Raises where one was not `found`."""
         due_s = time.perf_counter()
         while due_s < until_s:
             time.sleep(max(0.0, due_s - time.perf_counter()))
-            ref = next(refs)
-            nearer = {status.ref: status.residency for status in self._adapters(Residency.HOST)}
-            was = nearer.get(ref, Residency.DISK)
-            assert was is found, f"{ref} was found on {was}: want {found}"
-            self.host.prefetch(ref, uses=1.0)  # before all that was used earlier
-            due_s += 1 / LOADS_PER_S
+            ref = self.prefetch(next(refs), found)
+            due_s += 1 / per_s
+        return ref
+
+    def prefetch(self, ref: AdapterRef, found: Residency) -> AdapterRef:
+        """Have an adapter loaded, and return it; raises where it was not `found`."""
+        was = self.host.residency(ref).result()
+        assert was is found, f"{ref} was found on {was}: want {found}"
+        self.host.prefetch(ref, uses=1.0)  # before all that was used earlier
         return ref
 
     def arrival_of(self, ref: AdapterRef) -> None:
         """Return once the adapter is on the GPU."""
         end_s = time.perf_counter() + _WITHIN_S
-        while all(
-            a.ref != ref or a.residency is not Residency.GPU for a in self._adapters(Residency.GPU)
-        ):
+        while self.host.residency(ref).result() is not Residency.GPU:
             assert time.perf_counter() < end_s, f"{ref} was not loaded"
             time.sleep(0.001)
 
@@ -140,35 +173,36 @@ class Client(hosted.Client):
         salt = secrets.token_hex(8)  # nothing is in the prefix cache
         return request_of(str(next(self._numbers)), prompt, tokens, ref, salt)
 
-    def _adapters(self, tier: Residency) -> Sequence[AdapterStatus]:
-        rows = self.host.adapters(tier).result()
-        return [AdapterStatus(*row) for row in rows]  # type: ignore[arg-type]
-
 
 def first_tokens(client: Client, adapters: Adapters, streams: int) -> list[FirstToken]:
     """One request after another, their adapters from each tier in turn; prints the rows."""
-    took_ms: dict[Residency, list[float]] = {tier: [] for tier in _TIERS}
+    took_ms: dict[Residency, list[float]] = {tier: [] for tier in adapters}
     for begun in range(0, ROUNDS, AT_A_TIME):
         with client.streams(adapters[Residency.GPU], streams):
-            for _, tier in itertools.product(range(min(AT_A_TIME, ROUNDS - begun)), _TIERS):
+            for _, tier in itertools.product(range(min(AT_A_TIME, ROUNDS - begun)), adapters):
                 time.sleep(_PAUSE_S)
                 took_ms[tier].append(1e3 * client.first_token_s(next(adapters[tier]), tier))
     warm = _percentiles(took_ms[Residency.GPU])
     return harness.show(
-        _first_token(streams, tier, _percentiles(took_ms[tier]), warm) for tier in _TIERS
+        _first_token(streams, tier, _percentiles(took_ms[tier]), warm) for tier in adapters
     )
 
 
-def gaps(client: Client, adapters: Adapters, streams: int) -> list[Gaps]:
-    """Streams alone, beside loads from the host and from the disk, in turns; prints the rows."""
-    sources = (None, Residency.HOST, Residency.DISK)
+def gaps(
+    client: Client, adapters: Adapters, streams: int, per_s: float = LOADS_PER_S
+) -> list[Gaps]:
+    """Streams alone, beside loads from the host and from the disk, in turns; prints the rows.
+
+    per_s: loads a second.
+    """
+    sources = (None, *(tier for tier in adapters if tier is not Residency.GPU))
     phases: dict[Residency | None, list[list[float]]] = {source: [] for source in sources}
     behind_s = dict.fromkeys(sources, 0.0)
     for _, source in itertools.product(range(PHASES), sources):
         with client.streams(adapters[Residency.GPU], streams) as ids:
             begin_s = time.perf_counter()
             end_s = begin_s + PHASE_S
-            last = source and client.load(adapters[source], source, end_s)
+            last = source and client.load(adapters[source], source, end_s, per_s)
             time.sleep(max(0.0, end_s - time.perf_counter()))
             phases[source].append(client.gaps_ms(ids, begin_s, end_s))
             if last:
@@ -180,21 +214,59 @@ def gaps(client: Client, adapters: Adapters, streams: int) -> list[Gaps]:
     )
 
 
+def loads(client: Client, adapters: Adapters, streams: int, gpu_bytes: int) -> Iterator[Load]:
+    """Loads from the host, one after another; gpu_bytes: of an image on each GPU."""
+    took_ms = []
+    with client.streams(adapters[Residency.GPU], streams):
+        for _ in range(LOADS):
+            time.sleep(_PAUSE_S)
+            began_s = time.perf_counter()
+            client.arrival_of(client.prefetch(next(adapters[Residency.HOST]), Residency.HOST))
+            took_ms.append(1e3 * (time.perf_counter() - began_s))
+    ready_ms = _percentiles(took_ms)
+    yield Load(streams, gpu_bytes, ready_ms, gpu_bytes / ready_ms[0] / 1e6)
+
+
 def main() -> None:
-    """Measure all of it on one engine."""
-    options = harness.arguments(__doc__).parse_args()
-    facts = harness.facts(options.commit)
+    """Measure all of it on one engine; what is measured is written at once."""
+    options = _arguments()
+    known = harness.facts(options.commit) | harness.about(options) | {"rank": options.rank}
+    model = harness.model_of(options) | {"rank": options.rank}
+    image = image_bytes(**model)
     with tempfile.TemporaryDirectory() as name:
-        folder, counts = Path(name), TierCounts()
-        blobs = write_random_blobs(folder / "blobs", counts)
-        build = partial(tiered_engine, folder, blobs, counts)
-        adapters = {tier: itertools.cycle(refs) for tier, refs in counts.refs(blobs).items()}
+        folder, counts = Path(name), counts_of(image)
+        blobs = write_random_blobs(folder / "blobs", counts, model["config"], options.rank)
+        build = partial(tiered_engine, folder, blobs, counts, **model)
+        found = counts.refs(blobs).items()
+        adapters = {tier: itertools.cycle(refs) for tier, refs in found if refs}
         with Client(build) as client:
-            firsts = [
-                row for streams in (0, STREAMS) for row in first_tokens(client, adapters, streams)
-            ]
-            between = gaps(client, adapters, STREAMS)
-    harness.write(options.json, facts, first_tokens=firsts, gaps=between)
+            _measure(client, adapters, options, image, known)
+
+
+def _measure(
+    client: Client,
+    adapters: Adapters,
+    options: argparse.Namespace,
+    image: int,
+    known: dict[str, Any],
+) -> None:
+    parts: dict[str, list[Any]] = {"first_tokens": [], "loads": []}
+    gpu_bytes = image // options.tensor_parallel
+    for streams in (0, options.streams):
+        parts["first_tokens"] += first_tokens(client, adapters, streams)
+        parts["loads"] += harness.show(loads(client, adapters, streams, gpu_bytes))
+        harness.write(options.json, known, **parts)
+    per_s = min(LOADS_PER_S, LOADED_BYTES_PER_S / image)
+    parts["gaps"] = gaps(client, adapters, options.streams, per_s)
+    harness.write(options.json, known, **parts, loads_per_s=per_s)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = harness.arguments(__doc__)
+    harness.add_model_arguments(parser)
+    parser.add_argument("--rank", type=int, default=RANK, help="of all adapters")
+    parser.add_argument("--streams", type=int, default=STREAMS, help="that decode meanwhile")
+    return parser.parse_args()
 
 
 def _first_token(streams: int, tier: Residency, ms: list[float], warm: list[float]) -> FirstToken:

@@ -56,7 +56,7 @@ class RandomBlobs:
     ) -> None:
         self._folder = folder
         self._linears = linears or [linear.name for linear in shape.linears]
-        tensors = random_tensors(shape, rank, self._linears)
+        tensors = random_tensors(shape, rank, self._linears) if count else {}
         with ThreadPoolExecutor(8) as pool:
             self.refs = list(pool.map(partial(self._write, tensors, rank), range(count)))
 

@@ -8,6 +8,7 @@ from typing import Any
 from engine.benchmarks.random_adapters import (
     EmptySource,
     Targets,
+    fill_device,
     fill_host,
     random_layout,
     random_refs,
@@ -41,19 +42,24 @@ def random_engine(
     *,
     adapters: int = 0,
     room: int = 0,
+    on_host: int | None = None,
     others: Mapping[Targets, int] = NO_OTHERS,
     config: Mapping[str, Any] = LLAMA_3_1_8B,
     settings: EngineSettings = SETTINGS,
 ) -> Engine:
     """An engine with random_refs(adapters), of rank RANK, on its host; its GPU holds `room`.
 
-    folder: for files that nobody needs afterwards. others: as many more have these targets, and the
-    GPU holds all of them. settings: all but folders and adapters.
+    folder: for files that nobody needs afterwards. on_host: for how many the host has room, if not
+    for all: they are on the GPU then, which must hold them, and no longer on the host. others: as
+    many more have these targets, and the GPU holds all of them. settings: all but folders and
+    adapters.
     """
     most = min(room + sum(others.values()), settings.max_batch_adapters)
     settings = replace(settings, max_batch_adapters=max(1, most))
-    engine, layout = roomy_engine(folder, EmptySource(), room, adapters, config, settings, others)
-    fill_host(engine._tiers, layout, random_refs(adapters))
+    at_once = adapters if on_host is None else min(on_host, adapters)
+    engine, layout = roomy_engine(folder, EmptySource(), room, at_once, config, settings, others)
+    fill = fill_host if at_once == adapters else fill_device
+    fill(engine._tiers, layout, random_refs(adapters))
     for on, count in others.items():
         their_layout = random_layout(
             BaseShape.from_config(config), RANK, on, settings.tensor_parallel
@@ -70,16 +76,17 @@ def roomy_engine(
     config: Mapping[str, Any],
     settings: EngineSettings,
     others: Mapping[Targets, int] = NO_OTHERS,
+    rank: int = RANK,
 ) -> tuple[Engine, PackedLayout]:
-    """An engine without adapters, with room for so many of rank RANK; each one's layout.
+    """An engine without adapters, with room for so many of `rank`; each one's layout.
 
     others: for as many more, with these targets, there is room in both places.
     """
     shape, itemsize = BaseShape.from_config(config), settings.torch_adapter_dtype.itemsize
-    layout = random_layout(shape, RANK, world=settings.tensor_parallel)
+    layout = random_layout(shape, rank, world=settings.tensor_parallel)
     gpu_elements, host_elements = on_gpu * layout.elements, on_host * layout.image_elements
     for on, count in others.items():
-        other = random_layout(shape, RANK, on, settings.tensor_parallel)
+        other = random_layout(shape, rank, on, settings.tensor_parallel)
         gpu_elements += count * other.elements
         host_elements += count * other.image_elements
     settings = replace(

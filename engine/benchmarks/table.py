@@ -25,6 +25,8 @@ def main() -> None:
     """Measure the rows that are asked for; exits with 1 if a part failed."""
     parser = harness.arguments(__doc__)
     harness.add_model_arguments(parser)
+    harness.add_rows(parser)
+    parser.add_argument("--turns", type=int, default=throughput.TURNS, help="of throughput's runs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     works = {name: harness.fitting(_works(name, options), options.rows) for name in options.parts}
@@ -32,11 +34,12 @@ def main() -> None:
         parser.error(f"--rows {' '.join(options.rows)}: no part has such a row")
     facts = harness.facts(options.commit) | harness.about(options)
     rows: dict[str, list[Any]] = {}
-    adapters = harness.adapters_of(chain.from_iterable(works.values()))
+    adapters = harness.adapters_of(chain.from_iterable(works.values()), options.host_adapters)
     with harness.full_engine(**adapters, **harness.model_of(options)) as engine:
         for name in options.parts:
             try:
-                rows[name] = PARTS[name].measure_all(engine, works[name])
+                more = {"turns": options.turns} if name == "throughput" else {}
+                rows[name] = PARTS[name].measure_all(engine, works[name], **more)
             except Exception:
                 traceback.print_exc()
                 engine.fail_all(StepFailed("the benchmark of this request failed"))

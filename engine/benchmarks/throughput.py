@@ -77,12 +77,12 @@ class Row:
     of_predicted: float | None = None
 
 
-def measure(engine: Engine, work: Work) -> Row:
-    """Check, then time; raises AssertionError where the engine's tokens are wrong."""
+def measure(engine: Engine, work: Work, turns: int = TURNS) -> Row:
+    """Check, then time so many turns; raises AssertionError where the engine's tokens are wrong."""
     answers = _run(engine, work, 0).answers
     shortfall = plain.check(engine, plain.some(answers))
     greedy, sampled = list[Run](), list[Run]()
-    for turn in range(TURNS):
+    for turn in range(turns):
         greedy.append(_run(engine, work, 1 + 2 * turn))
         sampled.append(_run(engine, replace(work, sampling=SAMPLED), 2 + 2 * turn))
     rates, sampled_rates = (tuple(run.tokens_per_s for run in runs) for runs in (greedy, sampled))
@@ -93,22 +93,27 @@ def measure(engine: Engine, work: Work) -> Row:
 
 
 def measure_all(
-    engine: Engine, works: Iterable[Work], llama_tokens_per_s: float | None = None
+    engine: Engine,
+    works: Iterable[Work],
+    llama_tokens_per_s: float | None = None,
+    turns: int = TURNS,
 ) -> list[Row]:
     """Measure in this order; prints each row as it comes.
 
-    llama_tokens_per_s: Llama-3.1-8B's row, by which the base model's is predicted.
+    llama_tokens_per_s: Llama-3.1-8B's row, by which the base model's is predicted. turns: of a
+    greedy and a sampled run of each work.
     """
     predicted = None
     if llama_tokens_per_s is not None:
         predicted = predicted_tokens_per_s(_roofline(engine), llama_tokens_per_s)
-    return harness.show(_rows(engine, works, predicted))
+    return harness.show(_rows(engine, works, predicted, turns))
 
 
 def main() -> None:
     """Measure the rows that are asked for, on one engine."""
     parser = harness.arguments(__doc__)
     harness.add_model_arguments(parser)
+    harness.add_rows(parser)
     parser.add_argument("--population", type=int, default=1000, help="adapters of the Zipf row")
     parser.add_argument("--room", type=int, default=ROOM, help="adapters that the GPU holds")
     parser.add_argument(
@@ -120,7 +125,7 @@ def main() -> None:
     every = (*WORKS, *ATTENTION, zipf(options.population)) if options.rows else WORKS
     works = harness.chosen(parser, every, options.rows)
     facts = harness.facts(options.commit)
-    arguments = harness.adapters_of(works) | harness.model_of(options)
+    arguments = harness.adapters_of(works, options.host_adapters) | harness.model_of(options)
     arguments["room"] = min(arguments["room"], options.room)
     with harness.full_engine(**arguments) as engine:
         rows = measure_all(engine, works, options.llama)
@@ -133,10 +138,12 @@ def _roofline(engine: Engine) -> Roofline:
     return Roofline(engine._runner.model.config, fp8_weights, fp8_kv)
 
 
-def _rows(engine: Engine, works: Iterable[Work], predicted: float | None) -> Iterator[Row]:
+def _rows(
+    engine: Engine, works: Iterable[Work], predicted: float | None, turns: int
+) -> Iterator[Row]:
     base: dict[tuple[int, int], float] = {}
     for work in works:
-        row = measure(engine, work)
+        row = measure(engine, work, turns)
         lengths, rate = (work.prompt_tokens, work.output_tokens), row.tokens_per_s[0]
         if not work.adapters:
             base[lengths] = rate

@@ -9,7 +9,13 @@ from typing import Any
 
 from engine.benchmarks import plain
 from engine.benchmarks.offline import Work, generate
-from engine.benchmarks.random_adapters import RandomBlobs, fill_device, fill_host, random_refs
+from engine.benchmarks.random_adapters import (
+    RandomBlobs,
+    fill_device,
+    fill_host,
+    random_layout,
+    random_refs,
+)
 from engine.benchmarks.random_engine import RANK, SETTINGS, roomy_engine
 from engine.benchmarks.random_model import LLAMA_3_1_8B
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -27,7 +33,7 @@ class TierCounts:
     """How many adapters lie where, and for how many more there is room.
 
     Used in turn, those of the host and of the disk push one another out of the nearer tiers: they
-    are more than the spare room there, and the GPU evicts what was used longest ago.
+    are twice as many as there is spare room, or more, and the GPU evicts what was used longest ago.
     """
 
     gpu: int = 64
@@ -46,11 +52,31 @@ class TierCounts:
         }
 
 
+FEW = TierCounts(gpu=8, host=6, disk=0, gpu_spare=3, host_spare=1)
+"""Of large adapters; none on the disk, whose making takes longest."""
+_LARGE_BYTES = 256 << 20
+
+
+def image_bytes(config: Mapping[str, Any], settings: EngineSettings, rank: int = RANK) -> int:
+    """What an adapter on all linears takes on the host."""
+    shape = BaseShape.from_config(config)
+    layout = random_layout(shape, rank, world=settings.tensor_parallel)
+    return layout.image_elements * settings.torch_adapter_dtype.itemsize
+
+
+def counts_of(image: int) -> TierCounts:
+    """How many adapters of so many bytes are measured."""
+    return FEW if image > _LARGE_BYTES else TierCounts()
+
+
 def write_random_blobs(
-    folder: Path, counts: TierCounts, config: Mapping[str, Any] = LLAMA_3_1_8B
+    folder: Path,
+    counts: TierCounts,
+    config: Mapping[str, Any] = LLAMA_3_1_8B,
+    rank: int = RANK,
 ) -> RandomBlobs:
     """Blobs of the adapters that are to be on the engine's disk."""
-    return RandomBlobs(folder, BaseShape.from_config(config), counts.disk, RANK)
+    return RandomBlobs(folder, BaseShape.from_config(config), counts.disk, rank)
 
 
 def tiered_engine(
@@ -59,6 +85,7 @@ def tiered_engine(
     counts: TierCounts,
     config: Mapping[str, Any] = LLAMA_3_1_8B,
     settings: EngineSettings = SETTINGS,
+    rank: int = RANK,
 ) -> Engine:
     """An engine with all adapters in their tiers, host's and disk's used in their order.
 
@@ -66,7 +93,8 @@ def tiered_engine(
     settings: all but folders and the memory for adapters.
     """
     on_gpu, on_host = counts.gpu + counts.gpu_spare, counts.host + counts.host_spare
-    engine, layout = roomy_engine(folder, blobs, on_gpu, on_host, config, settings)
+    settings = replace(settings, max_rank=max(rank, settings.max_rank))
+    engine, layout = roomy_engine(folder, blobs, on_gpu, on_host, config, settings, rank=rank)
     engine._tiers._gpu._policy = LeastRecentlyUsed()
     refs = counts.refs(blobs)
     fill_device(engine._tiers, layout, refs[Residency.GPU])
@@ -75,18 +103,18 @@ def tiered_engine(
         for ref in refs[tier]:
             engine.pin(ref, tier)
     used = [refs[Residency.GPU][:_CHECKED], refs[Residency.HOST], refs[Residency.DISK]]
-    _check(engine, list(chain(*used)))
+    _check(engine, list(chain(*used)), min(_CHECKED, counts.gpu_spare))
     return engine
 
 
-def _check(engine: Engine, refs: Sequence[AdapterRef]) -> None:
-    """One request after another; the last ones' adapters are on the GPU, so checks load nothing."""
+def _check(engine: Engine, refs: Sequence[AdapterRef], last: int) -> None:
+    """One request after another; the `last` adapters are on the GPU, so checks load nothing."""
     drawn = Work("check", 64, 4, requests=len(refs)).draw(engine.info.vocab_size, 0)
     answers: list[plain.Answer] = []
     for request, ref in zip(drawn, refs, strict=True):
         answers += generate(engine, [replace(request, adapter=ref)]).answers
         _await_image(engine._tiers._disk, ref.digest)
-    plain.check(engine, answers[:_CHECKED] + answers[-_CHECKED:])
+    plain.check(engine, answers[:_CHECKED] + answers[-last:])
 
 
 def _await_image(disk: DiskCache, digest: str) -> None:

@@ -112,6 +112,8 @@ MOE: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
 }
+EIGHT_HEADS = {"num_attention_heads": 8}
+"""What makes a config of SIZES one that eight ranks can share."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "linear_rope": {

@@ -78,8 +78,9 @@ class RecordingRunner:
 class Answers:
     """What came out of an engine, collected by request and choice."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, within_s: float = 20.0) -> None:
+        """within_s: how long `until` and `all` wait."""
+        self.engine, self._within_s = engine, within_s
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.outputs: dict[tuple[str, int], list[Tokens]] = {}
         self.finish: dict[tuple[str, int], FinishReason] = {}
@@ -115,9 +116,9 @@ class Answers:
                 if not self.pending[output.request_id]:
                     del self.pending[output.request_id]
 
-    def until(self, holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    def until(self, holds: Callable[[], Any], timeout_s: float | None = None) -> None:
         """Step until something holds."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (timeout_s or self._within_s)
         while not holds():
             assert time.monotonic() < deadline, f"pending: {self.pending}"
             self.engine.wait(deadline - time.monotonic())

@@ -52,6 +52,12 @@ def test_only_rows_that_are_asked_for_are_measured(run):
     assert labels == {"2 adapters"}
 
 
+def test_fewer_turns_can_be_asked_for_with_adapters_on_the_gpu_alone(run):
+    status, written = run("--parts", "throughput", "--turns", "1", "--host-adapters", "1")
+    assert status == 0
+    assert [len(row["tokens_per_s"]) for row in written["throughput"]] == [1, 1]
+
+
 def test_a_part_that_fails_spoils_no_other(run, monkeypatch):
     short = (Work("too short to be timed", 9, 4, requests=4),)
     monkeypatch.setattr(decode, "WORKS", short)

@@ -9,9 +9,18 @@ from functools import partial
 
 import pytest
 
-from engine.benchmarks import loading
+from engine.benchmarks import harness, loading
 from engine.benchmarks.loading import Client
-from engine.benchmarks.tiered_engine import TierCounts, tiered_engine, write_random_blobs
+from engine.benchmarks.random_engine import SETTINGS as BENCHMARKED
+from engine.benchmarks.random_model import LLAMA_3_1_8B, QWEN3_30B_A3B
+from engine.benchmarks.tiered_engine import (
+    FEW,
+    TierCounts,
+    counts_of,
+    image_bytes,
+    tiered_engine,
+    write_random_blobs,
+)
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed
 from tests.engine.tiny_engine import CONFIG, SETTINGS
@@ -48,7 +57,13 @@ def adapters(blobs):
 
 @pytest.fixture
 def few(monkeypatch):
-    for name, value in {"ROUNDS": 12, "AT_A_TIME": 5, "PHASE_S": 0.4, "PHASES": 2}.items():
+    for name, value in {
+        "ROUNDS": 12,
+        "AT_A_TIME": 5,
+        "PHASE_S": 0.4,
+        "PHASES": 2,
+        "LOADS": 3,
+    }.items():
         monkeypatch.setattr(loading, name, value)
 
 
@@ -120,16 +135,53 @@ def test_a_lost_engine_ends_the_run(blobs, tmp_path, adapters):
             client.first_token_s(next(adapters[Residency.GPU]), Residency.GPU)
 
 
-def test_main_writes_what_it_measured(tmp_path, few, monkeypatch):
-    monkeypatch.setattr(loading, "TierCounts", lambda: COUNTS)
-    monkeypatch.setattr(loading, "STREAMS", 3)
-    monkeypatch.setattr(loading, "write_random_blobs", partial(write_random_blobs, config=LONG))
-    tiny = partial(tiered_engine, config=LONG, settings=TINY)
-    monkeypatch.setattr(loading, "tiered_engine", tiny)
-    out = tmp_path / "out.json"
-    monkeypatch.setattr(sys, "argv", ["loading", "--json", str(out), "--commit", "abc"])
-    loading.main()
-    written = json.loads(out.read_text())
+def test_loads_are_timed_until_the_adapter_is_on_the_gpu(client, adapters, few):
+    (row,) = loading.loads(client, adapters, streams=2, gpu_bytes=10**6)
+    assert 0 < row.ready_ms[0] <= row.ready_ms[1]
+    assert row.gb_per_s == pytest.approx(1 / row.ready_ms[0])
+
+
+@pytest.fixture
+def run(tmp_path, few, monkeypatch):
+    """Runs the program on a tiny model, with options; what it wrote."""
+    monkeypatch.setitem(harness.CONFIGS, "llama-3.1-8b", LONG)
+    monkeypatch.setattr(harness, "SETTINGS", TINY)
+
+    def run(*options, counts=COUNTS):
+        monkeypatch.setattr(loading, "counts_of", lambda image: counts)
+        out = tmp_path / "out.json"
+        fixed = ["loading", "--json", str(out), "--commit", "abc", "--streams", "3"]
+        kv = ["--kv-bytes", str(TINY.kv_bytes)]
+        monkeypatch.setattr(sys, "argv", [*fixed, *kv, *options])
+        loading.main()
+        return json.loads(out.read_text())
+
+    return run
+
+
+def test_main_writes_what_it_measured(run):
+    written = run()
     assert written["commit"] == "abc"
     assert [row["found"] for row in written["first_tokens"]] == ["gpu", "host", "disk"] * 2
+    assert [row["streams"] for row in written["loads"]] == [0, 3]
     assert [row["loads_from"] for row in written["gaps"]] == ["nowhere", "host", "disk"]
+    assert written["loads_per_s"] == 10
+
+
+def test_large_adapters_are_few_and_loaded_from_the_host_alone_also_by_two_ranks(run):
+    one = run("--rank", "8", counts=FEW)
+    two = run("--rank", "16", "--tensor-parallel", "2", counts=FEW)
+    for written in (one, two):
+        assert [row["found"] for row in written["first_tokens"]] == ["gpu", "host"] * 2
+        assert [row["loads_from"] for row in written["gaps"]] == ["nowhere", "host"]
+    assert one["loads"][0]["gpu_bytes"] < two["loads"][0]["gpu_bytes"]
+
+
+def test_a_gibibyte_adapter_is_a_large_one_and_8bs_is_not():
+    dense = image_bytes(LLAMA_3_1_8B, BENCHMARKED)
+    of_experts = image_bytes(QWEN3_30B_A3B, BENCHMARKED)
+    assert (dense, of_experts) == (83_886_080, pytest.approx(1.7e9, rel=0.02))
+    assert counts_of(dense) == counts_of(2 * dense) == TierCounts()
+    assert counts_of(of_experts).disk == 0
+    of_two = image_bytes(LLAMA_3_1_8B, replace(BENCHMARKED, tensor_parallel=2), 24)
+    assert of_two / 2 == pytest.approx(dense, rel=0.02), "what one GPU has of rank 24"

@@ -160,3 +160,15 @@ def test_what_several_gpus_make_is_not_predicted(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         throughput.main()
     assert "several GPUs" in capsys.readouterr().err
+
+
+def test_adapters_that_the_host_has_no_room_for_are_on_all_gpus_from_the_start(tmp_path):
+    of_four = replace(SETTINGS, tensor_parallel=4)
+    engine = tiny_engine(tmp_path, adapters=5, room=5, on_host=2, settings=of_four)
+    one_part = engine._tiers.weights.arena.numel() // 5
+    assert engine._tiers._host.elements == 2 * 4 * one_part
+    assert {engine.residency(ref) for ref in random_refs(5)} == {Residency.GPU}
+    row = throughput.measure(engine, Work("5 adapters", 20, 6, adapters=5, requests=5), turns=1)
+    engine.close()
+    assert len(row.tokens_per_s) == 1
+    assert row.shortfall < 1e-4

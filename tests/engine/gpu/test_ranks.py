@@ -1,4 +1,4 @@
-"""On two GPUs: what one says, and the end of a replica whose follower is killed under load."""
+"""On several GPUs: what one says, and the end of a replica whose follower is killed under load."""
 
 import json
 import multiprocessing
@@ -46,6 +46,11 @@ FAMILIES = {
     "olmo2": CONFIG | {"model_type": "olmo2", "rope_scaling": None},
     "phi3": CONFIG | {"model_type": "phi3", "rope_scaling": None},
 }
+WORLDS = [
+    pytest.param(gpus, id=f"{gpus}-gpus")
+    for gpus in (2, 4, 8)
+    if gpus <= max(2, torch.cuda.device_count())
+]
 RANKS = (4, 8, 16, 33)
 TOKENS = 200  # of the shortest prompt
 LOAD_S = 20.0
@@ -112,14 +117,16 @@ def _logprobs(folder: Path, refs: list[AdapterRef], gpus: int) -> list[list[floa
     return [each[: TOKENS - 1] for each in told]
 
 
+@pytest.mark.parametrize("gpus", WORLDS)
 @pytest.mark.parametrize("folder", FAMILIES, indirect=True)
-def test_prompts_are_as_likely_on_two_gpus_as_on_one(folder, refs):
-    one, two = (logprobs(folder, refs, gpus) for gpus in (1, 2))
-    assert (one - two).square().mean().sqrt() < TOLERANCE
+def test_prompts_are_as_likely_on_several_gpus_as_on_one(folder, refs, gpus):
+    one, several = (logprobs(folder, refs, count) for count in (1, gpus))
+    assert (one - several).square().mean().sqrt() < TOLERANCE
     assert one[0].sub(one[1]).square().mean().sqrt() > 3 * TOLERANCE, "what adapters change"
 
 
-def test_load_with_churn_goes_on_until_a_follower_is_killed(folder, refs):
+@pytest.mark.parametrize("gpus", WORLDS)
+def test_load_with_churn_goes_on_until_a_follower_is_killed(folder, refs, gpus):
     ended, failed, tokens = threading.Event(), [], [0]
 
     def on_outputs(outputs):
@@ -127,7 +134,7 @@ def test_load_with_churn_goes_on_until_a_follower_is_killed(folder, refs):
         tokens[0] += len(outputs)
 
     client = EngineProcessClient(
-        partial(engine_of, folder, 2), on_outputs, lambda _: ended.set(), lambda _: None
+        partial(engine_of, folder, gpus), on_outputs, lambda _: ended.set(), lambda _: None
     )
     chance, until_s = random.Random(1), time.monotonic() + LOAD_S
     for number in range(100_000):
@@ -140,10 +147,11 @@ def test_load_with_churn_goes_on_until_a_follower_is_killed(folder, refs):
     assert not failed
     assert tokens[0] > 100 * LOAD_S
     (leader,) = (p for p in psutil.Process().children() if "process.server" in str(p.cmdline()))
-    (follower,) = (p for p in leader.children() if "process.follower" in str(p.cmdline()))
-    follower.kill()
+    others = [p for p in leader.children() if "process.follower" in str(p.cmdline())]
+    assert len(others) == gpus - 1
+    others[-1].kill()
     assert ended.wait(2.0)
-    assert not psutil.wait_procs([leader, follower], 5.0)[1], "no process is left"
+    assert not psutil.wait_procs([leader, *others], 5.0)[1], "no process is left"
     with pytest.raises(EngineClosed):
         client.submit(greedy("late", prompt(5))).result()
     client.close()

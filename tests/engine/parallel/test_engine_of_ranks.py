@@ -5,20 +5,25 @@ from typing import Any
 
 import pytest
 
+from engine.benchmarks.random_model import write_config
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import AdapterLimits, read_spec
 from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.residency.packing import PackedLayout
-from tests.engine.conftest import MOE
+from tests.engine.blobs import Shelf
+from tests.engine.conftest import EIGHT_HEADS, FAMILIES, MOE, SIZES, save_all
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import PAGE, Answers, greedy, prompt
 from tests.engine.moe_adapters import PARAMETERS
 from tests.engine.moe_world import MoeWorld
 from tests.engine.peft_world import PeftWorld, ask
+from tests.engine.process_engines import followers
 from tests.engine.test_peft_equality import ADAPTERS, ALL
 
 TOKENS = 24
+WITHIN_S = 120.0  # eight processes take 20 s on two busy cores
 HEAD = {"r": 6, "lora_alpha": 12, "target_modules": [*ALL, "lm_head"]}
 ATTENTION = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 _LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 24)
@@ -53,13 +58,22 @@ def largest_adapter_bytes(world: PeftWorld) -> int:
 
 @pytest.fixture(
     scope="module",
-    params=[(2, "llama"), (4, "biased"), (2, "qwen3_moe"), (4, "mixtral")],
-    ids=lambda param: f"{param[0]}-{param[1]}",
+    params=[
+        pytest.param((ranks, name), id=f"{ranks}-{name}", marks=[pytest.mark.soak] * (ranks > 4))
+        for ranks, name in [
+            *((2, "llama"), (4, "biased"), (8, "qwen3")),
+            *((2, "qwen3_moe"), (4, "mixtral"), (8, "qwen3_moe")),
+        ]
+    ],
 )
 def ranks_and_world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory, one_thread):
     ranks, name = request.param
-    checkpoint = {**tiny_checkpoints, **variant_checkpoints}[name]
     folder = tmp_path_factory.mktemp(name)
+    if ranks == 8:
+        configs = {**FAMILIES, **MOE}
+        checkpoint = save_all({name: configs[name] | EIGHT_HEADS}, folder)[name]
+    else:
+        checkpoint = {**tiny_checkpoints, **variant_checkpoints}[name]
     if name in MOE:
         adapters = {"attention": ATTENTION, **PARAMETERS, "head": HEAD}
         return ranks, MoeWorld(checkpoint, folder, adapters, TOKENS)
@@ -87,8 +101,27 @@ def alone(world, tmp_path_factory):
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, "num_attention_heads=4"),
+        (EIGHT_HEADS | {"intermediate_size": 100}, "^intermediate_size=100"),
+        (
+            {"num_attention_heads": 24, "num_key_value_heads": 3, "head_dim": 8},
+            "num_key_value_heads=3",
+        ),
+    ],
+)
+def test_what_eight_processes_cannot_share_is_refused_by_name_at_once(changed, named, tmp_path):
+    folder = write_config(tmp_path / "model", {"model_type": "llama", **SIZES, **changed})
+    settings = EngineSettings(model=folder, cache_dir=tmp_path / "cache", tensor_parallel=8)
+    with pytest.raises(SettingsError, match=f"{named} cannot be shared evenly by 8 processes"):
+        Engine(settings, Shelf(tmp_path / "made"))
+    assert not followers()
+
+
 def test_adapters_that_come_and_go_answer_as_peft_does(engine, world):
-    answers = Answers(engine)
+    answers = Answers(engine, WITHIN_S)
     assert ask(world, answers) == world.expected
     assert ask(world, answers) == world.expected, "with what the prefix cache holds"
     gpu = engine.status().tiers[Residency.GPU]
@@ -99,7 +132,7 @@ def test_adapters_that_come_and_go_answer_as_peft_does(engine, world):
 def test_what_was_preempted_goes_on_as_in_one_process(engine, alone):
     before, said = engine.status().preemptions, []
     for each in (engine, alone):
-        answers = Answers(each)
+        answers = Answers(each, WITHIN_S)
         for i in range(4):  # two of the nine KV pages each at first, four at last
             answers.submit(greedy(f"r{i}", prompt(30, 50 + i), max_tokens=30))
         answers.all()
@@ -125,7 +158,7 @@ def ask_all_kinds(answers: Answers, world: PeftWorld) -> Answers:
 
 def test_what_sampling_can_do_comes_out_as_in_one_process(engine, world, alone):
     wanted = ask_all_kinds(Answers(alone), world)
-    got = ask_all_kinds(Answers(engine), world)
+    got = ask_all_kinds(Answers(engine, WITHIN_S), world)
     assert (got.tokens, got.finish) == (wanted.tokens, wanted.finish)
     assert len(wanted.scores["scored", 0]) == 39
     for score, other in zip(got.scores["scored", 0], wanted.scores["scored", 0], strict=True):

@@ -10,12 +10,12 @@ from lorikeet_engine.parallel import rank_group
 from lorikeet_engine.parallel.rank_group import RankGroup
 from tests.engine.ranks import run_ranks
 
-VOCABULARY = 27  # of four ranks, 8 each: the last has three
+VOCABULARY = 27  # of four ranks, 8 each: the last has three; of eight, four have none
 LOGITS = torch.arange(3.0 * VOCABULARY).view(3, VOCABULARY)
 
 
 def exchange(group: RankGroup) -> dict[str, torch.Tensor | tuple[int, ...]]:
-    numbers = torch.full((2, 3), 10.0**group.rank)
+    numbers = torch.full((2, 3), 10.0**group.rank, dtype=torch.float64)
     group.sum_(numbers)
     tokens = torch.tensor([5, 7]) * (group.rank == 0)
     group.broadcast_tokens(tokens)
@@ -30,11 +30,11 @@ def exchange(group: RankGroup) -> dict[str, torch.Tensor | tuple[int, ...]]:
     }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_ranks_exchange_sums_logits_tokens_and_the_least_of_numbers(tmp_path, world):
     results = run_ranks(world, exchange, tmp_path)
     for result in results:
-        assert torch.equal(result["sum"], torch.full((2, 3), (10.0**world - 1) / 9))
+        assert torch.equal(result["sum"], torch.full_like(result["sum"], (10**world - 1) // 9))
         assert result["tokens"].tolist() == [5, 7]
         assert result["no logits"].shape == (0, VOCABULARY)
         assert result["minimum"] == (11 - world, 3)

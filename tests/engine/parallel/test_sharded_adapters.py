@@ -15,7 +15,7 @@ from lorikeet_engine.models.llama import LlamaModel, load_model
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout
-from tests.engine.conftest import FAMILIES, PagedTokens, save_all
+from tests.engine.conftest import EIGHT_HEADS, FAMILIES, PagedTokens, save_all
 from tests.engine.models.test_models import Run, assert_equal, prompt_of
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 from tests.engine.ranks import CPU, run_ranks
@@ -148,7 +148,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cases(folder):
-    checkpoints = save_all(CONFIGS, folder)
+    return made_cases(CONFIGS, folder)
+
+
+def made_cases(configs: dict[str, dict[str, Any]], folder: Path) -> dict[str, Case]:
+    checkpoints = save_all(configs, folder)
     shelf = BlobShelf(folder / "blobs")
     made = {}
     for name, adapters in ADAPTERS.items():
@@ -176,6 +180,17 @@ def test_the_leaders_logits_under_adapters_are_those_of_one_process(alone, share
     leader, *followers = (rank[name] for rank in shared)
     assert_equal(leader, alone[name])
     assert all(len(logits) == 0 for logits in followers)
+
+
+@pytest.mark.soak
+def test_eight_ranks_have_the_logits_of_one_process_under_adapters(tmp_path):
+    configs = {name: config | EIGHT_HEADS for name, config in CONFIGS.items()}
+    cases = made_cases(configs, tmp_path)
+    alone = answers(cases, None)
+    leader, *followers = run_ranks(8, answers_of_rank, tmp_path, cases)
+    for name in CONFIGS:
+        assert_equal(leader[name], alone[name])
+        assert all(len(rank[name]) == 0 for rank in followers)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from lorikeet_engine.kernels.moe import RoutedRows, route
 from lorikeet_engine.models import experts
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.parallel.rank_group import RankGroup
-from tests.engine.conftest import MOE, PagedTokens
+from tests.engine.conftest import EIGHT_HEADS, MOE, PagedTokens, save_all
 from tests.engine.models.test_models import Run, prompt_of
 from tests.engine.moe_adapters import PARAMETERS
 from tests.engine.parallel.test_sharded_adapters import packed, step
@@ -53,8 +53,12 @@ def tell(group: RankGroup | None, checkpoint: Path, blobs: dict[str, Path]) -> T
 
 @pytest.fixture(scope="module", params=MOE)
 def case(request, tiny_checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return made_case(tiny_checkpoints[request.param], folder)
+
+
+def made_case(checkpoint: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
     """A checkpoint, and the blobs of adapters that change what is routed."""
-    checkpoint, folder = tiny_checkpoints[request.param], tmp_path_factory.mktemp(request.param)
     shelf = BlobShelf(folder / "blobs")
     blobs = {}
     for seed, name in enumerate(ADAPTERS):
@@ -65,6 +69,17 @@ def case(request, tiny_checkpoints, tmp_path_factory):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_ranks_choose_the_same_experts_bit_for_bit_and_sum_twice_a_layer(world, case, tmp_path):
+    all_choose_the_same(world, case, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MOE)
+def test_eight_ranks_choose_the_same_experts(name, tmp_path):
+    (checkpoint,) = save_all({name: MOE[name] | EIGHT_HEADS}, tmp_path).values()
+    all_choose_the_same(8, made_case(checkpoint, tmp_path), tmp_path)
+
+
+def all_choose_the_same(world: int, case: tuple[Path, dict[str, Path]], tmp_path: Path) -> None:
     alone = tell(None, *case)
     leader, *followers = run_ranks(world, tell, tmp_path, *case)
     torch.testing.assert_close(leader.logits, alone.logits, rtol=0, atol=1e-4)

@@ -9,7 +9,7 @@ from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import Shard
-from tests.engine.conftest import FAMILIES, MOE, PagedTokens, save_all
+from tests.engine.conftest import EIGHT_HEADS, FAMILIES, MOE, PagedTokens, save_all
 from tests.engine.models.test_models import Run, assert_equal
 from tests.engine.ranks import CPU, run_ranks
 
@@ -70,6 +70,16 @@ def test_the_leaders_logits_are_those_of_one_process(alone, shared, name):
     leader, *followers = (rank[name] for rank in shared)
     assert_equal(leader, alone[name])
     assert all(len(logits) == 0 for logits in followers)
+
+
+@pytest.mark.soak
+def test_eight_ranks_have_the_logits_of_one_process(tmp_path):
+    folders = save_all({name: config | EIGHT_HEADS for name, config in CONFIGS.items()}, tmp_path)
+    alone = answers(folders, None)
+    leader, *followers = run_ranks(8, answers_of_rank, tmp_path, folders)
+    for name in CONFIGS:
+        assert_equal(leader[name], alone[name])
+        assert all(len(rank[name]) == 0 for rank in followers)
 
 
 @pytest.mark.parametrize("name", NAMES)
