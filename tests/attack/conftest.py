@@ -61,7 +61,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         environ.setenv("LORIKEET_ADAPTER_HOST_MEMORY", "4MiB")
         environ.setenv("LORIKEET_ADAPTER_DISK", "16MiB")
         environ.setenv("LORIKEET_ADMIN_ADDRESS", f"127.0.0.1:{free_port()}")
-        environ.setenv("PYTHONPATH", str(ROOT))
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environ.setenv("PYTHONPATH", os.pathsep.join(paths))  # as this process, so the actors
         environ.chdir(ROOT)
         yield from run_service(root)
 
