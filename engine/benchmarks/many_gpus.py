@@ -38,8 +38,8 @@ _ENVIRONMENT = {  # NVLink multicast can put all GPUs of a host out of service
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "engine", ROOT / "platform"))),
 }
+_PACKAGES = (ROOT, ROOT / "engine", ROOT / "platform")
 _ADAPTERS = ("base 256/128", "8 adapters 256/128", "128 adapters 256/128")
 _STEPS = ("base, alone 256/128", "base, 32 256/128")
 _KV_BYTES = {2: 18_000_000_000}  # of two GPUs, 70B's weights leave no more
@@ -82,13 +82,16 @@ class RunningJob:
         self._log, self._json = folder / f"{job.name}.log", folder / f"{job.name}.json"
         arguments = (*job.arguments, *(("--json", str(self._json)) if job.writes else ()))
         visible = _visible_gpus(max(job.gpus) + 1)
-        gpus = ",".join(visible[gpu] for gpu in job.gpus)
+        own = {
+            "CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] for gpu in job.gpus),
+            "PYTHONPATH": os.pathsep.join([*map(str, _PACKAGES), os.environ.get("PYTHONPATH", "")]),
+        }
         self._began_s = time.monotonic()
         with self._log.open("w") as log:
             self._process = psutil.Popen(
                 [sys.executable, "-m", job.module, *arguments],
                 cwd=ROOT,
-                env=os.environ | _ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": gpus},
+                env=os.environ | _ENVIRONMENT | own,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
