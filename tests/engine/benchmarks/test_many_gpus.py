@@ -40,8 +40,7 @@ sys.exit(given.exit)
 def job(tmp_path, monkeypatch):
     """Makes jobs that do little."""
     (tmp_path / "little_job.py").write_text(textwrap.dedent(JOB))
-    paths = f"{many_gpus._ENVIRONMENT['PYTHONPATH']}:{tmp_path}"
-    monkeypatch.setitem(many_gpus._ENVIRONMENT, "PYTHONPATH", paths)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(many_gpus, "_POLL_S", 0.02)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return lambda name, gpus, *more, limit_s=30.0, **others: GpuJob(
