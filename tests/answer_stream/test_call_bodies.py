@@ -95,6 +95,15 @@ def test_text_that_cannot_become_a_call_is_not_held_back():
     assert parser.push(" am") == ("<function_calls>I am", [])
 
 
+@pytest.mark.parametrize("syntax", [OLMO, TOOL_CODE, PYTHON_LIST])
+@pytest.mark.parametrize("within", ["what don't", "at='noon', what doesn't", "at='it'"])
+def test_an_apostrophe_in_no_string_holds_nothing_back(syntax, within):
+    parser, begun = ToolCallParser(syntax, USE), f"{syntax.before}time({within}"
+    assert parser.push(begun[:-3]) == ("", [])
+    assert parser.push(begun[-3:] + "'s") == (begun + "'s", [])
+    assert parser.push(" more") == (" more", [])
+
+
 ALLOWED = {
     "none": ({"properties": {}, "additionalProperties": False}, [{}], [{"a": 1}]),
     "any": ({}, [{}, {"a": 1}, {"a": [{}], "b2": None}], []),
