@@ -153,6 +153,14 @@ ALLOWED = {
         [{"a": 3}],
         [{}, {"a": 2}, {"a": "3"}],
     ),
+    "one that is closed to what the other names": (
+        {
+            "allOf": [{"properties": {"a": {}, "b": {}}, "additionalProperties": False}],
+            "properties": {"b": {"type": "null"}, "c": {}},
+        },
+        [{}, {"a": 1}, {"a": 1, "b": None}],
+        [{"b": 1}, {"c": 1}],
+    ),
     "none or any": (
         {"anyOf": [{"properties": {}, "additionalProperties": False}, {"type": ["object"]}]},
         [{}, {"a": 1}],
@@ -184,6 +192,7 @@ def test_arguments_in_python_keep_to_their_schemas(demo, schema):
         {"$ref": "#/$defs/a"},
         {"$ref": "#/type/0"},
         {"anyOf": [{"type": 3}]},
+        {"properties": {"a": {}}, "required": ["b"], "additionalProperties": False},
         {"$ref": "https://example.com"},
     ],
 )

@@ -36,14 +36,20 @@ class ArgumentRules:
         types = part.get("type", "object")
         if types != "object" and not (isinstance(types, list) and "object" in types):
             return None
+        closed = part.get("additionalProperties") is False
         both = {
-            key: {"allOf": [known, properties[key]]}
-            for key, known in self.properties.items()
-            if key in properties
+            key: {"allOf": [self.properties[key], properties[key]]}
+            for key in self.properties.keys() & properties.keys()
         }
-        closed = self.closed or part.get("additionalProperties") is False
         return ArgumentRules(
-            {**self.properties, **properties, **both}, (*self.required, *required), closed
+            {
+                key: both.get(key, value)
+                for key, value in {**self.properties, **properties}.items()
+                if not (closed and key not in properties)
+                and not (self.closed and key not in self.properties)
+            },
+            (*self.required, *required),
+            self.closed or closed,
         )
 
 
@@ -70,7 +76,8 @@ def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
         known, parts = begun.pop()
         match parts:
             case []:
-                met.append(known)
+                if not known.closed or known.properties.keys() >= set(known.required):
+                    met.append(known)
             case [True, *rest]:
                 begun.append((known, rest))
             case [False, *_]:
