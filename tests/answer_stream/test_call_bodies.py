@@ -4,13 +4,12 @@ import itertools
 import json
 
 import pytest
-from llguidance import LLMatcher
-from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import FUNCTION_GEMMA, OLMO, PYTHON_LIST, TOOL_CODE
+from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import ToolUse
 from lorikeet.replica.tool_grammar import call_grammar
 from tests.answer_stream.test_tool_calls import USE, allows, cost_s, forced, read
@@ -95,6 +94,15 @@ def test_text_that_cannot_become_a_call_is_not_held_back():
     assert parser.push(" am") == ("<function_calls>I am", [])
 
 
+@pytest.mark.parametrize("syntax", [OLMO, TOOL_CODE, PYTHON_LIST])
+@pytest.mark.parametrize("within", ["what don't", "at='noon', what doesn't", "at='it'"])
+def test_an_apostrophe_in_no_string_holds_nothing_back(syntax, within):
+    parser, begun = ToolCallParser(syntax, USE), f"{syntax.before}time({within}"
+    assert parser.push(begun[:-3]) == ("", [])
+    assert parser.push(begun[-3:] + "'s") == (begun + "'s", [])
+    assert parser.push(" more") == (" more", [])
+
+
 ALLOWED = {
     "none": ({"properties": {}, "additionalProperties": False}, [{}], [{"a": 1}]),
     "any": ({}, [{}, {"a": 1}, {"a": [{}], "b2": None}], []),
@@ -109,6 +117,55 @@ ALLOWED = {
         [{"b": 1}, {"a": 1, "b": 1}],
         [{}, {"a": 1}, {"b": "1"}],
     ),
+    "a reference": (
+        {"$ref": "#/$defs/a~1b%7D"}
+        | {"$defs": {"a/b}": {"properties": {"a": {"$ref": "#/$defs/n"}}}, "n": {"type": "null"}}},
+        [{}, {"a": None}],
+        [{"a": 1}, {"b": 1}],
+    ),
+    "one of two": (
+        {
+            "anyOf": [
+                {"properties": {"b": {"type": "integer"}}, "required": ["b"]},
+                {"properties": {"c": {"type": "null"}}},
+                {"type": "null"},
+                False,
+            ],
+            "properties": {"a": {}},
+        },
+        [{"b": 1}, {"b": 1, "a": 2}, {}, {"c": None}, {"c": None, "a": 2}],
+        [{"b": "1"}, {"b": 1, "c": None}, {"d": 1}],
+    ),
+    "one of two is required": (
+        {
+            "properties": {"a": {}, "b": {}},
+            "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        [{"a": 1}, {"b": 1}, {"a": 1, "b": 2}],
+        [{}, {"c": 1}],
+    ),
+    "all of two": (
+        {
+            "allOf": [True, {"properties": {"a": {"minimum": 3}}}],
+            "properties": {"a": {"type": "integer"}},
+            "required": ["a"],
+        },
+        [{"a": 3}],
+        [{}, {"a": 2}, {"a": "3"}],
+    ),
+    "one that is closed to what the other names": (
+        {
+            "allOf": [{"properties": {"a": {}, "b": {}}, "additionalProperties": False}],
+            "properties": {"b": {"type": "null"}, "c": {}},
+        },
+        [{}, {"a": 1}, {"a": 1, "b": None}],
+        [{"b": 1}, {"c": 1}],
+    ),
+    "none or any": (
+        {"anyOf": [{"properties": {}, "additionalProperties": False}, {"type": ["object"]}]},
+        [{}, {"a": 1}],
+        [],
+    ),
 }
 
 
@@ -122,12 +179,54 @@ def test_arguments_in_python_keep_to_their_schemas(demo, schema):
     assert not any(allowed(forced(OLMO, ("f", arguments))) for arguments in wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"properties": 3}, {"properties": {"a": {}}, "required": 3}])
-def test_a_schema_that_is_none_has_no_grammar(demo, wrong):
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"properties": 3},
+        {"properties": {"a": {}}, "required": 3},
+        {"anyOf": 3},
+        {"anyOf": [3]},
+        {"anyOf": []},
+        {"anyOf": [{"type": "null"}]},
+        {"$ref": 3},
+        {"$ref": "#/$defs/a"},
+        {"$ref": "#/type/0"},
+        {"anyOf": [{"type": 3}]},
+        {"properties": {"a": {}}, "required": ["b"], "additionalProperties": False},
+        {"$ref": "https://example.com"},
+    ],
+)
+def test_a_schema_that_no_arguments_can_meet_is_refused(demo, wrong):
     function = {"name": "f", "parameters": {"type": "object", **wrong}}
     use = ToolUse(({"type": "function", "function": function},), forced=("f",))
-    grammar = call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
-    assert LLMatcher(from_tokenizer(demo), grammar).is_error()
+    with pytest.raises(InvalidInput, match="a function's parameters: ") as refused:
+        call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
+    assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    "endless", [{"$ref": "#"}, {"allOf": [{"anyOf": [{"required": ["a"]}] * 2}] * 20}]
+)
+def test_a_schema_with_too_many_alternatives_is_refused(demo, endless):
+    function = {"name": "f", "parameters": endless}
+    use = ToolUse(({"type": "function", "function": function},), forced=("f",))
+    with pytest.raises(InvalidInput, match="too many"):
+        call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"properties": {f"p{i}": {"$ref": "#/$defs/n"} for i in range(400)}, "$defs": {"n": {}}},
+        {"properties": {f"p{i}": {} for i in range(3000)}, "anyOf": [True] * 20},
+    ],
+    ids=["references", "alternatives"],
+)
+def test_parameters_that_would_be_copied_too_often_are_refused(demo, large):
+    function = {"name": "f", "parameters": {"type": "object", **large}}
+    use = ToolUse(({"type": "function", "function": function},), forced=("f",))
+    with pytest.raises(InvalidInput, match="too large"):
+        call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
 
 
 LONG_PYTHON = {

@@ -1,5 +1,6 @@
 """Everything a client can get wrong, and what it is told. A bad request never reaches a replica."""
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import openai
 import pytest
 from pydantic import ValidationError
+from starlette.requests import Request
 
+from lorikeet.errors import InvalidInput, RequestTooLarge
 from lorikeet.gateway.apis.api_request import GenerateRequest
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.no_ops import CHAT_NO_OPS, COMPLETIONS_NO_OPS
-from lorikeet.gateway.body import MAX_JSON_BYTES
+from lorikeet.gateway.body import MAX_JSON_BYTES, read_body
 from tests.gateway.conftest import Gateway, chat
 
 CHAT = "/v1/chat/completions"
@@ -286,6 +289,26 @@ def test_a_body_of_undeclared_length_is_cut_off_too(unchanged: Gateway) -> None:
     parts = (b" " * 2**20 for _ in range(MAX_JSON_BYTES // 2**20 + 1))
     answer = unchanged.request("POST", CHAT, unchanged.keys["acme"], content=parts)
     error_of(answer, 413)
+
+
+@pytest.mark.parametrize(
+    "length", ["", "-1", "+5", "1_0", "1e3", "0x10", "\xb2", "2, 2", "9" * 4301]
+)
+def test_a_length_that_is_no_number_is_refused(length: str) -> None:
+    with pytest.raises(InvalidInput, match="want the body's size in bytes") as refused:
+        asyncio.run(read_body(declaring(length)))
+    assert refused.value.param == "content-length"
+
+
+def test_a_body_is_refused_by_its_declared_length() -> None:
+    with pytest.raises(RequestTooLarge, match=str(MAX_JSON_BYTES)):
+        asyncio.run(read_body(declaring(str(MAX_JSON_BYTES + 1))))
+
+
+def declaring(length: str) -> Request:
+    """A request with a Content-Length, whose body is never asked for."""
+    headers = [(b"content-length", length.encode("latin-1"))]
+    return Request({"type": "http", "method": "POST", "headers": headers})
 
 
 @pytest.mark.parametrize(

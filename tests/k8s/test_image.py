@@ -41,6 +41,8 @@ def test_the_image_for_cpus_takes_the_torch_that_brings_no_cuda() -> None:
     cpu, cuda = (part.partition("\nFROM ")[0] for part in DOCKERFILE.split("\nFROM ")[1:3])
     assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" in cpu
     assert "PIP_EXTRA_INDEX_URL" not in cuda
+    told = "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make serve"
+    assert told in (ROOT / "README.md").read_text()  # as without an image
 
 
 def test_a_login_shell_finds_the_commands() -> None:

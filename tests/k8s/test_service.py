@@ -220,6 +220,7 @@ def test_every_container_says_what_it_needs(overlay: str) -> None:
         for container in containers(pod):
             assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
             assert "memory" in container["resources"]["limits"]
+            assert "cpu" not in container["resources"]["limits"]  # it would throttle bursts
 
 
 @both

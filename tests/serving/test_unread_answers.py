@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorikeet.serving import proxy_middleware
-from lorikeet.serving.proxy_middleware import MOST_UNREAD_BYTES, UnreadAnswerMiddleware
+from lorikeet.serving.proxy_middleware import MOST_UNREAD_BYTES, middlewares
 
 PIECE = b"x" * 2**16
 KERNEL_BYTES = 2**24
@@ -48,9 +48,10 @@ def whole(size: int) -> ASGIApp:
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp) -> AsyncIterator[int]:
-    """The port of a server with the application behind the middleware."""
-    middleware = UnreadAnswerMiddleware(app)
-    config = uvicorn.Config(middleware, lifespan="off", log_config=None, access_log=False)
+    """The port of a server with the application behind the middleware, as in front of Serve."""
+    for middleware in reversed(middlewares()):
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         running = asyncio.create_task(server.serve([listening]))

@@ -74,6 +74,7 @@ class Loader:
         self._tasks: dict[str, LoadTask] = {}
         self._results: deque[LoadResult] = deque()
         self._source_failure: _SourceFailure | None = None  # since which nothing has come
+        self._closed = False
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
         self._verifiers = ThreadPoolExecutor(_PACKERS, "lorikeet-verify")
@@ -108,7 +109,8 @@ class Loader:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """Start no more loads."""
+        """Start no more loads; those under way end by themselves, whole or not."""
+        self._closed = True
         for workers in (self._downloaders, self._packers, self._images, self._streamer):
             workers.close()
         self._verifiers.shutdown(wait=False, cancel_futures=True)
@@ -130,6 +132,8 @@ class Loader:
             kind = AdapterTooLarge if isinstance(error, AdapterTooLarge) else AdapterLoadFailed
             self._finish(task, error=_about(task.ref, error, kind))
         except Exception as error:  # its text is for the log: it may name the machine's folders
+            if self._closed:  # that is why it failed, and nobody waits for it
+                return
             if is_disk_trouble(error) and self._goes_past_disk(task, error):
                 return
             log.exception("adapter_load_failed", extra={"adapter": str(task.ref)})

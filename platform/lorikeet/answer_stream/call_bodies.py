@@ -27,6 +27,7 @@ _TOKEN = {
         r"|(?P<word>[^][\s{},:<]++))"
     ),
 }
+_BEFORE_STRING = "([{,=:"
 _BACKSLASH = regex.compile(r"(?s)\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {c: c for c in "\\\"'/"}
 
@@ -39,17 +40,49 @@ class BodyEnd(Protocol):
         ...
 
 
-class BracketEnd:
-    """Finds where what begins with a bracket ends: a JSON object or array, a list in Python."""
+class JsonEnd:
+    """Finds where a JSON object or array ends."""
 
-    def __init__(self, opening: str = "{[", closing: str = "}]", quotes: str = '"') -> None:
-        self._opening, self._closing, self._quotes = opening, closing, quotes
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def find(self, text: str) -> int | None:
+        """Return how many characters of new text belong to it; None if all do and more come."""
+        for at, char in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = char == "\\"
+                self._in_string = char != '"'
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+
+class PythonEnd:
+    """Finds where calls in Python end: with what closes them, or else with their list's bracket.
+
+    A quote where no string can begin, such as an apostrophe, ends them too, as it makes them no
+    calls: else it would hold back all that comes behind it.
+    """
+
+    def __init__(self, closes: str) -> None:
+        self._closes = closes
+        self._tail = ""  # the last characters since a string
+        self._before = ""  # the last character but whitespace
         self._depth = 0
         self._quote = ""  # the one that closes the string, if one is open
         self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return how many characters of new text belong to it; None if all do and more come."""
+        """Return how many characters of new text belong to them; None if all do and more come."""
         for at, char in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -57,42 +90,42 @@ class BracketEnd:
                 self._escaped = char == "\\"
                 if char == self._quote:
                     self._quote = ""
-            elif char in self._quotes:
-                self._quote = char
-            elif char in self._opening:
-                self._depth += 1
-            elif char in self._closing:
-                self._depth -= 1
-                if self._depth == 0:
+            elif char in "\"'":
+                if self._before not in _BEFORE_STRING:
                     return at + 1
+                self._quote = self._before = char
+                self._tail = ""
+            elif self._ends_with(char):
+                return at + 1
         return None
 
+    def _ends_with(self, char: str) -> bool:
+        if not char.isspace():
+            self._before = char
+        if self._closes:
+            self._tail = (self._tail + char)[-len(self._closes) :]
+            return self._tail == self._closes
+        self._depth += (char in "([{") - (char in ")]}")
+        return self._depth == 0 and char in ")]}"
 
-class MarkEnd:
-    """Finds where a mark ends that is in no string. backslash: whether one escapes in strings."""
 
-    def __init__(self, mark: str, quotes: tuple[str, ...], *, backslash: bool) -> None:
-        self._mark, self._quotes, self._backslash = mark, quotes, backslash
-        self._longest = max(map(len, (mark, *quotes)))
+class GemmaEnd:
+    """Finds where what closes calls ends, in no string of FunctionGemma's."""
+
+    def __init__(self, closes: str) -> None:
+        self._closes = closes
+        self._longest = max(len(closes), len(_ESCAPE))
         self._tail = ""  # the last characters since a string began or ended
-        self._quote = ""
-        self._escaped = False
+        self._in_string = False
 
     def find(self, text: str) -> int | None:
         """Return how many characters of new text belong to it; None if all do and more come."""
         for at, char in enumerate(text):
             self._tail = (self._tail + char)[-self._longest :]
-            if self._escaped:
-                self._escaped = False
-            elif self._quote:
-                self._escaped = self._backslash and char == "\\"
-                if self._tail.endswith(self._quote):
-                    self._quote = self._tail = ""
-            elif self._tail.endswith(self._mark):
+            if self._tail.endswith(_ESCAPE):
+                self._in_string, self._tail = not self._in_string, ""
+            elif not self._in_string and self._tail.endswith(self._closes):
                 return at + 1
-            elif self._tail.endswith(self._quotes):
-                self._quote = next(q for q in self._quotes if self._tail.endswith(q))
-                self._tail = ""
         return None
 
 
@@ -110,17 +143,15 @@ def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
 def body_end(syntax: ToolSyntax) -> BodyEnd:
     """Return what finds the end of the body of calls; what closes them belongs to it, but by JSON.
 
-    In other styles a body is several calls, or ends before brackets do where it is none.
+    In other styles a body is several calls, or ends sooner where it is none.
     """
     match syntax.style:
         case CallStyle.JSON:
-            return BracketEnd()
+            return JsonEnd()
         case CallStyle.PYTHON:
-            if not syntax.closes:
-                return BracketEnd("([{", ")]}", "\"'")
-            return MarkEnd(syntax.closes, ('"', "'"), backslash=True)
+            return PythonEnd(syntax.closes)
         case CallStyle.GEMMA:
-            return MarkEnd(syntax.closes, (_ESCAPE,), backslash=False)
+            return GemmaEnd(syntax.closes)
 
 
 def calls_of(body: str, syntax: ToolSyntax) -> list[FunctionCall]:

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import regex
 
-from lorikeet.answer_stream.call_bodies import BracketEnd, body_begin, body_end, calls_of
+from lorikeet.answer_stream.call_bodies import JsonEnd, body_begin, body_end, calls_of
 from lorikeet.answer_stream.openai_format import CallDelta
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import ToolUse
@@ -200,7 +200,7 @@ class ForcedCallParser:
     def __init__(self, syntax: ToolSyntax) -> None:
         self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": ')
         self._held = ""
-        self._arguments: BracketEnd | None = None  # of the call that is being read
+        self._arguments: JsonEnd | None = None  # of the call that is being read
         self._calls = 0
 
     def push(self, text: str, *, last: bool = False) -> ToolDelta:  # noqa: ARG002
@@ -213,7 +213,7 @@ class ForcedCallParser:
                 deltas.append(self._next_arguments(self._arguments))
             elif head := self._head.search(self._held):
                 self._held = self._held[head.end() :]
-                self._arguments = BracketEnd()
+                self._arguments = JsonEnd()
                 deltas.append(CallDelta(self._calls, "", call_id(), head[1]))
                 self._calls += 1
             else:
@@ -226,7 +226,7 @@ class ForcedCallParser:
         """Whether a character is text: none is."""
         return False
 
-    def _next_arguments(self, arguments: BracketEnd) -> CallDelta:
+    def _next_arguments(self, arguments: JsonEnd) -> CallDelta:
         end = arguments.find(self._held)
         if end is None:
             end = len(self._held)

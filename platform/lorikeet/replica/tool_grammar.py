@@ -9,18 +9,14 @@ import regex
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
-from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.grammar import LAYOUT, format_rule
+from lorikeet.replica.python_arguments import python_arguments
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As chat templates write arguments."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"parameters": {"type": "object"}}
-_WHOLE = "arguments"
-_MOST_SCHEMAS_LENGTH = 2**22
-_WORD = regex.compile(r"\w+")
-"""What is written as it is before the = of an argument; other names as strings."""
 _TEXT_BESIDE = {
     CallStyle.JSON: r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?",
     CallStyle.PYTHON: r"\s*([^\s;\[](?s:.*)|;\s*([^\s\[](?s:.*))?)?",
@@ -106,7 +102,7 @@ def _call(
         call = f"call_{index}"
         if syntax.style is CallStyle.PYTHON:
             rules.append(f'{call}: {literal(f"{name}(")} {call}_arguments ")"')
-            rules += _python_arguments(f"{call}_arguments", schema)
+            rules += python_arguments(f"{call}_arguments", schema)
             continue
         head = literal(f'{{"name": "{name}", "{syntax.arguments}": ')
         rules += [
@@ -114,65 +110,6 @@ def _call(
             f"{call}_arguments: %json {json.dumps(schema)}",
         ]
     return rules
-
-
-def _python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
-    """Return the rules of key=value, …: those that the schema names, in its order, values as JSON.
-
-    Where it names none, any, unless it allows none. What it says of all of them together, beside
-    which ones are required, is not held. Raises InvalidInput.
-    """
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        return [f"{rule}: %json {json.dumps(schema)}"]  # which is refused with what is wrong
-    if not properties and schema.get("additionalProperties") is False:
-        return [f'{rule}: ""']
-    guidance = {"x-guidance": schema["x-guidance"]}
-    if not properties:
-        pair = f"{rule}_pair"
-        return [
-            f'{rule}: ({pair} (", " {pair})*)?',
-            f'{pair}: (/[a-zA-Z_][a-zA-Z0-9_]*/ | {pair}_name) "=" {rule}_value',
-            f'{pair}_name: %json {{"type": "string"}}',
-            f"{rule}_value: %json {json.dumps(guidance)}",
-        ]
-    rules, length = [f"{rule}: {rule}_first_0"], 0
-    # what may come from this property on where none was written before it, and where one was
-    for at, (key, value) in enumerate(properties.items()):
-        name = key if _WORD.fullmatch(key) else json.dumps(key)
-        pair = f"{json.dumps(f'{name}=')} {rule}_value_{at} {rule}_more_{at + 1}"
-        first, more = f"{rule}_first_{at}: {pair}", f'{rule}_more_{at}: ", " {pair}'
-        if key not in required:
-            first, more = f"{first} | {rule}_first_{at + 1}", f"{more} | {rule}_more_{at + 1}"
-        held = json.dumps({**_standing_alone(value, schema), **guidance})
-        if (length := length + len(held)) > _MOST_SCHEMAS_LENGTH:
-            raise InvalidInput(
-                "a function's parameters are too large where each that has a $ref has a copy of "
-                f"them all, over {_MOST_SCHEMAS_LENGTH} characters: write out what $ref names",
-                param="tools",
-            )
-        rules += [first, more, f"{rule}_value_{at}: %json {held}"]
-    return [*rules, f'{rule}_first_{at + 1}: ""', f'{rule}_more_{at + 1}: ""']
-
-
-def _standing_alone(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a property's schema; with the whole one in it, where it refers to any of that."""
-    if not isinstance(value, Mapping):
-        return {}
-    if '"$ref"' not in json.dumps(value):
-        return value
-    return {**_referring(value), "$defs": {_WHOLE: _referring(schema)}}
-
-
-def _referring(part: Any) -> Any:
-    """Return a part of a schema, whose references are into the copy of the whole."""
-    if isinstance(part, Mapping):
-        referring = {key: _referring(value) for key, value in part.items()}
-        match part.get("$ref"):
-            case str(ref) if ref.startswith("#"):
-                referring["$ref"] = f"#/$defs/{_WHOLE}{ref[1:]}"
-        return referring
-    return [_referring(each) for each in part] if isinstance(part, list) else part
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,13 @@ import errno
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter_format import read_spec
 from lorikeet_engine.errors import AdapterTooLarge
 from lorikeet_engine.residency import blob_packing, loader
 from lorikeet_engine.residency.disk import image_writer
@@ -119,6 +121,30 @@ def test_a_blob_that_is_replaced_while_it_is_packed_is_packed_again(shelf, bench
     other = bench()
     other.lease(a).release()
     assert other.image(a).read_bytes() == good_image
+
+
+def test_a_close_while_a_blob_is_packed_is_no_failed_load(shelf, bench, monkeypatch, caplog):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.tiers.pin(a, Residency.DISK)
+    b.until(lambda: b.tiers.residency(a) is Residency.DISK)
+    packing, gate = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> object:
+        packing.set()
+        assert gate.wait(10)
+        return read_spec(*arguments)
+
+    monkeypatch.setattr(loader, "read_spec", slow)
+    other = bench()
+    other.tiers.request(a)
+    assert packing.wait(10)
+    other.tiers.close()
+    gate.set()
+    for thread in other.tiers._loader._packers._threads:
+        thread.join(10)
+    assert not other.tiers._host.holds(a.digest)  # it ended early
+    assert caplog.messages == []
 
 
 def test_a_blob_is_not_verified_before_the_host_has_room_for_it(shelf, bench, monkeypatch):

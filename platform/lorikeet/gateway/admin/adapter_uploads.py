@@ -21,7 +21,7 @@ from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge
 from lorikeet.gateway.admin.registration import RegisteredVersion, Registration, RegistrationRequest
 from lorikeet.gateway.admin.smoke import smoke_test
 from lorikeet.gateway.auth import Actor
-from lorikeet.gateway.body import Body, json_body, limited
+from lorikeet.gateway.body import Body, declared_bytes, json_body, limited
 from lorikeet.gateway.error_responses import CREATED, OK
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
@@ -91,8 +91,8 @@ class UploadEndpoints:
         limits = await registration.check(tenant, base_model)
         with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
             blob = Path(folder) / "adapter.safetensors"
-            declared = request.headers.get("content-length", "")
-            scan = ValueScan(int(declared)) if declared.isdecimal() else None
+            size_bytes = declared_bytes(request, limits.max_bytes)
+            scan = None if size_bytes is None else ValueScan(size_bytes)
             body = limited(request, limits.max_bytes)
             digest = await receive_file(body, blob, registration.workers, scan)
             facts = await registration.validate(order, blob, digest, scan)

@@ -14,12 +14,12 @@ from pydantic import BaseModel, Field
 
 from lorikeet.catalog.names import check_alias, check_digest, check_name
 from lorikeet.catalog.records import BlobFacts
-from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound, RequestTooLarge
+from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound
 from lorikeet.gateway.admin.blob_validation import check_base_model
 from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
 from lorikeet.gateway.admin.serializers import Json
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
-from lorikeet.gateway.body import in_time, limited
+from lorikeet.gateway.body import declared_bytes, in_time, limited
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
 from lorikeet.gateway.pushing.progress import Progress, Wait, progress_json, taken_json
@@ -164,7 +164,9 @@ class PushEndpoints:
         if order.query.base_model:
             check_base_model(order.query.base_model, self._services.base_models)
         limits = await self._registration.limits(tenant.name)
-        size_bytes = _content_length(request, limits.max_bytes)
+        size_bytes = declared_bytes(request, limits.max_bytes)
+        if size_bytes is None:
+            raise InvalidInput("send Content-Length, the size of the body", param="content-length")
         hold.take_bytes(size_bytes)
         folder = self._lane.folders.make()
         async with AsyncExitStack() as refused:
@@ -235,13 +237,3 @@ class PushEndpoints:
         pushed = self._lane.pushed.get((tenant, name, digest))
         expires = pushed.expires if pushed else None
         return Progress(known, version, numbered.version if numbered else None, ready, expires)
-
-
-def _content_length(request: Request, max_bytes: int) -> int:
-    """Return the size of the body. Raises InvalidInput, RequestTooLarge."""
-    declared = request.headers.get("content-length", "")
-    if not declared.isdecimal():
-        raise InvalidInput("send Content-Length, the size of the body", param="content-length")
-    if int(declared) > max_bytes:
-        raise RequestTooLarge(f"the body is larger than {max_bytes} bytes, the limit here")
-    return int(declared)
