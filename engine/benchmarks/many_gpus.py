@@ -130,7 +130,7 @@ def jobs_of(part: int, gpus: int, folder: Path) -> list[GpuJob]:
     if part == 1:
         return [
             GpuJob("sums", every, 90, "engine.benchmarks.rank_sums", ("--gpus", str(gpus))),
-            _table("70b-bf16", every, 300),
+            _table("70b-bf16", every, 340),
             _table("70b-fp8", every, 300, "--weight-dtype", "fp8"),
         ]
     first, second = every[:half], every[half:]
