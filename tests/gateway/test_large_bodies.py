@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from lorikeet.errors import InvalidInput, RateLimited
+from lorikeet.gateway import large_bodies
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.large_bodies import LARGE_BYTES, MAX_WAITING_BYTES, LargeBodies
 from tests.gateway.conftest import chat
@@ -93,6 +95,27 @@ def test_between_two_large_bodies_of_a_tenant_others_have_as_long() -> None:
         return [later - earlier for earlier, later in pairwise(ended)]
 
     assert min(asyncio.run(shares())) > 5  # steps of others; without a rest one or two
+
+
+def test_the_longer_a_parse_takes_the_more_time_others_have_before_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def apart_s(parse_s: float) -> float:
+        async def two() -> float:
+            bodies, began_s = LargeBodies(), list[float]()
+
+            def parse(*_: object) -> None:
+                began_s.append(time.monotonic())
+                time.sleep(parse_s)
+
+            monkeypatch.setattr(large_bodies, "parse_json", parse)
+            await asyncio.gather(read(bodies, LARGE, "acme"), read(bodies, LARGE, "acme"))
+            return began_s[1] - began_s[0] - parse_s
+
+        return asyncio.run(two())
+
+    assert apart_s(0.02) >= 0.4
+    assert apart_s(0.0005) < 0.2
 
 
 @pytest.mark.parametrize("bad", [b"{" * LARGE_BYTES, b"[" + b"0," * 70_000])

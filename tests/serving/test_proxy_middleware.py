@@ -1,6 +1,7 @@
 """What clients see of Serve's own answers."""
 
 import asyncio
+import time
 
 import httpx
 import pytest
@@ -8,7 +9,7 @@ from ray.serve._private.http_util import convert_object_to_asgi_messages
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lorikeet.serving.proxy_middleware import middlewares
+from lorikeet.serving.proxy_middleware import PAUSE_S, TurnsMiddleware, middlewares
 
 
 def answer(app: ASGIApp, path: str = "/v1/models") -> httpx.Response:
@@ -81,3 +82,49 @@ def test_serves_list_of_applications_is_hidden_and_its_health_check_is_not() -> 
     hidden = answer(serve, "/-/routes")
     assert (hidden.status_code, hidden.json()["error"]["code"]) == (404, "not_found")
     assert answer(serve, "/-/healthz").status_code == 200
+
+
+def begun_in_order(*keys: str | None) -> list[str | None]:
+    """The keys of requests that come at once in this order, as they reach the application."""
+    begun = list[str | None]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["headers"][0][1].decode() if scope["headers"] else None)
+        await asyncio.sleep(1.0)
+
+    async def ask() -> None:
+        door = TurnsMiddleware(app)
+        asked = []
+        for key in keys:
+            headers = [] if key is None else [(b"authorization", key.encode())]
+            scope = {"type": "http", "path": "/v1/models", "headers": headers}
+            asked.append(asyncio.create_task(door(scope, _nothing, _nothing)))
+        while len(begun) < len(keys):
+            await asyncio.sleep(0.01)
+        for each in asked:
+            each.cancel()
+
+    asyncio.run(ask())
+    return begun
+
+
+async def _nothing(*_: object) -> None:
+    """Neither receives nor sends."""
+
+
+@pytest.mark.parametrize("other", ["another", None])
+def test_a_thousand_requests_with_a_key_let_others_begin_between_them(other: str | None) -> None:
+    begun = begun_in_order(*["many"] * 1000, other)
+    assert begun.index(other) == 1
+    assert len(begun) == 1001
+
+
+def test_a_thousand_keys_do_not_wait_for_one_another() -> None:
+    keys = [f"key {i}" for i in range(1000)]
+    assert begun_in_order(*keys) == keys
+
+
+def test_requests_with_a_key_begin_a_pause_apart() -> None:
+    began_s = time.monotonic()
+    begun_in_order(*["one"] * 50)
+    assert time.monotonic() - began_s >= 49 * PAUSE_S

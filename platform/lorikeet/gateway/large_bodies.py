@@ -15,8 +15,10 @@ LARGE_BYTES = 32 * 2**10
 """Bodies of at least so much are parsed in turns: 8 MiB of them take 30 ms."""
 MAX_WAITING_BYTES = 64 * 2**20
 """Most bytes of a tenant's large bodies that are here and not parsed, on one gateway."""
-_REST = 1
-"""A tenant's next large body waits so many times as long as the parse of its last one took."""
+_SHORT_S = 1e-3
+"""A tenant's next large body waits as long as the parse of its last one took if that was so long;
+where it was twice as long, twice as long as that, and so on: others wait for a long one as a whole,
+so there are to be few of them."""
 
 
 class LargeBodies:
@@ -47,7 +49,8 @@ class LargeBodies:
             began_s = loop.time()  # what others did meanwhile is no parse of this tenant's
             return parse_json(body, schema)
         finally:
-            loop.call_later(_REST * (loop.time() - began_s), turn.release)
+            took_s = loop.time() - began_s
+            loop.call_later(took_s * max(1.0, took_s / _SHORT_S), turn.release)
 
 
 class _Turn(asyncio.Lock):

@@ -1,4 +1,4 @@
-"""Middleware in front of Ray Serve: unread answers, request ids, what Serve itself answers.
+"""Middleware in front of Ray Serve: turns, unread answers, request ids, what Serve itself answers.
 
 Serve imports it when
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:middlewares.
@@ -7,6 +7,7 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:midd
 import asyncio
 import logging
 from collections import deque
+from weakref import WeakValueDictionary
 
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
@@ -24,18 +25,46 @@ MOST_UNREAD_BYTES = 2**20
 STALLED_S = 60.0
 _LEAST_BYTES_PER_S = 2**16
 """A large message has a second more for each so many bytes."""
+PAUSE_S = 0.002
+"""Requests with one key begin so far apart at least."""
 _HEADER = b"x-request-id"
+_KEYS = (b"authorization", b"x-api-key")
 _ROUTES = "/-/routes"
 
 
 def middlewares() -> list[Middleware]:
     """The middleware that Serve puts around its own; a gateway's answers pass it as they are."""
     return [
+        Middleware(TurnsMiddleware),
         Middleware(UnreadAnswerMiddleware),
         Middleware(RequestIdMiddleware),
         Middleware(UnavailableMiddleware),
         Middleware(RoutesMiddleware),
     ]
+
+
+class TurnsMiddleware:
+    """Lets requests with one key begin one after the other, with a pause between them.
+
+    A thousand that come at once would all be begun before anybody else's is looked at again, and
+    fill what Serve lets wait for a gateway. So they take turns with everybody else's, and no more
+    than one of them begins in a round of the event loop. Serve's proxy takes as long for a request
+    as the pause. Whether there is such a key is not known here.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._turns = WeakValueDictionary[tuple[bytes, ...], asyncio.Lock]()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on in its turn; one without a key, such as a probe, at once."""
+        if scope["type"] == "http" and (
+            key := tuple(value for name, value in scope["headers"] if name in _KEYS)
+        ):
+            turn = self._turns.setdefault(key, asyncio.Lock())
+            await turn.acquire()
+            asyncio.get_running_loop().call_later(PAUSE_S, turn.release)
+        await self._app(scope, receive, send)
 
 
 class UnreadAnswerMiddleware:
