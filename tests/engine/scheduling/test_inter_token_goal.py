@@ -9,7 +9,7 @@ from engine.benchmarks.random_model import write_config
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.execution import calibration, steps
+from lorikeet_engine.execution import step_timer, steps
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.scheduling import step_counters
 from tests.engine.blobs import Shelf
@@ -76,7 +76,7 @@ def make(tmp_path, shelf, monkeypatch):
         write_config(folder, {**CONFIG, "max_position_embeddings": context})
         model = SlowModel(ModelConfig.from_folder(folder))
         model.seen = seen
-        for module in (calibration, steps, step_counters):
+        for module in (step_timer, steps, step_counters):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=model.perf_counter))
         sizes = {"kv_bytes": 1 << 20, "max_running": 24, "adapter_gpu_bytes": 1 << 20, **settings}
         told = EngineSettings(folder, tmp_path / "cache", page_size=PAGE, **sizes)
