@@ -204,10 +204,10 @@ def main() -> None:
     """Run one part; exits with 1 if a job failed."""
     options = _arguments()
     known = harness.facts(options.commit) | {"gpus": options.gpus, "part": options.part}
-    folder = options.json.with_suffix("")
+    folder = options.json.resolve().with_suffix("")  # jobs run elsewhere
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = run_all(
-        jobs_of(options.part, options.gpus, options.folder),
+        jobs_of(options.part, options.gpus, options.folder.resolve()),
         folder,
         options.seconds,
         lambda outcomes: harness.write(options.json, known, jobs=outcomes),

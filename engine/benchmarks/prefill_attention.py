@@ -105,7 +105,9 @@ class Backends:
         assert hopper is not None, "this GPU is not Hopper"
         cut_prefixes = hopper_prefill.cut_prefixes
         hopper_prefill.cut_prefixes = lambda *_: None
+        torch.cuda.synchronize()  # plans are copied from pinned buffers
         hopper.plan(chunk.batch)
+        torch.cuda.synchronize()
         hopper_prefill.cut_prefixes = cut_prefixes
         return lambda layer: hopper.attend(chunk.q, chunk.kv[layer], None)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import tracemalloc
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -212,6 +213,20 @@ def test_a_schema_with_too_many_alternatives_is_refused(demo, endless):
     use = ToolUse(({"type": "function", "function": function},), forced=("f",))
     with pytest.raises(InvalidInput, match="too many"):
         call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
+
+
+def test_a_schema_that_multiplies_itself_is_refused_before_it_fills_the_memory(demo):
+    many = {"allOf": [{"anyOf": [{"$ref": "#/$defs/x"}, *[True] * 100]}, *[True] * 100]}
+    function = {"name": "f", "parameters": {"$ref": "#/$defs/x", "$defs": {"x": many}}}
+    use = ToolUse(({"type": "function", "function": function},), forced=("f",))
+    vocabulary = Vocabulary(demo.backend_tokenizer)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput, match="too many"):
+            call_grammar(use, OLMO, vocabulary)
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from lorikeet.errors import InvalidInput
 _WHOLE = "arguments"
 _MOST_SCHEMAS_LENGTH = 2**22
 _MOST_PARTS = 256
+_TOO_MANY = "too many $ref, allOf and anyOf around them, or a $ref to itself: write them out"
 _WORD = regex.compile(r"\w+")
 """What is written as it is before the = of an argument; other names as strings."""
 
@@ -85,8 +86,10 @@ def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
             case [{"$ref": str(ref), **others}, *rest]:
                 begun.append((known, [_referred(ref, schema), others, *rest]))
             case [{"allOf": list(all_of), **others}, *rest]:
+                _bounded(all_of, rest)
                 begun.append((known, [*all_of, others, *rest]))
             case [{"anyOf": list(any_of), **others}, *rest]:
+                _bounded(any_of, begun)
                 begun += [(known, [part, others, *rest]) for part in reversed(any_of)]
             case [Mapping() as part, *rest] if not part.keys() & {"$ref", "allOf", "anyOf"}:
                 if both := known.meeting(part):
@@ -94,12 +97,16 @@ def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
             case _:
                 raise _wrong("want schemas in allOf and anyOf, and a text as $ref")
     else:
-        raise _wrong(
-            "too many $ref, allOf and anyOf around them, or a $ref to itself: write them out"
-        )
+        raise _wrong(_TOO_MANY)
     if not met:
         raise _wrong("no object meets their schema")
     return met
+
+
+def _bounded(more: list[Any], parts: list[Any]) -> None:
+    """Raise InvalidInput where there would be too many, before they are there."""
+    if len(more) + len(parts) > _MOST_PARTS:
+        raise _wrong(_TOO_MANY)
 
 
 def _referred(ref: str, schema: Mapping[str, Any]) -> Any:

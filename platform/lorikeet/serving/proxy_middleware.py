@@ -27,8 +27,9 @@ _LEAST_BYTES_PER_S = 2**16
 """A large message has a second more for each so many bytes."""
 PAUSE_S = 0.002
 """Requests with one key begin so far apart at least."""
+MOST_WAITING = 1000
+"""So many of them may wait for their turn; more are refused."""
 _HEADER = b"x-request-id"
-_KEYS = (b"authorization", b"x-api-key")
 _ROUTES = "/-/routes"
 
 
@@ -54,17 +55,37 @@ class TurnsMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._turns = WeakValueDictionary[tuple[bytes, ...], asyncio.Lock]()
+        self._turns = WeakValueDictionary[str, _Turn]()  # by key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on in its turn; one without a key, such as a probe, at once."""
-        if scope["type"] == "http" and (
-            key := tuple(value for name, value in scope["headers"] if name in _KEYS)
-        ):
-            turn = self._turns.setdefault(key, asyncio.Lock())
-            await turn.acquire()
+        if scope["type"] == "http" and (key := _key_of(scope)):
+            turn = self._turns.setdefault(key, _Turn())
+            if turn.waiting >= MOST_WAITING:
+                await _refuse(MutableHeaders(), scope, receive, send)
+                return
+            turn.waiting += 1
+            try:
+                await turn.acquire()
+            finally:
+                turn.waiting -= 1
             asyncio.get_running_loop().call_later(PAUSE_S, turn.release)
         await self._app(scope, receive, send)
+
+
+class _Turn(asyncio.Lock):
+    """The turn of one key's requests. waiting: how many wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = 0
+
+
+def _key_of(scope: Scope) -> str:
+    """The key as gateway/auth.py reads it, however it is sent; empty without one."""
+    first = dict(reversed(scope["headers"]))
+    key: bytes = first.get(b"authorization", b"").partition(b" ")[2] or first.get(b"x-api-key", b"")
+    return key.decode("latin-1").strip()
 
 
 class UnreadAnswerMiddleware:

@@ -70,6 +70,7 @@ class Mix:
         self._scores: dict[str, list[float]] = {}
         self.expected: dict[AdapterRef | None, torch.Tensor] = {}
         self.left: dict[str, int] = {}  # choices that have not ended
+        self._leaving = threading.Lock()
         self.ended: Counter[str] = Counter()
         self.tokens, self.wrong, self.error = 0, [], 0.0
 
@@ -96,7 +97,8 @@ class Mix:
         if not awaited or self._chance.random() > 0.1:
             return None
         leaver = self._chance.choice(awaited)
-        self.left.pop(leaver, None)
+        with self._leaving:
+            self.left.pop(leaver, None)
         self.ended["left"] += 1
         return leaver
 
@@ -131,11 +133,12 @@ class Mix:
             want = self.expected.setdefault(request.adapter, told)
             self.error = max(self.error, float((told - want).square().mean().sqrt()))
         self.ended[kind] += 1
-        left = self.left.get(request.request_id, 0) - 1
-        if left > 0:
-            self.left[request.request_id] = left
-        else:
-            self.left.pop(request.request_id, None)
+        with self._leaving:
+            left = self.left.get(request.request_id, 0) - 1
+            if left > 0:
+                self.left[request.request_id] = left
+            else:
+                self.left.pop(request.request_id, None)
 
 
 def _sampling(kind: str, seed: int) -> dict:

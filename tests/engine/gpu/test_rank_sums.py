@@ -21,8 +21,9 @@ def summed(group: RankGroup) -> list[torch.Tensor]:
     """Each count's sums: of one launch, then of two replays of a graph of two sums."""
     device, results = torch.device("cuda", group.rank), []
     for count in COUNTS:
-        # of 8 ranks', too, every part of a sum of sums is exact in bfloat16
-        own = (torch.arange(count, device=device) % 3 + group.rank % 2).bfloat16()
+        # of 8 ranks', too, every part of a sum of sums is exact in bfloat16; no two are alike
+        each = torch.arange(count, device=device)
+        own = (each % 3 + (each % group.world == group.rank)).bfloat16()
         tensor = own.clone()
         group.sum_(tensor)
         results.append(tensor.cpu())
@@ -42,6 +43,6 @@ def summed(group: RankGroup) -> list[torch.Tensor]:
 def test_sums_are_right_at_every_size_in_graphs_too(tmp_path, world):
     in_each = run_ranks(world, summed, tmp_path, device="cuda")
     for n, (one, *others) in enumerate(zip(*in_each, strict=True)):
-        want = world * (torch.arange(len(one)) % 3) + world // 2
+        want = world * (torch.arange(len(one)) % 3) + 1
         assert all(torch.equal(one, other) for other in others)
         assert torch.equal(one.float(), want.float() * (1 if n % 3 == 0 else world))
