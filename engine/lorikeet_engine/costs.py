@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from lorikeet_engine.adapter import Residency
 
+SEEN_IN_PIECES = 1 << 16
+"""From so many tokens that a step's prompts see, it is no single graph on CUDA."""
 SEEN_TO_SPLIT = 1 << 19
 """From so many tokens that a step's prompts see, its decodes are attended to apart on CUDA."""
 
@@ -36,31 +38,34 @@ class StepCosts:
     rows: what its tokens take without attention and adapters, ascending; between two points and
     beyond the last one goes along a line. seen_token_s: for each token that a decode sees in all
     layers; in this share of them, `windowed`, it sees `window` tokens at most, None: all.
-    prompt_seen_s: for each token that a prompt's token sees. split_s: with decodes beside prompts
-    that see SEEN_TO_SPLIT tokens or more, once. lora_s, rank_s: with adapters, once
-    and for each rank of the distinct ones that decode. lora_token_s: for each prompt token with an
-    adapter. A step has room for step_tokens tokens, and for max_running sequences.
+    prompt_seen_s: for each token that a prompt's token sees. pieces_s: with prompts that see
+    SEEN_IN_PIECES tokens or more, once, and with others by their share of so many, since a single
+    graph reads keys anew for each token. split_s: with decodes beside prompts that see
+    SEEN_TO_SPLIT tokens or more, once more. lora_s, rank_s: with adapters, once and for each rank
+    of the distinct ones that decode. lora_token_s: for each prompt token with an adapter. A step
+    has room for step_tokens tokens, and for max_running sequences.
     """
 
     # "Decode steps", without their attention: 4.25 ms with 1 sequence, 9.69 with 256; up to 128 a
-    # step is bound by reading the weights. "Prefill": 44.4 ms for 2,048 tokens.
+    # step is bound by reading the weights. "Prefill": 44.4 ms for 2,048 tokens, pieces_s in it.
     rows: tuple[RowsTime, ...] = (
         RowsTime(1, 4.24e-3),
         RowsTime(32, 4.4e-3),
         RowsTime(128, 5.1e-3),
         RowsTime(256, 7.15e-3),
-        RowsTime(512, 11.2e-3),
-        RowsTime(2048, 44.4e-3),
+        RowsTime(512, 9.7e-3),
+        RowsTime(2048, 42.9e-3),
     )
     # 2.74 ms for 256 sequences of 320 tokens, of which 0.21 are there with one of 16 as well.
     seen_token_s: float = 31e-9
     window: int | None = None
     windowed: float = 0.0
-    # Not measured: FlashInfer's kernels at 350 TFLOP/s.
-    prompt_seen_s: float = 1.5e-9
-    # "Long contexts": 14.4 ms with a chunk of 192 tokens at depth 8,192 beside 64 decodes, 9.4 at
-    # depth 0; deeper ones take 1.6 ns for each token seen.
-    split_s: float = 2.5e-3
+    # "Long contexts": chunks of 128 to 2,048 tokens deeper and deeper in a prompt.
+    prompt_seen_s: float = 1.0e-9
+    # "Long contexts": a chunk of 128 tokens takes 5.8 ms at depth 0 and 8.6 at 8,192, of which what
+    # it sees there is 1.1; beside 64 decodes one of 192 takes 9.9 and 15.0 ms.
+    pieces_s: float = 1.6e-3
+    split_s: float = 1.9e-3
     # "LoRA kernels": least squares over the rows of 1 to 256 tokens, within 0.2 ms of each.
     lora_s: float = 0.27e-3
     rank_s: float = 1.29e-6
@@ -78,7 +83,7 @@ class StepCosts:
     @property
     def prompt_token_s(self) -> float:
         """What a prompt's token takes in a step full of them, without what it sees."""
-        return self.rows_s(self.step_tokens) / self.step_tokens
+        return (self.rows_s(self.step_tokens) + self.pieces_s) / self.step_tokens
 
     def rows_s(self, tokens: int) -> float:
         """What a step of so many tokens takes without attention and adapters."""
@@ -103,7 +108,8 @@ class StepCosts:
         """One step:
 
             rows_s(tokens) + (lora_s + rank_s · ranks, if any) + lora_token_s · adapted
-            + seen_token_s · context + prompt_seen_s · seen + (split_s, if they are attended apart)
+            + seen_token_s · context + prompt_seen_s · seen
+            + (pieces_s and split_s, by what prompts see)
 
         tokens: of decodes and prompts. ranks: Σ rank over the distinct adapters of its decodes.
         context: Σ of decode_sees over its decodes. adapted: its prompts' tokens with adapters.
@@ -114,10 +120,11 @@ class StepCosts:
         seen_s = self.seen_token_s * context + self.prompts_seen_s(seen, beside_decodes=context > 0)
         return self.rows_s(tokens) + lora_s + seen_s
 
-    def prompts_seen_s(self, seen: int, *, beside_decodes: bool) -> float:
-        """What it takes one step that its prompts see so many tokens, as in step_s."""
+    def prompts_seen_s(self, seen: int, *, beside_decodes: bool, steps: int = 1) -> float:
+        """What it takes so many steps that their prompts see so many tokens, as in step_s."""
         split_s = self.split_s if beside_decodes and seen >= SEEN_TO_SPLIT else 0.0
-        return self.prompt_seen_s * seen + split_s
+        pieces_s = self.pieces_s * min(steps, seen / SEEN_IN_PIECES)
+        return self.prompt_seen_s * seen + pieces_s + split_s
 
     def decode_s(self, sequences: int, ranks: int, context: float = 0) -> float:
         """One step of decodes; ranks, context: as in step_s."""
@@ -148,7 +155,8 @@ class StepCosts:
         if rest:
             total_s += self.step_s(sequences + rest, ranks, context)
         adapted_s = tokens * self.lora_token_s if rank else 0.0
-        return total_s + adapted_s + self.prompt_seen_s * seen_tokens(tokens, depth)
+        steps, seen = whole + (rest > 0), seen_tokens(tokens, depth)
+        return total_s + adapted_s + self.prompts_seen_s(seen, beside_decodes=False, steps=steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.scheduling.step_plan import SchedulerLimits
 
 PAGE = 4
-COSTS = StepCosts(prompt_seen_s=0.0)  # a prompt costs as many as its tokens
+COSTS = StepCosts(prompt_seen_s=0.0, pieces_s=0.0)  # a prompt costs as many as its tokens
 SCHEDULING = SchedulingParams()
 
 

@@ -20,6 +20,7 @@ def quick_engine(settings: Settings, base_model: str) -> "Engine":
         rows=(RowsTime(1, 4e-3), RowsTime(256, 0.26), RowsTime(2048, 0.55)),
         seen_token_s=0.0,
         prompt_seen_s=0.0,
+        pieces_s=0.0,
         lora_s=3e-3,
         rank_s=1e-4,
         lora_token_s=0.0,

@@ -9,7 +9,13 @@ from itertools import accumulate
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape, aligned
-from lorikeet_engine.costs import SEEN_TO_SPLIT, RowsTime, StepCosts, seen_tokens
+from lorikeet_engine.costs import (
+    SEEN_IN_PIECES,
+    SEEN_TO_SPLIT,
+    RowsTime,
+    StepCosts,
+    seen_tokens,
+)
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.step_timer import StepTimer
 from lorikeet_engine.execution.steps import ModelRunner
@@ -27,6 +33,8 @@ _LONG_CONTEXT = 4096
 # What a prompt's tokens see is measured by a chunk of so many at two depths.
 _CHUNK = 512
 _SHALLOW, _DEEP = 1024, 1 << 16
+# A chunk that is in pieces only for what it sees is timed: no longer than this.
+_PIECES_CHUNK = 128
 # A chunk that sees much is timed beside decodes: so many of each, and what they see.
 _BESIDE, _BESIDE_CONTEXT, _BESIDE_CHUNK, _BESIDE_DEPTH = 64, 1024, 192, 8192
 # Noise can hide what ranks cost a tiny model; no device reads one faster than this.
@@ -77,10 +85,12 @@ def _of_base(steps: StepTimer, settings: EngineSettings) -> StepCosts:
     chunk = min(_CHUNK, full)
     prompt_seen_s, chunk_s = _chunk(steps, chunk, costs)
     costs = replace(costs, prompt_seen_s=prompt_seen_s)
+    costs = replace(costs, pieces_s=_pieces_s(steps, rows_s, costs))
     if chunk > most:
-        rows_s[chunk] = chunk_s
+        rows_s[chunk] = chunk_s - costs.pieces_s
     if full > max(rows_s):
-        rows_s[full] = steps.prompts_s(full) - costs.prompt_seen_s * steps.seen(full)
+        seen_s = costs.prompts_seen_s(steps.seen(full), beside_decodes=False)
+        rows_s[full] = steps.prompts_s(full) - seen_s
     # More work is never faster: where it seems so, here and below, it is noise.
     rising = accumulate((max(_MIN_ROWS_S, s) for s in rows_s.values()), max)
     costs = replace(costs, rows=tuple(map(RowsTime, rows_s, rising)))
@@ -114,6 +124,19 @@ def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, floa
     deep_s = steps.sustained_s([steps.prompt(tokens, deep)])
     prompt_seen_s = max(0.0, (deep_s - shallow_s) / (tokens * (deep - shallow)))
     return prompt_seen_s, shallow_s - prompt_seen_s * seen_tokens(tokens, shallow)
+
+
+def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> float:
+    """StepCosts.pieces_s; rows_s: what so many tokens take in a single graph."""
+    if not steps.in_pieces:
+        return 0.0
+    tokens = max(n for n in rows_s if n <= _PIECES_CHUNK)
+    depth = min(_SHALLOW, steps.longest - tokens)
+    seen = seen_tokens(tokens, depth)
+    if tokens == 1 or seen < SEEN_IN_PIECES:  # too little is seen to tell
+        return costs.pieces_s
+    chunk_s = steps.shortest_s([steps.prompt(tokens, depth)])
+    return max(0.0, chunk_s - rows_s[tokens] - costs.prompt_seen_s * seen)
 
 
 def _split_s(steps: StepTimer, costs: StepCosts) -> float:

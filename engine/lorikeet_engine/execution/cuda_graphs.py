@@ -25,7 +25,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from lorikeet_engine.costs import SEEN_IN_PIECES
 from lorikeet_engine.execution.piecewise_graphs import AttentionBuffers, PiecewiseGraphs
+from lorikeet_engine.kernels.attention.prefixes import seen_by_each
 from lorikeet_engine.kernels.attention.protocol import (
     AttentionBackend,
     CapturableAttention,
@@ -36,9 +38,6 @@ from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.llama import LlamaModel
 
 _WHOLE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# The most tokens that all tokens of a small step attend to, added up. Above it, reading keys anew
-# for each token of a prompt costs too much: a decode of 256 sequences, 2.4 ms, has 70,000.
-_MAX_ATTENDED = 1 << 18
 # Sizes of piecewise passes. Small ones are for short chunks deep in a prompt, whose attention is
 # too much for a whole graph. Above 2,048 tokens the GPU takes longer than the host.
 _PIECEWISE_SIZES = (128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
@@ -151,7 +150,7 @@ class CudaGraphs:
         tokens = len(batch.token_ids)
         if tokens > max(self._whole):
             return False
-        return tokens == len(batch.kv_lengths) or _attended(batch) <= _MAX_ATTENDED
+        return _seen_by_prompts(batch) < SEEN_IN_PIECES
 
     def _fill(self, batch: Batch, rows: int, used: int) -> None:
         self._token_ids[:rows].copy_(batch.token_ids)
@@ -252,9 +251,11 @@ def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
     return (*(size for size in ladder if size < most), min(most, ladder[-1]))
 
 
-def _attended(batch: Batch) -> int:
-    """At least the tokens that all tokens of the batch attend to, added up."""
-    return int((np.diff(batch.query_starts) * batch.kv_lengths.astype(np.int64)).sum())
+def _seen_by_prompts(batch: Batch) -> int:
+    """The tokens that prompts' tokens see, each of which reads its keys anew in a whole graph."""
+    lengths = np.diff(batch.query_starts)
+    prompts = lengths > 1
+    return int(seen_by_each(lengths[prompts], batch.kv_lengths[prompts]).sum())
 
 
 def _segment_counts(most: int) -> tuple[int, ...]:

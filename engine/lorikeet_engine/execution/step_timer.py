@@ -25,7 +25,7 @@ class StepTimer:
 
     kv_tokens: tokens that the KV pages hold, as MemoryPlan has them. longest: tokens of the longest
     context. context: tokens that decodes see where nothing else is said. window, windowed: as
-    StepCosts has them.
+    StepCosts has them. in_pieces: whether steps whose prompts see much are graphs in pieces.
     """
 
     def __init__(self, runner: ModelRunner, kv_pages: int, settings: EngineSettings) -> None:
@@ -37,6 +37,7 @@ class StepTimer:
         self.kv_tokens = page_needs(config, settings).tokens(kv_pages, config.max_context)
         self.longest = min(config.max_context, self.kv_tokens)
         self.context = min(_CONTEXT, self.longest)
+        self.in_pieces = bool(runner.prompt_sizes)
 
     def decodes_s(self, sequences: int, context: int | None = None) -> float:
         """Time a step of this many decodes, each of which sees `context` tokens."""

@@ -10,7 +10,9 @@ from lorikeet_engine.costs import RowsTime, StepCosts
 from lorikeet_engine.sampling.sampler import Sampler
 from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
-COSTS = StepCosts((RowsTime(1, 1e-3), RowsTime(101, 2e-3)), seen_token_s=1e-6, prompt_seen_s=1e-7)
+COSTS = StepCosts(
+    (RowsTime(1, 1e-3), RowsTime(101, 2e-3)), seen_token_s=1e-6, prompt_seen_s=1e-7, pieces_s=0.0
+)
 
 
 @pytest.fixture(params=["auto", "fp8"])

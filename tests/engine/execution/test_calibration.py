@@ -31,6 +31,7 @@ TRUE = StepCosts(
     ),
     seen_token_s=40e-9,
     prompt_seen_s=1.5e-9,
+    pieces_s=1.1e-3,
     split_s=1.7e-3,
     lora_s=0.3e-3,
     rank_s=1.3e-6,
@@ -43,6 +44,8 @@ SETTINGS = EngineSettings(Path(), Path(), max_batch_tokens=2048, max_running=64,
 
 class ExactRunner:
     """Takes what `costs` say, on a clock of its own; noise: the most by which a step is late."""
+
+    prompt_sizes = (128, 2048)
 
     def __init__(self, weights, costs=TRUE, noise=0.0, max_context=131_072):
         windowed = round(12 * costs.windowed)

@@ -235,7 +235,7 @@ def test_a_prompt_in_chunks_and_one_behind_a_cached_prefix(engine):
 
 
 def test_a_step_that_sees_too_much_for_one_graph_is_computed_in_pieces(engine, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_MAX_ATTENDED", 100)
+    monkeypatch.setattr(cuda_graphs, "SEEN_IN_PIECES", 100)
     pieces = engine._runner._graphs._piecewise
     used = spied(pieces)
     engine._runner = twice = Twice(engine._runner)
@@ -314,7 +314,7 @@ class Spied:
 
 
 def test_prompts_of_many_adapters_in_pieces(engine, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_MAX_ATTENDED", 0)
+    monkeypatch.setattr(cuda_graphs, "SEEN_IN_PIECES", 1)
     answers = Answers(engine)
     for i, adapter in enumerate(engine.refs):  # no prompt below waits for its adapter
         answers.submit(greedy(f"load{i}", [1], adapter=adapter, max_tokens=1))

@@ -63,7 +63,7 @@ def device(monkeypatch):
 def costs(base_s=BASE_S, slope_s=SLOPE_S, token_s=0.0, **more):
     """The base whatever the tokens, or so much for each as well."""
     rows = (RowsTime(0, base_s), RowsTime(2048, base_s + 2048 * token_s))
-    usual = ("seen_token_s", "prompt_seen_s", "split_s", "lora_s", "lora_token_s")
+    usual = ("seen_token_s", "prompt_seen_s", "pieces_s", "split_s", "lora_s", "lora_token_s")
     return StepCosts(rows, rank_s=slope_s, **{**dict.fromkeys(usual, 0.0), **more})
 
 
