@@ -11,10 +11,8 @@ from lorikeet_engine.kernels.lora.linear import (
     linear_with_lora_before_act,
 )
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, UnexpandedDelta
-from lorikeet_engine.kernels.pointwise import add_delta
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.cut import Cut
-from lorikeet_engine.parallel.rank_group import RankGroup
 
 
 class LoraLinear:
@@ -57,7 +55,10 @@ class LoraLinear:
             self.bias = checkpoint.read_parts(biases, cuts)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> tuple[torch.Tensor, LoraDelta | None]:
-        """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and what is yet to be added to it."""
+        """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and what is yet to be added to it.
+
+        Where inputs are cut, both are this process's part of a sum.
+        """
         return linear_with_lora(x, self.weight, self.bias, lora, self.layer, self.group)
 
     def before_act(
@@ -65,44 +66,3 @@ class LoraLinear:
     ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
         """Do what __call__ does, for act_and_mul alone to read: the delta may be unexpanded."""
         return linear_with_lora_before_act(x, self.weight, self.bias, lora, self.layer, self.group)
-
-
-class SummedLinear(LoraLinear):
-    """A LoraLinear whose inputs are cut: what the processes compute is summed."""
-
-    def __init__(
-        self,
-        ranks: RankGroup,
-        checkpoint: Checkpoint,
-        shape: BaseShape,
-        layer: int,
-        group: str,
-        *,
-        bias: bool,
-    ) -> None:
-        """Read this process's part, as LoraLinear does."""
-        super().__init__(checkpoint, shape, layer, group, bias=bias)
-        self._ranks = ranks
-
-    def __call__(self, x: Inputs, lora: LoraStep | None) -> tuple[torch.Tensor, LoraDelta | None]:
-        """Return y [tokens, d_out], with all that adapters add, and None."""
-        y, delta = super().__call__(x, lora)
-        if delta is not None:
-            add_delta(y, delta)
-        self._ranks.sum_(y)
-        return y, None
-
-
-def read_row_linear(
-    ranks: RankGroup | None,
-    checkpoint: Checkpoint,
-    shape: BaseShape,
-    layer: int,
-    group: str,
-    *,
-    bias: bool,
-) -> LoraLinear:
-    """A linear of which processes keep some inputs each; a LoraLinear where there is but one."""
-    if ranks is None:
-        return LoraLinear(checkpoint, shape, layer, group, bias=bias)
-    return SummedLinear(ranks, checkpoint, shape, layer, group, bias=bias)

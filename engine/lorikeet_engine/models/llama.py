@@ -32,7 +32,7 @@ from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.kv_scales import read_kv_scales
-from lorikeet_engine.models.linears import LoraLinear, read_row_linear
+from lorikeet_engine.models.linears import LoraLinear
 from lorikeet_engine.models.mlp import Mlp, RoutedMlp
 from lorikeet_engine.models.norms import (
     Product,
@@ -40,6 +40,7 @@ from lorikeet_engine.models.norms import (
     read_norm_weight,
     read_qk_norm,
     shared_qk_norm,
+    summed_product,
 )
 from lorikeet_engine.models.rope_config import RopeConfig
 from lorikeet_engine.models.rotary import RotaryEmbeddings, Turns
@@ -78,6 +79,8 @@ class LlamaModel:
         self.dtype = checkpoint.dtype
         self._ranks = ranks
         shape = config.shape
+        if ranks is not None:
+            ranks.connect_rows(shape.hidden)
         size = config.vocab_size, shape.hidden
         self._embeddings = checkpoint.read(["model.embed_tokens.weight"], [size[0]], size[1])
         self._layers = [_Layer(config, checkpoint, i, ranks) for i in range(shape.layers)]
@@ -258,7 +261,8 @@ class _Attention:
         self.rope, self.window = config.ropes[layer], config.windows[layer]
         self.kv_group = config.kv_groups.places[layer].group
         self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
-        self.o = read_row_linear(ranks, checkpoint, shape, layer, "o", bias=config.o_bias)
+        self.o = LoraLinear(checkpoint, shape, layer, "o", bias=config.o_bias)
+        self._ranks = ranks
         self.kv_scales = read_kv_scales(checkpoint, layer)
         self.qk_norm = read_qk_norm(config, checkpoint, layer)
         self.norm_ranks = ranks if config.qk_norm is QkNormKind.WHOLE else None
@@ -279,4 +283,5 @@ class _Attention:
         q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed
         attend = step.attention.attend
         mixed = attend(q, layer_kv, step.batch, scales, self.window, self.kv_group)
-        return Product(*self.o(mixed.flatten(1), step.lora), self.output_weight)
+        o = self.o(mixed.flatten(1), step.lora)
+        return summed_product(*o, self.output_weight, self._ranks)

@@ -7,8 +7,8 @@ from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.experts import Experts
-from lorikeet_engine.models.linears import LoraLinear, read_row_linear
-from lorikeet_engine.models.norms import Product, read_norm_weight
+from lorikeet_engine.models.linears import LoraLinear
+from lorikeet_engine.models.norms import Product, read_norm_weight, summed_product
 from lorikeet_engine.parallel.rank_group import RankGroup
 
 
@@ -26,7 +26,8 @@ class Mlp:
         """Read a layer's part; raises ModelError."""
         shape, bias = config.shape, config.mlp_bias
         self.gate_up = LoraLinear(checkpoint, shape, layer, "gate_up", bias=bias)
-        self.down = read_row_linear(ranks, checkpoint, shape, layer, "down", bias=bias)
+        self.down = LoraLinear(checkpoint, shape, layer, "down", bias=bias)
+        self._ranks = ranks
         self.gelu = config.gelu
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
@@ -36,7 +37,8 @@ class Mlp:
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
         """Return y [tokens, hidden] of x [tokens, hidden]."""
-        return Product(*self.down(self._gated(x, lora), lora), self.output_weight)
+        down = self.down(self._gated(x, lora), lora)
+        return summed_product(*down, self.output_weight, self._ranks)
 
     def _gated(self, x: Inputs, lora: LoraStep | None) -> Inputs:
         first, gelu = self.gate_up, self.gelu
@@ -76,6 +78,4 @@ class RoutedMlp:
         """Return y [tokens, hidden] of x [tokens, hidden]."""
         logits, delta = self.router(x, lora)
         mixed = self.experts(x, logits, delta, lora)
-        if self._ranks is not None:
-            self._ranks.sum_(mixed)
-        return Product(mixed, norm_weight=self.output_weight)
+        return summed_product(mixed, None, self.output_weight, self._ranks)

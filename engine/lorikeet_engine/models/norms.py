@@ -1,29 +1,60 @@
 """The norms of a decoder: of hidden states, of what is added to them, of queries and keys."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from lorikeet_engine.adapter_format import QkNormKind
 from lorikeet_engine.kernels.lora.linear import Inputs
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.pointwise import QkNorm, add_rms_norm, add_rms_norm_fp8, mean_squares
+from lorikeet_engine.kernels.pointwise import (
+    QkNorm,
+    add_delta,
+    add_rms_norm,
+    add_rms_norm_fp8,
+    mean_squares,
+)
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.parallel.row_exchange import RowExchange
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
     """What is yet to be added to hidden states: y [tokens, width], and to it, what adapters add.
 
-    norm_weight: of y's norm before it is added, [width]; None if it has none.
+    norm_weight: of y's norm before it is added, [width]; None if it has none. exchange: through
+    which y and lora, which are this rank's part, are yet to be summed over ranks.
     """
 
     y: torch.Tensor
     lora: LoraDelta | None = None
     norm_weight: torch.Tensor | None = None
+    exchange: RowExchange | None = None
+
+
+def summed_product(
+    y: torch.Tensor,
+    lora: LoraDelta | None,
+    norm_weight: torch.Tensor | None,
+    ranks: RankGroup | None,
+) -> Product:
+    """What a linear computed, of which each of the ranks, if there are any, has a part.
+
+    Small ones are summed by the norm that reads them, others here.
+    """
+    if ranks is None:
+        return Product(y, lora, norm_weight)
+    exchange = ranks.exchange_for(y)
+    if exchange is not None:
+        return Product(y, lora, norm_weight, exchange)
+    if lora is not None:
+        add_delta(y, lora)
+    ranks.sum_(y)
+    return Product(y, None, norm_weight)
 
 
 class RmsNorm:
@@ -39,15 +70,17 @@ class RmsNorm:
 
     def add_and_norm(self, x: torch.Tensor, product: Product) -> torch.Tensor:
         """Add the product, times the multiplier, to x in place, then normalise each row of x."""
-        y, lora, norm_weight = product.y, product.lora, product.norm_weight
-        return add_rms_norm(x, y, self.weight, self.eps, lora, self.multiplier, norm_weight)
+        return add_rms_norm(x, product.y, self.weight, *self._operands(product))
 
     def inputs(self, x: torch.Tensor, product: Product, *, rounded: bool) -> Inputs:
         """Do what add_and_norm does; rounded: round what it gives to FP8 as well."""
         if self.weight is None or not rounded:
             return self.add_and_norm(x, product)
-        y, lora, norm_weight = product.y, product.lora, product.norm_weight
-        return add_rms_norm_fp8(x, y, self.weight, self.eps, lora, self.multiplier, norm_weight)
+        return add_rms_norm_fp8(x, product.y, self.weight, *self._operands(product))
+
+    def _operands(self, product: Product) -> tuple[Any, ...]:
+        lora, norm_weight, exchange = product.lora, product.norm_weight, product.exchange
+        return self.eps, lora, self.multiplier, norm_weight, exchange
 
 
 def read_norm_weight(

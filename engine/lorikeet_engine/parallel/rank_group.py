@@ -12,17 +12,19 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lorikeet_engine.parallel.row_exchange import RowExchange, RowMemory
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.parallel.symmetric_sums import SymmetricSums, can_map_peers
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 # How long ranks wait for one another at start, while each reads its weights.
 _START = timedelta(minutes=30)
@@ -36,6 +38,10 @@ _ENVIRONMENT = {
     # NCCL's own thread would end the process when a peer is gone, later and without a reason.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
+
+
+class _Unmapped(Protocol[T_co]):
+    def map_peers(self) -> T_co: ...
 
 
 class RankGroup:
@@ -67,7 +73,9 @@ class RankGroup:
         # both connect and allocate, which no graph could capture, nor a step find room for
         dist.all_reduce(torch.zeros(1, device=device))
         dist.broadcast(torch.zeros(1, dtype=torch.int64, device=device), src=0)
+        self._device = device
         self._symmetric_sums = self._connect_symmetric_sums(device) if cuda else None
+        self._exchange: RowExchange | None = None
 
     @property
     def rank(self) -> int:
@@ -90,6 +98,19 @@ class RankGroup:
             self._symmetric_sums.sum_(tensor)
         else:
             dist.all_reduce(tensor)
+
+    def connect_rows(self, width: int) -> None:
+        """Let rows of this width be summed by the kernel that reads them, where there is a way.
+
+        Waits for all ranks.
+        """
+        if self._symmetric_sums is not None:
+            self._exchange = self._connect(partial(RowMemory, self._device, width))
+
+    def exchange_for(self, rows: torch.Tensor) -> RowExchange | None:
+        """Through which a kernel can sum rows like these itself; None where it is sum_ that can."""
+        exchange = self._exchange
+        return exchange if exchange is not None and exchange.take(rows) else None
 
     def gather_logits(self, part: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """Logits [rows, vocabulary] at the leader, [0, vocabulary] in the others.
@@ -140,13 +161,19 @@ class RankGroup:
         """What sums all but large tensors faster than NCCL; None unless all ranks have it."""
         if self.minimum([can_map_peers(device, self.world)]) != (1,):
             return None
-        # in two steps: no rank enters the exchange unless all can
-        sums = self.attempt(partial(SymmetricSums, device))
-        if sums is not None:
-            usual = self._store.timeout
-            self._store.set_timeout(_MAP)
-            sums = self.attempt(sums.map_peers)
-            self._store.set_timeout(usual)
+        sums = self._connect(partial(SymmetricSums, device))
         if sums is None:
             log.warning("symmetric_memory_left_out")
         return sums
+
+    def _connect(self, allocate: Callable[[], _Unmapped[T]]) -> T | None:
+        """What allocated memory is when all ranks have mapped it, or None in all of them."""
+        # in two steps: no rank enters the exchange unless all can
+        unmapped = self.attempt(allocate)
+        if unmapped is None:
+            return None
+        usual = self._store.timeout
+        self._store.set_timeout(_MAP)
+        mapped = self.attempt(unmapped.map_peers)
+        self._store.set_timeout(usual)
+        return mapped

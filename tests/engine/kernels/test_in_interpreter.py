@@ -14,6 +14,7 @@ FILES = (
     "test_logprob_kernels.py",
     "test_lora_triton.py",
     "test_moe.py",
+    "test_norms_over_ranks.py",
     "test_paged_decode.py",
     "test_penalty_kernel.py",
     "test_pointwise.py",

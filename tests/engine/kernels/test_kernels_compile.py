@@ -43,6 +43,7 @@ from lorikeet_engine.kernels.penalties.fused import penalise
 from lorikeet_engine.kernels.pointwise import QkNorm, fused
 from lorikeet_engine.kernels.sampling import DRAW_FIELDS
 from lorikeet_engine.kernels.sampling.fused import draw_tokens
+from lorikeet_engine.parallel.row_exchange import RowExchange
 
 MOST_SHARED = 227 << 10  # bytes of a Hopper multiprocessor's that one program may have
 QKV, GATE_UP, DOWN, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS = (
@@ -179,6 +180,21 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
 def test_adding_what_adapters_add(compiled: set[str]) -> None:
     fused.add_delta(empty(8, 4096), LoraDelta(empty(8, 4096), empty(1, dtype=torch.int32)))
     assert compiled >= {"_add_delta"}
+
+
+@pytest.mark.parametrize("width", [100, 4096, 16384])
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("adapters", [True, False])
+def test_sums_over_ranks(compiled: set[str], world: int, width: int, adapters: bool) -> None:
+    received = empty(2, world, 32, width, dtype=torch.int32)
+    addresses, epochs = empty(world, dtype=torch.int64), empty(32, dtype=torch.int32)
+    exchange = RowExchange(1, received, addresses, epochs)
+    delta = LoraDelta(empty(8, width), empty(1, dtype=torch.int32)) if adapters else None
+    rows, row = empty(8, width), empty(width)
+    fused.add_rms_norm(rows, rows, row, 1e-5, delta, exchange=exchange)
+    fused.add_rms_norm(rows, rows, None, 1e-5, delta, 0.22, row, exchange)
+    fused.add_rms_norm_fp8(rows, rows, row, 1e-5, delta, 1.0, row, exchange)
+    assert compiled == {"_add_rms_norm"}
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])

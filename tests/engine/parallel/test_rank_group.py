@@ -8,6 +8,7 @@ import torch
 
 from lorikeet_engine.parallel import rank_group
 from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.parallel.symmetric_sums import SymmetricSums
 from tests.engine.ranks import run_ranks
 
 VOCABULARY = 27  # of four ranks, 8 each: the last has three; of eight, four have none
@@ -45,11 +46,11 @@ def test_ranks_exchange_sums_logits_tokens_and_the_least_of_numbers(tmp_path, wo
 
 
 class BrokenSums:
-    """SymmetricSums that fail in one rank, `while_allocating` or in the exchange with others."""
+    """What ranks map and fails in one, `while_allocating` or in the exchange with others."""
 
     while_allocating = True
 
-    def __init__(self, _device: torch.device) -> None:
+    def __init__(self, *_: object) -> None:
         if self.while_allocating and self.group.rank == 1:
             raise RuntimeError("no such memory")
 
@@ -64,24 +65,27 @@ class BrokenInExchange(BrokenSums):
     while_allocating = False
 
 
-def sum_without_memory(group: RankGroup) -> list[tuple[bool, float, float]]:
+def sum_without_memory(group: RankGroup) -> list[tuple[bool, bool, float, float]]:
     rank_group.can_map_peers = lambda *_: True
     rank_group._MAP = timedelta(seconds=0.5)
     BrokenSums.group = group
     found = []
     for broken in (BrokenSums, BrokenInExchange):
-        rank_group.SymmetricSums = broken
+        rank_group.SymmetricSums = rank_group.RowMemory = broken
         began_s = time.monotonic()
+        group._symmetric_sums = SymmetricSums.__new__(SymmetricSums)
+        group.connect_rows(8)
+        no_exchange = group.exchange_for(torch.ones(1, 8)) is None
         group._symmetric_sums = group._connect_symmetric_sums(torch.device("cpu"))
         numbers = torch.ones(1)
         group.sum_(numbers)
         took_s = time.monotonic() - began_s
-        found.append((group._symmetric_sums is None, numbers.item(), took_s))
+        found.append((no_exchange, group._symmetric_sums is None, numbers.item(), took_s))
     return found
 
 
 def test_ranks_of_which_one_has_no_symmetric_memory_go_on_without_it_soon(tmp_path):
     for found in run_ranks(2, sum_without_memory, tmp_path):
-        for left_out, total, took_s in found:
-            assert (left_out, total) == (True, 2.0)
+        for no_exchange, left_out, total, took_s in found:
+            assert (no_exchange, left_out, total) == (True, True, 2.0)
             assert took_s < 10

@@ -17,6 +17,7 @@ import torch
 from lorikeet_engine.kernels.fp8 import Activations
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
+from lorikeet_engine.parallel.row_exchange import RowExchange
 
 __all__ = [
     "QkNorm",
@@ -53,16 +54,18 @@ def add_rms_norm(
     lora: LoraDelta | None = None,
     scale: float = 1.0,
     delta_weight: torch.Tensor | None = None,
+    exchange: RowExchange | None = None,
 ) -> torch.Tensor:
     """Add scale · delta to x in place; returns x / sqrt(mean(x²) + eps) · weight.
 
     Both in float32 inside. x, delta [tokens, width], dense; weight [width], which may be float32
     where x is not → like x. lora belongs to delta. With delta_weight [width], delta is
     delta / sqrt(mean(delta²) + eps) · delta_weight before; it is rounded to its dtype before the
-    norm and after it. Without weight, returns x.
+    norm and after it. Without weight, returns x. With exchange, which takes delta (only on CUDA),
+    the sum over ranks is in the place of delta and lora, which are this rank's.
     """
     operator = _operators(x.device.type).add_rms_norm
-    y: torch.Tensor = operator(x, delta, weight, eps, lora, scale, delta_weight)
+    y: torch.Tensor = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange)
     return y
 
 
@@ -74,10 +77,11 @@ def add_rms_norm_fp8(
     lora: LoraDelta | None = None,
     scale: float = 1.0,
     delta_weight: torch.Tensor | None = None,
+    exchange: RowExchange | None = None,
 ) -> Activations:
     """Do what add_rms_norm does, and round each of its rows to FP8 as well."""
     operator = _operators(x.device.type).add_rms_norm_fp8
-    y: Activations = operator(x, delta, weight, eps, lora, scale, delta_weight)
+    y: Activations = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange)
     return y
 
 

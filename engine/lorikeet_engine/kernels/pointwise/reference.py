@@ -8,6 +8,7 @@ from lorikeet_engine.kernels.fp8.reference import quantize_rows
 from lorikeet_engine.kernels.fp8_kv import KvScales, to_fp8
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm
+from lorikeet_engine.parallel.row_exchange import RowExchange
 
 
 def add_rms_norm(
@@ -18,8 +19,10 @@ def add_rms_norm(
     lora: LoraDelta | None = None,
     scale: float = 1.0,
     delta_weight: torch.Tensor | None = None,
+    exchange: RowExchange | None = None,
 ) -> torch.Tensor:
     """See kernels.pointwise."""
+    assert exchange is None, "processes on CPUs have no memory that all map"
     _add_lora_delta(delta, lora)
     if delta_weight is not None:
         delta = _normed(delta, delta_weight, eps)
@@ -37,9 +40,10 @@ def add_rms_norm_fp8(
     lora: LoraDelta | None = None,
     scale: float = 1.0,
     delta_weight: torch.Tensor | None = None,
+    exchange: RowExchange | None = None,
 ) -> Activations:
     """See kernels.pointwise."""
-    y = add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight)
+    y = add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange)
     return Activations(y, quantize_rows(y))
 
 

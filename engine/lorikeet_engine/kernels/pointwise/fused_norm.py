@@ -1,0 +1,144 @@
+"""RMS norms of hidden states with what is added to them before, in Triton: one launch.
+
+That is a linear's product, with what adapters add to it, and with what other ranks have of both.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.kernels.fp8 import LARGEST, LEAST_SCALE, Activations, Fp8Rows
+from lorikeet_engine.kernels.fp8.fused import empty_rows, store_rounded
+from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
+from lorikeet_engine.kernels.pointwise.rank_sums import exchange_operands, sum_over_ranks
+from lorikeet_engine.parallel.row_exchange import RowExchange
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    lora: LoraDelta | None = None,
+    scale: float = 1.0,
+    delta_weight: torch.Tensor | None = None,
+    exchange: RowExchange | None = None,
+) -> torch.Tensor:
+    """Set x to x + scale · (delta + lora); returns x / sqrt(mean(x²) + eps) · weight, or x.
+
+    In float32 inside. x, delta [tokens, width], weight [width] → like x. With delta_weight [width],
+    delta + lora is normed so before. What is normed is rounded before, as in the reference. With
+    exchange, delta + lora is rounded and summed over ranks before all else.
+    """
+    return _launch_add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange, None)
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+    scale: float = 1.0,
+    delta_weight: torch.Tensor | None = None,
+    exchange: RowExchange | None = None,
+) -> Activations:
+    """Do what add_rms_norm does, and round each of its rows to FP8 in the same launch."""
+    rounded = empty_rows(x)
+    y = _launch_add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange, rounded)
+    return Activations(y, rounded)
+
+
+def _launch_add_rms_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    lora: LoraDelta | None,
+    scale: float,
+    delta_weight: torch.Tensor | None,
+    exchange: RowExchange | None,
+    rounded: Fp8Rows | None,
+) -> torch.Tensor:
+    tokens, width = x.shape
+    y = None if weight is None else torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    fp8 = (None, None) if rounded is None else (rounded.rows, rounded.scales)
+    elements = 16 if rounded is None else 8  # of a thread: rounding is slow by itself
+    _add_rms_norm[(tokens,)](
+        x, delta, *operands(lora), *exchange_operands(exchange), delta_weight, weight, y, *fp8,
+        eps, scale, width, block, LARGEST, LEAST_SCALE,
+        num_warps=min(256 // elements, max(1, block // (32 * elements))),
+    )  # fmt: skip
+    return x if y is None else y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rms_normed(x: tl.tensor, gains: tl.tensor, eps: tl.tensor, width: tl.constexpr) -> tl.tensor:
+    """Norm a row of float32, which is 0 behind its width; gains: the weight."""
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    return x * scale * gains.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_rms_norm(
+    x: tl.tensor,
+    delta: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    addresses: tl.tensor,
+    epochs: tl.tensor,
+    rank: tl.constexpr,
+    world: tl.constexpr,
+    most_rows: tl.constexpr,
+    delta_weight: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    rounded_y: tl.tensor,
+    scales: tl.tensor,
+    eps: tl.tensor,
+    scale: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    largest: tl.constexpr,
+    least_scale: tl.constexpr,
+) -> None:
+    """Compute one token. What does not depend on sums is read before they are known."""
+    columns = tl.arange(0, block)
+    inside = columns < width
+    token = tl.program_id(0).to(tl.int64)
+    at = token * width + columns
+    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    added = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        gains = tl.load(weight + columns, mask=inside, other=0.0)
+    if delta_weight is not None:
+        delta_gains = tl.load(delta_weight + columns, mask=inside, other=0.0)
+    if delta_weight is None and epochs is None:
+        total += scale * added
+        if lora is not None:
+            total += scale * lora_at(lora, adapted, token, at, inside)
+    else:
+        if lora is not None:
+            added += lora_at(lora, adapted, token, at, inside)
+        added = added.to(x.dtype.element_ty)
+        if epochs is not None:
+            row = tl.program_id(0)
+            added = sum_over_ranks(
+                added, columns, inside, row, addresses, epochs, rank, world, most_rows, width
+            )
+        if delta_weight is not None:
+            added = _rms_normed(added.to(tl.float32), delta_gains, eps, width)
+            added = added.to(x.dtype.element_ty)
+        total += scale * added.to(tl.float32)
+    rounded = total.to(x.dtype.element_ty)
+    tl.store(x + at, rounded, mask=inside)
+    if weight is not None:
+        normed = _rms_normed(rounded.to(tl.float32), gains, eps, width)
+        tl.store(y + at, normed.to(y.dtype.element_ty), mask=inside)
+        if scales is not None:
+            values = normed.to(y.dtype.element_ty).to(tl.float32)
+            store_rounded(
+                values, inside, columns, token, rounded_y, scales, width, largest, least_scale
+            )
