@@ -49,9 +49,9 @@ from lorikeet_engine.device.async_copies import Download, upload
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.checksums import word_sum
 
-# A step's own uploads take turns with the parts: 76 µs each at 55 GB/s, instead of 1.5 ms for the
-# whole image of a large adapter.
-_PART_BYTES = 4 << 20
+# A step's own uploads take turns with the parts, and are not delayed by parts of this size; smaller
+# ones take the bus longer, and this thread, which launches them.
+_PART_BYTES = 16 << 20
 # An image that moves onto itself goes through a buffer of this many elements.
 _MOVE_ELEMENTS = 4 << 20
 
