@@ -130,13 +130,22 @@ class CpuUsage:
         return {part: round(spent_s / seconds, 2) for part, spent_s in self._spent.items()}
 
 
+def parts_of_processes() -> dict[int, str]:
+    """What each process is that the service has started, by its id."""
+    parts = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            parts[process.pid] = _part(" ".join(process.cmdline()))
+    return parts
+
+
 def _spent_s() -> dict[int, tuple[str, float]]:
     """For each process what it is, and its CPU seconds so far."""
     spent = {}
-    for process in psutil.Process().children(recursive=True):
+    for pid, part in parts_of_processes().items():
         with suppress(psutil.Error):  # it has just ended
-            times = process.cpu_times()
-            spent[process.pid] = _part(" ".join(process.cmdline())), times.user + times.system
+            times = psutil.Process(pid).cpu_times()
+            spent[pid] = part, times.user + times.system
     return spent
 
 

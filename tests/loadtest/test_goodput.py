@@ -6,7 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from loadtest.bench_goodput import Traffic, search
+from loadtest.bench_goodput import search
+from loadtest.real_service.adapter_traffic import Traffic
 from loadtest.real_service.adapters import model_name
 
 ORDER = np.random.default_rng(0).permutation(100)
