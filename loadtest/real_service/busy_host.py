@@ -3,13 +3,14 @@
 import ctypes
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
-from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Self
@@ -21,6 +22,13 @@ from loadtest.real_service.service import parts_of_processes
 _READY_WITHIN_S = 60.0
 _SAMPLE_S = 0.05
 _MS_OF_NS = 1e-6
+_SPIN = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:  # nobody else ends it where this process is killed
+    for _ in range(10_000_000):
+        pass
+"""
 
 
 class HostLoad(StrEnum):
@@ -42,35 +50,60 @@ def host_load(kind: HostLoad, pinned_bytes: int) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if kind in (HostLoad.SPINNING, HostLoad.BOTH):
-            for _ in range(len(os.sched_getaffinity(0))):
-                stack.enter_context(_running(spin))
+            stack.enter_context(_spinning(len(os.sched_getaffinity(0))))
         if kind in (HostLoad.PINNING, HostLoad.BOTH):
-            stack.enter_context(_running(pin_in_turns, pinned_bytes))
+            stack.enter_context(_pinning(pinned_bytes))
         yield
 
 
-def spin(ready: Event) -> None:
-    """Use a core for ever."""
-    ready.set()
-    while True:
-        pass
+@contextmanager
+def _spinning(count: int) -> Iterator[None]:
+    processes = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _pinning(pinned_bytes: int) -> Iterator[None]:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=pin_in_turns, args=(ready, pinned_bytes), daemon=True)
+    process.start()
+    try:
+        deadline = time.monotonic() + _READY_WITHIN_S
+        while not ready.wait(_SAMPLE_S):
+            if process.exitcode is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"nothing was pinned; exit code {process.exitcode}")
+        yield
+        if process.exitcode is not None:
+            raise RuntimeError(f"pinning ended with exit code {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
 
 
 def pin_in_turns(ready: Event, pinned_bytes: int) -> None:
     """Pin memory and let go of it for ever; ready after the first turn."""
     memory = torch.ones(pinned_bytes, dtype=torch.uint8)
-    turn = _turn_on_gpu if torch.cuda.is_available() else _turn_on_cpu
+    turn = _turn_on_cpu
+    if torch.cuda.is_available():
+        torch.cuda.set_device(torch.cuda.device_count() - 1)
+        turn = _turn_on_gpu
     while True:
         turn(memory)
         ready.set()
 
 
 def _turn_on_gpu(memory: torch.Tensor) -> None:
-    device, cudart = torch.device("cuda", torch.cuda.device_count() - 1), torch.cuda.cudart()
+    cudart = torch.cuda.cudart()
     torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     for part in memory.split(64 << 20):
-        part.to(device, non_blocking=True)
-    torch.cuda.synchronize(device)
+        part.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
     torch.cuda.check_error(cudart.cudaHostUnregister(memory.data_ptr()))
 
 
@@ -79,26 +112,6 @@ def _turn_on_cpu(memory: torch.Tensor) -> None:
     for call in (libc.mlock, libc.munlock):
         if call(where, ctypes.c_size_t(memory.nbytes)):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-@contextmanager
-def _running(target: object, *arguments: object) -> Iterator[BaseProcess]:
-    """A process that runs target(ready, *arguments), from when that is ready."""
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    process = context.Process(target=target, args=(ready, *arguments), daemon=True)  # type: ignore[arg-type]
-    process.start()
-    try:
-        deadline = time.monotonic() + _READY_WITHIN_S
-        while not ready.wait(_SAMPLE_S):
-            if process.exitcode is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{target} did not begin; its exit code: {process.exitcode}")
-        yield process
-        if process.exitcode is not None:
-            raise RuntimeError(f"{target} ended by {process.exitcode}")
-    finally:
-        process.kill()
-        process.join()
 
 
 class WaitTimes:
