@@ -35,7 +35,7 @@ from loadtest.real_service.adapter_traffic import (
     warm_service,
 )
 from loadtest.real_service.busy_host import HostLoad, WaitTimes, host_load
-from loadtest.report import all_whole, gaps_s, ttfts_s
+from loadtest.report import all_whole, gaps_s, lateness_s, ttfts_s
 from loadtest.streamed_answer import StreamedAnswer
 from lorikeet.sizes import parse_size
 
@@ -48,7 +48,8 @@ _URGENT = -10  # which only root may be
 class BusyRow:
     """First tokens and gaps beside one load, milliseconds, of all repeats together.
 
-    *_of_quiet: as many times what they are on a quiet host. no_core: milliseconds a second.
+    *_of_quiet: as many times what they are on a quiet host. late: by which requests were sent after
+    they were due, which first tokens include. no_core: milliseconds a second.
     """
 
     host: HostLoad
@@ -59,6 +60,7 @@ class BusyRow:
     gap_p99: float
     first_p50_of_quiet: float
     gap_p99_of_quiet: float
+    late_p99: float
     no_core: Mapping[str, float]
     blocked: Mapping[str, float]
 
@@ -85,6 +87,7 @@ class HostRuns:
             gap_p99,
             first_p50 / quiet.first_p50 if quiet else 1.0,
             gap_p99 / quiet.gap_p99 if quiet else 1.0,
+            percentiles(1e3 * np.array(lateness_s(self.answers)), 99)[0],
             {part: round(ms / self.seconds, 1) for part, ms in self.no_core_ms.items()},
             dict(self.blocked),
         )

@@ -43,7 +43,8 @@ def test_a_load_that_cannot_be_made_is_an_error():
 
 
 def answer(*deltas_s: float) -> StreamedAnswer:
-    return StreamedAnswer(LoadRequest("m", 5, 3, 0), 0.0, deltas_s=list(deltas_s), failure="")
+    request = LoadRequest("m", 5, 3, 0)
+    return StreamedAnswer(request, 0.0, sent_s=0.01, deltas_s=list(deltas_s), failure="")
 
 
 def test_gaps_and_first_tokens_are_held_against_the_quiet_hosts():
@@ -53,6 +54,7 @@ def test_gaps_and_first_tokens_are_held_against_the_quiet_hosts():
     assert (quiet.first_p50_of_quiet, quiet.gap_p99_of_quiet) == (1.0, 1.0)
     assert row.first_p50_of_quiet == pytest.approx(3.0)
     assert row.gap_p99_of_quiet == pytest.approx(2.0)
+    assert row.late_p99 == pytest.approx(10)
     assert row.no_core == {"engines": 15.0}
 
 
