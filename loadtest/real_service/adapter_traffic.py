@@ -42,11 +42,16 @@ _NONE: Floats = np.zeros(0)
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Who asks for what. order: adapters, the most popular first. temperature: of each answer."""
+    """Who asks for what. order: adapters, the most popular first. temperature: of each answer.
+
+    lengths: so many, the same whatever the seed, are dealt round, so that as many tokens are asked
+    for in one run as in another; None: each request has its own.
+    """
 
     order: Ints
     context: int
     temperature: float = 0.0
+    lengths: int | None = None
 
     def sessions(
         self, rate_per_s: float, seconds: float, seed: int, more_at_s: Floats = _NONE
@@ -57,7 +62,7 @@ class Traffic:
         """
         rng = np.random.default_rng(seed)
         times_s = np.sort(np.concatenate([poisson(rate_per_s).times(rng, seconds), more_at_s]))
-        inputs, outputs = cut_to_context(*AZURE_CONV.draw(rng, len(times_s)), self.context)
+        inputs, outputs = self._lengths(rng, len(times_s))
         ranks = Zipf(1.0).draw(rng, len(self.order), len(times_s))
         seeds = rng.integers(0, 2**62, len(times_s)).tolist()
         requests = [
@@ -70,6 +75,13 @@ class Traffic:
             Session(float(at_s), (request,))
             for at_s, request in zip(times_s, requests, strict=True)
         ]
+
+    def _lengths(self, rng: np.random.Generator, requests: int) -> tuple[Ints, Ints]:
+        if self.lengths is None:
+            return cut_to_context(*AZURE_CONV.draw(rng, requests), self.context)
+        drawn = AZURE_CONV.draw(np.random.default_rng(0), self.lengths)
+        inputs, outputs = cut_to_context(*drawn, self.context)
+        return np.resize(inputs, requests), np.resize(outputs, requests)
 
     def warm_up(self) -> list[Session]:
         """Every adapter once, the most popular ones last."""
