@@ -1,8 +1,17 @@
 """What the overload benchmark counts, and when refusals are quick and honest."""
 
+from dataclasses import replace
+
 import pytest
 
-from loadtest.bench_overload import OverloadRow, Refusals, compared, refusals, tokens_between
+from loadtest.bench_overload import (
+    OverloadRow,
+    Refusals,
+    compared,
+    meets_the_goals,
+    refusals,
+    tokens_between,
+)
 from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 
 
@@ -50,6 +59,20 @@ def test_slow_refusals_and_those_that_say_too_little_miss_the_goal(
     most_ms, retry_after, accepted_then
 ):
     assert not Refusals(9, 10.0, 20.0, most_ms, retry_after, accepted_then).good
+
+
+@pytest.mark.parametrize(
+    ("of_most", "broken", "met"),
+    [((0.8, 1.0), 0, True), ((1.0, 0.9), 0, False), ((1, 1), 1, False)],
+)
+def test_what_is_answered_counts_where_some_is_refused(of_most, broken, met):
+    some = Refusals(9, 10.0, 20.0, 30.0, (1.0,), 0.7)
+    few, many = (
+        OverloadRow(rate, 9, 0, 1.0, share, 1.0, 1.0, found)
+        for rate, share, found in zip((20.0, 30.0), of_most, (refusals([]), some), strict=True)
+    )
+    assert meets_the_goals([few, replace(many, broken=broken)]) is met
+    assert not meets_the_goals([few])
 
 
 def test_rates_are_held_against_the_most_tokens_of_all():
