@@ -29,6 +29,8 @@ export RAY_SERVE_PROXY_USE_GRPC ?= 1
 # Above 4 MiB calls and answers would fail otherwise; see k8s/base/settings.env.
 export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 134217728
 export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy_middleware:middlewares
+# Ray's own is 15: any other program would take the cores of engines and gateways.
+export RAY_worker_niceness ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 # Else each of the 200 processes that tests start compiles what it imports, where this is set.
@@ -67,9 +69,9 @@ test: $(INSTALLED)  ## everything that must hold, on CPU
 	@$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-service test-engine test-platform check
 	$(TEST) $(TIMED_TESTS)
 
-# Each prints when it ends. Ray would give way to the other tests if it were as nice as it is by itself.
+# Each prints when it ends. The other tests give way to the service's, which mostly wait.
 test-service: $(INSTALLED)
-	RAY_worker_niceness=0 $(TEST) $(SERVICE_TESTS)
+	$(TEST) $(SERVICE_TESTS)
 
 # What the service's tests leave of the machine's cores is theirs. Each process imports what its half needs.
 # The engine's take longest: alone at the end, one process would leave a core idle.

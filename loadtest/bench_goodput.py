@@ -17,90 +17,34 @@ Where time goes is asked of the service, `GET /v1/requests/ID`, for the slowest 
 
 import argparse
 import math
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from engine.benchmarks.harness import arguments, facts, write
-from loadtest.client import Server, Session, run_sessions
-from loadtest.real_service.adapters import fill_catalog, model_name
-from loadtest.real_service.random_models import (
-    LINEARS,
-    SHAPES,
-    add_model_arguments,
-    settings_of_model,
+from loadtest.client import Server, run_sessions
+from loadtest.real_service.adapter_traffic import (
+    Traffic,
+    add_traffic_arguments,
+    settings_of_traffic,
+    warm_service,
 )
-from loadtest.real_service.service import PROXIES, CpuUsage, service
+from loadtest.real_service.service import CpuUsage
 from loadtest.real_service.stage_times import stage_lines, stages_ms
-from loadtest.report import (
-    all_whole,
-    by_residency,
-    gaps_s,
-    lateness_s,
-    quantiles_ms,
-    split,
-    ttfts_s,
-)
-from loadtest.streamed_answer import LoadRequest, StreamedAnswer
-from lorikeet.settings import Settings
-from lorikeet_engine.traffic import (
-    AZURE_CONV,
-    RANKS,
-    Ints,
-    Zipf,
-    cut_to_context,
-    deal_ranks,
-    poisson,
-)
+from loadtest.report import by_residency, gaps_s, lateness_s, quantiles_ms, split, ttfts_s
+from loadtest.streamed_answer import StreamedAnswer
 
 Row = dict[str, Any]
 
 TTFT_GOAL_MS, ITL_GOAL_MS = 1000.0, 50.0
 _OWN = "goodput"  # what is made anew each time
 _STEP = 1.5
-_WARM_STREAMS = 64
 _HEADING = (
     "  rate  requests   TTFT p50      p99   ITL p50      p99    on GPU   running   tokens/s  "
     "late p99"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Who asks for what. order: adapters, the most popular first. temperature: of each answer."""
-
-    order: Ints
-    context: int
-    temperature: float = 0.0
-
-    def sessions(self, rate_per_s: float, seconds: float, seed: int) -> list[Session]:
-        """Requests that arrive at this rate; other ones for each seed."""
-        rng = np.random.default_rng(seed)
-        times_s = poisson(rate_per_s).times(rng, seconds)
-        inputs, outputs = cut_to_context(*AZURE_CONV.draw(rng, len(times_s)), self.context)
-        ranks = Zipf(1.0).draw(rng, len(self.order), len(times_s))
-        seeds = rng.integers(0, 2**62, len(times_s)).tolist()
-        requests = [
-            LoadRequest(
-                model_name(int(self.order[rank])), int(prompt), int(answer), each, self.temperature
-            )
-            for rank, prompt, answer, each in zip(ranks, inputs, outputs, seeds, strict=True)
-        ]
-        return [
-            Session(float(at_s), (request,))
-            for at_s, request in zip(times_s, requests, strict=True)
-        ]
-
-    def warm_up(self) -> list[Session]:
-        """Every adapter once, the most popular ones last."""
-        requests = [LoadRequest(model_name(int(a)), 8, 2, int(a)) for a in reversed(self.order)]
-        return [Session(0.0, tuple(requests[at::_WARM_STREAMS])) for at in range(_WARM_STREAMS)]
 
 
 def measure(
@@ -146,15 +90,8 @@ def search(measured: Callable[[float], Row], first_rate: float, points: int) -> 
 def main() -> int:
     """Measure and print; 1 if no rate was good or a client was late."""
     given = _arguments()
-    shutil.rmtree(given.folder / _OWN, ignore_errors=True)
     noted, variables = facts(given.commit), _variables(given)
-    ranks = deal_ranks(given.adapters, given.ranks).tolist()
-    stock = fill_catalog(Settings.from_env(variables), ranks, given.linears)
-    order = np.random.default_rng(0).permutation(given.adapters)
-    traffic = Traffic(order, given.context, given.temperature)
-    with service(variables, given.proxy) as running:
-        server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
-        all_whole(run_sessions(server, traffic.warm_up(), given.clients))
+    with warm_service(given, variables) as (server, traffic):
         seeds = count(1)
 
         def measured(rate_per_s: float) -> Row:
@@ -204,42 +141,21 @@ def _print_stages(rows: Sequence[Mapping[str, Any]], best_per_s: float) -> None:
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
     """The service's settings."""
-    model = settings_of_model(given.folder, given.shape, given.device, _OWN)
-    return model | {
-        "LORIKEET_REPLICAS": "1",
-        "LORIKEET_GATEWAYS": str(given.gateways),
-        "LORIKEET_MAX_CONTEXT": str(given.context),
+    return settings_of_traffic(given, _OWN) | {
         "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
         "LORIKEET_MAX_RUNNING": str(min(256, given.batch_tokens)),
-        "LORIKEET_KV_CACHE_MEMORY": given.kv,
-        "LORIKEET_ADAPTER_GPU_MEMORY": given.gpu,
-        "LORIKEET_ADAPTER_HOST_MEMORY": given.host,
-        "LORIKEET_ADAPTER_DISK": given.disk,
         "LORIKEET_INTER_TOKEN_GOAL_MS": given.goal_ms,
     }
 
 
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
-    add_model_arguments(parser)
+    add_traffic_arguments(parser, adapters=1000, seconds=30)
     add = parser.add_argument
-    add("--adapters", type=int, default=1000, help="default 1000")
-    add("--ranks", type=int, nargs="+", default=list(RANKS), help="dealt round")
-    add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS[:4]), metavar="LINEAR")
-    add("--context", type=int, default=2048, help="most tokens of prompt and answer; 2048")
-    add("--temperature", type=float, default=0.0, help="at which answers are sampled; 0: greedy")
-    add("--seconds", type=float, default=30, help="of arrivals at each rate; default 30")
     add("--first-rate", type=float, default=8, help="requests a second; default 8")
     add("--points", type=int, default=6, help="rates to try; default 6")
-    add("--gateways", type=int, default=4, help="default 4")
-    add("--clients", type=int, default=4, help="processes that ask; default 4")
-    add("--proxy", choices=PROXIES, default="HAProxy")
     add("--batch-tokens", type=int, default=2048, help="of one step; default 2048")
     add("--goal-ms", default="40", help="the service's inter-token goal; default 40")
-    add("--kv", default="40GiB", help="KV cache; default 40GiB")
-    add("--gpu", default="12GiB", help="memory for adapters on the GPU; default 12GiB")
-    add("--host", default="24GiB", help="and on the host; default 24GiB")
-    add("--disk", default="48GiB", help="and on the disk; default 48GiB")
     return parser.parse_args()
 
 

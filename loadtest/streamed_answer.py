@@ -78,7 +78,7 @@ class StreamedAnswer:
     due_s: when it was to be sent, sent_s: when it was. deltas_s: when tokens came, one or several
     at a time; events: how many events with tokens each delta had. failure: "" once the answer is
     whole and of as many tokens as were requested, else short, so that failures group; last_bytes:
-    the end of a failed answer.
+    the end of a failed answer. retry_after_s: of one that was refused until then, else None.
     """
 
     request: LoadRequest
@@ -93,6 +93,7 @@ class StreamedAnswer:
     prompt_tokens: int = 0
     failure: str = "not answered"
     last_bytes: str = ""
+    retry_after_s: float | None = None
 
 
 class AnswerReader:
@@ -140,6 +141,8 @@ class AnswerReader:
         answer.request_id = self._header(b"x-request-id")
         answer.replica = self._header(b"x-lorikeet-replica")
         answer.residency = self._header(b"x-lorikeet-residency")
+        retry_after = self._header(b"retry-after")
+        answer.retry_after_s = float(retry_after) if retry_after else None
         answer.prompt_tokens = self._counted(self._format.prompt_tokens)
         answer.failure = self._failure()
         if answer.failure:

@@ -23,12 +23,14 @@ from loadtest.paced_service.service import free_port
 ROOT = Path(__file__).parents[2]
 PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
 _SETTLING_S = 4.0  # HAProxy begins anew, dropping connections, when an application comes
+_NICENESS = "RAY_worker_niceness"
 _ENVIRONMENT = {  # as the Makefile's
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy_middleware:middlewares",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**27),
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody else waits for it
+    _NICENESS: os.environ.get(_NICENESS, "0"),
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
     # A virtual machine's memory may grow as it is used: what is said to be free tells Ray nothing.
@@ -130,13 +132,22 @@ class CpuUsage:
         return {part: round(spent_s / seconds, 2) for part, spent_s in self._spent.items()}
 
 
+def parts_of_processes() -> dict[int, str]:
+    """What each process is that the service has started, by its id."""
+    parts = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            parts[process.pid] = _part(" ".join(process.cmdline()))
+    return parts
+
+
 def _spent_s() -> dict[int, tuple[str, float]]:
     """For each process what it is, and its CPU seconds so far."""
     spent = {}
-    for process in psutil.Process().children(recursive=True):
+    for pid, part in parts_of_processes().items():
         with suppress(psutil.Error):  # it has just ended
-            times = process.cpu_times()
-            spent[process.pid] = _part(" ".join(process.cmdline())), times.user + times.system
+            times = psutil.Process(pid).cpu_times()
+            spent[pid] = part, times.user + times.system
     return spent
 
 

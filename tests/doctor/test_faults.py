@@ -84,6 +84,13 @@ PLANTED = {
         "'4194304'",
         "=134217728",
     ),
+    "processes behind every other program": Fault(
+        "ray variables",
+        {"more": {"RAY_worker_niceness": "15"}},
+        WARNING,
+        "'15': engines and gateways run at niceness 15",
+        "export RAY_worker_niceness=0",
+    ),
     "Ray open to everybody": Fault(
         "ray variables",
         {"more": {"RAY_AUTH_MODE": "disabled"}},

@@ -55,7 +55,7 @@ def server(seen: list[dict[str, Any]]) -> Iterator[Server]:
         body = await request.json()
         seen.append(body | {"at_s": time.monotonic()})
         if body["model"] == "refused":
-            return JSONResponse({"error": {"code": "overloaded"}}, 503)
+            return JSONResponse({"error": {"code": "overloaded"}}, 503, {"retry-after": "7"})
         headers = {"x-lorikeet-residency": "host", "x-request-id": "1f", "x-lorikeet-replica": "r"}
         return StreamingResponse(answer(body), media_type="text/event-stream", headers=headers)
 
@@ -96,6 +96,7 @@ def test_answers_are_timed_from_when_they_were_due_and_only_whole_ones_count(ser
     assert '"completion_tokens":3' in found["short", 0].last_bytes
     assert found["broken", 0].failure == "the stream broke off"
     assert found["refused", 0].failure == "503 overloaded"
+    assert [one.retry_after_s for one in (first, found["refused", 0])] == [None, 7.0]
     (asked,) = (body for body in seen if body["model"] == "late")
     assert asked["prompt"] == random_prompt(request("late"), 100)
     assert (asked["max_tokens"], asked["temperature"]) == (TOKENS, 0.0)

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TINY = ("--shape=tiny", "--device=cpu", "--kv=64MiB", "--batch-tokens=256")
+TINY = ("--shape=tiny", "--device=cpu", "--kv=64MiB")
+SMALL_STEPS = "--batch-tokens=256"
+FEW_ADAPTERS = ("--adapters=12", "--context=64", "--gpu=256KiB", "--host=512KiB", "--disk=64MiB")
+ALONE = ("--gateways=1", "--clients=1", "--proxy", "Serve's proxy")
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
 
@@ -44,6 +47,7 @@ def test_engines_are_compared_with_and_without_the_service(bench):
         "--proxies",
         "Serve's proxy",
         "--clients=1",
+        SMALL_STEPS,
         *sizes,
     )
     (row,) = wrote["http"]
@@ -57,17 +61,8 @@ def test_engines_are_compared_with_and_without_the_service(bench):
 
 
 def test_the_goodput_of_a_small_model_is_found_and_explained(bench):
-    sizes = ("--adapters=12", "--context=64", "--gpu=256KiB", "--host=512KiB", "--disk=64MiB")
     rates = ("--seconds=5", "--first-rate=2", "--points=2", "--goal-ms=1000")
-    printed, wrote = bench(
-        "loadtest.bench_goodput",
-        "--gateways=1",
-        "--clients=1",
-        "--proxy",
-        "Serve's proxy",
-        *sizes,
-        *rates,
-    )
+    printed, wrote = bench("loadtest.bench_goodput", *ALONE, *FEW_ADAPTERS, *rates, SMALL_STEPS)
     rows = wrote["goodput"]
     assert [row["failures"] for row in rows] == [{}, {}]
     assert all(sum(row["found"].values()) == row["requests"] > 0 for row in rows)
@@ -76,10 +71,40 @@ def test_the_goodput_of_a_small_model_is_found_and_explained(bench):
     assert f"goodput: {wrote['best_per_s']:g} requests a second" in printed
 
 
+def test_what_is_refused_beside_a_backlog_is_timed(bench):
+    rates = ("--seconds=8", "--ramp=3", "--backlog=700", "--rates", "2", "40")
+    printed, wrote = bench("loadtest.bench_overload", *ALONE, *FEW_ADAPTERS, *rates)
+    few, many = wrote["overload"]
+    assert [few["rate"], many["rate"]] == [2, 40]
+    assert few["broken"] == many["broken"] == 0
+    assert max(few["of_most"], many["of_most"]) == 1
+    assert many["refusals"]["refused"] > 0
+    assert many["refusals"]["refusal_p50"] <= many["refusals"]["refusal_most"]
+    assert min(many["refusals"]["retry_after"]) >= 1
+    assert "accepted_then" in printed
+
+
+def test_a_busy_host_is_held_against_a_quiet_one(bench):
+    sizes = ("--seconds=3", "--rate=2", "--repeats=1", "--pinned=16MiB")
+    printed, wrote = bench("loadtest.bench_busy_host", *ALONE, *FEW_ADAPTERS, *sizes)
+    rows = wrote["busy_host"]
+    assert [row["host"] for row in rows] == ["quiet", "spinning", "pinning", "both"]
+    assert len({row["requests"] for row in rows}) == 1
+    for row in rows:
+        assert row["gap_p99_of_quiet"] == pytest.approx(row["gap_p99"] / rows[0]["gap_p99"])
+        assert {"engines", "replicas", "gateways"} <= set(row["no_core"])
+    assert "first_p50_of_quiet" in printed
+
+
 def test_structured_streams_are_compared_with_plain_ones(bench):
     sizes = ("--checked=2", "--streams=4", "--tokens=24", "--rounds=2", "--repeats=1")
     printed, wrote = bench(
-        "loadtest.bench_structured", "--gateways=1", "--proxy", "Serve's proxy", *sizes
+        "loadtest.bench_structured",
+        "--gateways=1",
+        "--proxy",
+        "Serve's proxy",
+        SMALL_STEPS,
+        *sizes,
     )
     assert "all answers fit their schemas; streams of 24 tokens" in printed
     alike, mixed = wrote["alike"], wrote["mixed"]
@@ -96,7 +121,9 @@ def test_structured_streams_are_compared_with_plain_ones(bench):
 def test_pushes_are_timed_stage_by_stage_beside_streams(bench):
     sizes = ("--rank=8", "--adapters=2", "--replicas=2", "--gateways=1", "--clients=1")
     streams = ("--streams=2", "--tokens=100", "--rounds=2", "--periods=1", "--every=0.5")
-    printed, wrote = bench("loadtest.bench_push", "--proxy", "Serve's proxy", *sizes, *streams)
+    printed, wrote = bench(
+        "loadtest.bench_push", "--proxy", "Serve's proxy", SMALL_STEPS, *sizes, *streams
+    )
     assert wrote["pushes"]
     for push in wrote["pushes"]:
         whole, sent = push.pop("first_token"), push.pop("sent")

@@ -73,7 +73,7 @@ def _fill_bitmasks(
 def _finish_bitmask(matched: _Matched, bitmask: TokenBitmask) -> InvalidRequest | None:
     """Set the bits of a row's stop ids; return an error if no token can follow then."""
     _set_stop_ids(matched.sequence, matched.matcher, bitmask)
-    if bitmask.any():
+    if bitmask.max():
         return None
     return InvalidRequest("the grammar came to where no token can follow")
 
@@ -83,13 +83,14 @@ def _set_stop_ids(sequence: Sequence, matcher: Matcher, bitmask: TokenBitmask) -
 
     Below min_tokens they stay allowed where nothing else can follow.
     """
-    stops = np.zeros_like(bitmask)
-    for token in sequence.stop_ids:
-        stops[token // 8] |= 1 << token % 8
+    stops = [(token // 8, 1 << token % 8) for token in sequence.stop_ids]
     if sequence.below_min_tokens:
-        others = bitmask & ~stops
-        if others.any():
+        others = bitmask.copy()
+        for octet, bit in stops:
+            others[octet] &= 255 ^ bit
+        if others.max():
             bitmask[:] = others
             return
     if matcher.may_end:
-        bitmask |= stops
+        for octet, bit in stops:
+            bitmask[octet] |= bit

@@ -1,5 +1,6 @@
 """The variables: Lorikeet's own, and those that Ray reads when its processes start."""
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,13 +15,19 @@ LARGEST_MESSAGE = 128 * 2**20
 """Bytes: for any request, and for an answer without `stream` of as many log probabilities as may be
 asked for, which Serve's own proxy takes as one message."""
 
+_NUMBER = re.compile(r"-?[0-9]+")
+
 
 class _Wanted(NamedTuple):
-    """A variable that Ray reads, the value it should have or exceed, and what happens without."""
+    """A variable that Ray reads, the value it should have, and what happens without.
+
+    A number may be larger, or smaller where `value` is the most.
+    """
 
     name: str
     value: str
     harm: str
+    most: bool = False
 
 
 _RAY_VARIABLES = (
@@ -33,6 +40,12 @@ _RAY_VARIABLES = (
     ),
     _Wanted(
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", CALLBACK, "clients choose their requests' ids"
+    ),
+    _Wanted(
+        "RAY_worker_niceness",
+        "0",
+        "engines and gateways run at niceness 15, where any other program takes their cores",
+        most=True,
     ),
 )
 
@@ -55,13 +68,11 @@ def check_settings(planned: PlannedStart) -> Iterator[Finding]:
 
 def check_ray_variables(planned: PlannedStart) -> Iterator[Finding]:
     """Whether they are set outside of serve_app, where it would be too late."""
-    missing = [
-        each for each in _RAY_VARIABLES if not _does(planned.environ.get(each.name), each.value)
-    ]
-    for name, value, harm in missing:
-        there = planned.environ.get(name)
-        found = f"{name} is {'not set' if there is None else f'{there!r}'}: {harm}"
-        yield warning("ray variables", found, f"export {name}={value}")
+    missing = [each for each in _RAY_VARIABLES if not _does(planned.environ.get(each.name), each)]
+    for each in missing:
+        there = planned.environ.get(each.name)
+        found = f"{each.name} is {'not set' if there is None else f'{there!r}'}: {each.harm}"
+        yield warning("ray variables", found, f"export {each.name}={each.value}")
     if planned.environ.get("RAY_AUTH_MODE") == "disabled":
         found = "RAY_AUTH_MODE is disabled: whoever reaches Ray's ports can run code here"
         yield warning("ray variables", found, "export RAY_AUTH_MODE=token")
@@ -69,8 +80,8 @@ def check_ray_variables(planned: PlannedStart) -> Iterator[Finding]:
         yield ok("ray variables", f"all {len(_RAY_VARIABLES)} are set")
 
 
-def _does(given: str | None, wanted: str) -> bool:
-    """Whether it is what is wanted; a number may be larger."""
-    if given is not None and wanted.isdecimal() and given.isdecimal():
-        return int(given) >= int(wanted)
-    return given == wanted
+def _does(given: str | None, wanted: _Wanted) -> bool:
+    if given is None or not _NUMBER.fullmatch(wanted.value) or not _NUMBER.fullmatch(given):
+        return given == wanted.value
+    number, bound = int(given), int(wanted.value)
+    return number <= bound if wanted.most else number >= bound
