@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,3 +61,58 @@ def test_a_headers_megabyte_is_in_the_first_piece(
 
     asyncio.run(receive_file(parts(), tmp_path / "body", workers, seen))  # type: ignore[arg-type]
     assert 1_000_008 <= len(seen.pieces[0]) < 2**21
+
+
+def test_a_thread_that_falls_behind_takes_more_at_a_time(
+    tmp_path: Path, workers: ThreadPoolExecutor
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Seen):
+        def take(self, data: memoryview) -> None:
+            super().take(data)
+            begun.set()
+            goes_on.wait(10)
+
+    seen = Slow()
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield bytes(2**20)
+        await asyncio.to_thread(begun.wait, 10)
+        for _ in range(3):
+            yield bytes(2**20)
+            await asyncio.sleep(0)
+        goes_on.set()
+
+    asyncio.run(receive_file(parts(), tmp_path / "body", workers, seen))  # type: ignore[arg-type]
+    assert [len(piece) for piece in seen.pieces] == [2**20, 3 * 2**20]
+
+
+def test_no_more_than_some_megabytes_wait_for_the_thread(
+    tmp_path: Path, workers: ThreadPoolExecutor
+) -> None:
+    goes_on, given = threading.Event(), 0
+
+    class Slow(Seen):
+        def take(self, data: memoryview) -> None:
+            super().take(data)
+            goes_on.wait(10)
+
+    async def parts() -> AsyncIterator[bytes]:
+        nonlocal given
+        for _ in range(40):
+            given += 2**20
+            yield bytes(2**20)
+            await asyncio.sleep(0)
+
+    async def receive() -> int:
+        body = receive_file(parts(), tmp_path / "body", workers, Slow())  # type: ignore[arg-type]
+        receiving = asyncio.create_task(body)
+        await asyncio.sleep(0.2)
+        waiting = given
+        goes_on.set()
+        await receiving
+        return waiting
+
+    assert asyncio.run(receive()) <= 6 * 2**20
+    assert given == 40 * 2**20

@@ -11,7 +11,10 @@ from lorikeet.errors import StoreError
 from lorikeet_engine.adapter_format import SCAN_ALIGNMENT, ValueScan
 
 # Little is left to do when the last has come; a blob's header, of a megabyte at most, is in one.
-_WRITE_BYTES = 2**20
+_LEAST_BYTES = 2**20
+# A thread that falls behind takes more at a time: beside a busy event loop it is not the bytes that
+# cost it time, but waiting for the interpreter, which it does as often whatever their number.
+_MOST_BYTES = 2**22
 
 
 async def receive_file(
@@ -25,14 +28,16 @@ async def receive_file(
     try:
         with path.open("wb") as file:
             body = _Body(file, scan)
-            writing = loop.run_in_executor(workers, body.take, [])
+            writing = loop.create_future()
+            writing.set_result(None)
             try:
                 held: list[bytes] = []
                 held_bytes = 0
                 async for part in parts:
                     held.append(part)
                     held_bytes += len(part)
-                    if held_bytes >= _WRITE_BYTES:  # looked at and written while more comes
+                    # looked at and written while more comes
+                    if held_bytes >= (_LEAST_BYTES if writing.done() else _MOST_BYTES):
                         await writing
                         writing = loop.run_in_executor(workers, body.take, held)
                         held, held_bytes = [], 0
