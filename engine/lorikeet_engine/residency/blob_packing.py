@@ -6,7 +6,7 @@ layers that differ in values alone are read and written together, some megabytes
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -35,22 +35,27 @@ def pack(
     layout: PackedLayout,
     out: torch.Tensor,
     threads: int | None = None,
+    arrived: Callable[[int], None] | None = None,
 ) -> LayerSums:
     """Write the image into out [layout.image_elements]: its dtype, and the scaling folded into B.
 
     Returns the image's sums. B is scaled in float32 before it is rounded. threads: how many share
     the layers, if not as many as there are cores for. For each 16 MiB of the file are in memory
     besides, or one layer of it if that is more; of another dtype than out's, also the largest
-    matrix of all these layers, twice. Raises AdapterRejected when a value does not fit out's dtype.
+    matrix of all these layers, twice. arrived: of a blob that is still being written; waits until
+    so many bytes of it have come, and one thread packs what has. Raises AdapterRejected when a
+    value does not fit out's dtype, and what `arrived` raises.
     """
     spans = torch.split(out, layout.elements)
     layers = staged_layers(spec, layout)
-    each = -(-len(layers) // (threads or _threads(spec.size_bytes)))
+    each = -(-len(layers) // (1 if arrived else threads or _threads(spec.size_bytes)))
     shares = [layers[at : at + each] for at in range(0, len(layers), each)]
-    write = partial(_write_layers, blob, layout, spans)
+    write = partial(_write_layers, blob, layout, spans, arrived)
     with ThreadPoolExecutor(len(shares), "lorikeet-pack") as pool:  # waits for all of them
         run = pool.map if len(shares) > 1 else map
         found = {place: each for sums in run(write, shares) for place, each in sums.items()}
+    if arrived is not None:
+        arrived(spec.size_bytes)
     for number, span in enumerate(spans):
         _write_token_rows(blob, spec, layout, span)
         outer = len(layout.layers) - 1
@@ -71,6 +76,7 @@ def _write_layers(
     blob: Path,
     layout: PackedLayout,
     spans: Sequence[torch.Tensor],
+    arrived: Callable[[int], None] | None,
     layers: Sequence[StagedLayer],
 ) -> dict[tuple[int, int], int]:
     """Write these layers of each span, and return their sums, by the number of the span and layer.
@@ -81,6 +87,8 @@ def _write_layers(
     writer = _Writer(layout, spans, runs)
     with blob.open("rb", buffering=0) as file:
         for run in runs:
+            if arrived is not None:
+                arrived(max(layer.end for layer in run))
             writer.write(file.fileno(), run)
     places = product(range(len(spans)), [layer.parts[0].layer for layer in layers])
     return {(number, layer): _sum(layout, spans[number], layer) for number, layer in places}

@@ -23,6 +23,11 @@ class StagedLayer(NamedTuple):
     begin: int
     likeness: object
 
+    @property
+    def end(self) -> int:
+        """Where in the file the last of it ends."""
+        return max(matrix.end for matrix in self.places)
+
 
 def staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[StagedLayer]:
     """All layers that have linears, the outer one among them, in the file's order."""

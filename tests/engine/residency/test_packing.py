@@ -255,6 +255,28 @@ def test_the_order_of_a_blobs_tensors_and_a_mixture_of_dtypes_do_not_matter(shel
     shelf.check(ref, LoraWeights(image, layout.rows[None]), 0)
 
 
+@pytest.mark.parametrize("ranks", [ALIKE, ALIKE | {(12, SHAPE.index("lm_head")): 6}])
+def test_a_blob_that_is_being_written_is_packed_as_far_as_it_has_come(shelf, monkeypatch, ranks):
+    monkeypatch.setattr(blob_packing, "_BYTES_TOGETHER", 1)
+    ref = shelf.make("x", ranks, shape=TWELVE_LAYERS)
+    whole, waits = shelf.blob("x").read_bytes(), []
+    spec = read_spec(shelf.blob("x"), TWELVE_LAYERS, LIMITS)
+    layout = PackedLayout.of(spec, TWELVE_LAYERS)
+    image = torch.full((layout.image_elements,), torch.nan)
+    growing = shelf.blob("growing")
+    growing.touch()
+
+    def arrived(end: int) -> None:
+        waits.append(end)
+        growing.write_bytes(whole[:end])  # to read any further would fail
+
+    pack(growing, spec, layout, image, arrived=arrived)
+    shelf.check(ref, LoraWeights(image, layout.rows[None]), 0)
+    assert waits == sorted(waits)
+    assert len(set(waits)) == len({layer for layer, _ in ranks})
+    assert waits[-1] == len(whole)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_threads_that_share_the_layers_pack_the_same_image(shelf, world):
     shape = dataclasses.replace(SHAPE, layers=7)
