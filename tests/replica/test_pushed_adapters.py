@@ -117,6 +117,7 @@ def test_a_blob_is_packed_while_a_gateway_of_the_machine_writes_it(settings, pus
         expected = ExpectPushed(ref.digest, str(file), len(blob), this_machine())
         states = [await replica.push(expected)]
         await asyncio.to_thread(file.write_bytes, blob)
+        await until(lambda report: report.status.tiers[Residency.HOST].adapters == 1, replica)
         states.append(await replica.push(LookUp(ref.digest)))
         states.append(await replica.push(HoldPushed(ref, str(file))))
         file.unlink()

@@ -84,14 +84,15 @@ def _write_layers(
     The outer layer's have no meaning yet.
     """
     runs = list(layers_together(layers, _BYTES_TOGETHER))
-    writer = _Writer(layout, spans, runs)
+    writer, sums = _Writer(layout, spans, runs), dict[tuple[int, int], int]()
     with blob.open("rb", buffering=0) as file:
         for run in runs:
             if arrived is not None:
                 arrived(max(layer.end for layer in run))
             writer.write(file.fileno(), run)
-    places = product(range(len(spans)), [layer.parts[0].layer for layer in layers])
-    return {(number, layer): _sum(layout, spans[number], layer) for number, layer in places}
+            for number, layer in product(range(len(spans)), [each.parts[0].layer for each in run]):
+                sums[number, layer] = _sum(layout, spans[number], layer)
+    return sums
 
 
 class _Writer:
