@@ -10,11 +10,9 @@ from typing import BinaryIO
 from lorikeet.errors import StoreError
 from lorikeet_engine.adapter_format import SCAN_ALIGNMENT, ValueScan
 
-# Little is left to do when the last has come; a blob's header, of a megabyte at most, is in one.
-_LEAST_BYTES = 2**20
-# A thread that falls behind takes more at a time: beside a busy event loop it is not the bytes that
-# cost it time, but waiting for the interpreter, which it does as often whatever their number.
-_MOST_BYTES = 2**22
+# Beside a busy event loop a thread mostly waits for the interpreter, some five times for each piece
+# however large; 4 ms are left to do when the last has come. A blob's header is in the first.
+_WRITE_BYTES = 2**22
 
 
 async def receive_file(
@@ -36,8 +34,7 @@ async def receive_file(
                 async for part in parts:
                     held.append(part)
                     held_bytes += len(part)
-                    # looked at and written while more comes
-                    if held_bytes >= (_LEAST_BYTES if writing.done() else _MOST_BYTES):
+                    if held_bytes >= _WRITE_BYTES:  # looked at and written while more comes
                         await writing
                         writing = loop.run_in_executor(workers, body.take, held)
                         held, held_bytes = [], 0
