@@ -234,4 +234,17 @@ def test_what_is_to_stay_gets_its_image_on_the_disk(shelf, bench, begin, no_pack
     b.tiers.pin(a, Residency.HOST)
     b.until(lambda: b.tiers.residency(a) >= Residency.HOST)
     assert b.image(a).exists()
-    assert b.tiers.adapters()[0].image_bytes == SIZE * 4
+    b.until(lambda: b.tiers.adapters()[0].image_bytes == SIZE * 4)
+
+
+def test_an_image_that_was_taken_is_evicted_as_any(shelf, bench, begin):
+    a, c = make(shelf, "ac")
+    b = bench(host=1)
+    upload = begin(b, a)
+    upload.write()
+    upload.verify()
+    eventually(upload.has_place)
+    upload.pin()
+    b.tiers.unpin(a.digest)
+    b.lease(c).release()
+    assert b.tiers._host.digests() == [c.digest]
