@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 class Engine:
     """One base model, its adapters, and the requests in flight.
 
-    submit, abort, wake, residency, pin, unpin, prefetch, status, adapters and take_use may be
-    called from any thread; wait, step, fail_all and close from one alone, for instance
-    EngineLoop's; changed_status from another, for instance StatusReporter's.
+    submit, abort, wake, residency, pin, unpin, prefetch, incoming_blobs (Tiers'), status, adapters
+    and take_use are for any thread; wait, step, fail_all and close for one alone, for instance
+    EngineLoop's; changed_status for another, for instance StatusReporter's.
     info: what callers must know. changed: set when changed_status may have something to report.
     """
 
@@ -60,7 +60,7 @@ class Engine:
         self._wake = threading.Event()
         parts = self._parts = assemble(settings, source, load, self.wake)
         self._runner, self._tiers, self._kv_pages = parts.runner, parts.tiers, parts.kv_pages
-        self.changed = self._tiers.changed
+        self.changed, self.incoming_blobs = self._tiers.changed, self._tiers.incoming_blobs
         self._reported: EngineStatus | None = None
         self.info = parts.info
         self._grammars = grammars

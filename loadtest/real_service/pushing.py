@@ -12,7 +12,7 @@ import httpx
 from loadtest.client import Server, Session, encode_requests, send_all
 from loadtest.report import all_whole
 from loadtest.streamed_answer import LoadRequest
-from lorikeet.protocol.pushing import HoldPushed, HoldState, PushMessage
+from lorikeet.protocol.pushing import ExpectPushed, HoldPushed, HoldState, PushMessage
 from lorikeet.serving.deployments import EngineReplica
 
 NAME = "policy"
@@ -69,6 +69,8 @@ class FarReplica(EngineReplica):
 
     async def push(self, message: PushMessage) -> HoldState:
         """Do what a gateway asks, but for taking its file."""
+        if isinstance(message, ExpectPushed):
+            return HoldState.LACKING
         if isinstance(message, HoldPushed):
             message = HoldPushed(message.ref, "/of/another/machine")
         return await super().push(message)

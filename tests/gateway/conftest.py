@@ -90,7 +90,7 @@ def serving(
     }
     app = create_app(Services(catalog, base_models, LIMITS, engines, **services))
     with listening(app) as url:
-        gateway = Gateway(url, catalog, engines, admin_key, folder)
+        gateway = Gateway(url, catalog, engines, admin_key, folder, base_models=base_models)
         for tenant in ("acme", "globex"):
             gateway.add_tenant(tenant)
         gateway.register("acme/support")
@@ -129,6 +129,7 @@ class Gateway:
     admin_key: str
     folder: Path
     keys: dict[str, str] = field(default_factory=dict)
+    base_models: dict[str, ServedModel] = field(default_factory=dict)
 
     def add_tenant(self, tenant: str, max_concurrent: int | None = None) -> None:
         self.catalog.create_tenant(tenant, max_concurrent=max_concurrent, actor="test")
@@ -193,6 +194,7 @@ class ReplayEngines:
         self.base_matrices: set[str] = set()
         self.serves = True
         self.takes_pushes = True
+        self.expected: list[tuple[str, str, Path, int]] = []
         self.held: dict[str, bytes] = {}  # blobs that replicas hold, by digest
 
     async def stream_answer(self, base_model: str, call: Call) -> Items:
@@ -216,6 +218,9 @@ class ReplayEngines:
         if self.takes_pushes:
             self.held[ref.digest] = blob.read_bytes()
         return self.takes_pushes
+
+    async def expect(self, base_model: str, digest: str, blob: Path, size_bytes: int) -> None:
+        self.expected.append((base_model, digest, blob, size_bytes))
 
     async def holds(self, base_model: str, digest: str) -> bool:
         return digest in self.held

@@ -1,11 +1,13 @@
 """Trainers push versions with publish keys: each is wholly there or not at all."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from lorikeet.catalog.catalog import blob_key
+from lorikeet.gateway.pushing import routes
 from lorikeet_engine.adapter_format import values
 from tests.gateway.conftest import Gateway, chat, eventually
 from tests.gateway.test_bad_requests import error_of
@@ -95,6 +97,39 @@ def test_values_are_looked_at_while_they_come_and_not_again(
     diverged = error_of(trainer.push(blob[:-4] + b"\xff\xff\xff\xff"), 422)
     assert diverged["message"].endswith("holds NaN or Inf: the training diverged")
     assert ".lora_" in diverged["param"]
+
+
+def test_replicas_are_told_of_a_large_blob_before_it_has_come(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, blob = trainer.gateway.engines.expected, trainer.blob()
+    trainer.push(blob, base_model="tiny")
+    assert told == []
+    monkeypatch.setattr(routes, "_LARGE_BYTES", len(blob))
+
+    def body() -> Iterator[bytes]:
+        yield blob[:100]
+        eventually(lambda: bool(told))
+        yield blob[100:]
+
+    length = {"content-length": str(len(blob))}
+    pushed = trainer.push(body(), digest="0" * 64, headers=length, base_model="tiny")
+    ((base_model, digest, file, size_bytes),) = told
+    assert (base_model, digest, size_bytes) == ("tiny", "0" * 64, len(blob))
+    assert error_of(pushed, 422)["param"] == "digest"
+    assert not file.exists()  # by which they know that it was refused
+
+
+def test_replicas_are_told_nothing_while_a_blobs_base_model_is_not_known(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "_LARGE_BYTES", 1)
+    told = trainer.gateway.engines.expected
+    trainer.push(trainer.blob())
+    assert told == []
+    monkeypatch.delitem(trainer.gateway.base_models, "wider")
+    trainer.push(trainer.blob(2))
+    assert [each[0] for each in told] == ["tiny"]
 
 
 def test_a_key_pushes_adapters_of_its_names_alone(trainer: Trainer, tmp_path: Path) -> None:

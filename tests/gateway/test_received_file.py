@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,14 +50,44 @@ def test_all_of_a_body_is_hashed_written_and_looked_at(
     assert all(seen.pieces)
 
 
-def test_a_headers_megabyte_is_in_the_first_piece(
+def test_a_body_is_taken_by_megabytes_and_a_header_is_in_the_first(
     tmp_path: Path, workers: ThreadPoolExecutor
 ) -> None:
     seen = Seen()
 
     async def parts() -> AsyncIterator[bytes]:
-        for _ in range(40):
-            yield bytes(2**16 - 1)
+        for _ in range(10 * 2**4):
+            yield bytes(2**16)
 
     asyncio.run(receive_file(parts(), tmp_path / "body", workers, seen))  # type: ignore[arg-type]
-    assert 1_000_008 <= len(seen.pieces[0]) < 2**21
+    assert [len(piece) for piece in seen.pieces] == [2**22, 2**22, 2**21]
+
+
+def test_no_more_than_some_megabytes_wait_for_the_thread(
+    tmp_path: Path, workers: ThreadPoolExecutor
+) -> None:
+    goes_on, given = threading.Event(), 0
+
+    class Slow(Seen):
+        def take(self, data: memoryview) -> None:
+            super().take(data)
+            goes_on.wait(10)
+
+    async def parts() -> AsyncIterator[bytes]:
+        nonlocal given
+        for _ in range(40):
+            given += 2**20
+            yield bytes(2**20)
+            await asyncio.sleep(0)
+
+    async def receive() -> int:
+        body = receive_file(parts(), tmp_path / "body", workers, Slow())  # type: ignore[arg-type]
+        receiving = asyncio.create_task(body)
+        await asyncio.sleep(0.2)
+        waiting = given
+        goes_on.set()
+        await receiving
+        return waiting
+
+    assert asyncio.run(receive()) <= 10 * 2**20
+    assert given == 40 * 2**20

@@ -6,18 +6,21 @@ import json
 import shutil
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from demo.fill_catalog import ADAPTERS
 from demo.tasks import TASKS
 from lorikeet.protocol.pushing import (
+    ExpectPushed,
     HoldPushed,
     HoldState,
     LookUp,
     PushedEnd,
     PushedPart,
     ReleasePushed,
+    this_machine,
 )
 from lorikeet.replica import pushed_adapters
 from lorikeet.replica.pushed_adapters import PushedAdapters
@@ -105,11 +108,35 @@ def test_the_file_of_a_gateway_on_this_machine_is_taken_from_there(
     assert not list(settings.cache_dir.glob(f"{ref.digest}.*"))  # neither a part nor an image
 
 
+def test_a_blob_is_packed_while_a_gateway_of_the_machine_writes_it(settings, pushed, tmp_path):
+    ref, blob = pushed
+    file = tmp_path / "coming"
+    file.touch()
+
+    async def scenario(replica):
+        expected = ExpectPushed(ref.digest, str(file), len(blob), this_machine())
+        states = [await replica.push(expected)]
+        await asyncio.to_thread(file.write_bytes, blob)
+        await until(lambda report: report.status.tiers[Residency.HOST].adapters == 1, replica)
+        states.append(await replica.push(LookUp(ref.digest)))
+        states.append(await replica.push(HoldPushed(ref, str(file))))
+        file.unlink()
+        return states, await items_of(replica, replace(CALL, adapter=ref))
+
+    states, (header, *_) = run(settings, scenario)
+    assert states == [HoldState.LACKING, HoldState.LACKING, HoldState.HELD]
+    assert (header.digest, header.residency) == (ref.digest, Residency.HOST)
+
+
 class SlowlyTold:
     """An engine that loads an adapter in its third look, and whose status never says so."""
 
     def __init__(self):
         self.looks, self.closed = 0, False
+        self.expected = []
+
+    def expect(self, *arguments):
+        self.expected.append(arguments)
 
     def residency(self, _ref):
         self.looks += 1
@@ -144,6 +171,23 @@ def test_the_engine_is_asked_as_its_status_comes_later(pushed, tmp_path):
     states, looks = asyncio.run(scenario())
     assert states == [HoldState.HELD, HoldState.HELD, HoldState.LOADING, HoldState.LOADING]
     assert 4 <= looks <= 6
+
+
+def test_a_blob_that_is_here_or_comes_to_another_machine_is_not_expected(pushed, tmp_path):
+    ref, blob = pushed
+    engine = SlowlyTold()
+    held = PushedAdapters(tmp_path, engine, lambda _: Residency.REMOTE, lambda _: None)
+
+    def answer(machine):
+        return asyncio.run(held.answer(ExpectPushed(ref.digest, "/tmp/x", 9, machine)))
+
+    assert answer("another") is HoldState.LACKING
+    assert engine.expected == []
+    assert answer(this_machine()) is HoldState.LACKING
+    assert engine.expected == [(ref.digest, Path("/tmp/x"), 9)]
+    (tmp_path / ref.digest).write_bytes(blob)
+    assert answer(this_machine()) is HoldState.LOADING
+    assert len(engine.expected) == 1
 
 
 def test_a_copy_of_a_gateways_file_that_is_another_is_not_taken(pushed, tmp_path, monkeypatch):

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 import pytest
 from ray.exceptions import RayActorError
 
-from lorikeet.protocol.pushing import HoldPushed, HoldState, PushedEnd, PushedPart, PushMessage
+from lorikeet.protocol.pushing import (
+    HoldPushed,
+    HoldState,
+    PushedEnd,
+    PushedPart,
+    PushMessage,
+    this_machine,
+)
 from lorikeet.serving import push_delivery
 from lorikeet.serving.push_delivery import PushDelivery
 from lorikeet_engine.adapter import AdapterRef
@@ -122,3 +129,14 @@ def test_who_did_not_answer_is_logged(blob, caplog):
     deliver(blob, Holder(BLOB), Holder(lost=True))
     (record,) = [each for each in caplog.records if each.message == "push_unanswered"]
     assert (record.asked, "RayActorError" in record.error) == ("HoldPushed", True)
+
+
+def test_replicas_of_the_machine_are_told_of_a_blob_that_is_coming(blob, monkeypatch):
+    here, lost = Holder(), Holder(lost=True)
+    asyncio.run(PushDelivery(Handle(here, lost)).expect(REF.digest, blob, 99))
+    (told,) = here.taken
+    assert (told.digest, told.file, told.size_bytes) == (REF.digest, str(blob), 99)
+    assert told.machine == this_machine()
+    monkeypatch.setattr(push_delivery, "this_machine", lambda: None)
+    asyncio.run(PushDelivery(Handle(here)).expect(REF.digest, blob, 99))
+    assert len(here.taken) == 1

@@ -44,6 +44,11 @@ class TensorSpan:
     begin: int
     end: int
 
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes it takes."""
+        return self.end - self.begin
+
 
 @dataclass(frozen=True, slots=True)
 class BlobHeader:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -126,6 +127,10 @@ class EngineProcessClient:
     def unpin(self, digest: str) -> Future[None]:
         """Engine.unpin."""
         return self._call("unpin", digest)
+
+    def expect(self, digest: str, file: Path, size_bytes: int) -> Future[None]:
+        """Pack a blob that is being written to a file of this machine (IncomingBlobs.begin)."""
+        return self._call("expect", digest, file, size_bytes)
 
     def prefetch(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0

@@ -95,6 +95,7 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "pin": Engine.pin,
     "unpin": Engine.unpin,
     "prefetch": Engine.prefetch,
+    "expect": lambda engine, *arguments: engine.incoming_blobs.begin(*arguments),
     "adapters": lambda engine, tier: tuple(map(tuple, engine.adapters(tier))),
     "take_use": Engine.take_use,
 }

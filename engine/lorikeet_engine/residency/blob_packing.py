@@ -1,26 +1,31 @@
-"""Packs a blob: writes the image of its matrices, which `packing` lays out."""
+"""Packs a blob: writes the image of its matrices, which `packing` lays out.
+
+Each call into torch lets go of the interpreter and waits for it again, beside the step loop. So
+layers that differ in values alone are read and written together, some megabytes at a time.
+"""
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from io import FileIO
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from lorikeet_engine.adapter_format import AdapterSpec, LinearLora, TensorSpan
+from lorikeet_engine.adapter_format.header import DTYPE_BYTES
 from lorikeet_engine.adapter_format.token_rows import digits
 from lorikeet_engine.errors import AdapterRejected
-from lorikeet_engine.parallel.shard import ShardRange
 from lorikeet_engine.residency.checksums import LayerSums, layer_sums
 from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.staged_layers import StagedLayer, layers_together, staged_layers
 
 _MOST_THREADS = 4
 _CORES_A_THREAD = 4
 """An engine takes one of a machine's cores for each GPU, beside gateways and other replicas."""
-_BYTES_A_THREAD = 2**24
+_BYTES_A_THREAD = _BYTES_TOGETHER = 2**24
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -30,139 +35,223 @@ def pack(
     layout: PackedLayout,
     out: torch.Tensor,
     threads: int | None = None,
+    arrived: Callable[[int], None] | None = None,
 ) -> LayerSums:
     """Write the image into out [layout.image_elements]: its dtype, and the scaling folded into B.
 
     Returns the image's sums. B is scaled in float32 before it is rounded. threads: how many share
-    the layers, if not as many as there are cores for. Three matrices for each are in memory
-    besides. Raises AdapterRejected when a value does not fit out's dtype.
+    the layers, if not as many as there are cores for. For each 16 MiB of the file are in memory
+    besides, or one layer of it if that is more; of another dtype than out's, also the largest
+    matrix of all these layers, twice. arrived: of a blob that is still being written; waits until
+    so many bytes of it have come, and one thread packs what has. Raises AdapterRejected when a
+    value does not fit out's dtype, and what `arrived` raises.
     """
-    shares = _shares(spec.size_bytes, len(layout.layers), threads)
-    spans = zip(torch.split(out, layout.elements), layout.ranges, strict=True)
-    sums: list[int] = []
-    with ThreadPoolExecutor(len(shares), "lorikeet-pack") as pool:  # waits for all, without any too
+    spans = torch.split(out, layout.elements)
+    layers = staged_layers(spec, layout)
+    each = -(-len(layers) // (1 if arrived else threads or _threads(spec.size_bytes)))
+    shares = [layers[at : at + each] for at in range(0, len(layers), each)]
+    write = partial(_write_layers, blob, layout, spans, arrived)
+    with ThreadPoolExecutor(len(shares), "lorikeet-pack") as pool:  # waits for all of them
         run = pool.map if len(shares) > 1 else map
-        for span, ranges in spans:
-            _pack_token_rows(blob, spec, layout, span)
-            write = partial(_pack_layers, blob, spec, layout, ranges, span)
-            sums += (each for layers in run(write, shares) for each in layers)
-    return tuple(sums)
+        found = {place: each for sums in run(write, shares) for place, each in sums.items()}
+    if arrived is not None:
+        arrived(spec.size_bytes)
+    for number, span in enumerate(spans):
+        _write_token_rows(blob, spec, layout, span)
+        outer = len(layout.layers) - 1
+        found[number, outer] = _sum(layout, span, outer)
+    places = ((number, layer) for number in range(len(spans)) for layer in range(outer + 1))
+    return tuple(found.get(place, 0) for place in places)  # 0 of a layer that has nothing
 
 
-def _shares(size_bytes: int, layers: int, threads: int | None) -> list[range]:
-    """The layers, the outer one among them, for each thread."""
-    if threads is None:
-        # torch's own threads, where it has more than one, share each matrix among them
-        cores = os.cpu_count() or 1
-        most = cores // _CORES_A_THREAD if torch.get_num_threads() == 1 else 1
-        threads = max(1, min(most, _MOST_THREADS, size_bytes // _BYTES_A_THREAD))
-    each = -(-layers // threads)
-    return [range(at, min(at + each, layers)) for at in range(0, layers, each)]
+def _threads(size_bytes: int) -> int:
+    """How many threads there are cores for, and bytes."""
+    # torch's own threads, where it has more than one, share each matrix among them
+    cores = os.cpu_count() or 1
+    most = cores // _CORES_A_THREAD if torch.get_num_threads() == 1 else 1
+    return max(1, min(most, _MOST_THREADS, size_bytes // _BYTES_A_THREAD))
 
 
-def _pack_layers(
+def _write_layers(
     blob: Path,
-    spec: AdapterSpec,
     layout: PackedLayout,
-    ranges: Sequence[ShardRange],
-    out: torch.Tensor,
-    layers: range,
-) -> LayerSums:
-    """Write these layers of a span, and return their sums."""
-    parts = [part for part in spec.linears if part.layer in layers]
-    if parts:
-        _pack_linears(blob, parts, layout, ranges, out)
-    begins = layout.layers[layers.start : layers.stop]
-    end = (*layout.layers, len(out))[layers.stop]
-    return layer_sums(out[begins[0] : end], [begin - begins[0] for begin in begins])
+    spans: Sequence[torch.Tensor],
+    arrived: Callable[[int], None] | None,
+    layers: Sequence[StagedLayer],
+) -> dict[tuple[int, int], int]:
+    """Write these layers of each span, and return their sums, by the number of the span and layer.
 
-
-def _pack_linears(
-    blob: Path,
-    parts: Sequence[LinearLora],
-    layout: PackedLayout,
-    ranges: Sequence[ShardRange],
-    out: torch.Tensor,
-) -> None:
-    # One buffer each for all matrices: memory that is new for each costs more than the copies.
-    stored = torch.empty(max(max(_size(p.a), _size(p.b)) for p in parts), dtype=torch.uint8)
-    largest = max(math.prod(m.shape[-2:]) for p in parts for m in (p.a, p.b))
-    wide, rounded = torch.empty(largest), torch.empty(largest, dtype=out.dtype)
+    The outer layer's have no meaning yet.
+    """
+    runs = list(layers_together(layers, _BYTES_TOGETHER))
+    writer, sums = _Writer(layout, spans, runs), dict[tuple[int, int], int]()
     with blob.open("rb", buffering=0) as file:
-        for part in parts:
-            kept = ranges[part.linear]
-            a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
-            a_elements, b_elements = kept.elements(rank)
-            for expert in range(part.experts):
-                a_span, b_span = part.of_expert(expert)
-                a_begin, b_begin = a_at + expert * a_elements, b_at + expert * b_elements
-                # one that two linears share is written twice, alike
-                a = _matrix(out, a_begin, rank, len(kept.inputs))
-                saved = _matrix(wide, 0, rank, len(kept.inputs)) if part.gathers else a
-                _read(file, a_span, range(rank), kept.inputs, saved, stored)
-                if part.gathers:
-                    a.view(len(kept.inputs), rank).copy_(saved.T)
-                b = _matrix(wide, 0, kept.d_out, rank)
-                runs = torch.split(b, [len(rows) for rows in kept.outputs])
-                for rows, run in zip(kept.outputs, runs, strict=True):
-                    _read(file, b_span, rows, range(rank), run, stored)
-                b_transposed = _matrix(out, b_begin, rank, kept.d_out)
-                # Rounded first: matrices of one dtype are transposed in half the time.
-                b_rounded = _matrix(rounded, 0, kept.d_out, rank).copy_(b.mul_(part.scaling))
-                b_transposed.copy_(b_rounded.T)
-                for side, matrix in (("A", a), ("B", b_transposed)):
+        for run in runs:
+            if arrived is not None:
+                arrived(max(layer.end for layer in run))
+            writer.write(file.fileno(), run)
+            for number, layer in product(range(len(spans)), [each.parts[0].layer for each in run]):
+                sums[number, layer] = _sum(layout, spans[number], layer)
+    return sums
+
+
+class _Writer:
+    """Writes layers that are packed together to every span of an image.
+
+    Its buffers are for all of them: memory that is new for each costs more than the copies.
+    """
+
+    def __init__(
+        self,
+        layout: PackedLayout,
+        spans: Sequence[torch.Tensor],
+        runs: Sequence[Sequence[StagedLayer]],
+    ) -> None:
+        self._layout, self._spans, self._dtype = layout, spans, spans[0].dtype
+        self._table = layout.rows.tolist()
+        self._stage = torch.empty(max(len(run) * run[0].size for run in runs), dtype=torch.uint8)
+        self._bytes = _bytes_of(self._stage), _bytes_of(spans[0])
+        self._typed = {name: self._stage.view(dtype) for name, dtype in _DTYPES.items()}
+        largest = max(len(run) * math.prod(part.b.shape) for run in runs for part in run[0].parts)
+        self._wide, self._rounded = torch.empty(largest), torch.empty(largest, dtype=self._dtype)
+
+    def write(self, descriptor: int, run: Sequence[StagedLayer]) -> None:
+        """Read layers that are alike and write them. Raises AdapterRejected."""
+        for row, layer in enumerate(run):
+            _read(descriptor, self._targets(layer, row * layer.size))
+        for part in run[0].parts:
+            b = self._scaled(self._matrix(run, part.b), part.scaling)
+            for number in range(len(self._spans)):
+                self._place(run, part, number, b)
+        for number in range(len(self._spans)):
+            self._check(run, number)
+
+    def _targets(self, layer: StagedLayer, row: int) -> dict[TensorSpan, memoryview]:
+        """Where each matrix is read to: an A that is kept as it is, to its place in the image."""
+        stage, image = self._bytes
+        targets = {
+            matrix: stage[row + at : row + at + matrix.size_bytes]
+            for matrix, at in layer.places.items()
+        }
+        for part in layer.parts:
+            if self._is_kept_as_it_is(part):
+                at = self._table[part.layer][part.linear][0] * self._dtype.itemsize
+                targets[part.a] = image[at : at + part.a.size_bytes]
+        return targets
+
+    def _is_kept_as_it_is(self, part: LinearLora) -> bool:
+        fits = _DTYPES[part.a.dtype] == self._dtype and not part.gathers
+        shared = part.a.shape[:-2] not in ((), (part.experts,))
+        return fits and len(self._spans) == 1 and not shared
+
+    def _matrix(self, run: Sequence[StagedLayer], matrix: TensorSpan) -> torch.Tensor:
+        """One of the first layer's, and of all others, [layers, experts, rows, columns]."""
+        typed, bytes_each = self._typed[matrix.dtype], DTYPE_BYTES[matrix.dtype]
+        at, stride = run[0].places[matrix] // bytes_each, run[0].size // bytes_each
+        experts, rows, columns = (*(matrix.shape[:-2] or (1,)), *matrix.shape[-2:])
+        return _strided(typed, at, (len(run), experts, rows, columns), stride)
+
+    def _scaled(self, b: torch.Tensor, scaling: float) -> torch.Tensor:
+        """B in the image's dtype. One of half its precision is multiplied as float32, too."""
+        if b.dtype not in (self._dtype, torch.float32):
+            b = self._wide[: b.numel()].view(b.shape).copy_(b)
+        b.mul_(scaling)
+        # Rounded before it is transposed: that takes half the time in one dtype.
+        return b if b.dtype == self._dtype else self._rounded[: b.numel()].view(b.shape).copy_(b)
+
+    def _place(
+        self, run: Sequence[StagedLayer], part: LinearLora, number: int, b: torch.Tensor
+    ) -> None:
+        """Write the part of A and B that a span has; a shared matrix to each of its experts."""
+        kept = self._layout.ranges[number][part.linear]
+        to_a, to_b = self._of_span(run, part, number)
+        if not self._is_kept_as_it_is(part):
+            a = self._matrix(run, part.a)[..., kept.inputs.start : kept.inputs.stop]
+            to_a.copy_(a.transpose(-1, -2) if part.gathers else a)
+        at = 0
+        for rows in kept.outputs:
+            kept_rows = b[..., rows.start : rows.stop, :]
+            to_b[..., at : at + len(rows)].copy_(kept_rows.transpose(-1, -2))
+            at += len(rows)
+
+    def _of_span(
+        self, run: Sequence[StagedLayer], part: LinearLora, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B transposed of a linear in a span, [layers, experts, rows, columns] both."""
+        kept, span = self._layout.ranges[number][part.linear], self._spans[number]
+        a_at, b_at, rank = self._table[run[0].parts[0].layer][part.linear]
+        of_a = (len(kept.inputs), rank) if part.gathers else (rank, len(kept.inputs))
+        stride = run[1].begin - run[0].begin if len(run) > 1 else 0
+        each = len(run), part.experts
+        a = _strided(span, a_at, (*each, *of_a), stride)
+        return a, _strided(span, b_at, (*each, rank, kept.d_out), stride)
+
+    def _check(self, run: Sequence[StagedLayer], number: int) -> None:
+        """Raises AdapterRejected for the first matrix that holds what is not finite."""
+        ends = (*self._layout.layers[1:], self._layout.elements)
+        span = self._spans[number]
+        if all(_finite(span[each.begin : ends[each.parts[0].layer]]) for each in run):
+            return  # else it may be what lies between matrices
+        for layer in run:
+            for part in layer.parts:
+                for side, matrix in zip("AB", self._of_span([layer], part, number), strict=True):
                     if not _finite(matrix):
-                        raise _overflow(part, side, out.dtype)
+                        raise _overflow(part, side, self._dtype)
 
 
-def _pack_token_rows(
+def _strided(
+    memory: torch.Tensor, at: int, shape: tuple[int, int, int, int], stride: int
+) -> torch.Tensor:
+    """A view of layers so far from each other, whose matrices follow each other without a gap.
+
+    One call into torch, of which each lets the interpreter go.
+    """
+    _, _, rows, columns = shape
+    strides = stride, rows * columns, columns, 1
+    return memory.as_strided(shape, strides, memory.storage_offset() + at)
+
+
+def _read(descriptor: int, targets: Mapping[TensorSpan, memoryview]) -> None:
+    """Read matrices, in the file's order; those that follow on each other there, at once."""
+    buffers, begin, end = list[memoryview](), 0, 0
+    for matrix, target in targets.items():
+        if matrix.begin != end:
+            _read_into(descriptor, buffers, begin, end)
+            buffers, begin = [], matrix.begin
+        buffers.append(target)
+        end = matrix.end
+    _read_into(descriptor, buffers, begin, end)
+
+
+def _read_into(descriptor: int, buffers: Sequence[memoryview], begin: int, end: int) -> None:
+    if buffers and os.preadv(descriptor, buffers, begin) != end - begin:
+        raise AdapterRejected("the blob ended early: its file was changed", field="size")
+
+
+def _write_token_rows(
     blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor
 ) -> None:
     with blob.open("rb", buffering=0) as file:
         for part in spec.token_rows:
             at, ids_at, count = layout.rows[-1, part.linear].tolist()
-            rows = _matrix(out, at, *part.rows.shape)
-            stored = torch.empty(_size(part.rows), dtype=torch.uint8)
-            _read(file, part.rows, range(count), range(part.rows.shape[1]), rows, stored)
-            _matrix(out, ids_at, count, 3).copy_(torch.tensor(list(digits(part.ids))))
+            stored = torch.empty(part.rows.size_bytes, dtype=torch.uint8)
+            _read(file.fileno(), {part.rows: _bytes_of(stored)})
+            rows = out[at : at + math.prod(part.rows.shape)].view(part.rows.shape)
+            rows.copy_(stored.view(_DTYPES[part.rows.dtype]).view(part.rows.shape))
+            ids = torch.tensor(list(digits(part.ids)))
+            out[ids_at : ids_at + 3 * count].view(count, 3).copy_(ids)
             if not _finite(rows):
                 name = part.matrix()
                 raise AdapterRejected(f"{name} does not fit {out.dtype}", field=name)
 
 
-def _size(span: TensorSpan) -> int:
-    return span.end - span.begin
+def _bytes_of(elements: torch.Tensor) -> memoryview:
+    return memoryview(elements.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _matrix(memory: torch.Tensor, at: int, rows: int, columns: int) -> torch.Tensor:
-    return memory[at : at + rows * columns].view(rows, columns)
-
-
-def _read(
-    file: FileIO,
-    span: TensorSpan,
-    rows: range,
-    columns: range,
-    out: torch.Tensor,
-    stored: torch.Tensor,
-) -> None:
-    """Read into out these rows and columns of a matrix of the file, and no other byte of it.
-
-    stored: bytes to read to where out has another dtype.
-    """
-    dtype, width = _DTYPES[span.dtype], span.shape[1]
-    elements = len(rows) * len(columns)
-    matrix = out
-    if dtype != out.dtype:
-        matrix = stored[: elements * dtype.itemsize].view(dtype).view(len(rows), len(columns))
-    together = rows.step == 1 and len(columns) == width
-    into = matrix.view(torch.uint8).numpy()
-    for strip, row in [(into, rows.start)] if together else zip(into, rows, strict=True):
-        file.seek(span.begin + (row * width + columns.start) * dtype.itemsize)
-        if file.readinto(strip) != strip.nbytes:  # type: ignore[arg-type]
-            raise AdapterRejected("the blob ended early: its file was changed", field="size")
-    if matrix is not out:
-        out.copy_(matrix)
+def _sum(layout: PackedLayout, span: torch.Tensor, layer: int) -> int:
+    begin, end = (*layout.layers, layout.elements)[layer : layer + 2]
+    return layer_sums(span[begin:end], (0,))[0]
 
 
 def _finite(matrix: torch.Tensor) -> bool:

@@ -13,7 +13,8 @@ class LoadResult:
     residency: HOST if the image is there, and held for the receiver of this result. DISK without
     an error if that was asked for, or the host had no room: try again once its `frees` has changed.
     elements, read_s: of the image that was loaded to the host, what one GPU takes of it, None
-    without one, and how long that took from the disk. download_s: the blob's, None if it was there.
+    without one, and how long that took from the disk, or, of one that was packed while it came, the
+    processor time of that. download_s: the blob's, None if it was there.
     """
 
     ref: AdapterRef
@@ -23,6 +24,14 @@ class LoadResult:
     elements: int | None = None
     read_s: float = 0.0
     download_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFailure:
+    """A download that hung until the source was given up, and when that was."""
+
+    error: Exception
+    at_s: float
 
 
 @dataclass(slots=True)
@@ -42,3 +51,8 @@ class LoadTask:
     downloads: int = 0
     download_s: float | None = None
     reading_since_s: float = 0.0
+
+
+def error_about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:
+    """An error of this kind, which names the adapter."""
+    return kind(f"{ref}: {error.message}", **{**error.fields, "adapter": str(ref)})

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +28,9 @@ from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.disk.full_disk import is_disk_trouble, memory_file
 from lorikeet_engine.residency.disk.image_file import ImageFile
 from lorikeet_engine.residency.disk.image_writer import ImageWriter
+from lorikeet_engine.residency.disk.incoming_blobs import IncomingBlobs
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.load_tasks import LoadResult, LoadTask
+from lorikeet_engine.residency.load_tasks import LoadResult, LoadTask, SourceFailure, error_about
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.workers import Workers
 
@@ -43,14 +43,6 @@ _SOURCE_HANGS_S = 3.0
 """A download that fails so late tells of the source; sooner, of its adapter."""
 _SOURCE_RETRY_S = 10.0
 """When to ask again for what the source failed to give: as long as it takes to notice that."""
-
-
-@dataclass(frozen=True, slots=True)
-class _SourceFailure:
-    """A download that hung until the source was given up, and when that was."""
-
-    error: Exception
-    at_s: float
 
 
 class Loader:
@@ -70,10 +62,13 @@ class Loader:
         self._disk, self._host = disk, host
         self._most_elements = min(gpu_elements, host.elements // world)
         self._on_result = on_result
+        self.incoming_blobs = IncomingBlobs(
+            shape, limits, host, self._most_elements, world, on_result
+        )
         self._lock = threading.RLock()  # guards the two below
         self._tasks: dict[str, LoadTask] = {}
         self._results: deque[LoadResult] = deque()
-        self._source_failure: _SourceFailure | None = None  # since which nothing has come
+        self._source_failure: SourceFailure | None = None  # since which nothing has come
         self._closed = False
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
@@ -111,8 +106,9 @@ class Loader:
     def close(self) -> None:
         """Start no more loads; those under way end by themselves, whole or not."""
         self._closed = True
-        for workers in (self._downloaders, self._packers, self._images, self._streamer):
-            workers.close()
+        workers = self._downloaders, self._packers, self._images, self._streamer
+        for each in (*workers, self.incoming_blobs):
+            each.close()
         self._verifiers.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, workers: Workers, task: LoadTask, work: Callable[[], None]) -> None:
@@ -130,7 +126,7 @@ class Loader:
             work(task)
         except AdapterError as error:
             kind = AdapterTooLarge if isinstance(error, AdapterTooLarge) else AdapterLoadFailed
-            self._finish(task, error=_about(task.ref, error, kind))
+            self._finish(task, error=error_about(task.ref, error, kind))
         except Exception as error:  # its text is for the log: it may name the machine's folders
             if self._closed:  # that is why it failed, and nobody waits for it
                 return
@@ -143,7 +139,7 @@ class Loader:
                 retry_after_s=_SOURCE_RETRY_S,
                 own_disk=is_disk_trouble(error),
             )
-            self._finish(task, error=_about(task.ref, failure, AdapterLoadFailed))
+            self._finish(task, error=error_about(task.ref, failure, AdapterLoadFailed))
 
     def _goes_past_disk(self, task: LoadTask, error: Exception) -> bool:
         """Whether the load goes on without the disk, which it has not tried yet."""
@@ -176,7 +172,7 @@ class Loader:
         except Exception as error:
             failed_s = time.monotonic()
             if failed_s - began_s >= _SOURCE_HANGS_S and not is_disk_trouble(error):
-                self._source_failure = _SourceFailure(error, failed_s)
+                self._source_failure = SourceFailure(error, failed_s)
             raise
         self._source_failure = None
         task.download_s = time.monotonic() - began_s
@@ -186,7 +182,7 @@ class Loader:
             return
         task.reading_since_s = time.perf_counter()
         try:
-            if not self._read_image(task):
+            if not self._take_arrived(task) and not self._read_image(task):
                 self._pack_blob(task)
         except FileNotFoundError as error:  # removed by another, or damaged and without a blob
             if task.downloads < _DOWNLOADS:
@@ -200,6 +196,15 @@ class Loader:
             if stays := task.tier is Residency.DISK:
                 self._finish(task, Residency.DISK)
             return stays
+
+    def _take_arrived(self, task: LoadTask) -> bool:
+        """Whether the blob was packed while it came; its load has ended then."""
+        image = self.incoming_blobs.take(task.ref.digest, self._disk.blob)
+        if image is not None:
+            elements, packed_s = image.layout.elements, image.packed_s
+            self._finish(task, Residency.HOST, elements=elements, read_s=packed_s)
+            self._keep_image(task)
+        return image is not None
 
     def _read_image(self, task: LoadTask) -> bool:
         """Load the image; False where there is no good one, a damaged one is removed."""
@@ -247,23 +252,22 @@ class Loader:
                 if verifying is not None:
                     verifying.result()
 
-        if self._fill(task, layout, write) and not task.passing:
+        if self._fill(task, layout, write):
+            self._keep_image(task)
+
+    def _keep_image(self, task: LoadTask) -> None:
+        if not task.passing:
             self._images.write(task.ref, urgent=task.urgent)
 
     def _fill(
         self, task: LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
         """Reserve the image's place on the host and write it; False if there was no room."""
-        if layout.elements > self._most_elements:
-            raise AdapterTooLarge(
-                f"the adapter has {layout.elements} elements and the arenas hold "
-                f"{self._most_elements}: enlarge the adapter memory",
-                elements=layout.elements,
-                max_elements=self._most_elements,
-            )
+        layout.check_size(self._most_elements)
         digest, frees = task.ref.digest, self._host.frees
         out = self._host.reserve(digest, layout, for_request=task.urgent)
         if out is None:
+            self.incoming_blobs.make_way()
             if task.past_disk:  # it is not on the disk: each try would fetch it again
                 problem = "the disk cannot take it, and the host has no room for it yet: try again"
                 raise AdapterLoadFailed(problem, retry_after_s=_SOURCE_RETRY_S, own_disk=True)
@@ -293,7 +297,3 @@ class Loader:
             del self._tasks[task.ref.digest]
             self._results.append(result)
         self._on_result()
-
-
-def _about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:
-    return kind(f"{ref}: {error.message}", **{**error.fields, "adapter": str(ref)})

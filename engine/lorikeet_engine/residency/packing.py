@@ -23,6 +23,7 @@ from lorikeet_engine.adapter_format import (
     aligned,
 )
 from lorikeet_engine.adapter_format.families import EMBEDDING_ROWS, HEAD, HEAD_ROWS
+from lorikeet_engine.errors import AdapterTooLarge
 from lorikeet_engine.parallel.shard import Shard, ShardRange
 from lorikeet_engine.residency.checksums import LayerSums
 
@@ -54,6 +55,16 @@ class PackedLayout:
     def image_elements(self) -> int:
         """The size of all spans together, which is what the image takes on the host."""
         return self.elements * len(self.ranges)
+
+    def check_size(self, most_elements: int) -> None:
+        """Raises AdapterTooLarge where a span has more elements than the arenas."""
+        if self.elements > most_elements:
+            raise AdapterTooLarge(
+                f"the adapter has {self.elements} elements and the arenas hold {most_elements}: "
+                "enlarge the adapter memory",
+                elements=self.elements,
+                max_elements=most_elements,
+            )
 
     @classmethod
     def of(cls, spec: AdapterSpec, shape: BaseShape, world: int = 1) -> "PackedLayout":

@@ -52,7 +52,7 @@ class Tiers:
     rank, loaded_at_s, request, lease, advance and close belong to the engine's thread; the rest may
     be called from any, `moved` by one at a time.
     arena: the GPU's; its weights are the same tensors for the engine's life, and `weights`.
-    changed: set when `moved` may have something to report.
+    changed: set when `moved` may have something to report. incoming_blobs: are being written.
     world: how many ranks share the model. What is said of the GPU is said of each rank's.
     followers: the other ranks' processes, in which all happens that happens in `arena`.
     """
@@ -87,6 +87,7 @@ class Tiers:
         kind = fingerprint(shape, limits, dtype, world)
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)
         self._loader = Loader(shape, limits, self._disk, self._host, pool.elements, wake, world)
+        self.incoming_blobs = self._loader.incoming_blobs
         self._pins = Pins(self._gpu, self._host, self._disk, self._loader, self._place)
         parts = self._gpu, self._copies, self._pins
         self._stats = ResidencyStats(pool, dtype.itemsize, *parts, self.residency_of)

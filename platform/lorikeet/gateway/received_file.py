@@ -10,8 +10,9 @@ from typing import BinaryIO
 from lorikeet.errors import StoreError
 from lorikeet_engine.adapter_format import SCAN_ALIGNMENT, ValueScan
 
-# Little is left to do when the last has come; a blob's header, of a megabyte at most, is in one.
-_WRITE_BYTES = 2**20
+# Beside a busy event loop a thread mostly waits for the interpreter, some five times for each piece
+# however large; 4 ms are left to do when the last has come. A blob's header is in the first.
+_WRITE_BYTES = 2**22
 
 
 async def receive_file(
@@ -25,7 +26,8 @@ async def receive_file(
     try:
         with path.open("wb") as file:
             body = _Body(file, scan)
-            writing = loop.run_in_executor(workers, body.take, [])
+            writing = loop.create_future()
+            writing.set_result(None)
             try:
                 held: list[bytes] = []
                 held_bytes = 0

@@ -59,6 +59,10 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def expect(self, base_model: str, digest: str, blob: Path, size_bytes: int) -> None:
+        """Tell replicas of a blob that is being written to this file, and may be delivered then."""
+        ...
+
     async def holds(self, base_model: str, digest: str) -> bool:
         """Ask whether all replicas have an adapter on their hosts, or nearer."""
         ...

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from pathlib import Path
 
 from lorikeet_engine.adapter import AdapterRef
 
@@ -48,6 +50,19 @@ class HoldPushed:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectPushed:
+    """A blob of this size and, it is said, digest is being written to a gateway's file.
+
+    Replicas of the machine can pack it meanwhile. They keep it if HoldPushed names the same file.
+    """
+
+    digest: str
+    file: str
+    size_bytes: int
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReleasePushed:
     """Let an adapter be evicted again: it is in the store."""
 
@@ -61,4 +76,16 @@ class LookUp:
     digest: str
 
 
-PushMessage = PushedPart | PushedEnd | HoldPushed | ReleasePushed | LookUp
+PushMessage = PushedPart | PushedEnd | ExpectPushed | HoldPushed | ReleasePushed | LookUp
+
+
+@cache
+def this_machine() -> str | None:
+    """Return what all processes have that see a file alike while it grows: their kernel's boot.
+
+    None where that is not known.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None

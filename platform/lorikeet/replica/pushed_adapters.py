@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from lorikeet.protocol.placement_decision import PinTarget
 from lorikeet.protocol.pushing import (
+    ExpectPushed,
     HoldPushed,
     HoldState,
     LookUp,
@@ -29,6 +30,7 @@ from lorikeet.protocol.pushing import (
     PushedPart,
     PushMessage,
     ReleasePushed,
+    this_machine,
 )
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import blob_digest
@@ -84,6 +86,8 @@ class PushedAdapters:
             case PushedEnd():
                 kept = await asyncio.to_thread(self._keep, message)
                 return HoldState.LOADING if kept else HoldState.LACKING
+            case ExpectPushed():
+                return await self._expect(message)
             case HoldPushed(ref=ref, file=file):
                 return await self._hold(ref, file)
             case ReleasePushed(digest=digest):
@@ -95,6 +99,12 @@ class PushedAdapters:
     def unpinned(self, digest: str) -> None:
         """Take in that the controller has taken a pin away: the next hold pins it again."""
         self._held.pop(digest, None)
+
+    async def _expect(self, message: ExpectPushed) -> HoldState:
+        state = await self._state(message.digest)
+        if state is HoldState.LACKING and message.machine == this_machine():
+            self._engine.expect(message.digest, Path(message.file), message.size_bytes)
+        return state
 
     async def _hold(self, ref: AdapterRef, file: str) -> HoldState:
         digest = ref.digest

@@ -122,6 +122,10 @@ class ServeEngineClient:
         """Have all replicas keep an adapter on their hosts; whether all have it."""
         return await self._deliveries[base_model].deliver(ref, blob)
 
+    async def expect(self, base_model: str, digest: str, blob: Path, size_bytes: int) -> None:
+        """Let replicas of this machine pack a blob while it is written."""
+        await self._deliveries[base_model].expect(digest, blob, size_bytes)
+
     async def holds(self, base_model: str, digest: str) -> bool:
         """Whether all replicas have an adapter on their hosts, or nearer."""
         return await self._deliveries[base_model].holds(digest)

@@ -12,6 +12,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from lorikeet.protocol.pushing import (
+    ExpectPushed,
     HoldPushed,
     HoldState,
     LookUp,
@@ -19,6 +20,7 @@ from lorikeet.protocol.pushing import (
     PushedPart,
     PushMessage,
     ReleasePushed,
+    this_machine,
 )
 from lorikeet.serving.replica_calls import REPLICA_LOST, broadcast_with_failures
 from lorikeet_engine.adapter import AdapterRef
@@ -52,6 +54,11 @@ class PushDelivery:
             await self._send(ref.digest, blob)
             states = await self._ask(hold)
         return _all_hold(states)
+
+    async def expect(self, digest: str, blob: Path, size_bytes: int) -> None:
+        """Let replicas of this machine pack a blob while it is written to a file."""
+        if (machine := this_machine()) is not None:
+            await self._ask(ExpectPushed(digest, str(blob), size_bytes, machine))
 
     async def holds(self, digest: str) -> bool:
         """Whether all replicas hold an adapter."""

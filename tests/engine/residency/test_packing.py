@@ -2,10 +2,13 @@
 
 import dataclasses
 import itertools
+import random
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorikeet_engine.adapter_format import (
@@ -15,6 +18,7 @@ from lorikeet_engine.adapter_format import (
     read_spec,
     write_blob,
 )
+from lorikeet_engine.adapter_format.header import header_bytes, read_header
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.kernels.lora.reference import add_lora
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
@@ -193,6 +197,86 @@ def test_an_image_has_the_sums_of_each_span(shelf):
     assert image.span_sums(0) != image.span_sums(1)
 
 
+TWELVE_LAYERS = dataclasses.replace(SHAPE, layers=12)
+ALIKE = {(layer, linear): 4 for layer in range(12) for linear in range(7)}
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts calls into torch: each lets the interpreter go and waits for it again."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_layers_that_are_alike_are_packed_with_few_calls_each(shelf):
+    calls = []
+    for layers in (2, 12):
+        shape = dataclasses.replace(SHAPE, layers=layers)
+        ranks = {place: rank for place, rank in ALIKE.items() if place[0] < layers}
+        shelf.make(f"x{layers}", ranks, shape=shape, dtype=torch.bfloat16)
+        with CallCounter() as counter:
+            packed(shelf, f"x{layers}", torch.bfloat16, shape)
+        calls.append(counter.calls)
+    assert calls[1] - calls[0] < 10 * 30  # of ten layers more; one by one it would be 200 each
+
+
+@pytest.mark.parametrize("ranks", [ALIKE, {**ALIKE, (3, 1): 5}, {(1, 0): 3, (9, 0): 3, (10, 0): 3}])
+@pytest.mark.parametrize("together", [1, 40_000, 1 << 24])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_however_many_layers_are_packed_together_the_image_is_the_same(
+    shelf, monkeypatch, ranks, together, stored
+):
+    monkeypatch.setattr(blob_packing, "_BYTES_TOGETHER", together)
+    ref = shelf.make("x", ranks, alpha=7.0 / 3.0, dtype=stored, shape=TWELVE_LAYERS)
+    for dtype in (torch.float32, torch.bfloat16):
+        _, layout, image = packed(shelf, "x", dtype, TWELVE_LAYERS)
+        shelf.check(ref, LoraWeights(image, layout.rows[None]), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_order_of_a_blobs_tensors_and_a_mixture_of_dtypes_do_not_matter(shelf, dtype):
+    ref = shelf.make("x", ALIKE, dtype=torch.bfloat16, shape=TWELVE_LAYERS)
+    blob = shelf.blob("x")
+    header, tensors = read_header(blob), load_file(blob)
+    names = random.Random(0).sample(sorted(tensors), len(tensors))
+    tensors = {
+        name: tensors[name].float() if i % 3 else tensors[name] for i, name in enumerate(names)
+    }
+    kinds = {torch.float32: "F32", torch.bfloat16: "BF16"}
+    heads = {name: (kinds[tensor.dtype], tensor.shape) for name, tensor in tensors.items()}
+    values = b"".join(
+        each.flatten().view(torch.uint8).numpy().tobytes() for each in tensors.values()
+    )
+    blob.write_bytes(header_bytes(heads, header.metadata) + values)
+    _, layout, image = packed(shelf, "x", dtype, TWELVE_LAYERS)
+    shelf.check(ref, LoraWeights(image, layout.rows[None]), 0)
+
+
+@pytest.mark.parametrize("ranks", [ALIKE, ALIKE | {(12, SHAPE.index("lm_head")): 6}])
+def test_a_blob_that_is_being_written_is_packed_as_far_as_it_has_come(shelf, monkeypatch, ranks):
+    monkeypatch.setattr(blob_packing, "_BYTES_TOGETHER", 1)
+    ref = shelf.make("x", ranks, shape=TWELVE_LAYERS)
+    whole, waits = shelf.blob("x").read_bytes(), []
+    spec = read_spec(shelf.blob("x"), TWELVE_LAYERS, LIMITS)
+    layout = PackedLayout.of(spec, TWELVE_LAYERS)
+    image = torch.full((layout.image_elements,), torch.nan)
+    growing = shelf.blob("growing")
+    growing.touch()
+
+    def arrived(end: int) -> None:
+        waits.append(end)
+        growing.write_bytes(whole[:end])  # to read any further would fail
+
+    pack(growing, spec, layout, image, arrived=arrived)
+    shelf.check(ref, LoraWeights(image, layout.rows[None]), 0)
+    assert waits == sorted(waits)
+    assert len(set(waits)) == len({layer for layer, _ in ranks})
+    assert waits[-1] == len(whole)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_threads_that_share_the_layers_pack_the_same_image(shelf, world):
     shape = dataclasses.replace(SHAPE, layers=7)
@@ -227,12 +311,12 @@ def test_of_several_bad_matrices_the_first_is_named_whichever_thread_finds_one(s
 def test_only_large_blobs_are_shared_and_only_where_torch_has_no_threads(monkeypatch):
     monkeypatch.setattr(blob_packing.os, "cpu_count", lambda: 32)
 
-    def shares(size_bytes: int, torchs: int) -> int:
+    def threads(size_bytes: int, torchs: int) -> int:
         monkeypatch.setattr(torch, "get_num_threads", lambda: torchs)
-        return len(blob_packing._shares(size_bytes, 33, None))
+        return blob_packing._threads(size_bytes)
 
-    assert [shares(size, 1) for size in (1, 2**24, 2**25, 2**30)] == [1, 1, 2, 4]
-    assert shares(2**30, 16) == 1
+    assert [threads(size, 1) for size in (1, 2**24, 2**25, 2**30)] == [1, 1, 2, 4]
+    assert threads(2**30, 16) == 1
 
 
 def test_a_scaling_that_overflows_the_dtype_is_refused_by_tensor(shelf):

@@ -34,6 +34,8 @@ from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
 from lorikeet_engine.adapter_format import ValueScan
 
 _LONGEST_LIFE_S = 86400
+_LARGE_BYTES = 2**22
+"""Smaller blobs are packed sooner than replicas could be told that they come."""
 _MOST_WAITING = 16
 """Pushes of one tenant that may wait at once: each holds a place of its gateway's meanwhile."""
 
@@ -173,7 +175,12 @@ class PushEndpoints:
             refused.push_async_callback(asyncio.to_thread, folder.cleanup)
             blob = Path(folder.name) / BLOB
             body, scan = in_time(limited(request, limits.max_bytes)), ValueScan(size_bytes)
-            found = await receive_file(body, blob, self._registration.workers, scan)
+            blob.touch()
+            expecting = asyncio.create_task(self._expect(order, blob, size_bytes))
+            try:
+                found = await receive_file(body, blob, self._registration.workers, scan)
+            finally:
+                expecting.cancel()
             hold.body_is_here()
             order.pusher.trace.end_stage("receive")
             if found != order.digest:
@@ -191,6 +198,13 @@ class PushEndpoints:
                 refused.pop_all()  # from here on the lane removes it
         self._services.metrics.pushes.taken(facts.size_bytes)
         return push
+
+    async def _expect(self, order: PushOrder, blob: Path, size_bytes: int) -> None:
+        """Tell replicas of a large blob that is coming, where its base model is known by now."""
+        base_models = self._services.base_models
+        name = order.query.base_model or next(iter(base_models))
+        if size_bytes >= _LARGE_BYTES and (order.query.base_model or len(base_models) == 1):
+            await self._services.engines.expect(name, order.digest, blob, size_bytes)
 
     async def _wait(self, push: Push, query: PushQuery) -> None:
         """Wait for what a client wants, unless many of its tenant's do. Raises LorikeetError."""

@@ -1,0 +1,172 @@
+"""Blobs that are packed while they come, from a file that another process of the machine writes.
+
+What is in it is known to be good only once it is whole and verified, and its file has been put into
+the disk cache under its digest: until then the image is nobody's. It goes when the file does, when
+room is wanted, and after LONGEST_S.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
+from lorikeet_engine.adapter_format.header import MAX_HEADER_BYTES
+from lorikeet_engine.errors import AdapterError
+from lorikeet_engine.residency.blob_packing import pack
+from lorikeet_engine.residency.disk.full_disk import memory_file
+from lorikeet_engine.residency.host_arena import HostArena
+from lorikeet_engine.residency.packing import PackedLayout
+
+log = logging.getLogger(__name__)
+
+LONGEST_S = 10.0
+"""A blob that has not come and been verified within so long is packed when it has."""
+AT_ONCE = 2
+_LOOK_S = 0.005
+_CLOSING_S = 2.0
+
+
+class ArrivedImage(NamedTuple):
+    """An image that is on the host, held for who took it. packed_s: processor time."""
+
+    layout: PackedLayout
+    packed_s: float
+
+
+class _LeftError(Exception):
+    """The blob is not packed while it comes."""
+
+
+class _IncomingBlob:
+    """One blob. number: its file's device and inode, once that is open.
+
+    wanted: set once the file is known to be the digest's; dropped: it is not to be packed any more.
+    """
+
+    def __init__(self, file: Path, size_bytes: int) -> None:
+        self.file, self.size_bytes = file, size_bytes
+        self.due_s = time.monotonic() + LONGEST_S
+        self.number: tuple[int, int] | None = None
+        self.wanted, self.ended = threading.Event(), threading.Event()
+        self.dropped = False
+        self.image: ArrivedImage | None = None
+
+    def wait_for(self, descriptor: int, end: int) -> None:
+        """Wait until so many bytes have come. Raises _LeftError where no more will."""
+        while True:
+            status = os.fstat(descriptor)
+            if self.dropped or not status.st_nlink or time.monotonic() > self.due_s:
+                raise _LeftError
+            if status.st_size >= end:
+                return
+            time.sleep(_LOOK_S)
+
+
+class IncomingBlobs:
+    """Packs blobs on the host while they come, AT_ONCE at most. Thread-safe."""
+
+    def __init__(
+        self,
+        shape: BaseShape,
+        limits: AdapterLimits,
+        host: HostArena,
+        most_elements: int,
+        world: int,
+        on_end: Callable[[], None],
+    ) -> None:
+        """on_end: called, on other threads, when one has ended: there may be room for others."""
+        self._shape, self._limits, self._world = shape, limits, world
+        self._host, self._most_elements = host, most_elements
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._incoming: dict[str, _IncomingBlob] = {}  # by digest
+        self._closed = False
+
+    def begin(self, digest: str, file: Path, size_bytes: int) -> None:
+        """Pack the blob that is being written to a file, if there is room for it."""
+        with self._lock:
+            full = self._closed or len(self._incoming) >= AT_ONCE
+            if full or digest in self._incoming:
+                return
+            blob = self._incoming[digest] = _IncomingBlob(file, size_bytes)
+        threading.Thread(
+            target=self._follow, args=(digest, blob), name="lorikeet-incoming", daemon=True
+        ).start()
+
+    def take(self, digest: str, find: Callable[[str], Path]) -> ArrivedImage | None:
+        """The image of a verified blob, if it was packed from this very file.
+
+        find: returns the file. Raises what it raises.
+        """
+        with self._lock:
+            blob = self._incoming.get(digest)
+        if blob is None:
+            return None
+        status = find(digest).stat()
+        if (status.st_dev, status.st_ino) == blob.number:
+            blob.wanted.set()
+        else:  # another's, that claims the digest
+            blob.dropped = True
+        blob.ended.wait()
+        return blob.image
+
+    def make_way(self) -> None:
+        """Give up all that nobody has taken: something else needs the room."""
+        with self._lock:
+            for blob in self._incoming.values():
+                blob.dropped = True
+
+    def close(self) -> None:
+        """Pack nothing more."""
+        self._closed = True
+        self.make_way()
+        for blob in list(self._incoming.values()):
+            blob.ended.wait(_CLOSING_S)
+
+    def _follow(self, digest: str, blob: _IncomingBlob) -> None:
+        try:
+            with blob.file.open("rb", buffering=0) as file:
+                self._pack(digest, blob, file.fileno())
+        except (_LeftError, AdapterError, OSError) as error:  # its load tells what is wrong with it
+            log.info("incoming_blob_left", extra={"digest": digest, "error": repr(error)})
+        except Exception:
+            log.exception("incoming_blob_failed")
+        finally:
+            with self._lock:
+                del self._incoming[digest]
+            blob.ended.set()
+            self._on_end()
+
+    def _pack(self, digest: str, blob: _IncomingBlob, descriptor: int) -> None:
+        status, began_s = os.fstat(descriptor), time.thread_time()
+        blob.number = status.st_dev, status.st_ino
+        arrived = partial(blob.wait_for, descriptor)
+        arrived(8)
+        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        header = min(8 + length, 8 + MAX_HEADER_BYTES, blob.size_bytes)
+        arrived(header)
+        with memory_file() as head:  # as long as the blob: its header is checked against that
+            head.write_bytes(os.pread(descriptor, header, 0))
+            os.truncate(head, blob.size_bytes)
+            spec = read_spec(head, self._shape, self._limits)
+        layout = PackedLayout.of(spec, self._shape, self._world)
+        layout.check_size(self._most_elements)
+        out = self._host.reserve(digest, layout, for_request=False)
+        if out is None:
+            return
+        try:
+            file = Path(f"/proc/self/fd/{descriptor}")
+            sums = pack(file, spec, layout, out, arrived=arrived)
+            packed_s = time.thread_time() - began_s
+            while not blob.wanted.wait(_LOOK_S):
+                arrived(blob.size_bytes)
+        except BaseException:
+            self._host.abandon(digest)
+            raise
+        self._host.commit(digest, sums)
+        blob.image = ArrivedImage(layout, packed_s)
