@@ -124,6 +124,25 @@ def test_many_requests_with_a_key_let_others_begin_between_them(other: Headers) 
     assert len(begun) == 501
 
 
+def test_a_key_of_which_many_wait_rests_where_the_event_loop_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxy_middleware, "MANY_WAITING", 1)
+    begun_s = list[float]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun_s.append(time.monotonic())
+        time.sleep(10 * PAUSE_S)  # others' requests would wait for this one as well
+
+    async def ask() -> None:
+        door, scope = TurnsMiddleware(app), {"type": "http", "path": "/", "headers": bearer("many")}
+        await asyncio.gather(*(door(scope, _nothing, _nothing) for _ in range(5)))
+
+    asyncio.run(ask())
+    late_s = 9 * PAUSE_S
+    assert begun_s[-1] - begun_s[0] >= 4 * 10 * PAUSE_S + (4 + 3 + 2 + 1) * late_s
+
+
 def test_keys_do_not_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_middleware, "PAUSE_S", 0.1)
     began_s = time.monotonic()

@@ -27,6 +27,8 @@ _LEAST_BYTES_PER_S = 2**16
 """A large message has a second more for each so many bytes."""
 PAUSE_S = 0.002
 """Requests with one key begin so far apart at least."""
+MANY_WAITING, _MOST_TIMES, _MOST_REST_S = 32, 4.0, 0.25
+"""A busy event loop ends a pause late. Where so many of them wait, the next waits as long again."""
 MOST_WAITING = 1000
 """So many of them may wait for their turn; more are refused."""
 _HEADER = b"x-request-id"
@@ -50,7 +52,9 @@ class TurnsMiddleware:
     A thousand that come at once would all be begun before anybody else's is looked at again, and
     fill what Serve lets wait for a gateway. So they take turns with everybody else's, and no more
     than one of them begins in a round of the event loop. Serve's proxy takes as long for a request
-    as the pause. Whether there is such a key is not known here.
+    as the pause, and a gateway again: where these have no cores of their own, or are busy with what
+    has begun, the rounds get long, and the requests of a key of which many wait begin the further
+    apart. Whether there is such a key is not known here.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -69,7 +73,7 @@ class TurnsMiddleware:
                 await turn.acquire()
             finally:
                 turn.waiting -= 1
-            asyncio.get_running_loop().call_later(PAUSE_S, turn.release)
+            turn.end_later()
         await self._app(scope, receive, send)
 
 
@@ -79,6 +83,16 @@ class _Turn(asyncio.Lock):
     def __init__(self) -> None:
         super().__init__()
         self.waiting = 0
+
+    def end_later(self) -> None:
+        """Let the next one begin after the pause; later if the event loop is busy and many wait."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(PAUSE_S, self._rest, loop.time() + PAUSE_S)
+
+    def _rest(self, due_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        rest_s = (loop.time() - due_s) * min(self.waiting / MANY_WAITING, _MOST_TIMES)
+        loop.call_later(min(rest_s, _MOST_REST_S), self.release)
 
 
 def _key_of(scope: Scope) -> str:
