@@ -27,8 +27,10 @@ _LEAST_BYTES_PER_S = 2**16
 """A large message has a second more for each so many bytes."""
 PAUSE_S = 0.002
 """Requests with one key begin so far apart at least."""
-MANY_WAITING, _MOST_TIMES, _MOST_REST_S = 32, 4.0, 0.25
-"""A busy event loop ends a pause late. Where so many of them wait, the next waits as long again."""
+_REST_TIMES, _MOST_REST_S = 4.0, 0.25
+"""Where the event loop is busy a pause ends late. By so many times what it is late beyond another
+pause the next one waits: then the rounds of the loop, in each of which all others wait, stay short.
+"""
 MOST_WAITING = 1000
 """So many of them may wait for their turn; more are refused."""
 _HEADER = b"x-request-id"
@@ -53,8 +55,8 @@ class TurnsMiddleware:
     fill what Serve lets wait for a gateway. So they take turns with everybody else's, and no more
     than one of them begins in a round of the event loop. Serve's proxy takes as long for a request
     as the pause, and a gateway again: where these have no cores of their own, or are busy with what
-    has begun, the rounds get long, and the requests of a key of which many wait begin the further
-    apart. Whether there is such a key is not known here.
+    has begun, the rounds get long, and a key's requests begin further apart. Whether there is such
+    a key is not known here.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -85,14 +87,14 @@ class _Turn(asyncio.Lock):
         self.waiting = 0
 
     def end_later(self) -> None:
-        """Let the next one begin after the pause; later if the event loop is busy and many wait."""
+        """Let the next one begin after the pause, or later where the event loop is busy."""
         loop = asyncio.get_running_loop()
         loop.call_later(PAUSE_S, self._rest, loop.time() + PAUSE_S)
 
     def _rest(self, due_s: float) -> None:
         loop = asyncio.get_running_loop()
-        rest_s = (loop.time() - due_s) * min(self.waiting / MANY_WAITING, _MOST_TIMES)
-        loop.call_later(min(rest_s, _MOST_REST_S), self.release)
+        rest_s = _REST_TIMES * (loop.time() - due_s - PAUSE_S)
+        loop.call_later(min(max(rest_s, 0.0), _MOST_REST_S), self.release)
 
 
 def _key_of(scope: Scope) -> str:
