@@ -53,10 +53,11 @@ class StepCounters:
         self._read_s = now_s
         return took_s
 
-    def token_delivered(self, sequence: Sequence) -> None:
-        """Count a token of the step that was read last, which goes to its caller."""
-        self.output_tokens += 1
+    def tokens_delivered(self, sequence: Sequence, tokens: int) -> None:
+        """Count tokens of the step that was read last, which go to their caller together."""
+        self.output_tokens += tokens
         timings = sequence.timings
-        if timings.last_token_s is not None:
-            self.inter_token_s[timings.residency].add(self._read_s - timings.last_token_s)
-        timings.last_token_s = self._read_s
+        for _ in range(tokens):
+            if timings.last_token_s is not None:
+                self.inter_token_s[timings.residency].add(self._read_s - timings.last_token_s)
+            timings.last_token_s = self._read_s

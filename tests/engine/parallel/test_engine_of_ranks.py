@@ -145,6 +145,7 @@ def ask_all_kinds(answers: Answers, world: PeftWorld) -> Answers:
     """Grammars, draws, penalties, scores and choices under adapters."""
     requests = [
         greedy("grammar", prompt(20), adapter=world.refs["head"], grammar="below 200, end under 9"),
+        greedy("forced", prompt(21), grammar="below 200, end under 9, by one from 190 to 170"),
         greedy("drawn", prompt(33), adapter=world.refs["patterns"], temperature=1.0, seed=3, n=2),
         greedy("fined", prompt(18), presence_penalty=1.5, frequency_penalty=0.5),
         greedy("scored", prompt(40), adapter=world.refs["head"], prompt_logprobs=2, logprobs=3),
