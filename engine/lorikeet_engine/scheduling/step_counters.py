@@ -25,7 +25,7 @@ class StepCounters:
     """Counters that only grow. The engine's thread counts all but lookups; any thread may read.
 
     lookups: requests by where their adapter was. inter_token_s: time between two tokens of a
-    choice, by where its adapter was when the request came; None without one.
+    choice that come apart, by where its adapter was when the request came; None without one.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,11 @@ class StepCounters:
         return took_s
 
     def tokens_delivered(self, sequence: Sequence, tokens: int) -> None:
-        """Count tokens of the step that was read last, which go to their caller together."""
+        """Count the tokens, if any, of the step that was read last, which come to the caller."""
+        if not tokens:
+            return
         self.output_tokens += tokens
         timings = sequence.timings
-        for _ in range(tokens):
-            if timings.last_token_s is not None:
-                self.inter_token_s[timings.residency].add(self._read_s - timings.last_token_s)
-            timings.last_token_s = self._read_s
+        if timings.last_token_s is not None:
+            self.inter_token_s[timings.residency].add(self._read_s - timings.last_token_s)
+        timings.last_token_s = self._read_s

@@ -72,7 +72,9 @@ class TestSteps:
         assert answers.of("r")[:30] == SAID
         assert came(answers) == [30] + [1] * (len(answers.of("r")) - 30)
         assert steps(answers) == len(came(answers))
-        assert engine.status().output_tokens == len(answers.of("r"))
+        status, tokens = engine.status(), len(answers.of("r"))
+        assert status.output_tokens == tokens
+        assert sum(status.inter_token_s[None].counts) == len(came(answers)) - 1
 
     def test_each_choice_goes_its_own_way(self, make, overlap, temperature):
         grammar = "below 60, end under 0, by one from 40 to 20"

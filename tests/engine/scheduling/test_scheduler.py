@@ -295,14 +295,23 @@ def test_forced_tokens_cost_their_tenant_what_sampled_ones_do():
     assert a.cost.counter.value - b.cost.counter.value == 2 * OUTPUT_TOKEN
 
 
+def test_who_needs_pages_for_forced_tokens_is_preempted_before_tenants_that_had_less():
+    harness = SchedulerHarness(pages=5)
+    ahead = harness.add(7, max_tokens=20, scheduling=SchedulingParams("a"))
+    behind = harness.add(3, max_tokens=20, scheduling=SchedulingParams("b"))
+    harness.forced[ahead] = tuple(range(12))
+    harness.step()
+    assert harness.step() == [(behind, 1)], "two pages are free, and three more are needed"
+    assert ahead.timings.preemptions == 1
+
+
 def test_what_is_preempted_computes_forced_tokens_anew_as_a_prompt():
     harness = SchedulerHarness(pages=4, tokens=9, sequences=2, overlap=True)
     old, young = harness.add(6, max_tokens=4), harness.add(3, max_tokens=9)
     harness.forced[young] = (7, 8, 9, 10, 11, 12)
     assert harness.step() == [(old, 6), (young, 3)]
     assert harness.step() == [(old, 1)], "two pages are too many for the seven tokens"
-    assert young.timings.preemptions == 1
-    assert not young.decodes
+    assert (young.timings.preemptions, young.decode_tokens) == (1, 1)
     harness.run()
     assert harness.finished[young][4:10] == (7, 8, 9, 10, 11, 12)
     assert len(harness.finished[young]) == 3 + 9
