@@ -53,7 +53,6 @@ def written(folder: Path, text: str, name: str = "question.toml") -> str:
     return str(path)
 
 
-@pytest.mark.soak  # 20 s of a core
 def test_the_pages_example_is_answered_as_the_page_says(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "capacity.md").read_text()
     question = page.partition("```toml\n")[2].partition("```")[0]

@@ -1,8 +1,10 @@
 """One real service for all end-to-end tests: Ray, HTTP, the demo model, a catalog on S3."""
 
+import contextlib
 import itertools
 import json
 import os
+import random
 import shutil
 import socket
 import time
@@ -139,11 +141,15 @@ def run_service(root: Path) -> Iterator[Service]:
 
 
 def free_port() -> int:
-    """A free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A free port of this machine, of those that the kernel gives nobody who asks for any.
+
+    Ray's processes ask for many while the service starts.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port in a hundred")
 
 
 @pytest.fixture(scope="session")

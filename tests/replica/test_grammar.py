@@ -291,6 +291,11 @@ class TestRefusals:
         assert "too much time or memory" in self.refused(sandbox, schema).message
         asyncio.run(sandbox.check(self.CALL, grammar_of(json.dumps(SCHEMAS["nested"]))))
 
+    def test_a_schema_that_cannot_be_followed_beyond_its_first_token_is_refused(self, sandbox):
+        form = {"type": "object", "additionalProperties": False}
+        form["properties"] = {f"field_{i}": {"type": "string"} for i in range(2000)}
+        assert "too complex to follow on" in self.refused(sandbox, form).message
+
     def test_it_works_under_a_limit_of_memory_that_it_must_not_raise(self):
         code = (
             "import resource, pathlib\n"

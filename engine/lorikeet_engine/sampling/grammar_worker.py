@@ -1,5 +1,7 @@
 """Work on grammars, which may take long: on a thread of its own, in turns of the tenants."""
 
+import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -20,6 +22,8 @@ _TENANT_MOST_BYTES = 256 << 20
 _UNUSED_S = 60.0
 _MAX_WAITING = 32
 _MIN_RETRY_AFTER_S = 1.0
+_NICENESS = 5
+"""Where the machine's cores are taken, a core's third share: steps do not wait for schemas."""
 
 Result = TypeVar("Result")
 
@@ -42,7 +46,8 @@ class GrammarWorker(Generic[Result]):
     delays itself. What is kept is bounded by the memory that it is expected to take, for each
     tenant and for all: then the tenant that has most loses its oldest. What nobody has used for a
     minute goes, and its memory returns to the system. A replica tries grammars with one of these
-    and its engine compiles them with another: both keep the same ones.
+    and its engine compiles them with another: both keep the same ones. The thread is nicer than
+    others, and may be: work lets go of the interpreter while it computes.
     """
 
     def __init__(self, work: Callable[[str], Result]) -> None:
@@ -95,6 +100,8 @@ class GrammarWorker(Generic[Result]):
             self._thread.join()
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            os.nice(_NICENESS)  # of this thread, and of processes that it starts
         while not self._closed:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed, self._used_for_s())

@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 import regex
 
+from lorikeet.answer_stream.python_end import PythonEnd
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 
 Item = TypeVar("Item")
@@ -27,7 +28,6 @@ _TOKEN = {
         r"|(?P<word>[^][\s{},:<]++))"
     ),
 }
-_BEFORE_STRING = "([{,=:"
 _BACKSLASH = regex.compile(r"(?s)\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {c: c for c in "\\\"'/"}
 
@@ -64,49 +64,6 @@ class JsonEnd:
                 if self._depth == 0:
                     return at + 1
         return None
-
-
-class PythonEnd:
-    """Finds where calls in Python end: with what closes them, or else with their list's bracket.
-
-    A quote where no string can begin, such as an apostrophe, ends them too, as it makes them no
-    calls: else it would hold back all that comes behind it.
-    """
-
-    def __init__(self, closes: str) -> None:
-        self._closes = closes
-        self._tail = ""  # the last characters since a string
-        self._before = ""  # the last character but whitespace
-        self._depth = 0
-        self._quote = ""  # the one that closes the string, if one is open
-        self._escaped = False
-
-    def find(self, text: str) -> int | None:
-        """Return how many characters of new text belong to them; None if all do and more come."""
-        for at, char in enumerate(text):
-            if self._escaped:
-                self._escaped = False
-            elif self._quote:
-                self._escaped = char == "\\"
-                if char == self._quote:
-                    self._quote = ""
-            elif char in "\"'":
-                if self._before not in _BEFORE_STRING:
-                    return at + 1
-                self._quote = self._before = char
-                self._tail = ""
-            elif self._ends_with(char):
-                return at + 1
-        return None
-
-    def _ends_with(self, char: str) -> bool:
-        if not char.isspace():
-            self._before = char
-        if self._closes:
-            self._tail = (self._tail + char)[-len(self._closes) :]
-            return self._tail == self._closes
-        self._depth += (char in "([{") - (char in ")]}")
-        return self._depth == 0 and char in ")]}"
 
 
 class GemmaEnd:

@@ -27,6 +27,9 @@ _CPU_S = 0.5
 _MEMORY_BYTES = 128 << 20
 _STACK_BYTES = 4 << 20  # half of what the engine's thread has
 _WALL_S = 15.0  # for a machine that has no time for it
+_TRIED_TOKENS = 2
+"""What compiles may break with its first token, which is what begins an object's properties."""
+_LARGEST_VOCABULARY = 2**20
 _TOO_COMPLEX = "it takes too much time or memory: make it smaller or less nested"
 
 
@@ -135,13 +138,23 @@ def _serve(connection_fd: int, model: Path) -> None:
 
 
 def _try(grammars: ModelGrammars, grammar: str) -> str | None:
-    """Compile a grammar, and compute its first mask; return what is wrong with it."""
+    """Compile a grammar and follow it for some tokens; return what is wrong with it."""
     try:
         matcher = grammars.compile(grammar)
+        for _ in range(_TRIED_TOKENS):
+            bitmask = np.zeros((1, _LARGEST_VOCABULARY // 8), np.uint8)
+            (problem,) = grammars.fill_bitmasks([matcher], bitmask)
+            if problem is not None:
+                raise problem
+            allowed = np.flatnonzero(np.unpackbits(bitmask, bitorder="little"))
+            if not allowed.size:
+                break
+            matcher.accept(int(allowed[0]))
+            if matcher.must_end:
+                break
     except InvalidRequest as error:
         return error.message
-    (problem,) = grammars.fill_bitmasks([matcher], np.zeros((1, 1), np.uint8))
-    return problem.message if problem else None
+    return None
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -39,7 +39,7 @@ class ArgumentRules:
             return None
         closed = part.get("additionalProperties") is False
         both = {
-            key: {"allOf": [self.properties[key], properties[key]]}
+            key: _meeting_both(self.properties[key], properties[key])
             for key in self.properties.keys() & properties.keys()
         }
         return ArgumentRules(
@@ -53,6 +53,20 @@ class ArgumentRules:
             self.closed or closed,
         )
 
+    def satisfiable(self) -> "ArgumentRules | None":
+        """Return them without properties that may never be there; None if no arguments meet them.
+
+        Where there are any such, other arguments than those that are named are not written.
+        """
+        never = {key for key, value in self.properties.items() if value is False}
+        rules = replace(
+            self,
+            properties={key: self.properties[key] for key in self.properties if key not in never},
+            closed=self.closed or bool(never),
+        )
+        missing = set(self.required) - rules.properties.keys()
+        return None if missing & never or (self.closed and missing) else rules
+
 
 def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
     """Return the rules of key=value, …: those that the schema names, in its order, values as JSON.
@@ -62,8 +76,11 @@ def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
     """
     met = _alternatives(schema)
     rules = [f"{rule}: {' | '.join(f'{rule}_of_{at}' for at in range(len(met)))}"]
-    for at, one in enumerate(met):
-        rules += _pairs(f"{rule}_of_{at}", one, schema, _MOST_SCHEMAS_LENGTH // len(met))
+    try:
+        for at, one in enumerate(met):
+            rules += _pairs(f"{rule}_of_{at}", one, schema, _MOST_SCHEMAS_LENGTH // len(met))
+    except RecursionError as error:
+        raise _wrong("nested too deeply") from error
     return rules
 
 
@@ -77,8 +94,8 @@ def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
         known, parts = begun.pop()
         match parts:
             case []:
-                if not known.closed or known.properties.keys() >= set(known.required):
-                    met.append(known)
+                if rules := known.satisfiable():
+                    met.append(rules)
             case [True, *rest]:
                 begun.append((known, rest))
             case [False, *_]:
@@ -159,11 +176,18 @@ def _pairs(
 
 def _standing_alone(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a property's schema; with the whole one in it, where it refers to any of that."""
-    if not isinstance(value, Mapping):
+    if value is True:
         return {}
+    if not isinstance(value, Mapping):
+        raise _wrong("want a schema for each property")
     if '"$ref"' not in json.dumps(value):
         return value
     return {**_referring(value), "$defs": {_WHOLE: _referring(schema)}}
+
+
+def _meeting_both(one: Any, other: Any) -> Any:
+    """Return a schema of what meets two."""
+    return False if one is False or other is False else {"allOf": [one, other]}
 
 
 def _referring(part: Any) -> Any:

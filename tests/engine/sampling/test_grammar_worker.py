@@ -1,6 +1,9 @@
 """Work on grammars: tenants take turns, each has its bounds, and nothing is done twice."""
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -49,6 +52,19 @@ def test_tenants_take_turns_whoever_came_first(worker, work):
     assert flood[-1].result(20) == "A19"
     rest = [f"a{i}" for i in range(3, 20)]
     assert work.done == ["a0", "a1", "b0", "c0", "a2", "b1", "c1", *rest]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is the process's there")
+def test_work_on_grammars_gives_way_to_other_threads_and_so_do_its_processes():
+    command = [sys.executable, "-c", "import os; print(os.nice(0))"]
+
+    def niceness(_):
+        return os.nice(0), int(subprocess.check_output(command))
+
+    worker = GrammarWorker(niceness)
+    thread, process = worker.result("g", "acme").result(20)
+    worker.close()
+    assert thread == process > os.nice(0)
 
 
 def test_a_grammar_that_is_kept_or_waits_is_not_worked_on_again(worker, work):
