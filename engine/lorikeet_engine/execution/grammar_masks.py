@@ -86,17 +86,16 @@ class _ForcedRoom:
         sequence, params = matched.sequence, matched.sequence.request.sampling
         if self._tokens <= 0 or params.changes_logits or params.logprobs is not None:
             return ()
-        tokens = matched.matcher.forced_tokens()
-        if len(tokens) < 2 or not _allows_only(tokens[0], bitmask):
-            return ()
         length = sequence.length + self._tokens  # at most, when they are computed
         left = sequence.max_tokens - sequence.output_length - 1
-        most = max(0, min(left, self._tokens, (self._seen - 1) // length - 1))
+        most = min(left, self._tokens, (self._seen - 1) // length - 1)
+        tokens = matched.matcher.forced_tokens() if most > 0 else ()
+        if len(tokens) < 2 or not _allows_only(tokens[0], bitmask):
+            return ()
         told = takewhile(lambda t: t < self._vocab and t not in sequence.stop_ids, tokens)
         forced = tuple(islice(told, 1, 1 + most))
-        if forced:
-            self._tokens -= len(forced)
-            self._seen -= (1 + len(forced)) * length
+        self._tokens -= len(tokens) - 1  # the others too: of a long text it takes long to tell them
+        self._seen -= (1 + len(forced)) * length
         return forced
 
 
