@@ -199,9 +199,7 @@ class Sequence:
     def accept(self, token: int) -> FinishReason | None:
         """Take the first pending token, which was read, and what was forced behind it.
 
-        A stop id ends it and is not kept.
-
-        Raises InvalidRequest if its grammar cannot go on from this token.
+        A stop id ends it and is not kept. Raises InvalidRequest if its grammar cannot go on.
         """
         if token in self.stop_ids:
             self.pending_rows.clear()
