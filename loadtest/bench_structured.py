@@ -59,7 +59,8 @@ _ANSWER_S = 300.0
 class StreamRates:
     """Tokens a second of a stream, plain or held to a schema, where all are alike.
 
-    of_plain: the structured one's share of the plain one's.
+    of_plain: the structured one's share of the plain one's. events: how many the structured one has
+    for each of its tokens, since those that the schema forces come together.
     """
 
     schema: str
@@ -67,6 +68,7 @@ class StreamRates:
     plain: float
     structured: float
     of_plain: float
+    events: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class StructuredLoad:
         """rounds: requests of each stream, one after another."""
         self._server, self._model, self._tokens, self._rounds = server, model, tokens, rounds
         self._numbers = itertools.count()
+        self.events = defaultdict[str, list[float]](list)  # by kind, for each token of each answer
 
     def rates(self, streams: Mapping[str, int]) -> dict[str, float]:
         """Tokens a second of a stream of each kind, so many of each at once.
@@ -110,6 +113,7 @@ class StructuredLoad:
         for answer in all_whole(asyncio.run(sending)):
             took_s = answer.ended_s - answer.sent_s
             found[kinds[answer.request]].append(self._tokens / took_s)
+            self.events[kinds[answer.request]].append(sum(answer.events) / self._tokens)
         return {kind: median(rates) for kind, rates in found.items()}
 
     def _request(self) -> LoadRequest:
@@ -164,7 +168,8 @@ def measure(
 
     def stream_rates(schema: str, count: int) -> StreamRates:
         plain, structured = own[PLAIN, count], own[schema, count]
-        return StreamRates(schema, count, plain, structured, structured / plain)
+        events = median(load.events[schema])
+        return StreamRates(schema, count, plain, structured, structured / plain, events)
 
     def mixed_rates(schema: str) -> MixedRates:
         plain, structured = beside[schema, PLAIN], beside[schema, schema]

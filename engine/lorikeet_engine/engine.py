@@ -237,11 +237,12 @@ class Engine:
 
     def _sample(self, forward: steps.ForwardPass) -> None:
         try:
-            self._in_flight = steps.sample(self._sampler, forward, self._grammars)
+            step = steps.sample(self._sampler, forward, self._settings, self._grammars)
         except Exception as error:
             self._step_failed(forward.chunks, error)
         else:
-            self._scheduler.launched(forward.chunks)
+            self._in_flight = step
+            self._scheduler.launched(step.chunks, step.forced)
 
     def _read(self, step: steps.InFlightStep) -> None:
         try:
@@ -269,6 +270,7 @@ class Engine:
         sequence, request_id = chunk.sequence, chunk.sequence.request.request_id
         try:
             token = sampled.token(row)
+            tokens, logprobs = sampled.delivered(row, sequence)
             self._scheduler.written(chunk)
             finish = sequence.accept(token)
         except BaseException as error:  # its grammar's, as a panic in Rust: the others go on
@@ -280,9 +282,7 @@ class Engine:
             self._scheduler.finish(sequence)
         is_first = sequence.timings.first_token_s is None
         timings = sequence.timings.engine_timings() if finish or is_first else None
-        tokens, logprobs = sampled.delivered(row, sequence)
-        if tokens:
-            self._counters.token_delivered(sequence)
+        self._counters.tokens_delivered(sequence, len(tokens))
         output = Tokens(request_id, sequence.choice, tokens, finish, logprobs, timings)
         self._requests.add_output(output)
 

@@ -56,8 +56,8 @@ def _live_stats(
     costs: StepCosts,
 ) -> LiveStats:
     running, waiting = list(scheduler.running), [*scheduler.waiting, *submitted]
-    decoding = [s for s in running if s.remaining == 1 and not s.complete]
-    prefilling = [s for s in running if s.remaining > 1]
+    decoding = [s for s in running if s.decodes and not s.complete]
+    prefilling = [s for s in running if not s.decodes]
     pending = waiting + prefilling
     leases = (sequence.lease for sequence in decoding)
     now_s = time.monotonic()

@@ -189,6 +189,7 @@ class CheckedEngine:
     def _check_batch(self, batch: Batch) -> None:
         """A batch is about to be computed."""
         cache, running = self.engine._cache, self.engine._scheduler.running
+        assert len(batch.token_ids) <= self.engine._settings.max_batch_tokens
         slots = batch.kv_slots.ravel().tolist()
         assert len(set(slots)) == len(slots), "two tokens in one place"
         written = {slot // PAGE for slot in slots}

@@ -95,7 +95,8 @@ class SchedulerHarness:
     """A scheduler, and a model that samples tokens by hashing what the sequence has so far.
 
     ranks: what Σ rank may become when an adapter begins; may be changed at any time.
-    overlap: a step is read when the next has been launched. window: of all layers.
+    overlap: a step is read when the next has been launched. window: of all layers. forced: what
+    must follow the tokens that are sampled in the next step, by sequence.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class SchedulerHarness:
         self.reached = Counter()  # sequence → of its prompt, tokens that were computed or cached
         self.overlap = overlap
         self.in_flight = []
+        self.forced = {}
         self.present = set()  # the last step's adapters
 
     def add(self, prompt, adapter=None, max_tokens=4, n=1, salt="", stop=(), scheduling=SCHEDULING):
@@ -156,8 +158,15 @@ class SchedulerHarness:
         self.failed += plan.failed.items()
         self.check(plan.chunks)
         self.count(plan.chunks)
-        self.scheduler.launched(plan.chunks)
         before, self.in_flight = self.in_flight, plan.chunks
+        if any(chunk.sequence.forced for chunk in plan.chunks):  # as where a grammar has to know
+            self.read(before)
+            before = []
+        completed = [chunk.sequence for chunk in plan.chunks if chunk.completes]
+        forced, self.forced = self.forced, {}
+        self.scheduler.launched(
+            plan.chunks, {i: forced[s] for i, s in enumerate(completed) if s in forced}
+        )
         self.read(before)
         if not self.overlap:
             self.read(self.in_flight)

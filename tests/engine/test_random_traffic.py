@@ -30,6 +30,8 @@ SAMPLINGS = [
         {"presence_penalty": 1.5, "frequency_penalty": -0.75, "logit_bias": ((7, 2.0), (9, -3.0))},
         {"repetition_penalty": 4.0, "frequency_penalty": 0.5},
         {"grammar": "below 60, end under 30", "repetition_penalty": 0.3},
+        {"grammar": "below 60, end under 30, by one from 55 to 33"},
+        {"prompt_logprobs": 1, "grammar": "below 50, end under 40, by one from 45 to 18"},
         {"prompt_logprobs": 0},
         {"prompt_logprobs": 2, "grammar": "below 60, end under 30"},
     )

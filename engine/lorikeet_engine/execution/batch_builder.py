@@ -206,10 +206,10 @@ def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
     for chunk in chunks:
         sequence = chunk.sequence
         ids += sequence.tokens[chunk.start : chunk.end]
-        if sequence.pending_rows:  # one at most, its last: only the step before is not read
+        if sequence.pending_rows:  # one at most: only the step before is not read
             pending.append(len(ids))
             pending_rows.append(sequence.pending_rows[0])
-            ids.append(0)
+            ids += (0, *sequence.forced)
     return np.array(ids, np.int64), np.array(pending, np.int64), np.array(pending_rows, np.int64)
 
 

@@ -132,11 +132,11 @@ class SampledTokens:
     def delivered(
         self, row: int, sequence: Sequence
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """A row's token and its log probabilities for the caller, who gets no stop id unasked."""
+        """A row's token, those forced behind it, and its logprobs; no stop id that nobody wants."""
         token = self.tokens[row]
         if token in sequence.stop_ids and not sequence.request.sampling.keep_stop_token:
             return (), ()
-        return (token,), (self.logprobs[row],) if row in self.logprobs else ()
+        return (token, *sequence.forced), (self.logprobs[row],) if row in self.logprobs else ()
 
 
 class PendingSample:
@@ -198,13 +198,14 @@ class ForwardPass:
 class InFlightStep:
     """A step that was launched and not read: its chunks as laid out, and the tokens it samples.
 
-    scores: what it says of prompts; None if nothing.
+    scores: what it says of prompts; None if nothing. forced: AllowedTokens'.
     """
 
     chunks: list[Chunk]
     sample: PendingSample
     launch: StepLaunch
     scores: PromptScores | None
+    forced: Mapping[int, tuple[int, ...]]
 
 
 def compute(
@@ -232,7 +233,7 @@ def compute(
 
 @torch.inference_mode()
 def sample(
-    sampler: Sampler, forward: ForwardPass, grammars: Grammars | None = None
+    sampler: Sampler, forward: ForwardPass, settings: EngineSettings, grammars: Grammars | None
 ) -> InFlightStep:
     """Sample the next tokens from a forward pass, whose logits are changed in place.
 
@@ -243,11 +244,10 @@ def sample(
     """
     sequences, logits = forward.sequences, forward.logits
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain_sampling}
-    allowed = allowed_tokens(grammars, special, logits.shape[-1])
+    allowed = allowed_tokens(grammars, special, logits.shape[-1], settings)
     for sequence in special.values():
         _count_tokens(sampler, sequence)
     rows = [_row(sequence, allowed.bitmasks.get(i)) for i, sequence in enumerate(sequences)]
-    told: list[Logprobs | ProcessedLogprobs] = []
     counts = _logprobs_counts(special, LogprobsMode.RAW)
     logprobs = Logprobs(logits, counts) if counts else None
     of_drawn = _logprobs_counts(special, LogprobsMode.PROCESSED)
@@ -255,11 +255,9 @@ def sample(
     tokens = sampler.sample(logits, rows, processed)
     if logprobs is not None:
         logprobs.download(logits, tokens)
-        told.append(logprobs)
-    if processed is not None:
-        told.append(processed)
+    told = [each for each in (logprobs, processed) if each is not None]
     pending = PendingSample(sequences, tokens, told, allowed.errors)
-    return InFlightStep(forward.chunks, pending, forward.launch, forward.scores)
+    return InFlightStep(forward.chunks, pending, forward.launch, forward.scores, allowed.forced)
 
 
 def raise_if_lost(device: torch.device, error: BaseException) -> None:

@@ -30,6 +30,12 @@ class Matcher(Protocol):
     def must_end(self) -> bool:
         """Whether no token can follow."""
 
+    def forced_tokens(self) -> Sequence[int]:
+        """Tokens of which each is the only one that may follow those before it.
+
+        The output cannot end before the last of them. None or fewer, where it is not certain.
+        """
+
     def accept(self, token: int) -> None:
         """Append a token to the output. Raises InvalidRequest if no output can begin like that."""
 

@@ -133,9 +133,9 @@ class KVCache(PagePool):
         """How many pages hold that many tokens."""
         return -(-tokens // self.page_size)
 
-    def may_all_grow(self, sequences: int) -> bool:
-        """Whether so many sequences can have one more page of each group."""
-        return sequences * (self._whole + self._windowed) <= self.free
+    def may_all_grow(self, tokens: int) -> bool:
+        """Whether sequences can have pages for so many more tokens, wherever these begin."""
+        return tokens * (self._whole + self._windowed) <= self.free
 
     def allocate(self, kv: SequencePages, tokens: int, spare: int) -> bool:
         """Give a sequence without pages those of this many tokens, cached ones where it can.

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 
 from lorikeet_engine.adapter import Residency
@@ -97,10 +97,10 @@ class Scheduler:
         """
         active = [sequence for sequence in self.running if not sequence.complete]
         chunks = self._schedule_decodes(active)
-        room = PromptRoom(self._limits.tokens - len(chunks))
+        room = PromptRoom(self._limits.tokens - sum(chunk.length for chunk in chunks))
         if chunks and step_budget is not None:
             room = step_budget.prompt_room(chunks, room.tokens)
-        prefilling = sorted((s for s in active if s.remaining > 1), key=_turn)
+        prefilling = sorted((s for s in active if not s.decodes), key=_turn)
         failed: dict[str, AdapterError] = {}
         saturated = bool(self.waiting)
         if self.waiting and room and len(active) < self._limits.sequences:
@@ -124,17 +124,22 @@ class Scheduler:
         self._throughput.step_planned(saturated)
         return StepPlan(chunks, self._drop_failed(failed), room.scored)
 
-    def launched(self, chunks: list[Chunk]) -> None:
-        """Note that the device computes these chunks, in this order; the next plan builds on it."""
-        rows = count()
+    def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
+        """Note that the device computes these chunks, in this order; the next plan builds on it.
+
+        forced: by row, the tokens that must follow the sampled one.
+        """
+        rows, tokens = count(), 0
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.kv.computed = chunk.end
             sequence.timings.steps += 1
             if chunk.completes:
-                sequence.add_pending(next(rows))
-                sequence.cost.counter.charge(OUTPUT_TOKEN)
-        self._throughput.add(OUTPUT_TOKEN * next(rows))
+                row = next(rows)
+                sequence.add_pending(row, forced.get(row, ()))
+                sequence.cost.counter.charge(OUTPUT_TOKEN * sequence.decode_tokens)
+                tokens += sequence.decode_tokens
+        self._throughput.add(OUTPUT_TOKEN * tokens)
 
     def written(self, chunk: Chunk) -> None:
         """Note that a chunk's keys and values are in its pages: full pages can now be found.
@@ -162,8 +167,7 @@ class Scheduler:
         running = [sequence for sequence in self.running if matches(sequence)]
         for sequence in waiting:
             self.waiting.remove(sequence)
-        if running:
-            dropped = set(running)
+        if dropped := set(running):
             self.running = [s for s in self.running if s not in dropped]
         for sequence in (*waiting, *running):
             self._end(sequence)
@@ -171,16 +175,16 @@ class Scheduler:
 
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
         """A chunk of each sequence that decodes; takes those out of `active` that it preempts."""
-        chunks: list[Chunk] = []
-        index = 0
-        if not self._cache.may_all_grow(len(active)):  # some may have to be preempted
+        chunks, index = list[Chunk](), 0
+        tokens = sum(sequence.decode_tokens for sequence in active)
+        if not self._cache.may_all_grow(tokens):  # some may have to be preempted
             active.sort(key=_turn)
         while index < len(active):
             sequence = active[index]
-            if sequence.remaining > 1:
+            if not sequence.decodes:
                 index += 1
             elif self._cache.grow(sequence.kv, sequence.length):
-                chunks.append(Chunk.of(sequence, 1))
+                chunks.append(Chunk.of(sequence, sequence.decode_tokens))
                 index += 1
             else:  # the youngest of the tenant that is furthest ahead, perhaps this very sequence
                 self._preempt(active.pop())

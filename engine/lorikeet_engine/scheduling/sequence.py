@@ -1,17 +1,17 @@
 """One choice of a request on its way through the engine, and its share of one step."""
 
-import time
 from array import array
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import EngineTimings, FinishReason, Request
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.request import FinishReason, Request
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
 from lorikeet_engine.scheduling.fairness import SequenceCost
 from lorikeet_engine.scheduling.kv_cache import PageKeys, SequencePages
+from lorikeet_engine.scheduling.sequence_timings import SequenceTimings
 
 
 class AdapterLease(Protocol):
@@ -45,49 +45,6 @@ class AdapterLease(Protocol):
 
 
 @dataclass(slots=True)
-class SequenceTimings:
-    """When a sequence reached each of its phases, by the monotonic clock.
-
-    residency: where its adapter was when the request came; None without an adapter. requested_s:
-    when the adapter was requested that was not on the GPU; loaded_s: when it came there. begun_s:
-    when its first step was planned; cached_tokens: tokens of its prompt that were in the KV cache
-    then. first_token_s: when its first token was read; last_token_s: when its newest was, by
-    perf_counter. preemptions: how often it had to begin anew. steps: how many it took part in.
-    """
-
-    arrived_s: float = field(default_factory=time.monotonic)
-    residency: Residency | None = None
-    requested_s: float | None = None
-    loaded_s: float | None = None
-    begun_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    cached_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
-
-    def engine_timings(self) -> EngineTimings:
-        """The time of each phase until now, when the sequence's newest token has been read."""
-        now_s = time.monotonic()
-        assert self.begun_s is not None, "a token of no step"
-        if self.first_token_s is None:
-            self.first_token_s = now_s
-        load_s = 0.0
-        if self.loaded_s is not None and self.requested_s is not None:
-            load_s = self.loaded_s - self.requested_s
-        queued_s = self.begun_s - self.arrived_s
-        return EngineTimings(
-            queued_s=queued_s,
-            load_s=min(max(load_s, 0.0), queued_s),
-            prefill_s=self.first_token_s - self.begun_s,
-            decode_s=now_s - self.first_token_s,
-            cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
-            steps=self.steps,
-        )
-
-
-@dataclass(slots=True)
 class OvertakeCount:
     """How many sequences with adapters began while others' adapters left no room for this one.
 
@@ -117,7 +74,9 @@ class Sequence:
     others share; None without one. matcher: its own, set once that is there, which has accepted
     every token in `tokens`. plain_sampling: it has no grammar, no penalties, biases or logprobs.
     tokens: those that the host has. pending_rows: for each token that is sampled and not read yet,
-    its row in the step that samples it. length: how many both are together.
+    its row in the step that samples it. forced: tokens that must follow the pending one, known
+    before it is read. length: how many all of these are together. decode_tokens: how many its next
+    step computes if it decodes: the last sampled one, and those that were forced behind it.
     kv: its KV pages. lease: its adapter's. penalty_slot: where the device counts its tokens, from
     the first that is sampled since it runs; None if nothing changes its logits. copy_s: how long
     the adapter's copy to the GPU takes if no request asked for it before. cost: what its tenant
@@ -152,6 +111,8 @@ class Sequence:
         self.plain_sampling = compiled is None and not special
         self.tokens = list(request.prompts[choice // request.n])
         self.pending_rows: list[int] = []
+        self.forced: tuple[int, ...] = ()
+        self.decode_tokens = 1
         self.prompt_length = self.length = len(self.tokens)
         self.kv = SequencePages(self.tokens, prompt_keys)
         first_of_prompt = choice % request.n == 0
@@ -171,7 +132,7 @@ class Sequence:
 
     @property
     def output_length(self) -> int:
-        """How many tokens have been sampled for it."""
+        """How many tokens have been sampled for it, or were forced."""
         return self.length - self.prompt_length
 
     @property
@@ -191,8 +152,13 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens still to be computed before the next can be sampled: 1 means that it decodes."""
+        """Tokens still to be computed before the next can be sampled."""
         return self.length - self.kv.computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all that is still to be computed came with its last sampled token."""
+        return self.length - self.kv.computed <= self.decode_tokens
 
     @property
     def to_score(self) -> int:
@@ -212,32 +178,39 @@ class Sequence:
         return ScoredRows(self, start, end)
 
     def release(self) -> None:
-        """Give back its adapter's lease and its penalty slot, if it has them."""
+        """Give back its adapter's lease and its penalty slot; what is computed anew is a prompt."""
+        self.decode_tokens = 1
         if self.lease is not None:
             self.lease.release()
             self.lease = None
         self._release_penalty_slot()
 
-    def add_pending(self, row: int) -> None:
-        """Note that the next token is sampled in this row of the step that was just launched."""
+    def add_pending(self, row: int, forced: tuple[int, ...] = ()) -> None:
+        """Note that the next token is sampled in this row of the step that was just launched.
+
+        forced: the tokens after it, as far as its grammar leaves no choice.
+        """
         self.pending_rows.append(row)
-        self.length += 1
+        self.forced, self.decode_tokens = forced, 1 + len(forced)
+        self.length += self.decode_tokens
         if self.complete:  # nothing more is sampled for it, and others may run in its place
             self._release_penalty_slot()
 
     def accept(self, token: int) -> FinishReason | None:
-        """Take the first pending token, which was read; a stop id ends it and is not kept.
+        """Take the first pending token, which was read, and what was forced behind it.
 
-        Raises InvalidRequest if its grammar cannot go on from this token.
+        A stop id ends it and is not kept. Raises InvalidRequest if its grammar cannot go on.
         """
         if token in self.stop_ids:
             self.pending_rows.clear()
             self.length = len(self.tokens)
             return FinishReason.STOP
         del self.pending_rows[0]
-        self.tokens.append(token)
+        accepted, self.forced = (token, *self.forced), ()
+        self.tokens.extend(accepted)
         if self.matcher is not None:
-            self.matcher.accept(token)
+            for each in accepted:
+                self.matcher.accept(each)
             if self.matcher.must_end:
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.complete and not self.pending_rows else None

@@ -70,9 +70,14 @@ class StepBudget:
         return left_s / self._costs.rank_s
 
     def prompt_room(self, decodes: list[Chunk], tokens: int) -> "PromptRoom":
-        """The room for prompts beside these decodes, at most so many tokens."""
+        """The room for prompts beside these decodes, at most so many tokens.
+
+        Some may compute forced tokens, too.
+        """
+        rows = sum(chunk.length for chunk in decodes)
         expected_s = median(self._bases_s) + self._learned_from(decodes) + median(self._beside_s)
-        return PromptRoom(tokens, self, len(decodes), self._goal_s - expected_s)
+        expected_s += self._costs.rows_s(rows) - self._costs.rows_s(len(decodes))
+        return PromptRoom(tokens, self, rows, self._goal_s - expected_s)
 
     def more_s(self, decodes: int, tokens: int, seen: int) -> float:
         """How much longer decodes take with so many tokens of prompts, which see so many."""

@@ -25,7 +25,7 @@ class StepCounters:
     """Counters that only grow. The engine's thread counts all but lookups; any thread may read.
 
     lookups: requests by where their adapter was. inter_token_s: time between two tokens of a
-    choice, by where its adapter was when the request came; None without one.
+    choice that come apart, by where its adapter was when the request came; None without one.
     """
 
     def __init__(self) -> None:
@@ -53,9 +53,11 @@ class StepCounters:
         self._read_s = now_s
         return took_s
 
-    def token_delivered(self, sequence: Sequence) -> None:
-        """Count a token of the step that was read last, which goes to its caller."""
-        self.output_tokens += 1
+    def tokens_delivered(self, sequence: Sequence, tokens: int) -> None:
+        """Count the tokens, if any, of the step that was read last, which come to the caller."""
+        if not tokens:
+            return
+        self.output_tokens += tokens
         timings = sequence.timings
         if timings.last_token_s is not None:
             self.inter_token_s[timings.residency].add(self._read_s - timings.last_token_s)

@@ -148,6 +148,15 @@ class TextMatcher:
         """Whether no token can follow."""
         return self.state.is_stopped()
 
+    def forced_tokens(self) -> list[int]:
+        """Return tokens that must follow, one after another, as far as that is certain.
+
+        Their bytes have no other spelling in which they would be allowed: where the grammar forces
+        bytes, masks have the tokenizer's own next token alone. Not among them are the last ones,
+        which might be spelled together with what comes behind.
+        """
+        return self.state.compute_ff_tokens()
+
     def accept(self, token: int) -> None:
         """Append a token to the choice. Raises InvalidRequest."""
         if not self.state.consume_token(token):

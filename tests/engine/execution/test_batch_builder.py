@@ -30,11 +30,14 @@ def sequence_of(prompt, pages, lease=None):
     return sequence
 
 
-def decoding(prompt, pages, row, lease=None):
-    """A sequence that decodes on from the token that this row of the step before sampled."""
+def decoding(prompt, pages, row, lease=None, forced=()):
+    """A sequence that decodes on from the token that this row of the step before sampled.
+
+    forced: tokens that must follow it.
+    """
     sequence = sequence_of(prompt, pages, lease)
     sequence.kv.computed = len(prompt)
-    sequence.add_pending(row)
+    sequence.add_pending(row, forced)
     return sequence
 
 
@@ -46,6 +49,14 @@ def test_a_pending_token_comes_from_its_row_of_the_step_before():
     assert step.upload(CPU, previous).token_ids.tolist() == [43, 5, 6, 7, 40]
     assert step.upload(CPU, previous + 1).token_ids.tolist() == [44, 5, 6, 7, 41]
     assert build_step_input([Chunk.of(read, 9)], PAGE).upload(CPU).token_ids.tolist() == [5, 6, 7]
+
+
+def test_tokens_that_must_follow_a_pending_one_are_behind_it():
+    sequences = [decoding([1, 2], [0, 3], 1, forced=(8, 9)), decoding([3], [1], row=0)]
+    step = build_step_input([Chunk.of(s, s.decode_tokens) for s in sequences], PAGE)
+    assert step.upload(CPU, torch.tensor([40, 41])).token_ids.tolist() == [41, 8, 9, 40]
+    assert step.positions.tolist() == [2, 3, 4, 1]
+    assert step.logit_rows.tolist() == [2, 3]
 
 
 def test_a_chunk_reads_and_writes_the_pages_that_its_tokens_are_in():

@@ -26,6 +26,7 @@ TOKENS = 24
 WITHIN_S = 120.0  # eight processes take 20 s on two busy cores
 HEAD = {"r": 6, "lora_alpha": 12, "target_modules": [*ALL, "lm_head"]}
 ATTENTION = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+RUN = "below 191, end under 9, by one from 190 to 170"
 _LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 24)
 
 
@@ -145,6 +146,7 @@ def ask_all_kinds(answers: Answers, world: PeftWorld) -> Answers:
     """Grammars, draws, penalties, scores and choices under adapters."""
     requests = [
         greedy("grammar", prompt(20), adapter=world.refs["head"], grammar="below 200, end under 9"),
+        greedy("forced", prompt(21), grammar=RUN, max_tokens=30),
         greedy("drawn", prompt(33), adapter=world.refs["patterns"], temperature=1.0, seed=3, n=2),
         greedy("fined", prompt(18), presence_penalty=1.5, frequency_penalty=0.5),
         greedy("scored", prompt(40), adapter=world.refs["head"], prompt_logprobs=2, logprobs=3),
@@ -153,6 +155,7 @@ def ask_all_kinds(answers: Answers, world: PeftWorld) -> Answers:
         answers.submit(request)
     answers.all()
     assert not answers.errors
+    assert max(len(output.token_ids) for output in answers.outputs["forced", 0]) == 21
     return answers
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lorikeet_engine.request import SchedulingParams
 from lorikeet_engine.scheduling import step_budget
 from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
+from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN
 from lorikeet_engine.scheduling.kv_cache import PageKeys
 from tests.engine.scheduler_harness import PAGE, SchedulerHarness
 
@@ -268,6 +269,52 @@ def test_with_a_step_in_flight_a_sequence_decodes_on_from_a_token_it_does_not_kn
     assert harness.step() == [], "all its tokens are drawn"
     assert sequence in harness.finished
     assert harness.cache.used == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_forced_tokens_are_computed_as_a_decode_before_all_prompts(overlap):
+    harness = SchedulerHarness(tokens=8, overlap=overlap)
+    first = harness.add(3, max_tokens=9)
+    prompt = harness.add(30)
+    harness.forced[first] = (7, 8, 9)
+    assert harness.step() == [(first, 3), (prompt, 5)]
+    assert (first.output_length, first.decodes) == (4, True)
+    assert harness.step() == [(first, 4), (prompt, 4)], "though it is the prompt's turn"
+    assert harness.step() == [(first, 1), (prompt, 7)]
+    assert first.tokens[4:7] == [7, 8, 9]
+    harness.run()
+    assert harness.finished[first][4:7] == (7, 8, 9)
+    assert first.output_length == 9
+
+
+def test_forced_tokens_cost_their_tenant_what_sampled_ones_do():
+    harness = SchedulerHarness()
+    a, b = (harness.add(3, scheduling=SchedulingParams(tenant)) for tenant in "ab")
+    harness.forced[a] = (7, 8)
+    harness.step()
+    assert a.cost.counter.value - b.cost.counter.value == 2 * OUTPUT_TOKEN
+
+
+def test_who_needs_pages_for_forced_tokens_is_preempted_before_tenants_that_had_less():
+    harness = SchedulerHarness(pages=5)
+    ahead = harness.add(7, max_tokens=20, scheduling=SchedulingParams("a"))
+    behind = harness.add(3, max_tokens=20, scheduling=SchedulingParams("b"))
+    harness.forced[ahead] = tuple(range(12))
+    harness.step()
+    assert harness.step() == [(behind, 1)], "two pages are free, and three more are needed"
+    assert ahead.timings.preemptions == 1
+
+
+def test_what_is_preempted_computes_forced_tokens_anew_as_a_prompt():
+    harness = SchedulerHarness(pages=4, tokens=9, sequences=2, overlap=True)
+    old, young = harness.add(6, max_tokens=4), harness.add(3, max_tokens=9)
+    harness.forced[young] = (7, 8, 9, 10, 11, 12)
+    assert harness.step() == [(old, 6), (young, 3)]
+    assert harness.step() == [(old, 1)], "two pages are too many for the seven tokens"
+    assert (young.timings.preemptions, young.decode_tokens) == (1, 1)
+    harness.run()
+    assert harness.finished[young][4:10] == (7, 8, 9, 10, 11, 12)
+    assert len(harness.finished[young]) == 3 + 9
 
 
 def test_a_stop_token_ends_a_sequence_that_runs_on_in_the_step_in_flight():

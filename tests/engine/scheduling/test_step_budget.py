@@ -142,6 +142,14 @@ def test_a_goal_that_no_step_can_reach_leaves_no_room(device):
     assert one.prompt_room(chunks(16), 2000).take(prompt_at(0)).length == 128
 
 
+def test_tokens_that_decodes_were_forced_to_take_their_time_from_prompts():
+    one = budget(base_s=GOAL_S / 2, token_s=1e-6)
+    alone, beside = (one.prompt_room(chunks(0, forced), 9000) for forced in (0, 200))
+    room = alone.tokens_within(0, 9000)
+    assert 1000 < room < 9000
+    assert beside.tokens_within(0, 9000) == pytest.approx(room - 200, abs=1)
+
+
 def test_what_decodes_see_is_known_and_not_learned(device):
     one = budget(seen_token_s=1e-8)
     assert one.max_ranks(100_000) == pytest.approx(ROOM - 500)

@@ -1,0 +1,180 @@
+"""Tokens that a grammar leaves no choice about come without a step for each, and say the same."""
+
+import pytest
+
+from lorikeet_engine.errors import InvalidRequest
+from lorikeet_engine.execution import grammar_masks
+from lorikeet_engine.request import FinishReason, Request, SamplingParams
+from tests.engine import hash_model
+from tests.engine.blobs import Shelf
+from tests.engine.engine_driver import Answers
+from tests.engine.hash_model import PAGE, predict
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RUN = "below 60, end under 0, by one from 59 to 30"  # thirty at first that must follow
+SAID = list(range(59, 29, -1))
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Engines over a HashModel, closed at the end."""
+    engines = []
+
+    def make(**settings):
+        shelf = Shelf(tmp_path / "blobs")
+        sizes = {"kv_pages": 200, "max_running": 8, "max_batch_tokens": 64, **settings}
+        engines.append(hash_model.build(tmp_path, shelf, **sizes)[0])
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def request(name="r", grammar=RUN, n=1, ids=(1, 7, 9), **sampling):
+    params = SamplingParams(**{"max_tokens": 40, "seed": 5, "grammar": grammar, **sampling})
+    return Request(name, (tuple(ids),), params, n)
+
+
+def ask(engine, *requests):
+    """All their answers, which are what a model says that samples one token after another."""
+    answers = Answers(engine)
+    for call in requests:
+        answers.submit(call)
+    answers.all()
+    for call in requests:
+        for choice in range(call.n):
+            want = predict(call.prompts[0], call.sampling, 5 + choice, 800)
+            key = (call.request_id, choice)
+            assert (answers.tokens[key], answers.finish[key]) == want
+    return answers
+
+
+def came(answers, name="r", choice=0):
+    """How many tokens came at once, each time."""
+    return [len(output.token_ids) for output in answers.outputs[name, choice]]
+
+
+def steps(answers, name="r", choice=0):
+    """How many steps a choice took part in."""
+    return answers.outputs[name, choice][-1].timings.steps
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("overlap", [False, True])
+class TestSteps:
+    def test_what_must_follow_takes_one_step_more_however_long_it_is(
+        self, make, overlap, temperature
+    ):
+        engine = make(overlap=overlap)
+        answers = ask(engine, request(temperature=temperature))
+        assert answers.of("r")[:30] == SAID
+        assert came(answers) == [30] + [1] * (len(answers.of("r")) - 30)
+        assert steps(answers) == len(came(answers))
+        status, tokens = engine.status(), len(answers.of("r"))
+        assert status.output_tokens == tokens
+        assert sum(status.inter_token_s[None].counts) == len(came(answers)) - 1
+
+    def test_each_choice_goes_its_own_way(self, make, overlap, temperature):
+        grammar = "below 60, end under 0, by one from 40 to 20"
+        answers = ask(make(overlap=overlap), request(grammar=grammar, n=3, temperature=temperature))
+        for choice in range(3):
+            said = answers.of("r", choice)
+            # the first that must follow, or none, is sampled
+            forced = sum(20 <= token < said[max(0, at - 1)] <= 41 for at, token in enumerate(said))
+            assert sum(came(answers, "r", choice)) == len(said)
+            assert len(said) - len(came(answers, "r", choice)) == max(0, forced - 1)
+        assert len({len(answers.of("r", choice)) for choice in range(3)}) > 1 or not temperature
+
+
+class TestEnds:
+    @pytest.mark.parametrize("most", [1, 2, 17, 30, 31])
+    def test_max_tokens_may_cut_it(self, make, most):
+        answers = ask(make(), request(max_tokens=most))
+        assert came(answers)[0] == min(most, 30)
+        assert answers.finish["r", 0] is FinishReason.LENGTH
+
+    @pytest.mark.parametrize("keep", [False, True])
+    def test_a_stop_token_among_it_ends_it(self, make, keep):
+        call = request(stop_token_ids=(45,), keep_stop_token=keep)
+        answers = Answers(make())
+        answers.submit(call)
+        answers.all()
+        assert answers.of("r") == list(range(59, 44 if keep else 45, -1))
+        assert answers.finish["r", 0] is FinishReason.STOP
+
+    def test_nothing_is_forced_behind_a_stop_token_that_must_come(self, make):
+        answers = ask(make(), request(stop_token_ids=(59,)))
+        assert answers.of("r") == []
+
+    def test_a_grammar_that_cannot_say_what_must_follow_fails_its_own_request(self, make):
+        answers = Answers(make())
+        asked = [request("bad", f"{RUN}, unsure at 60"), request("good")]
+        for call in asked:
+            answers.submit(call)
+        answers.all()
+        assert isinstance(answers.errors["bad"], InvalidRequest)
+        assert answers.of("good")[:30] == SAID
+
+
+class TestOneByOne:
+    """Where the device must see each token, tokens come one by one, and the same."""
+
+    @pytest.mark.parametrize(
+        "more", [{"logprobs": 2}, {"frequency_penalty": 1.0}, {"logit_bias": ((7, 2.0),)}], ids=str
+    )
+    def test_they_do(self, make, more):
+        answers = ask(make(), request(**more))
+        assert set(came(answers)) == {1}
+        outputs = answers.outputs["r", 0]
+        assert all(len(o.logprobs) == ("logprobs" in more) for o in outputs)
+
+
+class TestRoom:
+    def test_a_step_computes_no_more_than_it_may(self, make):
+        engine = make(max_running=4, max_batch_tokens=10)  # six beside four decodes
+        answers = ask(engine, *(request(f"r{i}", ids=(1, i + 3)) for i in range(4)))
+        assert max(max(came(answers, f"r{i}")) for i in range(4)) == 7
+
+    def test_without_room_they_come_one_by_one(self, make):
+        assert set(came(ask(make(max_running=4, max_batch_tokens=4), request()))) == {1}
+
+    def test_a_step_computes_no_more_of_them_than_a_graph_has_rows_for(self, make, monkeypatch):
+        monkeypatch.setattr(grammar_masks, "_MOST_FORCED", 5)
+        assert came(ask(make(), request()))[:6] == [6, 6, 6, 6, 6, 1]
+
+    def test_a_long_run_takes_all_room_even_where_max_tokens_cuts_it(self, make, monkeypatch):
+        monkeypatch.setattr(grammar_masks, "_MOST_FORCED", 20)
+        asked = [request("cut", max_tokens=3), request("other", ids=(1, 4))]
+        answers = ask(make(), *asked)  # both begin in one step
+        assert came(answers, "cut") == [3]
+        assert came(answers, "other")[:2] == [1, 21]
+
+    def test_nor_deep_in_a_context_so_many_that_it_is_no_single_graph(self, make, monkeypatch):
+        monkeypatch.setattr(grammar_masks, "SEEN_IN_PIECES", 3 * (3 + 56) + 1)
+        assert max(came(ask(make(), request()))) == 3
+        deep = request(ids=[3] * 200)
+        assert set(came(ask(make(), deep))) == {1}
+
+
+class TestBesideOthers:
+    def test_plain_choices_are_in_every_step(self, make):
+        engine = make()
+        plain = request("plain", None, ids=(4, 5), ignore_eos=True)
+        answers = ask(engine, plain, *(request(f"r{i}", ids=(1, i + 3)) for i in range(4)))
+        assert set(came(answers, "plain")) == {1}
+        assert steps(answers, "plain") == 40
+
+    def test_what_is_preempted_says_the_same(self, make):
+        engine = make(kv_pages=24, max_running=4, max_context=4 * PAGE * 4)
+        ask(engine, *(request(f"r{i}", ids=(1, i + 3)) for i in range(4)))
+        assert engine.status().preemptions > 0
+
+    def test_forced_tokens_are_found_in_the_cache_as_others(self, make):
+        engine = make()
+        answers = ask(engine, request(max_tokens=31))
+        said = answers.of("r")
+        again = ask(engine, request("again", "below 20, end under 0", ids=(1, 7, 9, *said)))
+        cached = again.outputs["again", 0][0].timings.cached_tokens
+        assert cached == (3 + 30) // PAGE * PAGE
