@@ -76,7 +76,6 @@ class StepBudget:
         """
         rows = sum(chunk.length for chunk in decodes)
         expected_s = median(self._bases_s) + self._learned_from(decodes) + median(self._beside_s)
-        expected_s += self._costs.rows_s(rows) - self._costs.rows_s(len(decodes))
         return PromptRoom(tokens, self, rows, self._goal_s - expected_s)
 
     def more_s(self, decodes: int, tokens: int, seen: int) -> float:
@@ -88,15 +87,16 @@ class StepBudget:
 
     def expected(self, chunks: list[Chunk]) -> ExpectedStep | None:
         """What this step is expected to take, for `record`; None if it has no decodes."""
-        decodes = [chunk for chunk in chunks if chunk.length == 1]
+        decodes = [chunk for chunk in chunks if chunk.sequence.decodes]
         if not decodes:
             return None
         seconds = self._learned_from(decodes)
-        prompts = [chunk for chunk in chunks if chunk.length > 1]
+        prompts = [chunk for chunk in chunks if not chunk.sequence.decodes]
         if prompts:
+            rows = sum(chunk.length for chunk in decodes)
             tokens = sum(chunk.length for chunk in prompts)
             seen = sum(seen_tokens(chunk.length, chunk.start) for chunk in prompts)
-            seconds += median(self._bases_s) + self.more_s(len(decodes), tokens, seen)
+            seconds += median(self._bases_s) + self.more_s(rows, tokens, seen)
         return ExpectedStep(seconds, bool(prompts))
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
@@ -109,7 +109,9 @@ class StepBudget:
         leases = (chunk.sequence.lease for chunk in decodes)
         ranks = sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())
         context = sum(self._costs.decode_sees(chunk.end) for chunk in decodes)
-        return self._costs.rank_s * ranks + self._costs.seen_token_s * context
+        rows = sum(chunk.length for chunk in decodes)
+        forced_s = self._costs.rows_s(rows) - self._costs.rows_s(len(decodes))
+        return self._costs.rank_s * ranks + self._costs.seen_token_s * context + forced_s
 
     def _padded(self, tokens: int) -> int:
         at = bisect_left(self._sizes, tokens)

@@ -150,6 +150,14 @@ def test_tokens_that_decodes_were_forced_to_take_their_time_from_prompts():
     assert beside.tokens_within(0, 9000) == pytest.approx(room - 200, abs=1)
 
 
+def test_a_step_of_forced_tokens_is_one_of_decodes():
+    one, forced = budget(token_s=1e-6), dummy_chunk(21, 16, None)
+    forced.sequence.decode_tokens = 21
+    step = one.expected([*chunks(0), forced])
+    assert not step.has_prompts
+    assert step.seconds == pytest.approx(one.expected(chunks(0)).seconds + 20e-6)
+
+
 def test_what_decodes_see_is_known_and_not_learned(device):
     one = budget(seen_token_s=1e-8)
     assert one.max_ranks(100_000) == pytest.approx(ROOM - 500)

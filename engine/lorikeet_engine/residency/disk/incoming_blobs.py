@@ -43,7 +43,7 @@ class _LeftError(Exception):
 
 
 class _IncomingBlob:
-    """One blob. number: its file's device and inode, once that is open.
+    """One blob. file_id: its file's device and inode, once that is open.
 
     wanted: set once the file is known to be the digest's; dropped: it is not to be packed any more.
     """
@@ -51,7 +51,7 @@ class _IncomingBlob:
     def __init__(self, file: Path, size_bytes: int) -> None:
         self.file, self.size_bytes = file, size_bytes
         self.due_s = time.monotonic() + LONGEST_S
-        self.number: tuple[int, int] | None = None
+        self.file_id: tuple[int, int] | None = None
         self.wanted, self.ended = threading.Event(), threading.Event()
         self.dropped = False
         self.image: ArrivedImage | None = None
@@ -108,7 +108,7 @@ class IncomingBlobs:
         if blob is None:
             return None
         status = find(digest).stat()
-        if (status.st_dev, status.st_ino) == blob.number:
+        if (status.st_dev, status.st_ino) == blob.file_id:
             blob.wanted.set()
         else:  # another's, that claims the digest
             blob.dropped = True
@@ -144,7 +144,7 @@ class IncomingBlobs:
 
     def _pack(self, digest: str, blob: _IncomingBlob, descriptor: int) -> None:
         status, began_s = os.fstat(descriptor), time.thread_time()
-        blob.number = status.st_dev, status.st_ino
+        blob.file_id = status.st_dev, status.st_ino
         arrived = partial(blob.wait_for, descriptor)
         arrived(8)
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
