@@ -5,7 +5,9 @@ python -m loadtest.bench_structured --json structured.json --folder /tmp/real
 The base model alone, on one GPU. First --checked answers for each schema are read whole and held
 against it. Then come streams that all have as many tokens, fewer than any of those answers, so that
 none ends by itself: plain ones, and ones for each schema, alone, --streams at once, and half of
-them beside as many plain ones. All are sampled at temperature 1.
+them beside as many plain ones. All are sampled at temperature 1. Streams begin one after another,
+within --spread seconds, so that prompts come at all times, as in a service. Where all begin at
+once, plain ones go on in step and structured ones do not: what differs then is when prompts come.
 
 A rate is the median, over the answers, of their tokens over the seconds from the request to their
 end, and of that the median of --repeats runs, in which all take turns. Texts are a token a byte in
@@ -89,9 +91,12 @@ class MixedRates:
 class StructuredLoad:
     """Sends streams of `tokens` tokens to one service."""
 
-    def __init__(self, server: Server, model: str, tokens: int, rounds: int) -> None:
-        """rounds: requests of each stream, one after another."""
+    def __init__(
+        self, server: Server, model: str, tokens: int, rounds: int, spread_s: float
+    ) -> None:
+        """rounds: requests of each stream, one after another. spread_s: when the last begins."""
         self._server, self._model, self._tokens, self._rounds = server, model, tokens, rounds
+        self._spread_s = spread_s
         self._numbers = itertools.count()
         self.events = defaultdict[str, list[float]](list)  # by kind, for each token of each answer
 
@@ -103,10 +108,10 @@ class StructuredLoad:
         kinds: dict[LoadRequest, str] = {}
         sessions = []
         for kind, count in streams.items():
-            for _ in range(count):
+            for number in range(count):
                 requests = tuple(self._request() for _ in range(self._rounds))
                 kinds |= dict.fromkeys(requests, kind)
-                sessions.append(Session(0.0, requests))
+                sessions.append(Session(self._spread_s * number / count, requests))
         encoded = {request: self._encode(request, kind) for request, kind in kinds.items()}
         sending = send_all(self._server.url, sessions, encoded, time.monotonic())
         found = defaultdict[str, list[float]](list)
@@ -140,7 +145,7 @@ def main() -> int:
         )
         tokens = min(given.tokens, int(_CUT * shortest))
         print(f"all answers fit their schemas; streams of {tokens} tokens", flush=True)
-        load = StructuredLoad(server, given.shape, tokens, given.rounds)
+        load = StructuredLoad(server, given.shape, tokens, given.rounds, given.spread)
         alike, mixed = measure(load, given.streams, given.repeats)
     show(alike)
     show(mixed)
@@ -229,6 +234,7 @@ def _arguments() -> argparse.Namespace:
     add("--streams", type=int, default=64, help="at once; default 64")
     add("--tokens", type=int, default=128, help="of each stream at most; default 128")
     add("--rounds", type=int, default=4, help="requests of each stream; default 4")
+    add("--spread", type=float, default=1.0, help="seconds in which streams begin; default 1")
     add("--repeats", type=int, default=3, help="of every run; default 3")
     add("--batch-tokens", type=int, default=8192, help="of one step; default 8192")
     add("--kv", default="20GiB", help="KV cache; default 20GiB")
