@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ _ENVIRONMENT = {  # NVLink multicast can put all GPUs of a host out of service
 }
 _PACKAGES = (ROOT, ROOT / "engine", ROOT / "platform")
 _ADAPTERS = ("base 256/128", "8 adapters 256/128", "128 adapters 256/128")
+_FEWER = (_ADAPTERS[0], _ADAPTERS[-1])  # on two GPUs each row takes 50 s
 _STEPS = ("base, alone 256/128", "base, 32 256/128")
 _KV_BYTES = {2: 18_000_000_000}  # of two GPUs, 70B's weights leave no more
 _USUAL_KV_BYTES = 10_000_000_000  # 256 sequences of 384 tokens, and a fifth more
@@ -124,15 +125,27 @@ class RunningJob:
         return Outcome(self.job.name, list(self.job.gpus), outcome, took_s, results, log_end)
 
 
-def jobs_of(part: int, gpus: int, folder: Path) -> list[GpuJob]:
-    """The jobs of one part, in the order in which they get GPUs; folder: for 8B's model."""
+def jobs_of(part: int, gpus: int, folder: Path, commit: str) -> list[GpuJob]:
+    """The jobs of one part, in the order in which they get GPUs.
+
+    folder: for 8B's model. commit: what is measured.
+    """
+    jobs = _models(gpus) if part == 1 else _replicas(gpus, folder)
+    of_commit = ("--commit", commit)
+    return [replace(j, arguments=(*j.arguments, *of_commit)) if j.writes else j for j in jobs]
+
+
+def _models(gpus: int) -> list[GpuJob]:
+    every = range(gpus)
+    return [
+        GpuJob("sums", every, 90, "engine.benchmarks.rank_sums", ("--gpus", str(gpus))),
+        _table("70b-bf16", every, 400),
+        _table("70b-fp8", every, 400, "--weight-dtype", "fp8"),
+    ]
+
+
+def _replicas(gpus: int, folder: Path) -> list[GpuJob]:
     every, half = range(gpus), gpus // 2
-    if part == 1:
-        return [
-            GpuJob("sums", every, 90, "engine.benchmarks.rank_sums", ("--gpus", str(gpus))),
-            _table("70b-bf16", every, 340),
-            _table("70b-fp8", every, 300, "--weight-dtype", "fp8"),
-        ]
     first, second = every[:half], every[half:]
     if gpus >= 8:
         halves = [_table(f"70b-bf16-half-{n}", each, 300) for n, each in enumerate((first, second))]
@@ -140,7 +153,7 @@ def jobs_of(part: int, gpus: int, folder: Path) -> list[GpuJob]:
     else:
         only = ("--parts", "throughput")
         halves = [
-            _table(f"70b-bf16-half-{n}", each, 300, *only) for n, each in enumerate((first, second))
+            _table(f"70b-bf16-half-{n}", each, 330, *only) for n, each in enumerate((first, second))
         ]
     # a replica of all GPUs is killed: as many of the test's GPUs as there are
     killed = ("-m", "gpu", "-k", f"until_a_follower_is_killed and {gpus}-gpus", "-q")
@@ -207,7 +220,7 @@ def main() -> None:
     folder = options.json.resolve().with_suffix("")  # jobs run elsewhere
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = run_all(
-        jobs_of(options.part, options.gpus, options.folder.resolve()),
+        jobs_of(options.part, options.gpus, options.folder.resolve(), options.commit),
         folder,
         options.seconds,
         lambda outcomes: harness.write(options.json, known, jobs=outcomes),
@@ -219,7 +232,7 @@ def main() -> None:
 def _table(name: str, gpus: range, limit_s: float, *more: str) -> GpuJob:
     """Steps and tokens a second of 70B's shape on these GPUs, with adapters on them alone."""
     ranks = len(gpus)
-    rows = _ADAPTERS if "--parts" in more else (*_ADAPTERS, *_STEPS)
+    rows = _FEWER if "--parts" in more else (*_ADAPTERS, *_STEPS)
     parts = () if "--parts" in more else ("--parts", "throughput", "decode")
     arguments = (
         *("--config", "llama-3.1-70b", "--tensor-parallel", str(ranks), "--turns", "1"),

@@ -112,7 +112,7 @@ def test_who_has_no_time_left_is_not_begun(job, tmp_path, monkeypatch):
 
 def test_main_writes_all_of_a_part_and_names_what_was_not_done(job, tmp_path, monkeypatch):
     jobs = [job("good", range(4)), job("bad", range(4), "--exit", "1", writes=False)]
-    monkeypatch.setattr(many_gpus, "jobs_of", lambda part, gpus, folder: jobs)
+    monkeypatch.setattr(many_gpus, "jobs_of", lambda part, gpus, folder, commit: jobs)
     out = tmp_path / "out" / "part1.json"
     arguments = ["many_gpus", "--part", "1", "--json", str(out), "--commit", "abc"]
     monkeypatch.setattr(sys, "argv", arguments)
@@ -126,7 +126,7 @@ def test_main_writes_all_of_a_part_and_names_what_was_not_done(job, tmp_path, mo
 
 @pytest.mark.parametrize("gpus", [4, 8])
 def test_every_job_is_one_that_its_program_takes(gpus, tmp_path, monkeypatch):
-    jobs = [job for part in (1, 2) for job in jobs_of(part, gpus, tmp_path)]
+    jobs = [job for part in (1, 2) for job in jobs_of(part, gpus, tmp_path, "abc")]
     assert len({job.name for job in jobs}) == len(jobs)
     for each in jobs:
         assert each.gpus.stop <= gpus
@@ -142,13 +142,13 @@ def test_every_job_is_one_that_its_program_takes(gpus, tmp_path, monkeypatch):
 
 def test_every_row_that_is_asked_for_is_one():
     known = {work.label for part in (throughput, decode) for work in part.WORKS}
-    for job in jobs_of(1, 4, Path()) + jobs_of(2, 8, Path()):
+    for job in jobs_of(1, 4, Path(), "abc") + jobs_of(2, 8, Path(), "abc"):
         asked = {each for each in job.arguments if "256/128" in each and each != "256/128"}
         assert asked <= known
 
 
 def test_two_halves_run_side_by_side(tmp_path):
-    first, second, *_ = jobs_of(2, 4, tmp_path)
+    first, second, *_ = jobs_of(2, 4, tmp_path, "abc")
     assert (first.gpus, second.gpus) == (range(2), range(2, 4))
     assert first.arguments == second.arguments
     assert "18000000000" in first.arguments
