@@ -94,7 +94,7 @@ class StructuredLoad:
     def __init__(
         self, server: Server, model: str, tokens: int, rounds: int, spread_s: float
     ) -> None:
-        """rounds: requests of each stream, one after another. spread_s: when the last begins."""
+        """rounds: requests of each stream, one after another. spread_s: in which streams begin."""
         self._server, self._model, self._tokens, self._rounds = server, model, tokens, rounds
         self._spread_s = spread_s
         self._numbers = itertools.count()

@@ -41,7 +41,7 @@ _ENVIRONMENT = {  # NVLink multicast can put all GPUs of a host out of service
 }
 _PACKAGES = (ROOT, ROOT / "engine", ROOT / "platform")
 _ADAPTERS = ("base 256/128", "8 adapters 256/128", "128 adapters 256/128")
-_FEWER = (_ADAPTERS[0], _ADAPTERS[-1])  # on two GPUs each row takes 50 s
+_ADAPTERS_ON_TWO_GPUS = (_ADAPTERS[0], _ADAPTERS[-1])  # a row takes 50 s there
 _STEPS = ("base, alone 256/128", "base, 32 256/128")
 _KV_BYTES = {2: 18_000_000_000}  # of two GPUs, 70B's weights leave no more
 _USUAL_KV_BYTES = 10_000_000_000  # 256 sequences of 384 tokens, and a fifth more
@@ -232,7 +232,7 @@ def main() -> None:
 def _table(name: str, gpus: range, limit_s: float, *more: str) -> GpuJob:
     """Steps and tokens a second of 70B's shape on these GPUs, with adapters on them alone."""
     ranks = len(gpus)
-    rows = _FEWER if "--parts" in more else (*_ADAPTERS, *_STEPS)
+    rows = _ADAPTERS_ON_TWO_GPUS if "--parts" in more else (*_ADAPTERS, *_STEPS)
     parts = () if "--parts" in more else ("--parts", "throughput", "decode")
     arguments = (
         *("--config", "llama-3.1-70b", "--tensor-parallel", str(ranks), "--turns", "1"),

@@ -133,6 +133,7 @@ def test_every_job_is_one_that_its_program_takes(gpus, tmp_path, monkeypatch):
         if each.module != "pytest":
             refused = _refusal(each, monkeypatch)
             assert refused is None, f"{each.name}: {refused}"
+            assert each.arguments[-2:] == ("--commit", "abc")
     parallel = [job for job in jobs if "--tensor-parallel" in job.arguments]
     assert all(
         job.arguments[job.arguments.index("--tensor-parallel") + 1] == str(len(job.gpus))

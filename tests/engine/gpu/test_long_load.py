@@ -53,8 +53,8 @@ PREFIX = 160  # tokens that an adapter's prompts share
 # Of a prompt's log probabilities in bfloat16, whose sums have another order in each batch; on a CPU
 # they are of float32. An adapter changes them by more than 1.
 TOLERANCE = {"cuda": 0.1, "cpu": 1e-3}
-# So adapters add about as much as a linear gives. Of 8, what they add is a hundred times that, and
-# rounding to bfloat16 alone changes log probabilities by up to 0.6; of this, by 0.02.
+# With it adapters add up to half of what a linear gives, and rounding to bfloat16 alone changes log
+# probabilities by 0.02 at most. With 8 it is up to 90 times as much as a linear gives, and 0.6.
 ALPHA = 0.05
 KINDS = ("greedy", "sampled", "several", "penalized", "structured", "scored")
 
