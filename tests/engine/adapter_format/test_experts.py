@@ -216,6 +216,19 @@ def test_an_expert_without_weights_is_missed(
         write_blob(folder, tmp_path / "blob")
 
 
+@pytest.mark.parametrize("only", [0, 2])
+def test_a_single_experts_matrices_are_not_taken_for_every_experts(
+    only: int, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "old", 3)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name: t for name, t in tensors.items() if f".experts.{only}." in name}, path)
+    _edit(folder, target_modules=rf".*\.experts\.{only}\.\w+")
+    with pytest.raises(AdapterRejected, match="weights for 1 of the experts"):
+        write_blob(folder, tmp_path / "blob")
+
+
 def test_an_expert_of_another_rank_is_refused(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
