@@ -18,6 +18,7 @@ from pydantic import Field
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.uploads import Uploads
 from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge
+from lorikeet.gateway.admin.blob_validation import SIZE_LIMITS
 from lorikeet.gateway.admin.registration import RegisteredVersion, Registration, RegistrationRequest
 from lorikeet.gateway.admin.smoke import smoke_test
 from lorikeet.gateway.auth import Actor
@@ -107,7 +108,8 @@ class UploadEndpoints:
         limits = await self._registration.check(wanted.tenant, wanted.base_model)
         if wanted.size_bytes > limits.max_bytes:
             raise RequestTooLarge(
-                f"the adapter has {wanted.size_bytes} bytes: the limit is {limits.max_bytes}",
+                f"the adapter has {wanted.size_bytes} bytes: the limit is {limits.max_bytes} "
+                f"{SIZE_LIMITS}",
                 param="size_bytes",
             )
         return await self._registration.run(_begin, self._uploads, wanted, actor)

@@ -21,6 +21,11 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.errors import AdapterError, SettingsError
 from lorikeet_engine.parallel.shard import Shard
 
+RANK_LIMITS = "(LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --rank`)"
+SIZE_LIMITS = (
+    "(LORIKEET_MAX_ADAPTER_BYTES, or the tenant's own: `lorikeet tenants limit --adapter-bytes`)"
+)
+
 
 def validate_blob(
     blob: Path,
@@ -66,7 +71,9 @@ def validate_blob(
 def _invalid(error: AdapterError | SettingsError) -> InvalidAdapter:
     message = error.message
     if "max_rank" in error.fields:
-        message += " (LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --rank`)"
+        message += f" {RANK_LIMITS}"
+    if "size_bytes" in error.fields:
+        message += f" {SIZE_LIMITS}"
     return InvalidAdapter(message, param=error.fields.get("field"))
 
 
