@@ -33,7 +33,7 @@ _LINEARS = {
 }
 _ELSEWHERE = {
     **dict.fromkeys(range(8, 13), "cross-attention, which the Llama family has not"),
-    **dict.fromkeys(range(13, 18), "experts or their router: those are taken in PEFT's forms alone"),
+    **dict.fromkeys(range(13, 18), "experts or their router, taken in PEFT's forms alone"),
 }
 
 

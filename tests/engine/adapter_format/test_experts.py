@@ -150,6 +150,16 @@ def test_matrices_of_each_expert_change_it_as_in_peft(
     assert_as_peft(tiny_checkpoints[family], folder)
 
 
+def test_matrices_of_each_expert_are_scaled_as_they_were_trained(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """PEFT makes parameters of them, scales gate and up by √2 more, and forgets their pattern."""
+    checkpoint, alphas = tiny_checkpoints["qwen3_moe"], {"up_proj": 5}
+    folder = save_numbered(checkpoint, tmp_path / "old", 4, use_rslora=True, alpha_pattern=alphas)
+    gate, up, down = specified(checkpoint, folder).linears[:3]
+    assert (gate.scaling, up.scaling, down.scaling) == (8 / 2, 5 / 2, 8 / 2)
+
+
 @pytest.mark.parametrize("family", MOE)
 def test_what_peft_converted_is_split_back_to_the_rank_it_was_trained_with(
     family: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
