@@ -226,6 +226,14 @@ def test_an_expert_without_weights_is_missed(
         write_blob(folder, tmp_path / "blob")
 
 
+def test_linears_of_experts_are_told_from_those_of_a_dense_mlp(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "dense", target_modules=["up_proj"])
+    with pytest.raises(AdapterRejected, match=r"mlp\.up_proj cannot.* experts\.up_proj, experts\."):
+        specified(tiny_checkpoints["qwen3_moe"], folder)
+
+
 @pytest.mark.parametrize("only", [0, 2])
 def test_a_single_experts_matrices_are_not_taken_for_every_experts(
     only: int, tiny_checkpoints: dict[str, Path], tmp_path: Path
