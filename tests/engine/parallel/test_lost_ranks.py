@@ -15,7 +15,8 @@ import psutil
 import pytest
 import torch
 
-from lorikeet_engine.errors import DeviceLost, EngineClosed
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.errors import DeviceLost, EngineClosed, ModelError
 from lorikeet_engine.execution import ranks
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.process import client
@@ -24,7 +25,13 @@ from lorikeet_engine.settings import EngineSettings
 from tests.engine import forked_engines
 from tests.engine.engine_driver import greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
-from tests.engine.process_engines import followers, has_ended, losing_a_rank, of_two_ranks
+from tests.engine.process_engines import (
+    Blobs,
+    followers,
+    has_ended,
+    losing_a_rank,
+    of_two_ranks,
+)
 
 SLACK_S = 2.0  # for a machine that is busy with other tests
 # From a signal on, until the replica has ended.
@@ -176,6 +183,23 @@ def test_a_follower_that_is_lost_before_it_can_step_ends_the_start(
     assert since(tmp_path) < WITHIN_S[sent]
     assert has_ended(lost(tmp_path))
     assert not forked_engines.processes()
+
+
+def test_an_error_that_all_ranks_meet_is_told_whoever_meets_it_first(checkpoint, tmp_path):
+    with pytest.raises(ModelError, match="at fault"):
+        Replica(partial(_with_a_bad_checkpoint, checkpoint, tmp_path))
+    assert not forked_engines.processes()
+
+
+def _with_a_bad_checkpoint(checkpoint, folder):
+    settings = EngineSettings(checkpoint, folder / "cache", tensor_parallel=2)
+    return Engine(settings, Blobs(folder), _refused)
+
+
+def _refused(*given):
+    if given[-1].leads:
+        time.sleep(0.2)
+    raise ModelError("the checkpoint is at fault")
 
 
 def test_a_leader_without_memory_to_join_the_others_says_so(
