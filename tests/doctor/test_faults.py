@@ -390,6 +390,17 @@ def test_the_memory_of_each_gpu_that_shares_a_model_is_planned(patient: Patient)
     assert "share" not in alone.message
 
 
+def test_heads_that_gpus_cannot_share_are_no_lack_of_memory(patient: Patient) -> None:
+    file = patient.model / "config.json"
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **heads}))
+    assert patient.examined("memory", **gpus(8, tensor_parallel="4")) == []
+    (fault,) = faults(patient.examined("base models", **gpus(8, tensor_parallel="4")))
+    assert fault.severity is PROBLEM
+    assert "num_attention_heads=6 cannot be shared evenly by 4 processes" in fault.message
+    assert "LORIKEET_TENSOR_PARALLEL" in str(fault.fix)
+
+
 def test_heads_without_attention_kernels_are_named_where_there_is_a_gpu(patient: Patient) -> None:
     file = patient.model / "config.json"
     halves = {"head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -9,19 +9,20 @@ from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet_engine.adapter_format import FAMILIES, BaseShape, quantized_linears, read_config
-from lorikeet_engine.errors import ModelError
+from lorikeet_engine.errors import EngineError, ModelError
 
 if TYPE_CHECKING:
     from lorikeet_engine.settings import EngineSettings
 
 _POINTER = b"version https://git-lfs"
+_TENSOR_PARALLEL = "tensor_parallel"
 
 
 def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
     """Each folder: config, weights, tokenizer, chat template."""
     for name, folder in planned.settings.base_models.items():
         check, plan = f"base model {name}", planned.plans.get(name)
-        if isinstance(plan, ModelError):
+        if isinstance(plan, EngineError) and is_of_base_model(plan):
             yield problem(check, plan.message, _fix(folder, str(plan.fields.get("field"))))
         elif plan is not None:
             yield _check_dtype(check, folder, planned.engine_settings(name))
@@ -31,13 +32,20 @@ def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
             yield _check_text(check, folder)
 
 
+def is_of_base_model(error: EngineError) -> bool:
+    """Whether its folder is at fault, or how it is to be served, rather than memory for it."""
+    return isinstance(error, ModelError) or error.fields.get("field") == _TENSOR_PARALLEL
+
+
 def _fix(folder: Path, fault: str) -> str:
-    """fault: the config key, file or tensor."""
+    """fault: the config key, file or tensor, or a setting."""
     download = f"`hf download ORGANISATION/NAME --local-dir {folder}`"
     if not folder.is_dir():
         return f"correct the folder in LORIKEET_BASE_MODELS, or {download}"
     if fault == "max_context":
         return "lower LORIKEET_MAX_CONTEXT, or unset it"
+    if fault == _TENSOR_PARALLEL:
+        return "LORIKEET_TENSOR_PARALLEL=1 for it, or another number of GPUs"
     if fault == "weight_dtype":
         return "LORIKEET_WEIGHT_DTYPE=auto for it, or a folder with floats"
     if fault.endswith(".safetensors") and _is_pointer(folder / fault):

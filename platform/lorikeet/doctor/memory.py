@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lorikeet.doctor.base_models import is_of_base_model
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.sizes import show_size
-from lorikeet_engine.errors import EngineError, ModelError
+from lorikeet_engine.errors import EngineError
 
 if TYPE_CHECKING:
     from lorikeet_engine.execution.memory_plan import MemoryPlan
@@ -29,7 +30,7 @@ def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
         check = f"memory of {name}"
         if not isinstance(plan, EngineError):
             yield _judge(check, plan, planned.device, planned.settings.tensor_parallel[name])
-        elif not isinstance(plan, ModelError):  # which the base models' check tells
+        elif not is_of_base_model(plan):  # their check tells of these
             yield problem(check, plan.message, _fix(planned.device))
 
 
