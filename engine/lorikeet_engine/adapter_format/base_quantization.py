@@ -61,9 +61,10 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
         case "compressed-tensors":
             return _compressed_tensors(config)
         case "awq":
+            group = _group_of_4_bits(config)
             _require(config, "version", "gemm")
             _require(config, "zero_point", True)
-            return QuantizedLinears(Quantization.AWQ, _group_of_4_bits(config))
+            return QuantizedLinears(Quantization.AWQ, group)
         case "gptq":
             group = _group_of_4_bits(config)
             _require(config, "checkpoint_format", "gptq", "gptq_v2", absent="gptq")
