@@ -149,6 +149,18 @@ def test_scales_are_found_under_each_of_their_names(tiny_checkpoints, tmp_path, 
     ]
 
 
+def test_modelopt_too_may_have_scales_of_keys_and_values_alone(tiny_checkpoints, tmp_path):
+    folder = with_scales(tiny_checkpoints["llama"], tmp_path / "scaled", NAMES[2])
+    path = folder / "config.json"
+    said = {
+        "quant_method": "modelopt",
+        "ignore": [],
+        "kv_cache_scheme": KV_ALONE["kv_cache_scheme"],
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
+    assert rehearse_load(folder, torch.float32)[0].quantized_linears is None
+
+
 def test_one_scale_can_be_of_keys_and_values(tiny_checkpoints, tmp_path):
     folder = with_scales(tiny_checkpoints["llama"], tmp_path / "one", "self_attn.kv_scale")
     model = load_model(folder, torch.device("cpu"), torch.float32)

@@ -55,6 +55,8 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
             return QuantizedLinears(Quantization.NF4)
         case "fp8":
             return _fp8(config)
+        case "modelopt" | "compressed-tensors" if _has_kv_scales_alone(config):
+            return None
         case "modelopt":
             _require(config, "quant_algo", "fp8", "fp8_per_channel_per_token")
             return QuantizedLinears(Quantization.FP8)
@@ -82,19 +84,19 @@ def _fp8(config: Mapping[str, Any]) -> QuantizedLinears:
     return QuantizedLinears(Quantization.FP8, block=_block(config, "weight_block_size"))
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears | None:
-    """Schemes FP8, FP8_DYNAMIC and FP8_BLOCK; None where only keys and values are quantised.
+def _has_kv_scales_alone(config: Mapping[str, Any]) -> bool:
+    """Whether a config says of keys and values how they may be rounded, and of no linear."""
+    return not _object(config, "config_groups") and bool(config.get("kv_cache_scheme"))
 
-    Which linears are left out, the tensors say.
-    """
+
+def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
+    """Schemes FP8, FP8_DYNAMIC and FP8_BLOCK. Which linears are left out, the tensors say."""
     sparse = _object(config, "sparsity_config").get("format", "dense")
     if sparse != "dense":
         raise _refusal("sparsity_config.format", sparse, "dense")
     if online := _online_transforms(_object(config, "transform_config")):
         raise _refusal("transform_config", online, "rotations that are merged into weights")
     groups = _object(config, "config_groups")
-    if not groups and config.get("kv_cache_scheme"):
-        return None
     kinds = {_scheme(f"config_groups.{name}", groups[name]) for name in groups}
     if len(kinds) != 1:
         raise _refusal("config_groups", [*groups], "FP8, with or without blocks in all of them")

@@ -376,6 +376,17 @@ def test_other_schemes_are_refused_by_name(edited, quantization, field):
     assert refused.value.field == f"quantization_config.{field}"
 
 
+def test_what_modelopt_says_in_a_file_of_its_own_is_read(tiny_checkpoints, tmp_path):
+    folder, _ = written(tiny_checkpoints["llama"], tmp_path, "modelopt")
+    alone = saved(tiny_checkpoints["llama"], tmp_path / "alone", load_file(folder / SINGLE))
+    with pytest.raises(ModelError, match=r"F8_E4M3 .* which config\.json does not speak of"):
+        rehearse_load(alone, torch.float32)
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    file = {"producer": {"name": "modelopt", "version": "0.19.0"}, "quantization": said}
+    (alone / "hf_quant_config.json").write_text(json.dumps(file))
+    assert torch.equal(logits(alone), logits(folder))
+
+
 def test_a_weight_without_its_scales_is_named(tiny_checkpoints, tmp_path):
     folder, _ = written(tiny_checkpoints["llama"], tmp_path, "dynamic")
     tensors, name = load_file(folder / SINGLE), "model.layers.1.mlp.up_proj.weight"
