@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _POINTER = b"version https://git-lfs"
 _TENSOR_PARALLEL = "tensor_parallel"
+_OTHER_COPY = "choose a copy that is not quantised, or in FP8, or in NF4, AWQ or GPTQ of 4 bits"
 
 
 def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
@@ -28,6 +29,8 @@ def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
             yield _check_dtype(check, folder, planned.engine_settings(name))
             if planned.device == "cuda":
                 yield from _check_attention(check, folder, planned.engine_settings(name))
+                if planned.serves_fp8(name):
+                    yield from _check_fp8(check, planned.engine_settings(name))
         if folder.is_dir():
             yield _check_text(check, folder)
 
@@ -55,16 +58,24 @@ def _fix(folder: Path, fault: str) -> str:
     if fault == "quantization_config":  # of experts
         return "choose a copy that is not quantised, or in FP8"
     if fault.startswith("quantization_config"):
-        return "choose a copy that is not quantised, or in FP8, or in NF4, AWQ or GPTQ of 4 bits"
+        return _OTHER_COPY
     if fault.startswith("rope_"):
         return (
             "choose a model without it; where it was added for long prompts, take "
             f"{fault.partition('.')[0]} out of config.json, or write YaRN's"
         )
     if "." in fault:  # a file or a tensor, and not a key of config.json
-        return f"the folder is not whole: {download}"
+        other = f"; or {_OTHER_COPY}" if _is_quantised(folder) else ""
+        return f"the folder is not whole: {download}{other}"
     *names, last = (family.name for family in FAMILIES.values())
     return f"choose a {', '.join(names)} or {last} that is not quantised"
+
+
+def _is_quantised(folder: Path) -> bool:
+    try:
+        return quantized_linears(read_config(folder)) is not None
+    except ModelError:
+        return False
 
 
 def _is_pointer(file: Path) -> bool:
@@ -95,6 +106,13 @@ def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iter
         wide = served.torch_dtype.itemsize > 2
         fix = "LORIKEET_DTYPE=bfloat16" if wide else "choose a model with such heads"
         yield warning(check, f"{reason}: the more requests run, the longer each waits", fix)
+
+
+def _check_fp8(check: str, served: "EngineSettings") -> Iterator[Finding]:
+    """Whether GPUs have products of FP8 weights for the dtype."""
+    if served.dtype != "bfloat16":
+        found = f"its linears are served in FP8, which wants bfloat16 and not {served.dtype}"
+        yield problem(check, found, "LORIKEET_DTYPE=bfloat16")
 
 
 def _check_text(check: str, folder: Path) -> Finding:

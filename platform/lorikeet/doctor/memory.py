@@ -31,7 +31,7 @@ def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
         if not isinstance(plan, EngineError):
             yield _judge(check, plan, planned.device, planned.settings.tensor_parallel[name])
         elif not is_of_base_model(plan):  # their check tells of these
-            yield problem(check, plan.message, _fix(planned.device))
+            yield problem(check, plan.message, _fix(planned, name))
 
 
 def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) -> Finding:
@@ -54,12 +54,15 @@ def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) ->
     return ok(check, found)
 
 
-def _fix(device: str) -> str:
-    larger = "a GPU with more memory" if device == "cuda" else "a machine with more memory"
+def _fix(planned: PlannedStart, name: str) -> str:
+    gpu = planned.device == "cuda"
     return (
         "give adapters and KV shares (LORIKEET_ADAPTER_GPU_MEMORY=10%, "
         "LORIKEET_KV_CACHE_MEMORY=90%), lower LORIKEET_MAX_CONTEXT or LORIKEET_MAX_BATCH_TOKENS, "
-        f"set LORIKEET_DTYPE=bfloat16, or use a smaller model or {larger}"
+        "set LORIKEET_DTYPE=bfloat16, "
+        + ("" if planned.serves_fp8(name) else f"or LORIKEET_WEIGHT_DTYPE={name}=fp8, ")
+        + ("share it among GPUs (LORIKEET_TENSOR_PARALLEL), " if gpu else "")
+        + f"or use a smaller model or a {'GPU' if gpu else 'machine'} with more memory"
     )
 
 
