@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
+from starlette.requests import ClientDisconnect
 
 from lorikeet.catalog.names import check_alias, check_digest, check_name
 from lorikeet.catalog.records import BlobFacts
@@ -136,7 +137,7 @@ class PushEndpoints:
             is_new = await self._progress(*key) is None
             with self._lane.receiving(key):
                 push = await self._take(request, order)
-            await self._wait(push, query)
+            await self._wait(request, push, query)
             push.note_stages(pusher.trace)
             progress = await self._progress(*key)
         late = query.wait == "durable" and not push.ended.is_set()  # an alias is still to move
@@ -206,16 +207,26 @@ class PushEndpoints:
         if size_bytes >= _LARGE_BYTES and (order.query.base_model or len(base_models) == 1):
             await self._services.engines.expect(name, order.digest, blob, size_bytes)
 
-    async def _wait(self, push: Push, query: PushQuery) -> None:
-        """Wait for what a client wants, unless many of its tenant's do. Raises LorikeetError."""
+    async def _wait(self, request: Request, push: Push, query: PushQuery) -> None:
+        """Wait for what a client wants, unless many of its tenant's do.
+
+        Raises LorikeetError, and ClientDisconnect where it leaves meanwhile.
+        """
         tenant = push.version.tenant
         if query.wait == "none" or self._waiting[tenant] >= _MOST_WAITING:
             return
         self._waiting[tenant] += 1
+        wanted = push.ready if query.wait == "ready" else push.ended
+        waiting = asyncio.create_task(push.wait_for(wanted, query.timeout_s))
+        leaving = asyncio.create_task(_until_left(request))
         try:
-            wanted = push.ready if query.wait == "ready" else push.ended
-            await push.wait_for(wanted, query.timeout_s)
+            await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise ClientDisconnect
+            waiting.result()
         finally:
+            waiting.cancel()
+            leaving.cancel()
             self._waiting[tenant] -= 1
 
     @asynccontextmanager
@@ -251,3 +262,9 @@ class PushEndpoints:
         pushed = self._lane.pushed.get((tenant, name, digest))
         expires = pushed.expires if pushed else None
         return Progress(known, version, numbered.version if numbered else None, ready, expires)
+
+
+async def _until_left(request: Request) -> None:
+    """Wait until the client of a request whose body has come leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
