@@ -32,6 +32,7 @@ from lorikeet.gateway.services import Services
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
+from lorikeet.usage.ledger import UsageAccount, UsageCounts
 from lorikeet_engine.adapter_format import ValueScan
 
 _LONGEST_LIFE_S = 86400
@@ -197,8 +198,15 @@ class PushEndpoints:
                 push = self._lane.begin(version, order.pusher.caller.key.id, folder)
             if push.folder is folder:
                 refused.pop_all()  # from here on the lane removes it
-        self._services.metrics.pushes.taken(facts.size_bytes)
+        self._count(push.version)
         return push
+
+    def _count(self, version: PushedVersion) -> None:
+        size_bytes = version.facts.size_bytes
+        self._services.metrics.pushes.taken(size_bytes)
+        adapter = f"{version.tenant}/{version.name}"
+        account = UsageAccount(version.tenant, version.facts.base_model, adapter)
+        self._services.usage.add(account, UsageCounts(pushes=1, pushed_bytes=size_bytes))
 
     async def _expect(self, order: PushOrder, blob: Path, size_bytes: int) -> None:
         """Tell replicas of a large blob that is coming, where its base model is known by now."""
