@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
 from lorikeet.catalog.names import check_alias, check_digest, check_name
@@ -43,8 +43,12 @@ _MOST_WAITING = 16
 
 
 class PushQuery(BaseModel):
-    """How a version is pushed. lifetime_s, keep: of one that is never durable, as PushedVersion."""
+    """How a version is pushed. lifetime_s, keep: of one that is never durable, as PushedVersion.
 
+    No other parameter is taken: a misspelt lifetime_s would make a version durable.
+    """
+
+    model_config = ConfigDict(extra="forbid")
     alias: str | None = None
     base_model: str | None = None
     wait: Wait = "ready"
