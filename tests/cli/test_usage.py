@@ -22,7 +22,7 @@ def write(lorikeet: Lorikeet, ago: int = 0, account: UsageAccount = SUPPORT) -> 
     """The day on which it was used."""
     at = time.time() - ago * DAY_S
     ledger = UsageLedger(lambda: at)
-    ledger.add(account, UsageCounts(1, 10, 4, 2, 3.21, 1, 2**20))
+    ledger.add(account, UsageCounts(1, 10, 4, 2, 3.21, 1, 2**20, 1, 2**21))
     assert UsageWriter(lorikeet.catalog.store, ledger, 60.0, lambda: None, lambda: at).flush()
     return datetime.fromtimestamp(at, UTC).date().isoformat()
 
@@ -40,10 +40,10 @@ def test_a_row_for_each_adapter_of_each_tenant(lorikeet: Lorikeet, days: list[st
         "acme",
         "tiny",
         "acme/support",
-        *["2", "20", "8", "4", "6.4", "2", "2.0"],
-        "MiB",
+        *["2", "20", "8", "4", "6.4", "2", "2.0", "MiB", "2", "4.0", "MiB"],
     ] in table
-    assert ["globex", "tiny", "–", *["1", "10", "4", "2", "3.2", "1", "1.0"], "MiB"] in table
+    of_globex = ["1", "10", "4", "2", "3.2", "1", "1.0", "MiB", "1", "2.0", "MiB"]
+    assert ["globex", "tiny", "–", *of_globex] in table
     assert f"From {days[0]} to {days[1]} (UTC)" in said
 
 

@@ -213,6 +213,9 @@ def describe(problems: Sequence[Any]) -> InvalidInput:
         paths = [_path((*problem["loc"], name)) for name in names] or [_path(problem["loc"])]
         message = f"not supported here: {', '.join(paths)}{problem['ctx']['hint']}"
         return UnsupportedParameter(message, param=paths[0])
+    if problem["type"] == "extra_forbidden":
+        name = _path(problem["loc"])[:_NAME_LENGTH]
+        return UnsupportedParameter(f"not supported here: {name}", param=name)
     misfit_param = problem.get("ctx", {}).get("param")
     path = _path((*problem["loc"], misfit_param) if misfit_param else problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
