@@ -30,7 +30,7 @@ from lorikeet.settings import Settings
 
 _HOST_VARIABLE = "RAY_SERVE_DEFAULT_HTTP_HOST"
 _READY_TIMEOUT_S = 300
-_STOP_S = 60  # requests in flight may take half of it
+_STOP_S = 60  # Serve itself gives up waiting for its parts after half of it
 _TERMINATE_S = 10  # what sends SIGTERM or closes a terminal may kill soon after
 
 
@@ -70,7 +70,7 @@ def _run(
                 pass
             print("The service has ended by itself: look above for why.", file=sys.stderr)
         else:
-            print("The service did not start: look for start_failed above.", file=sys.stderr)
+            print("The service did not start: look above for why.", file=sys.stderr)
         service.stop(_TERMINATE_S)
         return 1  # `serve run` itself says 0 of most failures
     except KeyboardInterrupt:
