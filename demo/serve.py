@@ -40,6 +40,11 @@ def main() -> int:
     try:
         settings = Settings.from_env()
         port = public_port(os.environ)
+        if port == settings.admin_address.port:
+            raise InvalidSetting(
+                f"PORT={port} is the port of LORIKEET_ADMIN_ADDRESS={settings.admin_address} too: "
+                "give one of them another"
+            )
         public, admin = f"http://127.0.0.1:{port}", f"http://{settings.admin_address}"
         if taken := next(filter(_answers, (public, admin)), None):
             print(
@@ -49,9 +54,8 @@ def main() -> int:
                 file=sys.stderr,
             )
             return 1
-        keys = fill_catalog(settings, KEYS)
-        environ = _environment()
-        with hold_pid_file():
+        with hold_pid_file():  # nobody else fills the catalog meanwhile
+            keys, environ = fill_catalog(settings, KEYS), _environment()
             return _run(_command(port, environ[_HOST_VARIABLE]), environ, keys, public, admin)
     except LorikeetError as error:
         print(error, file=sys.stderr)
