@@ -47,6 +47,7 @@ _ENDPOINTS = {
 
 
 _PARAMS = {
+    Endpoint.CHAT: {"prompt": "messages"},
     Endpoint.RESPONSES: {
         "messages": "input",
         "prompt": "input",
@@ -60,7 +61,7 @@ _PARAMS = {
         "response_format": "output_config.format",
     },
 }
-"""What endpoints call fields of a chat, by which replicas and engines name them."""
+"""What endpoints call fields, by what replicas and engines call them."""
 
 
 class Refused(LorikeetError):
