@@ -20,6 +20,25 @@ def test_no_number_is_cut(
         assert f"Number {number}" in shown
 
 
+def test_no_id_is_cut_in_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    print_table(["Id", "Why"], [["key-43b682f1b520d414", "the launch is on Monday " * 3]], empty="")
+    lines = capsys.readouterr().out.splitlines()
+    assert any("key-43b682f1b520d414" in line for line in lines)
+    assert max(map(len, lines)) <= 40
+
+
+def test_a_program_gets_each_row_on_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    print_table(["Id", "Why"], [["a" * 90, "the launch is on Monday " * 9]], empty="")
+    row = capsys.readouterr().out.splitlines()[3]
+    assert row.split() == ["a" * 90, *("the launch is on Monday " * 9).split()]
+
+
 def test_a_table_that_fits_is_no_wider_than_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

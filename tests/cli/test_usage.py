@@ -68,6 +68,21 @@ def test_nothing_used_says_so(lorikeet: Lorikeet) -> None:
     assert lorikeet.do("usage", "--csv") == ""
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "says"),
+    [
+        ("2026-11-02", "2026-11-01", "2026-11-02 is after 2026-11-01"),
+        ("2024-11-01", "2026-11-01", "731 days from 2024-11-01 to 2026-11-01: want 400 at most"),
+    ],
+)
+def test_a_period_that_cannot_be_one_says_why(
+    lorikeet: Lorikeet, first: str, last: str, says: str
+) -> None:
+    result = lorikeet.run("usage", "--from", first, "--to", last)
+    assert result.exit_code == 1
+    assert says in result.stderr
+
+
 def test_a_day_is_a_day(lorikeet: Lorikeet) -> None:
     result = lorikeet.run("usage", "--from", "yesterday")
     assert result.exit_code == 2

@@ -219,7 +219,7 @@ def describe(problems: Sequence[Any]) -> InvalidInput:
     misfit_param = problem.get("ctx", {}).get("param")
     path = _path((*problem["loc"], misfit_param) if misfit_param else problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
-    return InvalidInput(f"{path}: {message}" if path else message, param=path or None)
+    return InvalidInput(f"{path or 'the body'}: {message}", param=path or None)
 
 
 def unsupported(*names: str, hint: str = "") -> PydanticCustomError:
