@@ -16,7 +16,7 @@ from rich.text import Text
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 
 NOTHING = "–"
-_SHORT = 16  # characters; a column of no more is never wrapped
+_SHORT = 20  # characters, as many as a key's id has; a column of no more is never wrapped
 
 
 def print_json(value: object) -> None:

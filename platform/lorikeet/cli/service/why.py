@@ -33,9 +33,9 @@ def why(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Tell what became of a request: where its time went, and why that replica.
+    """Explain a request: where its time went, and why that replica answered.
 
-    Requests are known for an hour, on a busy gateway for less.
+    Gateways remember requests for an hour, busy ones for less.
 
     Example: `lorikeet why chatcmpl-0f3b5c1d7a894e20b6c1d2e3f4a5b6c7`
     """
