@@ -57,7 +57,7 @@ def promote(
 def rollback(
     ctx: typer.Context, adapter: Adapter, alias: Alias = "prod", as_json: AsJson = False
 ) -> None:
-    """Point an alias back at the version it had before.
+    """End an alias's share, or else point it back at the version that it had before.
 
     Example: `lorikeet rollback acme/support`
     """
