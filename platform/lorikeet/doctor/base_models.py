@@ -56,7 +56,7 @@ def _fix(folder: Path, fault: str) -> str:
     if "." in fault:  # a file or a tensor, and not a key of config.json
         return f"the folder is not whole: {download}"
     *names, last = (family.name for family in FAMILIES.values())
-    return f"choose a {', '.join(names)} or {last} that is not quantised"
+    return f"choose a model of a family that is served: {', '.join(names)} or {last}"
 
 
 def _is_pointer(file: Path) -> bool:
