@@ -27,7 +27,8 @@ def test_a_tenants_limits_are_narrower_than_the_services(
     assert "LORIKEET_MAX_RANK" in error
     assert register(lorikeet, high, "globex/x")[0] == 0
     lorikeet.do("tenants", "limit", "acme", "--rank", "none", "--adapter-bytes", "1KiB")
-    assert "bytes: the limit is 1024" in register(lorikeet, high)[1]
+    error = register(lorikeet, high)[1]
+    assert "bytes: the limit is 1024 (LORIKEET_MAX_ADAPTER_BYTES" in error
     lorikeet.do("tenants", "limit", "acme", "--rank", "none", "--adapter-bytes", "none")
     assert register(lorikeet, high)[0] == 0
 
