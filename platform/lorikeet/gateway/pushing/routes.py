@@ -174,10 +174,7 @@ class PushEndpoints:
         async with AsyncExitStack() as refused:
             refused.push_async_callback(asyncio.to_thread, folder.cleanup)
             blob = Path(folder.name) / BLOB
-            body, scan = (
-                in_time(limited(request, limits.max_bytes, MAX_BYTES)),
-                ValueScan(size_bytes),
-            )
+            body, scan = in_time(limited(request, limits.max_bytes)), ValueScan(size_bytes)
             blob.touch()
             expecting = asyncio.create_task(self._expect(order, blob, size_bytes))
             try:
