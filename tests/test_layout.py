@@ -17,6 +17,9 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "log.md"),
 ]
+PAGES = [*DOCUMENTS, ROOT / "docs" / "log.md", ROOT / "CHANGELOG.md"] + [
+    ROOT / folder / "README.md" for folder in ("k8s", "loadtest", "demo")
+]
 PACKAGES = (ROOT / "engine" / "lorikeet_engine", ROOT / "platform" / "lorikeet")
 MODULES = [
     (path, ast.parse(path.read_text()))
@@ -89,6 +92,25 @@ def test_every_path_and_every_program_that_a_document_names_exists(document):
         named.append(folder if (ROOT / folder).is_dir() else f"{folder}.py")
     gone = [name for name in named if not (ROOT / name).exists()]
     assert gone == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
+    lost = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            lost.append(link)
+    assert lost == []
+
+
+def anchors(page):
+    """As GitHub makes them of headings."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
 def test_the_architecture_is_short_and_says_where_things_are():

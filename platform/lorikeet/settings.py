@@ -106,7 +106,7 @@ class Settings(BaseModel):
     base_models: Annotated[dict[str, Path], BeforeValidator(_parse_models)] = Field(
         default={"lorikeet-demo": Path("demo/model")},
         description="name=folder of each base model, separated by commas: Hugging Face folders of "
-        "the families in own-model.md",
+        "the families in base-models.md",
     )
     replicas: ByModel = Field(
         2,

@@ -20,7 +20,7 @@ def test_with_a_problem_it_cannot_start(tmp_path: Path) -> None:
     assert said.exit_code == 1
     assert f"problem  catalog: there is no catalog at {tmp_path}/catalog" in said.stdout
     assert "→ lorikeet init" in said.stdout
-    assert "It cannot start so. Problems: " in said.stdout
+    assert "It cannot start with these settings. Problems: " in said.stdout
     answer = json.loads(doctor(missing, "--json").stdout)
     assert answer["can_start"] is False
     assert {

@@ -430,7 +430,9 @@ def test_without_the_hubs_client_the_error_says_what_to_install(
     ("source", "revision", "says"),
     [
         ("nowhere", None, "no folder or file 'nowhere'$"),
-        ("acme/lora", None, "on the Hugging Face Hub it is hf:acme/lora"),
+        ("acme/lora", None, "a repository of the Hugging Face Hub is hf:acme/lora"),
+        ("./my-adapter", None, r"no folder or file './my-adapter'$"),
+        ("/nowhere", None, "no folder or file '/nowhere'$"),
         ("https://example.com/a.tar", None, "download it and give the folder"),
         ("gs://bucket/x", None, "s3://bucket/prefix"),
         (".", "v1", "a revision is for hf:organisation/name only"),

@@ -55,7 +55,7 @@ def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch)
     lines = said.splitlines()
     assert lines[0] == "POST /v1/completions"
     assert any(line.startswith("Finished after ") for line in lines)
-    assert "On r7, where 5 ran and 2 waited" in lines
+    assert "On r7, beside 5 running and 2 waiting requests" in lines
     assert "Tokens: 12 in, 8 of them cached, 34 out; 0 preemptions" in lines
     (queued,) = [line for line in lines if "waited in the engine's queue" in line]
     assert queued.split()[5] == "500.0"

@@ -52,6 +52,7 @@ def test_the_host_has_room_for_all_gpus_parts_or_the_adapter_is_refused(tmp_path
     with serving(tmp_path, adapter_memory=memory) as gateway:
         error = error_of(gateway.upload("acme/new", make_blob(tmp_path / "new", rank=4)), 422)
     assert "takes 384 bytes as float32 on the host" in error["message"]
+    assert "LORIKEET_ADAPTER_HOST_MEMORY" in error["message"]
 
 
 def test_a_value_beyond_the_engines_dtype_is_refused(tmp_path: Path) -> None:

@@ -233,6 +233,7 @@ def test_an_adapter_of_another_base_model_does_not_fit(unchanged: Gateway, blob:
 def test_an_upload_above_the_limit_is_cut_off(unchanged: Gateway) -> None:
     error = error_of(unchanged.upload("acme/support", b"x" * (LIMITS.max_bytes + 1)), 413)
     assert error["code"] == "request_too_large"
+    assert "LORIKEET_MAX_ADAPTER_BYTES" in error["message"]
     path = "/admin/v1/adapters/acme/support/versions"
     parts = (b"x" * 10_000 for _ in range(LIMITS.max_bytes // 10_000 + 1))
     error_of(unchanged.request("PUT", path, unchanged.admin_key, content=parts), 413)

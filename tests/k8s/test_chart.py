@@ -1,6 +1,7 @@
 """The Helm chart: by default the overlay `gpu`, with its values in their places."""
 
 import json
+import re
 import shutil
 from typing import Any
 
@@ -69,6 +70,20 @@ def test_it_is_the_overlay_with_the_components_that_values_bring(
     assert ours.keys() == theirs.keys()
     for key, manifest in theirs.items():
         assert _bare(ours[key], name) == _bare(manifest, name), key
+
+
+def test_the_values_in_the_readme_are_eight_engines_of_a_gpu_each() -> None:
+    readme = (HERE.parent / "README.md").read_text()
+    (example,) = re.findall(r"```yaml\n(image: .*?)```", readme, re.DOTALL)
+    objects = chart(**yaml.safe_load(example))
+    assert {
+        key: problems(manifest) for key, manifest in objects.items() if problems(manifest)
+    } == {}
+    _, data = settings(objects)
+    wanted = ("LORIKEET_REPLICAS", "LORIKEET_GATEWAYS", "LORIKEET_MAX_CONTEXT", "AWS_REGION")
+    assert [data[name] for name in wanted] == ["8", "4", "8192", "eu-central-1"]
+    groups = {g["groupName"]: g["replicas"] for g in cluster(objects)["workerGroupSpecs"]}
+    assert groups == {"engines": 8, "gateways": 4}
 
 
 def test_every_object_fits_its_schema() -> None:

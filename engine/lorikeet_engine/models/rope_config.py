@@ -148,6 +148,10 @@ def _section(raw: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, 
     rope = raw.get(name) or {}
     if not isinstance(rope, Mapping):
         raise refusal(name, rope, "an object")
+    beside = raw.get("rope_scaling")
+    if name == "rope_parameters" and beside and beside != rope:
+        # transformers takes it instead of rope_parameters, and leaves out the theta written there
+        raise refusal("rope_scaling", beside, "that within rope_parameters, which is there too")
     if _LOCAL_THETA in family.switches and _PER_KIND & {*rope}:
         name, rope = f"{name}.full_attention", rope.get("full_attention") or {}
     for key, value in rope.items():

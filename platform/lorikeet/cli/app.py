@@ -79,8 +79,8 @@ def connect(
 ) -> None:
     """Administer Lorikeet: adapters, pins, tenants and keys.
 
-    Exit status: 0 done, 1 failed, 2 wrong usage, 3 a conflict: someone changed it first, or its
-    state does not allow it.
+    Exit status: 0 done, 1 failed, 2 wrong usage, 3 a conflict: someone else changed it first, or
+    its state does not allow it.
 
     Example: `lorikeet register ./my-adapter acme/support --promote`
     """

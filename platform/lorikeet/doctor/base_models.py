@@ -68,7 +68,7 @@ def _fix(folder: Path, fault: str) -> str:
         other = f"; or {_OTHER_COPY}" if _is_quantised(folder) else ""
         return f"the folder is not whole: {download}{other}"
     *names, last = (family.name for family in FAMILIES.values())
-    return f"choose a {', '.join(names)} or {last} that is not quantised"
+    return f"choose a model of a family that is served: {', '.join(names)} or {last}"
 
 
 def _is_quantised(folder: Path) -> bool:

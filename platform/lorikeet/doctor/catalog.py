@@ -46,8 +46,8 @@ def check_catalog(planned: PlannedStart) -> Iterator[Finding]:
 
 
 def _check_keys(state: CatalogState, url: str) -> Finding:
-    if state.admin_keys():
-        return ok("admin key", f"there are {len(state.admin_keys())} that never expire")
+    if count := len(state.admin_keys()):
+        return ok("admin key", f"{count} that never {'expires' if count == 1 else 'expire'}")
     return problem(
         "admin key",
         "no admin's key works: nobody could change anything",

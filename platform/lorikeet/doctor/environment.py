@@ -39,7 +39,9 @@ _RAY_VARIABLES = (
         "requests and answers above 4 MiB fail",
     ),
     _Wanted(
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", CALLBACK, "clients choose their requests' ids"
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
+        CALLBACK,
+        "answers that nobody reads pile up, and clients choose their requests' ids",
     ),
     _Wanted(
         "RAY_worker_niceness",

@@ -49,7 +49,7 @@ def _write(store: ObjectStore, key: str) -> Iterator[Finding]:
         yield unusable(store.url, error)
         return
     if read != written:
-        yield problem("store", f"{store.url} gives other bytes than it was given", _OTHER_STORE)
+        yield problem("store", f"{store.url} returns other bytes than were written", _OTHER_STORE)
         return
     yield ok("store", f"{store.url} can be read and written")
     yield _check_conditional(store, key)

@@ -71,6 +71,14 @@ def test_the_older_way_to_write_rope_means_the_same(variant_checkpoints, edited)
             {"rope_parameters": None, "rope_scaling": {"type": "ntk", "factor": 2.0}},
             "rope_scaling.rope_type",
         ),
+        (
+            "qwen3",
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            },
+            "rope_scaling",
+        ),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "factor"),
         (
             "qwen3",

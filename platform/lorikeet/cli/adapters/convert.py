@@ -51,7 +51,7 @@ def convert(
 ) -> None:
     """Make a PEFT folder of an adapter in an older format.
 
-    Nothing in the old files is run, and no server is asked. `lorikeet register` takes the folder.
+    No code in the old files is run, and no server is asked. `lorikeet register` takes the folder.
 
     Example: `lorikeet convert ./old-adapter ./my-adapter`
     """

@@ -19,7 +19,9 @@ def list_adapters(
     as_of: AsOf = None,
     as_json: AsJson = False,
 ) -> None:
-    """List adapters.
+    """List adapters, with their aliases, ranks and sizes.
+
+    Blob is the size of the newest version's file in the catalog.
 
     Example: `lorikeet list --tenant acme`
     """

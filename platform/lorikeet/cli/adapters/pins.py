@@ -42,7 +42,15 @@ Priority = Annotated[
     typer.Option(
         min=-HIGHEST_PRIORITY,
         max=HIGHEST_PRIORITY,
-        help="Where not all pins fit, higher ones are kept; then older ones.",
+        help="Where not all pins fit, higher priorities are kept first, then older pins.",
+    ),
+]
+Expires = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_duration,
+        metavar="DURATION",
+        help="How long it holds, such as 15m, 2h or 7d. Default: for ever.",
     ),
 ]
 
@@ -54,12 +62,7 @@ def pin(
     tier: Annotated[Tier, typer.Option(help="Keep it at least this near.")] = Tier.GPU,
     priority: Priority = 0,
     reason: Annotated[str, typer.Option(help="Why, for whoever reads `lorikeet pins`.")] = "",
-    expires: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_duration, metavar="DURATION", help="Until 90s, 15m, 2h or 7d from now."
-        ),
-    ] = None,
+    expires: Expires = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what it would move.")
     ] = False,
@@ -99,9 +102,9 @@ def unpin(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Take a pin back: an adapter's, or a tenant's own.
+    """Remove a pin: an adapter's, or a tenant's own.
 
-    What it kept stays where it is until its place is needed.
+    What it kept stays loaded until the room is needed.
 
     Example: `lorikeet unpin acme/support`
     """
@@ -112,7 +115,7 @@ def unpin(
 def pins(ctx: typer.Context, as_json: AsJson = False) -> None:
     """List pins, and why any of them is not met.
 
-    Bytes are those of all that a pin keeps, on one replica.
+    Bytes: all that a pin keeps on one replica.
 
     Example: `lorikeet pins`
     """
@@ -140,7 +143,8 @@ def _print_pin(answer: dict[str, Any]) -> None:
 def _print_moves(moves: dict[str, Any]) -> None:
     loads = moves["loads"]
     total = show_size(sum(load["image_bytes"] for load in loads))
-    print_line(f"Would load {len(loads)} images, {total}. Nothing was changed.")
+    images = "1 image" if len(loads) == 1 else f"{len(loads)} images"
+    print_line(f"Would load {images}, {total}. Nothing was changed.")
     if loads:
         rows = [
             [one["replica"], _version(one), one["from"], one["to"], show_size(one["image_bytes"])]

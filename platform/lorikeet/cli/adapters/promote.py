@@ -22,14 +22,14 @@ def promote(
     alias: Alias = "prod",
     expect: Annotated[
         int | None,
-        typer.Option(help="Only if the alias points to this version now; otherwise exit 3."),
+        typer.Option(help="Only if the alias points to this version now; else exit with 3."),
     ] = None,
     share: Annotated[
         float | None,
         typer.Option(
             parser=parse_share,
             metavar="10%",
-            help="Give this part of the alias's sessions to the version, not all.",
+            help="Give the version only this part of the alias's sessions.",
             show_default=False,
         ),
     ] = None,
@@ -37,9 +37,9 @@ def promote(
 ) -> None:
     """Point an alias at a version, or give it a share of the alias's requests.
 
-    New requests use it; those in flight finish on the old one. With a share, a session (the header
-    x-session-id, or OpenAI's `user`) stays with its version; a promotion without a share
-    ends it, and so does a rollback.
+    New requests use it; those in flight finish on the old one. With --share, a session (the header
+    x-session-id, or OpenAI's `user`) stays with its version. The next promotion without --share
+    ends the share, and so does a rollback.
 
     Example: `lorikeet promote acme/support@3 --expect 2`
     """
@@ -57,7 +57,7 @@ def promote(
 def rollback(
     ctx: typer.Context, adapter: Adapter, alias: Alias = "prod", as_json: AsJson = False
 ) -> None:
-    """Point an alias back at the version it had before.
+    """End an alias's share, or else point it back at the version that it had before.
 
     Example: `lorikeet rollback acme/support`
     """

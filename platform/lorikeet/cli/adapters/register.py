@@ -35,7 +35,8 @@ Shared = Annotated[
     bool | None, typer.Option("--shared/--private", help="Whether every tenant may use it.")
 ]
 ForBaseModel = Annotated[
-    str | None, typer.Option(help="The served base model it is for, if not the one it names.")
+    str | None,
+    typer.Option(help="Name of the served base model, if not the one that the adapter names."),
 ]
 Smoke = Annotated[
     bool,
@@ -59,9 +60,8 @@ def register(
 ) -> None:
     """Add an adapter, or a new version of one.
 
-    The first version becomes prod at once, later ones with --promote. The same weights again are
-    the same version. An upload that was cut short goes on where it was when you repeat the
-    command, and what the catalog has already is not sent.
+    The first version becomes prod at once, later ones with --promote. Registering the same weights
+    again gives the same version. To resume an interrupted upload, repeat the command.
 
     Example: `lorikeet register ./my-adapter acme/support --promote`
     """

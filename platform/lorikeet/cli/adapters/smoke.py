@@ -13,15 +13,16 @@ def smoke(
     ctx: typer.Context,
     adapter: AdapterOrVersion,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="What to ask, again for more; default: small talk.")
+        list[str] | None,
+        typer.Option(help="What to ask; can be repeated. Default: four general questions."),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens of each answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of each answer.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Generate with an adapter and with its base model.
+    """Try an adapter: show its answers beside its base model's.
 
-    One replica answers the same prompts both ways in one batch, greedily; you see how far the
-    answers differ, and a warning if they do not or if the adapter's look broken.
+    One replica answers the same prompts both ways in one batch, without sampling. You see how far
+    the answers differ, and a warning if they are equal or the adapter's look broken.
 
     Example: `lorikeet smoke acme/support@3 --prompt "Where is my order?"`
     """

@@ -27,12 +27,11 @@ def gc(
 ) -> None:
     """Delete what the catalog's store holds and nothing needs.
 
-    That is blobs of no version (a retired one's go when it was retired longer ago than the grace
-    period, and then cannot be restored), uploads that were given up, and old snapshots. It also
-    joins the usage of each day that is over into one object, and an hour later deletes the many
-    that it was written in, and deletes stored responses that are older than
-    LORIKEET_RESPONSES_LIFETIME_H where that is set. Run it once a day, where LORIKEET_CATALOG says
-    what init was told and objects may be deleted.
+    It deletes blobs of no version, abandoned uploads, old snapshots, and, where
+    LORIKEET_RESPONSES_LIFETIME_H is set, stored responses that are older. A version retired longer
+    ago than --grace-days loses its blob and cannot be restored. It also joins the usage of each
+    finished day into one object. Run it once a day, with the LORIKEET_CATALOG of the service and
+    rights to delete there.
 
     Example: `LORIKEET_CATALOG=s3://my-bucket/lorikeet lorikeet gc --dry-run`
     """

@@ -22,7 +22,7 @@ _IfAbsent = Annotated[
 def init(if_absent: _IfAbsent = False, as_json: AsJson = False) -> None:
     """Make a catalog and its first admin key.
 
-    The catalog is at LORIKEET_CATALOG, a folder or s3://bucket/prefix. The key is shown this once.
+    The catalog is at LORIKEET_CATALOG, a folder or s3://bucket/prefix. The key is shown once.
 
     Example: `LORIKEET_CATALOG=s3://my-bucket/lorikeet lorikeet init`
     """

@@ -36,10 +36,10 @@ def log(
     before: Annotated[
         int | None, typer.Option(min=1, metavar="ENTRY", help="Older than this entry only.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many entries.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most entries to show.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Show what was changed, when and by whom, the newest first.
+    """Show what was changed in the catalog, when and by whom, newest first.
 
     Example: `lorikeet log --adapter acme/support --since 2d`
     """

@@ -9,7 +9,8 @@ from lorikeet.cli.output import AsJson, print_answer
 def snapshot(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Make a snapshot of the catalog now.
 
-    One is made by itself every few hundred changes; gateways that start read it instead of the log.
+    Gateways that start read it instead of the whole log. The controller makes one every 256
+    changes anyway.
 
     Example: `lorikeet snapshot`
     """

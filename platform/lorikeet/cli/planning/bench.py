@@ -1,4 +1,4 @@
-"""Bench: what a running service shows of itself under load."""
+"""Benchmarks of a running service."""
 
 import asyncio
 import json
@@ -80,7 +80,7 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def bench() -> None:
-    """Bench: what a running service shows of itself under load.
+    """Benchmarks of a running service.
 
     Example: `lorikeet bench isolation --keys tenants.json`
     """
@@ -117,7 +117,7 @@ Rates = Annotated[
     typer.Option(
         parser=_parse_rate,
         metavar="[TENANT=]R",
-        help="Requests a second of each tenant, or of this one; can be repeated. Default: 1.",
+        help="Requests a second of each tenant, or of one: acme=20. Can be repeated. Default 1.",
         show_default=False,
     ),
 ]
@@ -137,17 +137,19 @@ def isolation(
     keys: Keys,
     rate: Rates = None,
     url: Annotated[str, typer.Option(help="Where tenants reach the service.")] = PUBLIC_URL,
-    seconds: Annotated[float, typer.Option(min=0.1, max=86_400, help="Of each run.")] = 15,
-    tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="The same asks at the same times.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0.1, max=86_400, help="Length of each run.")] = 15,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 32,
+    seed: Annotated[
+        int, typer.Option(min=0, help="The same seed sends the same requests at the same times.")
+    ] = 0,
     max_growth: MaxGrowth = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what tenants feel of one another.
+    """Measure how much tenants slow each other down.
 
-    Each tenant's requests run alone, then all tenants' together: streamed answers of an adapter of
-    the tenant's own, if it has one, asked for at random times whatever has become of those before.
-    Ctrl-C shows what has come until then.
+    Each tenant's requests are sent alone, then all tenants' together, at random times that do not
+    depend on earlier answers. They stream from an adapter of the tenant's own, or else from any
+    model that it may use. Ctrl-C ends it early and shows what was measured.
 
     Example: `lorikeet bench isolation --keys tenants.json --rate 2 --rate acme=20`
     """

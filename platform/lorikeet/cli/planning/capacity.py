@@ -29,25 +29,26 @@ _Question = Annotated[
 def capacity(
     question: _Question = None,
     adapters: Annotated[
-        int | None, typer.Option(min=1, help="Without a file: so many, of ranks 8 to 64.")
+        int | None, typer.Option(min=1, help="Without a file: how many adapters, of ranks 8 to 64.")
     ] = None,
     requests_per_s: Annotated[
-        float | None, typer.Option(min=1e-3, help="Without a file: for all of them together.")
+        float | None,
+        typer.Option(min=1e-3, help="Without a file: requests a second, of all adapters."),
     ] = None,
     gpu_memory: Annotated[
         str | None,
-        typer.Option(help="Without a file: each GPU's for adapters, such as 16GiB."),
+        typer.Option(help="Without a file: memory for adapters on each GPU, such as 16GiB."),
     ] = None,
     ttft_p99_ms: Annotated[
         float | None,
-        typer.Option(min=1, help="Without a file: what 99% of the first tokens must meet."),
+        typer.Option(min=1, help="Without a file: p99 of the time to the first token."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Work out how many replicas some traffic needs, and what to pin.
 
-    Fleets of different sizes are simulated, with the service's own routing and eviction and with
-    times that were measured; it takes some seconds, and no server is asked.
+    It simulates fleets of different sizes, with the service's own routing and eviction and with
+    step and load times measured on one H200. That takes seconds, and no server is asked.
 
     Example: `lorikeet capacity --adapters 1000 --requests-per-s 60 --gpu-memory 16GiB
     --ttft-p99-ms 500`

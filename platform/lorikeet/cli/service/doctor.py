@@ -67,5 +67,5 @@ def _summary(findings: Sequence[Finding]) -> str:
         sum(finding.severity is severity for finding in findings)
         for severity in (Severity.PROBLEM, Severity.WARNING)
     )
-    start = "It can start" if can_start(findings) else "It cannot start so"
+    start = "It can start" if can_start(findings) else "It cannot start with these settings"
     return f"\n{start}. Problems: {problems}, warnings: {warnings}."

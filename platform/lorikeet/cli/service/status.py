@@ -14,12 +14,11 @@ _FRESH_S = 10.0  # gateways ask the store every second
 
 
 def status(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """Show replicas, and what is resident where.
+    """Show replicas, and which adapters are on which tier.
 
-    A * marks what is pinned. Arena is what an adapter takes on a GPU; Blob, in `lorikeet list`, is
-    its file in the catalog. A base model whose linears were quantised has the format behind its
-    name, one that several GPUs hold together (LORIKEET_TENSOR_PARALLEL) how many; the slot pool is
-    one's.
+    A * marks what is pinned. Arena is what an adapter takes on a GPU. Behind a base model's name
+    stand the format of its linears if they are quantised, and the number of GPUs if a replica has
+    several (LORIKEET_TENSOR_PARALLEL); sizes are then those of one GPU.
 
     Example: `lorikeet status`
     """

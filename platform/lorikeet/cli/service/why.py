@@ -13,7 +13,7 @@ from lorikeet.cli.output import AsJson, print_json, print_line, print_table
 Json = Mapping[str, Any]
 
 _STAGES = {
-    "validate": "read and let in",
+    "validate": "key, limits, body and model checked",
     "route": "waited for a replica",
     "overhead": "text to tokens and back, and between processes",
     "queue": "waited in the engine's queue",
@@ -33,9 +33,9 @@ def why(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Tell what became of a request: where its time went, and why that replica.
+    """Explain a request: where its time went, and why that replica answered.
 
-    Requests are known for an hour, on a busy gateway for less.
+    Gateways remember requests for an hour, busy ones for less.
 
     Example: `lorikeet why chatcmpl-0f3b5c1d7a894e20b6c1d2e3f4a5b6c7`
     """
@@ -46,7 +46,9 @@ def why(
     for line in _account(found):
         print_line(line)
     print_table(
-        ["Stage", "#ms", ""], list(_timeline(found["stages"])), empty="It has only just come."
+        ["Stage", "#ms", ""],
+        list(_timeline(found["stages"])),
+        empty="It has only just arrived: nothing is known yet.",
     )
     for number, attempt in enumerate(found["attempts"], 1):
         _print_attempt(number, attempt, found["adapter"] is not None)
@@ -75,12 +77,11 @@ def _account(found: Json) -> Iterator[str]:
     yield f"[bold]{_ending(found)}[/bold]"
     if found["replica"]:
         there = found["replica_status"]
-        yield f"On {found['replica']}, where {there['running']} ran and {there['waiting']} waited"
+        running, waiting = there["running"], there["waiting"]
+        yield f"On {found['replica']}, beside {running} running and {waiting} waiting requests"
     if found["residency"]:
-        came_in = (
-            "" if found["load_ms"] is None else f"; there for it after {_ms(found['load_ms'])}"
-        )
-        yield f"Its adapter was at {found['residency']}{came_in}"
+        waited = "" if found["load_ms"] is None else f"; it waited {_ms(found['load_ms'])} for it"
+        yield f"Its adapter was on tier {found['residency']} when it came{waited}"
     if found["tokens"]:
         tokens = found["tokens"]
         yield (

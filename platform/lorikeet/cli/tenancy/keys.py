@@ -16,7 +16,7 @@ ForTenant = Annotated[
     typer.Option(
         parser=parse_tenant,
         metavar="NAME",
-        help="A key for this tenant's requests.",
+        help="A key for requests of this tenant.",
         show_default=False,
     ),
 ]
@@ -24,8 +24,19 @@ Publish = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PATTERN",
-        help="Only for pushing adapters of such names, such as 'policy-*'. May be repeated.",
+        help="May only push adapters whose names fit, such as 'policy-*'. Can be repeated.",
         show_default=False,
+    ),
+]
+Name = Annotated[
+    str, typer.Option(help="Whose or what it is, for `lorikeet keys list`.", show_default=False)
+]
+Expires = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_duration,
+        metavar="DURATION",
+        help="How long it works, such as 15m, 2h or 90d. Default: for ever.",
     ),
 ]
 
@@ -34,7 +45,7 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def keys() -> None:
-    """Keys: what tenants and admins show.
+    """Keys: how tenants and admins authenticate.
 
     Example: `lorikeet keys create --tenant acme`
     """
@@ -47,24 +58,20 @@ def create(
     limits: dict[str, Any],
     tenant: ForTenant = None,
     for_admin: Annotated[
-        bool, typer.Option("--admin", help="A key for administering, of no tenant.")
+        bool,
+        typer.Option("--admin", help="A key for this command and the admin API; of no tenant."),
     ] = False,
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Only for looking at things.")
+        bool, typer.Option("--read-only", help="May only read, and change or generate nothing.")
     ] = False,
     publish: Publish = None,
-    name: Annotated[str, typer.Option(help="What people call it.", show_default=False)] = "",
-    expires: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_duration, metavar="DURATION", help="Until 15m, 2h or 90d from now."
-        ),
-    ] = None,
+    name: Name = "",
+    expires: Expires = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key.
 
-    It is shown this once: only its SHA-256 is kept. Its limits hold beside its tenant's.
+    The key is shown once: only its SHA-256 is kept. Its limits hold beside its tenant's.
 
     Example: `lorikeet keys create --tenant acme --name ci --expires 90d --requests-per-min 60`
     """
@@ -90,7 +97,7 @@ def create(
 def list_keys(ctx: typer.Context, tenant: Tenant = None, as_json: AsJson = False) -> None:
     """List keys by their ids.
 
-    The keys themselves are kept nowhere.
+    The secret keys themselves are not kept and cannot be shown again.
 
     Example: `lorikeet keys list --tenant acme`
     """
@@ -134,14 +141,15 @@ def rotate(
     overlap: Annotated[
         str,
         typer.Option(
-            metavar="DURATION|none", help="For so long both keys work, such as 90s, 15m, 24h or 7d."
+            metavar="DURATION|none",
+            help="How long the old key still works, such as 15m, 24h or 7d.",
         ),
     ] = "24h",
     as_json: AsJson = False,
 ) -> None:
-    """Put a new key into a key's place.
+    """Replace a key by a new one.
 
-    The new one has the old one's tenant, scopes, limits, name and lifetime, and is shown this once.
+    The new one has the old one's tenant, scopes, limits, name and expiry, and is shown once.
 
     Example: `lorikeet keys rotate key-3f1a97018cd4fa38 --overlap 24h`
     """
@@ -156,7 +164,7 @@ def rotate(
 
 @app.command()
 def revoke(ctx: typer.Context, key_id: KeyId, as_json: AsJson = False) -> None:
-    """Revoke a key, for ever.
+    """Revoke a key for ever.
 
     It stops working within 5 seconds, on every gateway that reaches the catalog's store.
 

@@ -18,7 +18,6 @@ T = TypeVar("T")
 NONE = "none"
 """What takes a limit away."""
 _NO_LIMIT, _AS_SERVED = "no limit", "as the service"
-_NEW = "Of a new adapter; the service's own limit holds besides."
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -85,7 +84,7 @@ LIMITS = (
         "requests_per_min",
         "--requests-per-min",
         "Requests a minute",
-        "Requests a minute, on the average, such as 600 or 1.5k.",
+        "Requests a minute, on average, such as 600 or 1.5k.",
     ),
     _amounts(
         "tokens_per_min",
@@ -98,9 +97,9 @@ LIMITS = (
         "--burst",
         "DURATION",
         parse_duration,
-        lambda value: f"{value:g} s worth",
-        "At once of these",
-        "How much of these may come at once: so long's worth. At first 60s.",
+        lambda value: f"{value:g} s of these",
+        "Burst",
+        "How much may come at once: what the limits a minute allow in this time. Default 60s.",
     ),
     _amounts(
         "max_concurrent",
@@ -113,7 +112,7 @@ LIMITS = (
         "bytes_per_min",
         "--bytes-per-min",
         "Pushed bytes a minute",
-        "Of pushed adapters, on the average, such as 10GiB.",
+        "Bytes of pushed adapters a minute, on average, such as 10GiB.",
     ),
 )
 """Limits of tenants, and of keys beside their tenants'."""
@@ -127,7 +126,7 @@ KEY_LIMIT_OPTIONS = (
         parse_priority,
         str,
         "Priority",
-        "Of its tenant's requests, those of higher ones begin first. At first 0.",
+        "Among its tenant's requests, those of a higher priority begin first. Default 0.",
     ),
 )
 
@@ -146,18 +145,38 @@ TENANT_LIMIT_OPTIONS = (
         parse_weight,
         lambda value: f"{value:g}",
         "Weight",
-        "Its part of a busy replica beside others' weights. At first 1.",
+        "Its part of a busy replica, relative to other tenants' weights. Default 1.",
     ),
     _amounts("max_adapters", "--adapters", "Adapters", "Adapters in use at once."),
-    _bytes("max_total_bytes", "--bytes", "Their bytes", "Of all versions in use, such as 2GiB."),
+    _bytes(
+        "max_total_bytes",
+        "--bytes",
+        "Bytes of adapters",
+        "Bytes of all its versions in use, such as 2GiB.",
+    ),
     _bytes(
         "pin_budget_bytes",
         "--pinned-bytes",
         "Pinned bytes",
-        "Of all its pinned adapters, on one replica.",
+        "Bytes of its pinned adapters on one GPU, such as 4GiB.",
     ),
-    LimitOption("max_rank", "--rank", "RANK|none", parse_count, str, "Rank", _NEW, _AS_SERVED),
-    _bytes("max_adapter_bytes", "--adapter-bytes", "Bytes of an adapter", _NEW, _AS_SERVED),
+    LimitOption(
+        "max_rank",
+        "--rank",
+        "RANK|none",
+        parse_count,
+        str,
+        "Rank",
+        "Largest rank of a new adapter, if below LORIKEET_MAX_RANK.",
+        _AS_SERVED,
+    ),
+    _bytes(
+        "max_adapter_bytes",
+        "--adapter-bytes",
+        "Bytes of an adapter",
+        "Largest new adapter, if below LORIKEET_MAX_ADAPTER_BYTES.",
+        _AS_SERVED,
+    ),
 )
 
 

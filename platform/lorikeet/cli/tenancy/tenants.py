@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def tenants() -> None:
-    """Tenants: who is authenticated and limited.
+    """Tenants: the owners of adapters and keys, and their limits.
 
     Example: `lorikeet tenants create acme`
     """
@@ -30,7 +30,7 @@ def tenants() -> None:
 
 @app.command("list")
 def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """List tenants and their first limits; `show` tells all of one.
+    """List tenants with their main limits; `show` has all limits of one.
 
     Example: `lorikeet tenants list`
     """
@@ -78,7 +78,7 @@ def show(ctx: typer.Context, tenant: Tenant, as_json: AsJson = False) -> None:
     adapters, taken = answer["adapters"], show_size(answer["total_bytes"])
     print_line(
         f"Adapters of [cyan]{tenant}[/cyan] in use: {adapters}, {taken} together."
-        f" It is here since {moment(answer['created'])} UTC."
+        f" Created {moment(answer['created'])} UTC."
     )
 
 
@@ -89,12 +89,12 @@ def create(
 ) -> None:
     """Add a tenant, with limits or without.
 
-    One that is there stays as it is.
+    Where it exists already, nothing is changed and the exit status is 3.
 
     Example: `lorikeet tenants create acme --requests-per-min 600 --concurrent 32`
     """
     answer = admin(ctx).post("/tenants", {"tenant": tenant, **limits})
-    text = f"Tenant [cyan]{tenant}[/cyan] is there;"
+    text = f"Created tenant [cyan]{tenant}[/cyan];"
     text += f" `lorikeet keys create --tenant {tenant}` makes its key."
     print_answer(answer, text, as_json)
 
@@ -106,8 +106,8 @@ def limit(
 ) -> None:
     """Change a tenant's limits; those that are not named stay.
 
-    Requests in flight finish, and what it has beyond a new limit stays: adapters, and pins, which
-    are then shown as unmet.
+    Requests in flight finish. Adapters beyond a new limit stay, and so do pins, which are then
+    shown as unmet.
 
     Example: `lorikeet tenants limit acme --tokens-per-min 1M --burst 30s --adapters none`
     """

@@ -41,7 +41,7 @@ FirstDay = Annotated[
         "--from",
         parser=_parse_day,
         metavar="DAY",
-        help="From this day on (UTC); without it, from the month's first.",
+        help="First day (UTC). Default: the first of this month.",
         show_default=False,
     ),
 ]
@@ -51,15 +51,14 @@ LastDay = Annotated[
         "--to",
         parser=_parse_day,
         metavar="DAY",
-        help="To this day, included; without it, to today.",
+        help="Last day, included. Default: today.",
         show_default=False,
     ),
 ]
 By = Annotated[
     list[GroupBy] | None,
     typer.Option(
-        help="What has a row of its own; may be given several times. Without it, each adapter"
-        " of each tenant.",
+        help="A row for each of these; can be repeated. Default: each adapter of each tenant.",
         show_default=False,
     ),
 ]
@@ -76,8 +75,7 @@ def usage(
 ) -> None:
     """Show what tenants used: tokens, requests, time on GPUs, loads.
 
-    Replicas write down what they have counted every LORIKEET_USAGE_FLUSH_S; what is younger is not
-    here yet.
+    Replicas report every LORIKEET_USAGE_FLUSH_S; what is newer is missing.
 
     Example: `lorikeet usage --tenant acme --from 2026-11-01 --by day --csv`
     """

@@ -25,7 +25,8 @@ def check_source(source: str, revision: str | None = None) -> str:
             f"archive, or give {SCHEME}bucket/prefix or {PREFIX}organisation/name",
             param="source",
         )
-    hub = f"; on the Hugging Face Hub it is {PREFIX}{source}" if source.count("/") == 1 else ""
+    is_repository = source.count("/") == 1 and not source.startswith(("/", ".", "~"))
+    hub = f"; a repository of the Hugging Face Hub is {PREFIX}{source}" if is_repository else ""
     raise InvalidInput(f"there is no folder or file {source!r}{hub}", param="source")
 
 
