@@ -80,7 +80,8 @@ def test_a_finished_request_tells_its_whole_story(gateway: Gateway) -> None:
         "adapter": "acme/support@1",
         "stream": False,
     }
-    assert found["key_id"] == gateway.engines.last.key_id
+    (key,) = gateway.catalog.refresh().keys("acme")
+    assert found["key_id"] == key.id
     assert (found["outcome"], found["code"]) == ("finished", None)
     assert (found["replica"], found["residency"], found["load_ms"]) == ("replica-7", "host", 3.0)
     assert found["replica_status"] == {"running": 5, "waiting": 2}

@@ -136,7 +136,7 @@ class RateLimitHold:
 
     def __init__(self, limiter: RateLimiter, tenant: TenantRecord, key: KeyRecord) -> None:
         self._limiter = limiter
-        self._tenant, self._key = tenant, key
+        self._tenant = tenant
         self._allowances = limiter.allowances(tenant, key)
         self._tokens = 0
         self._begun_s: float | None = None

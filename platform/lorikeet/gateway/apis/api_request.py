@@ -173,7 +173,6 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
             "include_usage": options.include_usage,
             "continuous_usage": options.include_usage and options.continuous_usage_stats,
             "scheduling": context.scheduling,
-            "key_id": caller.key.id,
             "max_context": caller.max_context,
         }
 
