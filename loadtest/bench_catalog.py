@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from loadtest.ports import free_port
 from lorikeet.catalog import AdapterCatalog, BlobFacts, CatalogState, open_store
 from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.log import Log
@@ -168,9 +168,7 @@ def ministack() -> Iterator[str]:
     """The url of an empty bucket on a server of its own."""
     import boto3
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     os.environ |= {
         "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",

@@ -44,7 +44,8 @@ from loadtest.client import (
     send_on,
 )
 from loadtest.paced_service.adapters import fill_catalog, model_name
-from loadtest.paced_service.service import ROOT, cluster, free_port
+from loadtest.paced_service.service import ROOT, cluster
+from loadtest.ports import free_port
 from loadtest.replay_replica import BareApp, ReplayReplica
 from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
 from loadtest.streamed_answer import MESSAGES, RESPONSES, LoadRequest, StreamedAnswer

@@ -18,7 +18,7 @@ import torch
 from ray import serve
 from ray.serve.deployment import Application
 
-from loadtest.paced_service.service import free_port
+from loadtest.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}

@@ -28,8 +28,9 @@ from lorikeet.request_log.recent_traffic import (
 from lorikeet.request_log.record import RequestRecord
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet_engine.adapter import Residency
-from tests.gateway.conftest import Gateway, Items, chat, eventually, repeat, serving
+from tests.gateway.conftest import Gateway, Items, chat, repeat, serving
 from tests.ui.made import ARENA, MIB, block, replica
+from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 
@@ -165,7 +166,7 @@ def waiting(gateway: Gateway, *models: str) -> Iterator[None]:
     threads = [threading.Thread(target=gateway.post, args=(CHAT, chat(m))) for m in models]
     for thread in threads:
         thread.start()
-    eventually(lambda: len(gateway.engines.calls) == len(models))
+    assert eventually(lambda: len(gateway.engines.calls) == len(models))
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from lorikeet.protocol.peers import Peers, Poll
 from lorikeet.tenancy.limit_shares import LimitShares, Subject
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.rate_limiter import RateLimiter
+from tests.waiting import until
 
 KEY = KeyRecord("k", "acme", frozenset(), "", 0.0)
 
@@ -47,12 +48,6 @@ class DirectPeers(Peers):
             raise self.trouble
         others = [each.peers for each in self.all_of_them if each is not self.gateway]
         return Poll([await each.answer(question, *arguments) for each in others], 0)
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(5):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)

@@ -19,17 +19,10 @@ from lorikeet.gateway.app import create_app
 from lorikeet.gateway.pushing import push_lane
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.protocol.peers import Peers, Poll
-from tests.gateway.conftest import (
-    LIMITS,
-    SHAPE,
-    Gateway,
-    chat,
-    eventually,
-    listening,
-    serving,
-)
+from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, listening, serving
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer, digest_of
+from tests.waiting import eventually
 
 
 class RemoteStore(LocalStore):
@@ -151,7 +144,7 @@ def test_a_store_that_is_away_delays_durable_and_not_ready(
         assert (waited.status_code, waited.json()) == (202, version)
         card = gateway.openai().models.retrieve(version["model"])
         assert (card.id, card.created) == (version["model"], int(version["created"]))
-    eventually(lambda: is_durable(trainer, blob))
+    assert eventually(lambda: is_durable(trainer, blob))
     now = trainer.show(digest_of(blob)).json()
     assert now | {"created": None} == version | {"durable": True, "version": 1, "created": None}
     assert digest_that_answers(gateway, version["model"]) == digest_of(blob)
@@ -178,9 +171,9 @@ def test_nothing_shows_before_every_replica_has_it(trainer: Trainer) -> None:
     assert trainer.show(digest_of(second)).status_code == 404
     assert digest_that_answers(gateway, "acme/policy") == digest_of(first)
     gateway.engines.takes_pushes = True
-    eventually(lambda: trainer.show(digest_of(second)).status_code == 200)
+    assert eventually(lambda: trainer.show(digest_of(second)).status_code == 200)
     assert digest_that_answers(gateway, "acme/policy") == digest_of(second)
-    eventually(lambda: is_durable(trainer, second))
+    assert eventually(lambda: is_durable(trainer, second))
 
 
 def test_of_two_pushes_with_one_alias_the_later_one_keeps_it(
@@ -192,7 +185,7 @@ def test_of_two_pushes_with_one_alias_the_later_one_keeps_it(
             assert trainer.push(blob, alias="prod").json()["aliases"] == ["prod"]
             assert digest_that_answers(trainer.gateway, "acme/policy") == digest_of(blob)
         assert trainer.show(digest_of(first)).json()["aliases"] == []
-    eventually(lambda: is_durable(trainer, first) and is_durable(trainer, second))
+    assert eventually(lambda: is_durable(trainer, first) and is_durable(trainer, second))
     record = trainer.gateway.catalog.refresh().adapter("acme", "policy")
     assert [version.digest for version in record.versions] == [digest_of(first), digest_of(second)]
     assert record.aliases == {"prod": 2}
@@ -201,7 +194,7 @@ def test_of_two_pushes_with_one_alias_the_later_one_keeps_it(
 def test_a_push_without_room_is_refused_before_anything_shows(trainer: Trainer) -> None:
     catalog = trainer.gateway.catalog
     catalog.limit_tenant("acme", max_adapters=2, actor="test")
-    eventually(lambda: trainer.push(trainer.blob()).status_code == 409)
+    assert eventually(lambda: trainer.push(trainer.blob()).status_code == 409)
     assert "acme/policy" not in {record.label for record in catalog.refresh().adapters("acme")}
 
 
@@ -214,7 +207,7 @@ def test_a_tenant_has_so_many_pushes_on_their_way(
             assert trainer.push(trainer.blob(seed)).is_success
         error = error_of(trainer.push(trainer.blob(3)), 503)
         assert error["code"] == "overloaded"
-    eventually(lambda: trainer.push(trainer.blob(3)).is_success)
+    assert eventually(lambda: trainer.push(trainer.blob(3)).is_success)
 
 
 def test_every_gateway_answers_for_what_is_ready(
@@ -257,8 +250,10 @@ def test_an_alias_moves_though_another_gateway_carries_the_version_without_one(
             assert trainer.push(second, alias="prod").json()["aliases"] == ["prod"]
             for each in (gateway, there):
                 assert digest_that_answers(each, "acme/policy") == digest_of(second)
-        eventually(lambda: is_durable(trainer, second))
-        eventually(lambda: gateway.catalog.refresh().adapter("acme", "policy").aliases["prod"] == 2)
+        assert eventually(lambda: is_durable(trainer, second))
+        assert eventually(
+            lambda: gateway.catalog.refresh().adapter("acme", "policy").aliases["prod"] == 2
+        )
         for each in (gateway, there):
             assert digest_that_answers(each, "acme/policy") == digest_of(second)
     peers.others = []
@@ -288,7 +283,7 @@ def test_a_version_with_a_lifetime_goes_by_itself_and_is_never_recorded(trainer:
     assert (version["ready"], version["durable"], version["aliases"]) == (True, False, ["prod"])
     assert version["expires"] == pytest.approx(version["created"] + 1.5)
     assert digest_that_answers(gateway, "acme/policy") == digest_of(passing)
-    eventually(lambda: trainer.show(digest_of(passing)).status_code == 404)
+    assert eventually(lambda: trainer.show(digest_of(passing)).status_code == 404)
     assert gateway.post("/v1/chat/completions", chat(version["model"])).status_code == 404
     assert digest_that_answers(gateway, "acme/policy") == digest_of(first)
     assert gateway.catalog.refresh().seq == before
@@ -325,7 +320,7 @@ def test_a_version_that_is_carried_already_gets_the_alias_of_a_later_push(
         assert trainer.push(second).json()["aliases"] == []
         assert trainer.push(second, alias="prod").json()["aliases"] == ["prod"]
         assert digest_that_answers(gateway, "acme/policy") == digest_of(second)
-    eventually(lambda: is_durable(trainer, second))
+    assert eventually(lambda: is_durable(trainer, second))
     assert gateway.catalog.refresh().adapter("acme", "policy").aliases == {"prod": 2}
 
 
@@ -336,7 +331,7 @@ def test_a_durable_version_lends_its_lifetime_to_an_alias(trainer: Trainer) -> N
     pushed = trainer.push(second, alias="prod", lifetime_s=1.5).json()
     assert (pushed["version"], pushed["aliases"]) == (2, ["prod"])
     assert digest_that_answers(gateway, "acme/policy") == digest_of(second)
-    eventually(lambda: digest_that_answers(gateway, "acme/policy") == digest_of(first))
+    assert eventually(lambda: digest_that_answers(gateway, "acme/policy") == digest_of(first))
 
 
 @pytest.mark.parametrize("lifetime", [{}, {"lifetime_s": 60}])
@@ -348,9 +343,11 @@ def test_an_adapter_stays_retired_though_a_push_of_it_was_on_its_way(
     store.takes_blobs = False
     assert trainer.push(second, alias="prod", **lifetime).json()["ready"]
     gateway.catalog.retire("acme", "policy", actor="test")
-    eventually(lambda: gateway.post("/v1/chat/completions", chat("acme/policy")).status_code == 404)
+    assert eventually(
+        lambda: gateway.post("/v1/chat/completions", chat("acme/policy")).status_code == 404
+    )
     store.takes_blobs = True
-    eventually(lambda: trainer.show(digest_of(second)).status_code == 404)
+    assert eventually(lambda: trainer.show(digest_of(second)).status_code == 404)
     time.sleep(0.7)
     assert gateway.catalog.refresh().adapter("acme", "policy").retired
     assert trainer.show(digest_of(second)).status_code == 404

@@ -12,9 +12,10 @@ import pytest
 
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.gateway.pushing import routes
-from tests.gateway.conftest import Gateway, eventually, serving
+from tests.gateway.conftest import Gateway, serving
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer
+from tests.waiting import eventually
 
 
 class HangingStore(LocalStore):
@@ -65,7 +66,7 @@ def test_so_many_pushes_of_a_tenant_wait_at_once_and_the_next_is_answered(
     gateway.engines.takes_pushes = False
     with ThreadPoolExecutor(3) as clients:
         asked = [clients.submit(trainer.push, blob, timeout_s=30) for _ in range(3)]
-        eventually(lambda: any(each.done() for each in asked))
+        assert eventually(lambda: any(each.done() for each in asked))
         assert sum(each.done() for each in asked) == 1
         gateway.engines.takes_pushes = True
         codes = sorted(each.result().status_code for each in asked)
@@ -81,7 +82,7 @@ def test_uploads_that_hang_at_the_store_keep_no_push_from_being_ready(
             admins.submit(gateway.upload, f"acme/upload-{at}", blob)
             for at, blob in enumerate(blobs)
         ]
-        eventually(lambda: store.hanging == 4)
+        assert eventually(lambda: store.hanging == 4)
         pushed = trainer.push(pushed_blob, timeout_s=5)
         assert (pushed.status_code, pushed.json()["ready"]) == (201, True)
     assert [upload.result().status_code for upload in uploads] == [201] * 4

@@ -18,8 +18,9 @@ from lorikeet.errors import StoreError, StoreRefused
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import ServedModel, Services
-from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, eventually, listening, serving
+from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, listening, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
+from tests.waiting import eventually
 
 
 class RemoteStore(LocalStore):
@@ -93,7 +94,7 @@ def test_without_a_view_it_refuses_until_the_store_is_back(before: Gateway) -> N
             assert refused.headers["retry-after"] == "5"
             assert gateway.request("GET", "/healthz", None).status_code == 200
             assert gateway.request("GET", "/readyz", None).headers["retry-after"] == "5"
-        eventually(lambda: gateway.post(CHAT, chat()).status_code == 200)
+        assert eventually(lambda: gateway.post(CHAT, chat()).status_code == 200)
         assert gateway.request("GET", "/readyz", None).status_code == 200
 
 
@@ -104,7 +105,7 @@ def test_without_a_view_it_does_not_start_where_the_store_refuses(before: Gatewa
 
 
 def test_with_a_view_it_starts_where_the_store_refuses(before: Gateway) -> None:
-    eventually(lambda: keeps_all(before))
+    assert eventually(lambda: keeps_all(before))
     view = refused_view(before, kept(before.folder))
     asyncio.run(view.start())
     assert view.state.seq == before.catalog.state.seq
@@ -118,7 +119,7 @@ def refused_view(before: Gateway, kept_view: KeptView) -> GatewayCatalogView:
 def test_with_a_view_it_serves_and_says_how_old_that_is(before: Gateway) -> None:
     before.register("globex/other", seed=3)
     before.catalog.revoke_key(key_id(before, "globex"), actor="test")
-    eventually(lambda: keeps_all(before))
+    assert eventually(lambda: keeps_all(before))
     an_hour_old = KeptView(before.folder / "cache", "an hour old")
     an_hour_old.write(before.catalog.state)
     os.utime(an_hour_old.path, (time.time() - 3600,) * 2)
@@ -132,14 +133,14 @@ def test_with_a_view_it_serves_and_says_how_old_that_is(before: Gateway) -> None
 
 
 def test_a_view_that_is_old_goes_on_with_the_log_once_the_store_is_back(before: Gateway) -> None:
-    eventually(lambda: keeps_all(before))
+    assert eventually(lambda: keeps_all(before))
     old = kept(before.folder).read()
     assert old is not None
     before.catalog.create_tenant("initech", actor="test")
     path = KeptView(before.folder / "cache", "old")
     path.write(old.state)
     with started(before, path) as gateway:
-        eventually(lambda: status(gateway)["catalog_seq"] == before.catalog.state.seq)
+        assert eventually(lambda: status(gateway)["catalog_seq"] == before.catalog.state.seq)
         assert status(gateway)["catalog_age_s"] < 5
 
 

@@ -18,17 +18,9 @@ from safetensors.numpy import load, save
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet_engine.adapter_format import write_blob
-from tests.gateway.conftest import (
-    LIMITS,
-    SHAPE,
-    Gateway,
-    chat,
-    eventually,
-    make_blob,
-    make_peft,
-    serving,
-)
+from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, make_blob, make_peft, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -292,7 +284,7 @@ def test_a_flood_of_uploads_does_not_delay_a_revocation(tmp_path: Path) -> None:
             elsewhere = AdapterCatalog(LocalStore(tmp_path / "store"))
             (key,) = elsewhere.refresh().keys("acme")
             elsewhere.revoke_key(key.id, actor="test")
-            eventually(lambda: gateway.post(CHAT, chat("tiny")).status_code == 401)
+            assert eventually(lambda: gateway.post(CHAT, chat("tiny")).status_code == 401)
         finally:
             store.open.set()
         assert {answer.result().status_code for answer in answers} == {201}

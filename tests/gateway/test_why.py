@@ -20,8 +20,9 @@ from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import EngineTimings
 from lorikeet_engine.telemetry.status import LiveStats
-from tests.gateway.conftest import Gateway, Items, chat, endless, eventually, repeat, serving
+from tests.gateway.conftest import Gateway, Items, chat, endless, repeat, serving
 from tests.gateway.test_bad_requests import error_of
+from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 WEIGHED = (
@@ -68,7 +69,9 @@ def test_a_finished_request_tells_its_whole_story(gateway: Gateway) -> None:
     sent = time.time()
     answer = gateway.post(CHAT, chat(n=2))
     request_id = answer.headers["x-request-id"]
-    eventually(lambda: ask(gateway, request_id)["outcome"] != "running")  # the answer ends first
+    assert eventually(
+        lambda: ask(gateway, request_id)["outcome"] != "running"
+    )  # the answer ends first
     found = ask(gateway, request_id)
     assert sent - 0.1 < found["received"] < time.time()
     said = {key: found[key] for key in ("id", "tenant", "model", "base_model", "adapter", "stream")}
@@ -107,7 +110,7 @@ def test_an_engine_that_begins_before_the_gateway_hears_of_it(gateway: Gateway) 
 
     gateway.engines.replay = told_late
     request_id = gateway.post(CHAT, chat()).headers["x-request-id"]
-    eventually(lambda: ask(gateway, request_id)["outcome"] != "running")
+    assert eventually(lambda: ask(gateway, request_id)["outcome"] != "running")
     found = ask(gateway, request_id)
     took = stages(found)
     assert (took["prefill"], took["decode"]) == (10.0, 30.0)
@@ -177,7 +180,7 @@ def test_what_a_client_left_is_told_as_far_as_it_is_known(gateway: Gateway) -> N
         request_id = gateway.engines.last.request_id
         running = ask(gateway, request_id)
         assert (running["outcome"], running["replica"]) == ("running", "replica-7")
-    eventually(lambda: ask(gateway, request_id)["outcome"] == "cancelled")
+    assert eventually(lambda: ask(gateway, request_id)["outcome"] == "cancelled")
     found = ask(gateway, request_id)
     assert list(stages(found)) == ["validate", "route", "first bytes", "rest"]
     assert sum(stages(found).values()) == pytest.approx(found["total_ms"], abs=0.01)
@@ -244,7 +247,9 @@ def test_what_failed_in_mid_stream_is_told(gateway: Gateway, way: str) -> None:
 
     gateway.engines.replay = lost
     request_id = gateway.post(CHAT, chat(stream=True)).headers["x-request-id"]
-    eventually(lambda: ask(gateway, request_id)["outcome"] == "failed")  # the stream ends first
+    assert eventually(
+        lambda: ask(gateway, request_id)["outcome"] == "failed"
+    )  # the stream ends first
     code = {"lost": "unavailable", "refusal": "generation_failed"}[way]
     assert ask(gateway, request_id)["code"] == code
 
