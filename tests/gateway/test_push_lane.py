@@ -2,10 +2,10 @@
 
 import hashlib
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,72 +13,15 @@ from urllib.parse import urlsplit
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.store.local import LocalStore
-from lorikeet.errors import StoreError
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.pushing import push_lane
 from lorikeet.gateway.services import ServedModel, Services
-from lorikeet.protocol.peers import Peers, Poll
 from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, listening, serving
+from tests.gateway.linked_peers import LinkedPeers, link
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer, digest_of
+from tests.remote_store import RemoteStore
 from tests.waiting import eventually
-
-
-class RemoteStore(LocalStore):
-    """A store that is away as long as a test says so."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.is_away = threading.Event()
-        self.takes_blobs = True
-
-    def first(self, prefix: str, start_after: str = "") -> str | None:
-        self._check()
-        return super().first(prefix, start_after)
-
-    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
-        self._check()
-        return super().list(prefix, start_after)
-
-    def get(self, key: str) -> bytes:
-        self._check()
-        return super().get(key)
-
-    def put_file(self, key: str, path: Path) -> None:
-        self._check()
-        if not self.takes_blobs:
-            raise StoreError("the store takes no blobs")
-        super().put_file(key, path)
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self._check()
-        super().put_if_absent(key, data)
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        self.is_away.set()
-        try:
-            yield
-        finally:
-            self.is_away.clear()
-
-    def _check(self) -> None:
-        if self.is_away.is_set():
-            raise StoreError("the store does not answer")
-
-
-class NeighbourPeers(Peers):
-    """Gateways of one process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others: list[Peers] = []
-        self.silent = 0
-
-    async def poll(self, question: str, *arguments: Any) -> Poll:
-        answers = [await each.answer(question, *arguments) for each in self.others]
-        return Poll(answers, self.silent)
 
 
 @pytest.fixture(autouse=True)
@@ -92,12 +35,12 @@ def store(tmp_path: Path) -> RemoteStore:
 
 
 @pytest.fixture
-def peers() -> NeighbourPeers:
-    return NeighbourPeers()
+def peers() -> LinkedPeers:
+    return LinkedPeers()
 
 
 @pytest.fixture
-def gateway(tmp_path: Path, store: RemoteStore, peers: NeighbourPeers) -> Iterator[Gateway]:
+def gateway(tmp_path: Path, store: RemoteStore, peers: LinkedPeers) -> Iterator[Gateway]:
     with serving(tmp_path, store, peers=peers) as running:
         yield running
 
@@ -210,39 +153,41 @@ def test_a_tenant_has_so_many_pushes_on_their_way(
     assert eventually(lambda: trainer.push(trainer.blob(3)).is_success)
 
 
+@contextmanager
+def another(gateway: Gateway, store: RemoteStore, peers: LinkedPeers) -> Iterator[Gateway]:
+    """A second gateway of the service, of these peers."""
+    served = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
+    services = Services(AdapterCatalog(store), served, LIMITS, gateway.engines, peers=peers)
+    with listening(create_app(services)) as url:
+        yield replace(gateway, url=url, admin_key="")
+
+
 def test_every_gateway_answers_for_what_is_ready(
-    trainer: Trainer, store: RemoteStore, peers: NeighbourPeers, tmp_path: Path
+    trainer: Trainer, store: RemoteStore, peers: LinkedPeers
 ) -> None:
     gateway, blob = trainer.gateway, trainer.blob()
-    served = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
-    other_peers = NeighbourPeers()
-    other = Services(AdapterCatalog(store), served, LIMITS, gateway.engines, peers=other_peers)
-    with listening(create_app(other)) as url:
-        peers.others = [other_peers]
-        peers.silent = 1
+    there_peers = LinkedPeers()
+    with another(gateway, store, there_peers) as there:
+        peers.others, peers.silent = (there_peers,), 1
         assert trainer.push(blob, timeout_s=0.3).status_code == 202
         peers.silent = 0
         with store.away():
             blob = trainer.blob(2)
             version = trainer.push(blob, alias="prod").json()
             assert (version["ready"], version["durable"]) == (True, False)
-            there = Gateway(url, gateway.catalog, gateway.engines, "", tmp_path, gateway.keys)
             for model in (version["model"], "acme/policy"):
                 assert digest_that_answers(there, model) == digest_of(blob)
-    peers.others = []
+    peers.others = ()
 
 
 def test_an_alias_moves_though_another_gateway_carries_the_version_without_one(
-    trainer: Trainer, store: RemoteStore, peers: NeighbourPeers, tmp_path: Path
+    trainer: Trainer, store: RemoteStore, peers: LinkedPeers
 ) -> None:
     gateway, first, second = trainer.gateway, trainer.blob(1), trainer.blob(2)
     trainer.push(first, wait="durable")
-    served = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
-    other_peers = NeighbourPeers()
-    other = Services(AdapterCatalog(store), served, LIMITS, gateway.engines, peers=other_peers)
-    with listening(create_app(other)) as url:
-        there = Gateway(url, gateway.catalog, gateway.engines, "", tmp_path, gateway.keys)
-        peers.others, other_peers.others = [other_peers], [peers]
+    there_peers = LinkedPeers()
+    with another(gateway, store, there_peers) as there:
+        link([peers, there_peers])
         there_trainer = Trainer(there)
         there_trainer.push(first, wait="durable")
         with store.away():
@@ -256,7 +201,7 @@ def test_an_alias_moves_though_another_gateway_carries_the_version_without_one(
         )
         for each in (gateway, there):
             assert digest_that_answers(each, "acme/policy") == digest_of(second)
-    peers.others = []
+    peers.others = ()
 
 
 def test_a_client_that_leaves_in_the_middle_changes_nothing(trainer: Trainer) -> None:

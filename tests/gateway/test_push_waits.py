@@ -2,53 +2,27 @@
 
 import asyncio
 import tempfile
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog.store.local import LocalStore
 from lorikeet.gateway.pushing import routes
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer
+from tests.remote_store import RemoteStore
 from tests.waiting import eventually
 
 
-class HangingStore(LocalStore):
-    """A store that does not end the upload of a blob as long as a test says so."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.hanging = 0
-        self._goes_on = threading.Event()
-        self._goes_on.set()
-
-    def put_file(self, key: str, path: Path) -> None:
-        self.hanging += 1
-        self._goes_on.wait()
-        self.hanging -= 1
-        super().put_file(key, path)
-
-    @contextmanager
-    def hangs(self) -> Iterator[None]:
-        self._goes_on.clear()
-        try:
-            yield
-        finally:
-            self._goes_on.set()
+@pytest.fixture
+def store(tmp_path: Path) -> RemoteStore:
+    return RemoteStore(tmp_path / "store")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> HangingStore:
-    return HangingStore(tmp_path / "store")
-
-
-@pytest.fixture
-def gateway(tmp_path: Path, store: HangingStore) -> Iterator[Gateway]:
+def gateway(tmp_path: Path, store: RemoteStore) -> Iterator[Gateway]:
     with serving(tmp_path, store) as running:
         yield running
 
@@ -74,7 +48,7 @@ def test_so_many_pushes_of_a_tenant_wait_at_once_and_the_next_is_answered(
 
 
 def test_uploads_that_hang_at_the_store_keep_no_push_from_being_ready(
-    trainer: Trainer, store: HangingStore
+    trainer: Trainer, store: RemoteStore
 ) -> None:
     gateway, (pushed_blob, *blobs) = trainer.gateway, [trainer.blob(seed) for seed in range(1, 6)]
     with ThreadPoolExecutor(4) as admins, store.hangs():

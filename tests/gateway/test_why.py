@@ -12,7 +12,7 @@ import pytest
 
 from lorikeet.errors import InvalidInput, NotFound, Unavailable
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal
-from lorikeet.protocol.peers import Peers, Poll
+from lorikeet.protocol.peers import Peers
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import KEPT_S, RequestLog
 from lorikeet.routing.ranking import Candidate, Cost
@@ -21,6 +21,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import EngineTimings
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.gateway.conftest import Gateway, Items, chat, endless, repeat, serving
+from tests.gateway.linked_peers import LinkedPeers, link
 from tests.gateway.test_bad_requests import error_of
 from tests.waiting import eventually
 
@@ -266,7 +267,9 @@ def test_what_was_said_is_told_to_nobody(gateway: Gateway) -> None:
 
 
 def test_any_gateway_can_be_asked() -> None:
-    one, other = _Network().gateways(2)
+    ends = [LinkedPeers(), LinkedPeers()]
+    link(ends)
+    one, other = map(RequestLog, ends)
     trace = one.trace("a" * 32)
     trace.set_caller("acme", "key-1")
     with pytest.raises(InvalidInput), trace.validating():
@@ -279,7 +282,7 @@ def test_any_gateway_can_be_asked() -> None:
 
 
 def test_while_a_gateway_is_silent_nothing_is_said_to_be_unknown() -> None:
-    request_log = RequestLog(_Silent())
+    request_log = RequestLog(LinkedPeers(silent=1))
     with pytest.raises(Unavailable):
         asyncio.run(request_log.find("a" * 32))
 
@@ -341,29 +344,3 @@ def ended(request_log: RequestLog, request_id: str) -> Iterator[RequestTrace]:
         trace.on_first_bytes()
         trace.on_item(FinalUsage(12, 8, 34, (SLOW,)))
         yield trace
-
-
-class _Network:
-    """Gateways that reach each other."""
-
-    def __init__(self) -> None:
-        self.ends: list[Peers] = []
-
-    def gateways(self, count: int) -> list[RequestLog]:
-        self.ends = [_Reaching(self) for _ in range(count)]
-        return list(map(RequestLog, self.ends))
-
-
-class _Reaching(Peers):
-    def __init__(self, network: _Network) -> None:
-        super().__init__()
-        self._network = network
-
-    async def poll(self, question: str, *arguments: Any) -> Poll:
-        others = [end for end in self._network.ends if end is not self]
-        return Poll([await end.answer(question, *arguments) for end in others], 0)
-
-
-class _Silent(Peers):
-    async def poll(self, question: str, *arguments: Any) -> Poll:
-        return Poll([None], 1)
