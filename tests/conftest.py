@@ -54,6 +54,16 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked gpu where there is no CUDA device, before its fixtures are set up."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch  # only here: the platform's tests do without
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _certificates_read_once() -> Iterator[None]:
     """httpx reads them for each client, which is for each request: 20 ms, also without TLS."""

@@ -6,15 +6,11 @@ import torch
 from lorikeet_engine.kernels.logprobs import MOST, fused, reference
 from tests.engine.interpreter import INTERPRETED
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 OPERATORS = [
     pytest.param(reference, "cpu", id="reference"),
     pytest.param(fused, "cpu", id="interpreter")
     if INTERPRETED
-    else pytest.param(fused, "cuda", marks=on_gpu, id="cuda"),
+    else pytest.param(fused, "cuda", marks=pytest.mark.gpu, id="cuda"),
 ]
 VOCABS = (5, 64, 4200) if INTERPRETED else (5, 64, 4096, 5000, 128_256, 151_936)
 COUNTS = (20, 0, 1, MOST, 7, 20)
