@@ -43,7 +43,7 @@ Measured = dict[str, Any]
 
 
 def build(url: str, tenants: int, adapters: int) -> None:
-    """A catalog of so many adapters, spread evenly."""
+    """A catalog of N adapters, spread evenly."""
     store = open_store(url)
     catalog = AdapterCatalog.init(store)
     spread: list[dict[str, TenantState | bytes]] = [{} for _ in range(PARTITIONS)]

@@ -121,7 +121,7 @@ def measure_first_tokens(url: str, asked: Mapping[str, Asked]) -> dict[str, list
 
 
 def of_every_api(server: Server, one: LoadRequest) -> dict[str, Asked]:
-    """The same request to each API and to the bare application."""
+    """Send one request to each API and to the bare application."""
     response, message = replace(one, format=RESPONSES), replace(one, format=MESSAGES)
     return {
         "chat": Asked(one, chat_request(server, one, TEXT)),

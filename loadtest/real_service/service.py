@@ -191,7 +191,7 @@ def _haproxy(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """These, and of LORIKEET_ none but these, until the end of the block."""
+    """Set these variables, and of LORIKEET_ none but these, until the end of the block."""
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("LORIKEET_")]:
         del os.environ[name]
