@@ -36,7 +36,7 @@ class AdapterName:
 
     @property
     def path(self) -> str:
-        """As a part of a URL's path."""
+        """The name as a part of a URL's path."""
         return self.tenant if self.name is None else f"{self.tenant}/{self.name}"
 
 
