@@ -7,12 +7,12 @@ names has failed to start.
 import sys
 from contextlib import suppress
 
-import ray
-from ray import serve
-
 
 def main(host: str, port: int) -> None:
     """Serve until KeyboardInterrupt. Raises it, and what keeps the service from starting."""
+    import ray  # these take seconds, in which Ctrl-C may come
+    from ray import serve
+
     from serve_app import app  # the settings are read here
 
     ray.init(namespace="serve")

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RAY = """
+{}
 def init(**_): {}
 class serve:
     start = staticmethod(lambda **_: None)
@@ -18,10 +19,17 @@ class serve:
 
 
 @pytest.mark.parametrize(
-    ("init", "said"), [("raise KeyboardInterrupt", ""), ("pass", "shut down\n")]
+    ("imports", "init", "said"),
+    [
+        ("raise KeyboardInterrupt", "pass", ""),
+        ("pass", "raise KeyboardInterrupt", ""),
+        ("pass", "pass", "shut down\n"),
+    ],
 )
-def test_an_interrupt_leaves_no_traceback(tmp_path: Path, init: str, said: str) -> None:
-    (tmp_path / "ray.py").write_text(RAY.format(init))
+def test_an_interrupt_leaves_no_traceback(
+    tmp_path: Path, imports: str, init: str, said: str
+) -> None:
+    (tmp_path / "ray.py").write_text(RAY.format(imports, init))
     (tmp_path / "serve_app.py").write_text("app = None")
     done = subprocess.run(
         [sys.executable, "-m", "demo.serve_on_port", "127.0.0.1", "9100"],

@@ -9,9 +9,9 @@ from lorikeet.catalog.rules.limits import HIGHEST_PRIORITY
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import (
     AdapterName,
+    Expires,
     parse_bound,
     parse_count,
-    parse_duration,
     parse_pin_target,
     parse_unpin_target,
 )
@@ -54,12 +54,7 @@ def pin(
     tier: Annotated[Tier, typer.Option(help="Keep it at least this near.")] = Tier.GPU,
     priority: Priority = 0,
     reason: Annotated[str, typer.Option(help="Why, for whoever reads `lorikeet pins`.")] = "",
-    expires: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_duration, metavar="DURATION", help="Until 90s, 15m, 2h or 7d from now."
-        ),
-    ] = None,
+    expires: Expires = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what it would move.")
     ] = False,
