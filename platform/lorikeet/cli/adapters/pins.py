@@ -9,9 +9,9 @@ from lorikeet.catalog.rules.limits import HIGHEST_PRIORITY
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import (
     AdapterName,
-    Expires,
     parse_bound,
     parse_count,
+    parse_duration,
     parse_pin_target,
     parse_unpin_target,
 )
@@ -54,7 +54,9 @@ def pin(
     tier: Annotated[Tier, typer.Option(help="Keep it at least this near.")] = Tier.GPU,
     priority: Priority = 0,
     reason: Annotated[str, typer.Option(help="Why, for whoever reads `lorikeet pins`.")] = "",
-    expires: Expires = None,
+    expires: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Until 90s, 15m, 2h or 7d from now.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what it would move.")
     ] = False,
@@ -74,7 +76,7 @@ def pin(
             "tier": tier.value,
             "priority": priority,
             "reason": reason,
-            "expires_s": expires,
+            "expires_s": None if expires is None else parse_duration(expires),
             "dry_run": dry_run,
         },
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.cli.admin_client import admin
-from lorikeet.cli.arguments import Expires, Tenant, parse_duration, parse_key_id, parse_tenant
+from lorikeet.cli.arguments import Tenant, parse_duration, parse_key_id, parse_tenant
 from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
 from lorikeet.cli.tenancy.limit_options import KEY_LIMIT_OPTIONS, NONE, print_limits, takes_limits
 
@@ -54,7 +54,9 @@ def create(
     ] = False,
     publish: Publish = None,
     name: Annotated[str, typer.Option(help="What people call it.", show_default=False)] = "",
-    expires: Expires = None,
+    expires: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Until 15m, 2h or 90d from now.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key.
@@ -74,7 +76,7 @@ def create(
             "scopes": ["publish" if publish else scope],
             **({"adapters": publish} if publish else {}),
             "name": name,
-            "expires_s": expires,
+            "expires_s": None if expires is None else parse_duration(expires),
             **limits,
         },
     )
