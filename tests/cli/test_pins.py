@@ -211,6 +211,11 @@ def test_what_cannot_be_meant_is_wrong_usage(lorikeet: Lorikeet, options: list[s
     assert lorikeet.run("pin", "acme/support", *options).exit_code == 2
 
 
+def test_a_lifetime_that_cannot_be_one_is_named(lorikeet: Lorikeet) -> None:
+    result = lorikeet.run("pin", "acme/support", "--expires", "soon")
+    assert "Invalid value for '--expires'" in result.stderr
+
+
 def test_pinning_what_is_not_there_fails(lorikeet: Lorikeet) -> None:
     result = lorikeet.run("pin", "acme/nothing")
     assert result.exit_code == 1

@@ -55,7 +55,10 @@ def pin(
     priority: Priority = 0,
     reason: Annotated[str, typer.Option(help="Why, for whoever reads `lorikeet pins`.")] = "",
     expires: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="Until 90s, 15m, 2h or 7d from now.")
+        int | None,
+        typer.Option(
+            parser=parse_duration, metavar="DURATION", help="Until 90s, 15m, 2h or 7d from now."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what it would move.")
@@ -76,7 +79,7 @@ def pin(
             "tier": tier.value,
             "priority": priority,
             "reason": reason,
-            "expires_s": None if expires is None else parse_duration(expires),
+            "expires_s": expires,
             "dry_run": dry_run,
         },
     )

@@ -55,7 +55,10 @@ def create(
     publish: Publish = None,
     name: Annotated[str, typer.Option(help="What people call it.", show_default=False)] = "",
     expires: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="Until 15m, 2h or 90d from now.")
+        int | None,
+        typer.Option(
+            parser=parse_duration, metavar="DURATION", help="Until 15m, 2h or 90d from now."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -76,7 +79,7 @@ def create(
             "scopes": ["publish" if publish else scope],
             **({"adapters": publish} if publish else {}),
             "name": name,
-            "expires_s": None if expires is None else parse_duration(expires),
+            "expires_s": expires,
             **limits,
         },
     )
