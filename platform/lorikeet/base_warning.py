@@ -13,11 +13,11 @@ from lorikeet_engine.adapter_format import (
 def base_warning(trained_on: str | None, served: str, quantization: str | None) -> str | None:
     """Warn of an adapter of a copy whose values are not those that are served.
 
-    trained_on: what the adapter calls its base model; None if that is not known. served: the base
-    model's name here; quantization: what its linears were rounded to, as EngineInfo says. Return a
-    clause without a full stop; None where there is nothing to warn of.
+    trained_on: what the adapter calls its base model; None or empty if that is not known. served:
+    the base model's name here; quantization: what its linears were rounded to, as EngineInfo says.
+    Return a clause without a full stop; None where there is nothing to warn of.
     """
-    if trained_on is None:
+    if not trained_on:
         return None
     format_ = f" ({quantization})" if quantization else ""
     if last_part(trained_on) in (original(trained_on), last_part(served)):

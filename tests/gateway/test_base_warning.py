@@ -15,6 +15,7 @@ FP8, AWQ = "RedHatAI/Llama-3.1-8B-FP8-dynamic", "acme/Llama-3.1-8B-AWQ"
     ("trained_on", "quantization"),
     [
         (None, "awq"),
+        ("", "awq"),
         *((PLAIN, served) for served in (None, "fp8", "rounded to fp8", "nf4", "gptq")),
         *((NF4, served) for served in ("nf4", "rounded to nf4", "nf4, rounded to fp8")),
         *((PARTLY, served) for served in ("nf4", "nf4, rounded to fp8")),

@@ -270,7 +270,7 @@ class Checkpoint:
             if stored.dtype[:2] == "F8" and self._weight_format is None:
                 found += ", which config.json does not speak of"
             elif stored.dtype[:2] == "F8" and not self._is_quantized(name):
-                found += " and has no scales beside it"
+                found += ", without scales in a place that is known"
             found += f": want {list(shape)} in one of {', '.join(dtypes)}"
             if self._weight_format is not None or stored.dtype not in DTYPES:
                 found += "; or take a copy that is not quantised"
