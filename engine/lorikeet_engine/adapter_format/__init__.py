@@ -17,7 +17,13 @@ call it.
 
 from lorikeet_engine.adapter_format.base_config import decoder_config, read_config, read_json
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, base_copies
-from lorikeet_engine.adapter_format.base_names import is_nf4_copy, last_part, original, same_model
+from lorikeet_engine.adapter_format.base_names import (
+    is_fp8_copy,
+    is_nf4_copy,
+    last_part,
+    original,
+    same_model,
+)
 from lorikeet_engine.adapter_format.base_quantization import (
     Quantization,
     QuantizedLinears,
@@ -90,6 +96,7 @@ __all__ = [
     "check_values",
     "decoder_config",
     "has_pair",
+    "is_fp8_copy",
     "is_nf4",
     "is_nf4_copy",
     "last_part",
