@@ -50,7 +50,12 @@ from lorikeet_engine.adapter_format.families import (
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory
 from lorikeet_engine.adapter_format.mlx import MLX_WEIGHTS_FILE
-from lorikeet_engine.adapter_format.saved_weights import INDEX_FILE, WEIGHTS_FILE, shard_names
+from lorikeet_engine.adapter_format.saved_weights import (
+    INDEX_FILE,
+    MAX_INDEX_BYTES,
+    WEIGHTS_FILE,
+    shard_names,
+)
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.spec import (
     ALIGNMENT,
@@ -70,6 +75,7 @@ __all__ = [
     "FAMILIES",
     "FLOAT32_MEMORY",
     "INDEX_FILE",
+    "MAX_INDEX_BYTES",
     "MLX_WEIGHTS_FILE",
     "OUTER_MODULES",
     "SCAN_ALIGNMENT",
