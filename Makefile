@@ -45,6 +45,7 @@ install: $(INSTALLED)  ## install everything into .venv
 
 # torch first and alone: asked for together with the rest, pip may choose another build of it.
 $(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is wanted: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@echo "Installing into .venv: a minute or two, and about 1 GB (torch, Ray, transformers)…"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install --quiet --upgrade "pip>=25.1"

@@ -30,7 +30,7 @@ from lorikeet.settings import Settings
 
 _HOST_VARIABLE = "RAY_SERVE_DEFAULT_HTTP_HOST"
 _READY_TIMEOUT_S = 300
-_STOP_S = 60  # requests in flight may take half of it
+_STOP_S = 60  # Serve itself gives up waiting for its parts after half of it
 _TERMINATE_S = 10  # what sends SIGTERM or closes a terminal may kill soon after
 
 
@@ -40,6 +40,11 @@ def main() -> int:
     try:
         settings = Settings.from_env()
         port = public_port(os.environ)
+        if port == settings.admin_address.port:
+            raise InvalidSetting(
+                f"PORT={port} is the port of LORIKEET_ADMIN_ADDRESS={settings.admin_address} too: "
+                "give one of them another"
+            )
         public, admin = f"http://127.0.0.1:{port}", f"http://{settings.admin_address}"
         if taken := next(filter(_answers, (public, admin)), None):
             print(
@@ -49,9 +54,8 @@ def main() -> int:
                 file=sys.stderr,
             )
             return 1
-        keys = fill_catalog(settings, KEYS)
-        environ = _environment()
-        with hold_pid_file():
+        with hold_pid_file():  # nobody else fills the catalog meanwhile
+            keys, environ = fill_catalog(settings, KEYS), _environment()
             return _run(_command(port, environ[_HOST_VARIABLE]), environ, keys, public, admin)
     except LorikeetError as error:
         print(error, file=sys.stderr)
@@ -70,7 +74,7 @@ def _run(
                 pass
             print("The service has ended by itself: look above for why.", file=sys.stderr)
         else:
-            print("The service did not start: look for start_failed above.", file=sys.stderr)
+            print("The service did not start: look above for why.", file=sys.stderr)
         service.stop(_TERMINATE_S)
         return 1  # `serve run` itself says 0 of most failures
     except KeyboardInterrupt:

@@ -44,3 +44,18 @@ def test_who_is_told_to_install_what_cuda_needs_is_told_to_take_the_pins() -> No
     told = [line for file in files for line in file.read_text().splitlines() if "[cuda]" in line]
     assert len(told) >= 3
     assert all("pip install --constraint constraints.txt" in line for line in told), told
+
+
+def test_an_old_python_is_named_before_anything_is_installed(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    python = tmp_path / "python3"
+    old = "import sys; sys.version_info = (3, 10, 13); exec(sys.argv[1])"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{old}' \"$2\"\n")
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "serve", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "Python 3.11 or newer is wanted: make serve PYTHON=python3.12" in done.stderr
+    assert done.returncode == 2
+    assert not (tmp_path / ".venv").exists()

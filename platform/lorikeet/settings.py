@@ -205,7 +205,7 @@ class Settings(BaseModel):
         15.0,
         gt=0,
         allow_inf_nan=False,
-        description="seconds between two writes of what tenants used; a killed replica loses no "
+        description="seconds between two writes of what tenants used; a killed process loses no "
         "more than that",
     )
     responses_lifetime_h: int | None = Field(

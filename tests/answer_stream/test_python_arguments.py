@@ -116,6 +116,12 @@ ALLOWED = {
         [{"a": 1}, {"a": 1, "b": 1}, {"b": 1}],
         [{}],
     ),
+    "required ones that are not named": (
+        {"properties": {"a": {"type": "null"}}, "required": ["b", "c"]},
+        [{"b": 1, "c": []}, {"a": None, "b": "x", "c": 2}],
+        [{}, {"a": None}, {"b": 1}, {"a": 1, "b": 1, "c": 1}],
+    ),
+    "one that no property names": ({"required": ["a"]}, [{"a": 1}], [{}, {"b": 1}]),
     "none or any": (
         {"anyOf": [{"properties": {}, "additionalProperties": False}, {"type": ["object"]}]},
         [{}, {"a": 1}],
@@ -139,6 +145,7 @@ def test_arguments_in_python_keep_to_their_schemas(demo, schema):
     [
         {"properties": 3},
         {"properties": {"a": {}}, "required": 3},
+        {"required": [["a"]]},
         {"anyOf": 3},
         {"anyOf": [3]},
         {"anyOf": []},
@@ -158,6 +165,32 @@ def test_a_schema_that_no_arguments_can_meet_is_refused(demo, wrong):
     function = {"name": "f", "parameters": {"type": "object", **wrong}}
     use = ToolUse(({"type": "function", "function": function},), forced=("f",))
     with pytest.raises(InvalidInput, match="a function's parameters: ") as refused:
+        call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
+    assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("oneOf", [{"required": ["a"]}]),
+        ("not", {"required": ["a"]}),
+        ("if", {}),
+        ("const", {"a": 1}),
+        ("enum", [{"a": 1}]),
+        ("minProperties", 1),
+        ("patternProperties", {"^a": {"type": "integer"}}),
+        ("propertyNames", {"pattern": "^a"}),
+        ("dependentRequired", {"a": ["b"]}),
+        ("unevaluatedProperties", False),
+        ("additionalProperties", {"type": "integer"}),
+    ],
+)
+@pytest.mark.parametrize("at", ["the top", "a part"])
+def test_what_cannot_be_held_of_all_arguments_is_refused_by_name(demo, at, keyword, value):
+    said = {"properties": {"a": {}}, keyword: value}
+    function = {"name": "f", "parameters": said if at == "the top" else {"allOf": [said]}}
+    use = ToolUse(({"type": "function", "function": function},), forced=("f",))
+    with pytest.raises(InvalidInput, match=f"{keyword} cannot be held") as refused:
         call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
     assert refused.value.param == "tools"
 

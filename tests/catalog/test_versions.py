@@ -150,7 +150,8 @@ def test_absent_forbidden_retired_and_misspelt_look_alike(
         catalog.state.resolve(model, "mine")
 
     assert refused.value.message == (
-        f"The model {model!r} does not exist or you do not have access to it."
+        f"The model {model!r} does not exist or you do not have access to it. "
+        "GET /v1/models lists yours."
     )
     assert refused.value.param == "model"
 

@@ -272,6 +272,15 @@ def test_a_row_that_the_base_model_has_no_place_for_is_refused(
     assert says in refusal(tmp_path / "old", tmp_path / "new", "--base-model", base)
 
 
+def test_a_row_of_a_dense_mlp_is_not_for_all_experts_of_a_mixture(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
+    config = {"model_type": "mixtral", "num_attention_heads": 4, "num_local_experts": 4, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_pair(tmp_path / "old", [(TRTLLM_IDS["gate_proj"], 0, *zeros(2, 32, 64))])
+    said = refusal(tmp_path / "old", tmp_path / "new", "--base-model", tmp_path / "config.json")
+    assert "row 0 has the module id 5: not of this base model" in said
+
+
 @pytest.mark.parametrize(
     ("name", "array", "says"),
     [

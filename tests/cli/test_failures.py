@@ -40,6 +40,13 @@ def test_no_server_says_what_to_start() -> None:
     assert "start the service" in said
 
 
+def test_a_server_without_tls_is_told_from_none(lorikeet: Lorikeet) -> None:
+    url = lorikeet.url.replace("http://", "https://")
+    said = sentence(run("--server", url, "--key", "lk_x", "list"))
+    assert f"no TLS with {url}" in said
+    assert "http://, or SSL_CERT_FILE" in said
+
+
 def test_an_address_that_cannot_be_one_is_said(lorikeet: Lorikeet) -> None:
     assert "nonsense" in sentence(run("--server", "nonsense", "--key", "lk_x", "list"))
 

@@ -16,6 +16,8 @@ from tests.cli.conftest import Lorikeet
 from tests.cli.peft_folders import peft_folder
 from tests.placement.builders import held, report
 
+README = Path(__file__).parents[2] / "README.md"
+
 
 @pytest.fixture
 def registered(lorikeet: Lorikeet, tmp_path: Path) -> Lorikeet:
@@ -33,6 +35,11 @@ def test_a_pin_of_the_name_alone_follows_prod_on_all_replicas(registered: Lorike
         "replicas": None,
         "expires": None,
     }
+
+
+def test_the_readme_quotes_what_a_pin_says(registered: Lorikeet) -> None:
+    said = registered.do("pin", "acme/support").replace("acme/support", "kestrel/shout")
+    assert f"    {said}" in README.read_text()
 
 
 def test_every_option_of_a_pin_arrives(registered: Lorikeet) -> None:
@@ -202,6 +209,11 @@ def test_what_a_catalog_holds_cannot_break_or_steer_a_terminal(registered: Lorik
 )
 def test_what_cannot_be_meant_is_wrong_usage(lorikeet: Lorikeet, options: list[str]) -> None:
     assert lorikeet.run("pin", "acme/support", *options).exit_code == 2
+
+
+def test_a_lifetime_that_cannot_be_one_is_named(lorikeet: Lorikeet) -> None:
+    result = lorikeet.run("pin", "acme/support", "--expires", "soon")
+    assert "Invalid value for '--expires'" in result.stderr
 
 
 def test_pinning_what_is_not_there_fails(lorikeet: Lorikeet) -> None:

@@ -22,7 +22,7 @@ def write(lorikeet: Lorikeet, ago: int = 0, account: UsageAccount = SUPPORT) -> 
     """The day on which it was used."""
     at = time.time() - ago * DAY_S
     ledger = UsageLedger(lambda: at)
-    ledger.add(account, UsageCounts(1, 10, 4, 2, 3.21, 1, 2**20))
+    ledger.add(account, UsageCounts(1, 10, 4, 2, 3.21, 1, 2**20, 1, 2**21))
     assert UsageWriter(lorikeet.catalog.store, ledger, 60.0, lambda: None, lambda: at).flush()
     return datetime.fromtimestamp(at, UTC).date().isoformat()
 
@@ -40,10 +40,10 @@ def test_a_row_for_each_adapter_of_each_tenant(lorikeet: Lorikeet, days: list[st
         "acme",
         "tiny",
         "acme/support",
-        *["2", "20", "8", "4", "6.4", "2", "2.0"],
-        "MiB",
+        *["2", "20", "8", "4", "6.4", "2", "2.0", "MiB", "2", "4.0", "MiB"],
     ] in table
-    assert ["globex", "tiny", "–", *["1", "10", "4", "2", "3.2", "1", "1.0"], "MiB"] in table
+    of_globex = ["1", "10", "4", "2", "3.2", "1", "1.0", "MiB", "1", "2.0", "MiB"]
+    assert ["globex", "tiny", "–", *of_globex] in table
     assert f"From {days[0]} to {days[1]} (UTC)" in said
 
 
@@ -66,6 +66,21 @@ def test_json_is_the_whole_answer(lorikeet: Lorikeet, days: list[str]) -> None:
 def test_nothing_used_says_so(lorikeet: Lorikeet) -> None:
     assert "Nothing was used." in lorikeet.do("usage")
     assert lorikeet.do("usage", "--csv") == ""
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "says"),
+    [
+        ("2026-11-02", "2026-11-01", "2026-11-02 is after 2026-11-01"),
+        ("2024-11-01", "2026-11-01", "731 days from 2024-11-01 to 2026-11-01: want 400 at most"),
+    ],
+)
+def test_a_period_that_cannot_be_one_says_why(
+    lorikeet: Lorikeet, first: str, last: str, says: str
+) -> None:
+    result = lorikeet.run("usage", "--from", first, "--to", last)
+    assert result.exit_code == 1
+    assert says in result.stderr
 
 
 def test_a_day_is_a_day(lorikeet: Lorikeet) -> None:

@@ -35,6 +35,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Base:
     @classmethod
     def save(cls, family: str, folder: Path) -> "Base":
         """A random one whose norms and biases do something."""
-        settings = {**_SIZES, **FAMILIES[family]}
+        settings = {**_SIZES, **{**FAMILIES, **MIXTURES}[family]}
         config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)

@@ -269,7 +269,7 @@ FILES: tuple[Feature, ...] = (
     _weights(
         "a pointer of Git LFS for weights",
         _bytes(lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"),
-        "not a safetensors file, or truncated",
+        "git lfs pull",
     ),
     _weights("an empty file", _bytes(lambda _: b""), "not a safetensors file"),
     _weights("cut in the header", _bytes(lambda data: data[:100]), "not a safetensors file"),

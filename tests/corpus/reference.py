@@ -22,18 +22,34 @@ class Reference:
     model: Any
 
     def deltas(self) -> dict[str, torch.Tensor]:
-        """What the adapter adds to the weight of each module, by the module's name."""
-        return {
-            name.removeprefix(_PREFIX): module.get_delta_weight("default").detach()
-            for name, module in self.model.named_modules()
-            if isinstance(module, LoraLayer)
-        }
+        """What the adapter adds to the weight of each module, by the module's name.
+
+        Of experts to all of them, [experts, d_out, d_in], by linear: experts.gate_proj and so on.
+        """
+        deltas: dict[str, torch.Tensor] = {}
+        for name, module in self.model.named_modules():
+            if isinstance(module, LoraLayer):
+                delta = module.get_delta_weight("default").detach()
+                parameter = getattr(module, "parameter_name", "weight")
+                deltas |= _by_linear(name.removeprefix(_PREFIX), parameter, delta)
+        return deltas
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
         """[tokens, vocab]: of what comes after each token."""
         logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens])).logits[0]
         return logits.log_softmax(-1)
+
+
+def _by_linear(module: str, parameter: str, delta: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A wrapped parameter's delta, by what the engine calls its linears."""
+    if parameter == "weight":
+        return {module: delta}
+    experts = module.removesuffix(".base_layer")
+    if parameter != "gate_up_proj":
+        return {f"{experts}.{parameter}": delta}
+    gate, up = delta.chunk(2, dim=1)
+    return {f"{experts}.gate_proj": gate, f"{experts}.up_proj": up}
 
 
 def reference(base: Base, folder: Path | None = None) -> Reference:

@@ -73,9 +73,14 @@ def packed_deltas(blob: Path, shape: BaseShape) -> dict[str, torch.Tensor]:
     deltas = {}
     for part in spec.linears:
         a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
-        d_in, d_out = shape.dims(part.linear)
-        a, b = image[a_at : a_at + rank * d_in], image[b_at : b_at + rank * d_out].view(rank, d_out)
+        (d_in, d_out), count = shape.dims(part.linear), shape.matrices(part.linear)
+        a = image[a_at : a_at + count * rank * d_in]
+        b = image[b_at : b_at + count * rank * d_out].view(count, rank, d_out)
         found = shape.modules[part.linear]
         name = found.module if part.layer == shape.outer_layer else found.path(part.layer)
-        deltas[name] = a.view(d_in, rank) @ b if found.gathers else b.T @ a.view(rank, d_in)
+        if found.gathers:
+            deltas[name] = a.view(d_in, rank) @ b[0]
+        else:
+            delta = b.mT @ a.view(count, rank, d_in)
+            deltas[name] = delta if found.of_experts else delta[0]
     return deltas

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.corpus.cases import COUNT, Case, each_once, five_hundred
+from tests.corpus.mixtures import mixture_cases
 from tests.corpus.reference import reference
 from tests.corpus.register import Refusal, register
 from tests.corpus.served import PROMPT, packed_deltas
@@ -23,6 +24,11 @@ def test_every_feature_is_equal_to_peft_or_refused_by_name(case, stand, draft_of
 @pytest.mark.soak
 @pytest.mark.parametrize("case", five_hundred(), ids=lambda case: case.name)
 def test_five_hundred_adapters_are_equal_to_peft_or_refused_by_name(case, stand, draft_of):
+    judge(case, stand, draft_of)
+
+
+@pytest.mark.parametrize("case", mixture_cases(), ids=lambda case: case.name)
+def test_adapters_of_a_mixture_are_equal_to_peft_or_refused_by_name(case, stand, draft_of):
     judge(case, stand, draft_of)
 
 

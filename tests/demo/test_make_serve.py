@@ -275,6 +275,14 @@ def test_a_bad_port_is_said_and_nothing_is_started(tmp_path, port):
     assert f"PORT={port!r}: want a port" in refused(tmp_path, {"PORT": port})
 
 
+def test_one_port_for_tenants_and_administrators_is_refused(tmp_path):
+    said = refused(tmp_path, {"PORT": "8001"})
+    assert said == (
+        "PORT=8001 is the port of LORIKEET_ADMIN_ADDRESS=127.0.0.1:8001 too: "
+        "give one of them another\n"
+    )
+
+
 def refused(folder, settings):
     """What is said of a start that was not even tried."""
     ended = subprocess.run(

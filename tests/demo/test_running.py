@@ -1,6 +1,7 @@
 """`make stop` stops the service of its folder, and no other."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,19 @@ def test_a_service_that_was_killed_is_not_taken_for_one_that_runs(service, tmp_p
     service.kill()
     service.wait(10)
     assert stop(tmp_path) == "No service of this folder runs.\n"
+
+
+def test_a_second_start_does_not_fill_the_catalog_of_the_first(service, tmp_path, monkeypatch):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as free,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        monkeypatch.setenv("PORT", str(free.getsockname()[1]))
+        monkeypatch.setenv("LORIKEET_ADMIN_ADDRESS", f"127.0.0.1:{other.getsockname()[1]}")
+    second = python(tmp_path, "-m", "demo.serve")
+    _, said = second.communicate(timeout=60)
+    assert said == "the service of this folder runs already: `make stop` stops it\n"
+    assert not (tmp_path / ".lorikeet" / "catalog").exists()
 
 
 def test_a_second_service_of_a_folder_is_refused(service, tmp_path):

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from lorikeet.doctor import environment, versions
 from lorikeet.doctor.cuda import Cuda
@@ -129,7 +131,11 @@ PLANTED = {
         "LORIKEET_DTYPE=bfloat16",
     ),
     "a model larger than the GPU": Fault(
-        "memory", {"gpu_memory": GIB}, PROBLEM, "no room for the steps", "more memory"
+        "memory",
+        {"gpu_memory": GIB},
+        PROBLEM,
+        "no room for the steps",
+        "LORIKEET_WEIGHT_DTYPE=lorikeet-demo=fp8, share .*TENSOR_PARALLEL.*GPU with more memory",
     ),
     "KV pages too few for one request": Fault(
         "memory",
@@ -351,6 +357,47 @@ def test_a_base_model_that_is_quantised_otherwise(patient: Patient) -> None:
     assert "NF4, AWQ or GPTQ" in fault.fix
 
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+def in_fp8(folder: Path) -> None:
+    """Make the model's linears those of an FP8 checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = torch.tensor(1.0)
+    save_file(tensors, folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": FP8}))
+
+
+def test_a_checkpoint_of_fp8_on_gpus_that_have_none(patient: Patient) -> None:
+    in_fp8(patient.model)
+    on_old = {"cuda": Cuda((A100,) * 2, (13, 0), (13, 0))}
+    fixes = [fault.fix for fault in faults(patient.examined("gpus", **on_old))]
+    assert fixes == ["for lorikeet-demo choose a copy that is not in FP8"]
+    (fault,) = faults(patient.examined("memory", gpu_memory=GIB))
+    assert "WEIGHT_DTYPE" not in fault.fix, "it is in FP8 already"
+
+
+def test_fp8_weights_in_another_dtype_than_gpus_have_products_for(patient: Patient) -> None:
+    found = patient.examined("base models", **gpus(2, dtype="float16", weight_dtype="fp8"))
+    (fault,) = (finding for finding in found if finding.severity is PROBLEM)
+    assert fault.message == "its linears are served in FP8, which wants bfloat16 and not float16"
+    assert fault.fix == "LORIKEET_DTYPE=bfloat16"
+
+
+def test_a_quantised_copy_of_another_layout(patient: Patient) -> None:
+    in_fp8(patient.model)
+    path = patient.model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.up_proj.weight_scale"] = torch.ones(3)
+    save_file(tensors, path)
+    (fault,) = faults(patient.examined("base models"))
+    assert "up_proj.weight_scale is F32 [3]: want" in fault.message
+    assert re.search("not whole: `hf download.*or choose a copy that is not quant", fault.fix)
+
+
 def test_a_mixture_of_experts_that_is_not_quantised_as_fp8(patient: Patient) -> None:
     path = patient.model / "config.json"
     nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -388,6 +435,17 @@ def test_the_memory_of_each_gpu_that_shares_a_model_is_planned(patient: Patient)
     assert 0.5 * weights[0] < weights[1] < 0.8 * weights[0]
     assert "on each cuda of 2 that share it: " in shared.message
     assert "share" not in alone.message
+
+
+def test_heads_that_gpus_cannot_share_are_no_lack_of_memory(patient: Patient) -> None:
+    file = patient.model / "config.json"
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **heads}))
+    assert patient.examined("memory", **gpus(8, tensor_parallel="4")) == []
+    (fault,) = faults(patient.examined("base models", **gpus(8, tensor_parallel="4")))
+    assert fault.severity is PROBLEM
+    assert "num_attention_heads=6 cannot be shared evenly by 4 processes" in fault.message
+    assert "LORIKEET_TENSOR_PARALLEL" in str(fault.fix)
 
 
 def test_heads_without_attention_kernels_are_named_where_there_is_a_gpu(patient: Patient) -> None:

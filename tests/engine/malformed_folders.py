@@ -28,7 +28,7 @@ def _files() -> Iterator[Case]:
             spoil=lambda files, e=ending: files.update({f"adapter_model.{e}": files.pop(WEIGHTS)}),
         )
     for name, says, data in (
-        ("a Git LFS pointer", "not a safetensors file", _POINTER),
+        ("a Git LFS pointer", "`git lfs pull`", _POINTER),
         ("empty", "not a safetensors file", b""),
         ("a zip file", "not a safetensors file", b"PK\3\4" + bytes(100)),
     ):

@@ -51,7 +51,7 @@ def of_two_ranks(checkpoint: Path, folder: Path) -> Engine:
 def losing_a_rank(stage: str, sent: int, build: Callable[[], Engine], folder: Path) -> Engine:
     """An engine of two processes; the second gets a signal once the first comes to a stage.
 
-    The file `lost` in the folder is as old as the signal.
+    The file `lost` in the folder is as old as the signal, and names the process.
     """
     owner, name = _STAGES[stage]
     unharmed = getattr(owner, name)
@@ -59,7 +59,7 @@ def losing_a_rank(stage: str, sent: int, build: Callable[[], Engine], folder: Pa
     def lose(*arguments: Any, **others: Any) -> Any:
         setattr(owner, name, unharmed)
         (follower,) = followers()
-        (folder / "lost").touch()
+        (folder / "lost").write_text(str(follower.pid))
         follower.send_signal(sent)
         return unharmed(*arguments, **others)
 
@@ -126,6 +126,14 @@ def processes() -> set[int]:
 def followers() -> list[psutil.Process]:
     """The followers of this process's engines, in whichever process these run."""
     return [p for p in psutil.Process().children(recursive=True) if _runs(p, "follower")]
+
+
+def has_ended(pid: int, within_s: float = 5.0) -> bool:
+    """Whether a process ends in time, which `followers` does not tell once its parent has ended."""
+    try:
+        return not psutil.wait_procs([psutil.Process(pid)], within_s)[1]
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _runs(process: psutil.Process, module: str) -> bool:

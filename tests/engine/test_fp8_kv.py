@@ -5,6 +5,7 @@ before; so a token is held against the reference's logits for it, and not agains
 Every family is in the matrix; here are scores of prompts, and checkpoints with scales.
 """
 
+import json
 import shutil
 
 import pytest
@@ -28,7 +29,18 @@ ADAPTERS = {
 TOKENS = 40
 SHORTFALL = 0.01  # of the largest logit
 LAYER_SCALES = ((0.02, 0.5), (1.7, 0.03))  # of each layer: of its keys, of its values
-NAMES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale")
+NAMES = (
+    *("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale"),
+    "self_attn.{}_proj.output_scale",
+)
+# quantization_config of compressed-tensors for keys and values alone.
+KV_ALONE = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "format": "dense",
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+}
 
 
 class RoundedCache(transformers.DynamicCache):
@@ -98,7 +110,7 @@ def test_prompts_are_scored_over_what_the_pages_hold(start, world):
 
 
 def with_scales(checkpoint, folder, pattern, scales=LAYER_SCALES):
-    """A copy of a checkpoint that has scales, under names such as this."""
+    """A copy of a checkpoint that has scales, under names such as this; its config says so."""
     shutil.copytree(checkpoint, folder)
     tensors = load_file(folder / "model.safetensors")
     for layer, of_layer in enumerate(scales):
@@ -106,6 +118,8 @@ def with_scales(checkpoint, folder, pattern, scales=LAYER_SCALES):
             name = f"model.layers.{layer}.{pattern.format(part, part)}"
             tensors[name] = torch.tensor([scale])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": KV_ALONE}))
     return folder
 
 
@@ -135,10 +149,37 @@ def test_scales_are_found_under_each_of_their_names(tiny_checkpoints, tmp_path, 
     ]
 
 
+def test_modelopt_too_may_have_scales_of_keys_and_values_alone(tiny_checkpoints, tmp_path):
+    folder = with_scales(tiny_checkpoints["llama"], tmp_path / "scaled", NAMES[2])
+    path = folder / "config.json"
+    said = {
+        "quant_method": "modelopt",
+        "ignore": [],
+        "kv_cache_scheme": KV_ALONE["kv_cache_scheme"],
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
+    assert rehearse_load(folder, torch.float32)[0].quantized_linears is None
+
+
+def test_one_scale_can_be_of_keys_and_values(tiny_checkpoints, tmp_path):
+    folder = with_scales(tiny_checkpoints["llama"], tmp_path / "one", "self_attn.kv_scale")
+    model = load_model(folder, torch.device("cpu"), torch.float32)
+    scales = model._layers[1].attention.kv_scales
+    assert scales.key == scales.value == pytest.approx(LAYER_SCALES[1][1])
+
+
+def test_of_the_scales_of_heads_the_largest_is_used(tiny_checkpoints, tmp_path):
+    scales = (((0.02, 0.3), (0.5, 0.4)),) * 2
+    folder = with_scales(tiny_checkpoints["llama"], tmp_path / "heads", NAMES[0], scales)
+    model = load_model(folder, torch.device("cpu"), torch.float32)
+    found = model._layers[0].attention.kv_scales
+    assert (found.key, found.value) == (pytest.approx(0.3), pytest.approx(0.5))
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_scale_that_is_no_number_above_0_is_refused(tiny_checkpoints, tmp_path, scale):
     scales = ((1.0, 1.0), (1.0, scale))
     folder = with_scales(tiny_checkpoints["llama"], tmp_path / "scaled", NAMES[0], scales)
-    with pytest.raises(ModelError, match="want a number above 0") as refused:
+    with pytest.raises(ModelError, match="want numbers above 0") as refused:
         rehearse_load(folder, torch.float32)
     assert refused.value.field == "model.layers.1.self_attn.v_scale"

@@ -10,6 +10,7 @@ from lorikeet_engine.engine import Engine
 from tests.engine.conftest import MOE
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build
 from tests.engine.moe_adapters import PARAMETERS
+from tests.engine.moe_world import MoeWorld
 from tests.engine.peft_world import PeftWorld, ask, bring_all
 
 ATTENTION = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
@@ -31,7 +32,7 @@ def world(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> PeftWorld:
     folder = tmp_path_factory.mktemp(request.param)
-    return PeftWorld(tiny_checkpoints[request.param], folder, ADAPTERS, TOKENS)
+    return MoeWorld(tiny_checkpoints[request.param], folder, ADAPTERS, TOKENS)
 
 
 @pytest.fixture

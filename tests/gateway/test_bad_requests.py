@@ -217,7 +217,12 @@ def test_values_that_ask_for_nothing_are_taken(
         ("POST", "/responses", "base_url must end in /v1"),
         ("GET", "/models", "base_url must end in /v1"),
         ("POST", "/v1/v1/chat/completions", "base_url has /v1 twice"),
-        ("POST", "/v1/chat/completions/", "there is no /v1/chat/completions/ here"),
+        ("POST", "/v1/chat/completions/", "leave out the last /"),
+        ("GET", "/", "begins with /v1; /ui"),
+        ("GET", "/docs", "/ui, /metrics and /admin/v1 are at the admin listener"),
+        ("POST", "/api/chat", "what tenants ask begins with /v1"),
+        ("GET", "/v1", "such as /v1/chat/completions"),
+        ("GET", "/v1/", "such as /v1/chat/completions"),
     ],
 )
 def test_an_endpoint_that_is_not_there_says_what_to_use(
@@ -227,6 +232,17 @@ def test_an_endpoint_that_is_not_there_says_what_to_use(
     error = error_of(answer, 404)
     assert error["code"] == "not_found"
     assert says in error["message"]
+
+
+def test_a_method_that_does_not_work_says_which_does(unchanged: Gateway) -> None:
+    answer = unchanged.request("GET", CHAT, unchanged.keys["acme"])
+    assert error_of(answer, 405)["message"] == "GET does not work here: want POST"
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"null", b'"hello"'])
+def test_a_body_that_is_no_object_is_said_of_the_body(unchanged: Gateway, raw: bytes) -> None:
+    error = error_of(unchanged.post(CHAT, raw), 400)
+    assert error["message"] == "the body: Input should be an object"
 
 
 def test_a_body_for_the_other_endpoint_is_told_which(unchanged: Gateway) -> None:

@@ -55,6 +55,14 @@ def test_a_refusal_before_the_first_byte_has_a_status_of_its_own(
     assert ("retry-after" in answer.headers) == (status == 503)
 
 
+def test_what_the_engine_says_of_a_chats_prompt_names_its_messages(unchanged: Gateway) -> None:
+    async def refuse(call: Call) -> Items:
+        yield Refusal("context_length_exceeded", "too long", "prompt")
+
+    unchanged.engines.replay = refuse
+    assert error_of(unchanged.post(CHAT, chat()), 400)["param"] == "messages"
+
+
 def test_an_error_of_the_engines_has_its_own_status(gateway: Gateway) -> None:
     async def full(call: Call) -> Items:
         raise Unavailable("every replica is full", retry_after_s=2.5)

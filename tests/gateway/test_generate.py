@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -9,6 +12,8 @@ import pytest
 
 from lorikeet.routing.ranking import Work
 from tests.gateway.conftest import Gateway, chat
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_a_chat_answer_is_one_json_body(gateway: Gateway) -> None:
@@ -18,6 +23,18 @@ def test_a_chat_answer_is_one_json_body(gateway: Gateway) -> None:
     assert answer.model == "acme/support"
     assert answer.usage is not None
     assert answer.usage.total_tokens == 4
+
+
+def test_the_readme_shows_every_field_of_a_chat_answer(gateway: Gateway) -> None:
+    (shown,) = re.findall(r'^    (\{"id":"chatcmpl.+?)\n\n', README.read_text(), re.M | re.S)
+    assert fields(json.loads(shown)) == fields(gateway.post("/v1/chat/completions", chat()).json())
+
+
+def fields(value: Any) -> Any:
+    """The names of a JSON document's fields, in their order."""
+    if isinstance(value, list):
+        return [fields(item) for item in value]
+    return [(key, fields(of)) for key, of in value.items()] if isinstance(value, dict) else None
 
 
 def test_a_chat_stream_brings_its_text_in_pieces(gateway: Gateway) -> None:

@@ -419,3 +419,10 @@ def test_a_push_that_cannot_be_is_refused_by_name(
     trainer: Trainer, query: dict[str, Any], param: str
 ) -> None:
     assert error_of(trainer.push(trainer.blob(), **query), 400)["param"] == param
+
+
+def test_a_misspelt_lifetime_makes_nothing_durable(trainer: Trainer) -> None:
+    error = error_of(trainer.push(trainer.blob(), lifetime=60), 400)
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "lifetime")
+    assert error["message"] == "not supported here: lifetime"
+    assert trainer.show(digest_of(trainer.blob())).status_code == 404

@@ -3,18 +3,20 @@
 import asyncio
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.gateway.pushing import routes
 from tests.gateway.conftest import Gateway, eventually, serving
 from tests.gateway.test_bad_requests import error_of
-from tests.gateway.trainer import Trainer
+from tests.gateway.trainer import Trainer, digest_of
 
 
 class HangingStore(LocalStore):
@@ -70,6 +72,24 @@ def test_so_many_pushes_of_a_tenant_wait_at_once_and_the_next_is_answered(
         gateway.engines.takes_pushes = True
         codes = sorted(each.result().status_code for each in asked)
     assert codes == [201, 201, 202]
+
+
+def test_a_client_that_leaves_waits_no_more_and_its_push_goes_on(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "_MOST_WAITING", 1)
+    gateway, blob = trainer.gateway, trainer.blob()
+    gateway.engines.takes_pushes = False
+    address = f"{gateway.url}/v1/adapters/policy/versions/{digest_of(blob)}?alias=next"
+    bearer = {"authorization": f"Bearer {trainer.key}"}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.put(address, content=blob, headers=bearer, timeout=0.5)
+    with ThreadPoolExecutor(1) as clients:
+        again = clients.submit(trainer.push, blob, timeout_s=30)
+        time.sleep(0.2)
+        assert not again.done()  # else there was no place to wait in
+        gateway.engines.takes_pushes = True
+        assert again.result().json()["aliases"] == ["next", "prod"]
 
 
 def test_uploads_that_hang_at_the_store_keep_no_push_from_being_ready(

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.gateway.pushing import routes
+from lorikeet.usage.object_format import PREFIX, from_json
 from lorikeet_engine.adapter_format import values
-from tests.gateway.conftest import Gateway, chat, eventually
+from tests.gateway.conftest import Gateway, chat, eventually, serving
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer, digest_of
 
@@ -67,6 +69,33 @@ def test_who_pushed_stands_in_the_log_and_the_push_can_be_explained(trainer: Tra
     again = trainer.push(blob, wait="durable").headers["x-request-id"]
     retold = trainer.gateway.admin("GET", f"/requests/{again}").json()["stages"]
     assert all(each["ms"] >= 0 for each in retold)
+
+
+def test_pushes_stand_in_usage_reports_and_refused_ones_do_not(tmp_path: Path) -> None:
+    with serving(tmp_path, usage_flush_s=0.05) as gateway:
+        trainer, again = Trainer(gateway), 2
+        blob = trainer.blob()
+        for _ in range(again):
+            assert trainer.push(blob, wait="durable").is_success
+        assert trainer.push(blob, digest="0" * 64).status_code == 422
+
+        def row() -> dict[str, Any]:
+            reported = gateway.request("GET", "/v1/usage", gateway.keys["acme"]).json()["data"]
+            rows: list[dict[str, Any]] = [row for row in reported if row["pushes"]]
+            return rows[0] if rows else {"pushes": 0}
+
+        eventually(lambda: row()["pushes"] == again)
+        assert (row()["adapter"], row()["base_model"]) == ("acme/policy", "tiny")
+        assert (row()["pushed_bytes"], row()["requests"]) == (again * len(blob), 0)
+
+
+def test_what_a_gateway_has_counted_is_written_as_it_ends(tmp_path: Path) -> None:
+    with serving(tmp_path) as gateway:
+        trainer = Trainer(gateway)
+        assert trainer.push(trainer.blob(), wait="durable").is_success
+    store = LocalStore(tmp_path / "store")
+    (written,) = [from_json(store.get(key), key) for key in store.list(PREFIX)]
+    assert [counts.pushes for counts in written.use.values()] == [1]
 
 
 def test_a_bad_adapter_says_why_and_changes_nothing(trainer: Trainer) -> None:

@@ -15,7 +15,14 @@ from tests.gateway.test_bad_requests import error_of
 DAY_S = 86400.0
 SUPPORT = UsageAccount("acme", "tiny", "acme/support")
 SHARED = UsageAccount("globex", "tiny", "acme/support")
-NONE = {"cached_tokens": 0, "slot_s": 0.0, "loads": 0, "load_bytes": 0}
+NONE = {
+    "cached_tokens": 0,
+    "slot_s": 0.0,
+    "loads": 0,
+    "load_bytes": 0,
+    "pushes": 0,
+    "pushed_bytes": 0,
+}
 
 
 def day(ago: int = 0) -> str:

@@ -28,6 +28,7 @@ from tests.gateway.conftest import Items, chat, serving
 from tests.gateway.test_why import told
 from tests.k8s.manifests import OVERLAYS, ROOT, Manifest, of_kind, pods, problems, selects
 from tests.k8s.manifests import render as rendered
+from tests.metrics.statuses import INFO
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 RULES = HERE / "rules.yaml"
@@ -160,7 +161,7 @@ def _scraped(folder: Path) -> str:
     async def pages() -> Sequence[bytes]:
         replica = {"base_model": "tiny", "replica": "r0"}
         control = controller_metrics([], {"tiny": ReplicaCount(2, 1)}, 0.1)
-        return [render(replica_metrics(_STATUS), replica), render(control, {})]
+        return [render(replica_metrics(_STATUS, INFO), replica), render(control, {})]
 
     async def overloaded(call: Call) -> Items:
         yield Refusal("overloaded", "later")

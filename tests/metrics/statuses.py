@@ -1,8 +1,16 @@
 """What an engine might say of itself."""
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.telemetry.status import Distribution, EngineStatus, LiveStats, TierStatus
+from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.telemetry.status import (
+    Distribution,
+    EngineInfo,
+    EngineStatus,
+    LiveStats,
+    TierStatus,
+)
 
+INFO = EngineInfo(256, 512, (2,), StepCosts(), "nf4, rounded to fp8", fp8_kv=True)
 NOTHING = Distribution((0.1, 1.0), (0, 0, 0), 0.0)
 SOME = Distribution((0.1, 1.0), (1, 2, 0), 1.5)
 

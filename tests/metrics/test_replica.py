@@ -3,11 +3,11 @@
 from lorikeet.metrics.exposition import join, render
 from lorikeet.metrics.replica import replica_metrics
 from tests.metrics.scraping import Scraped, check_with_promtool
-from tests.metrics.statuses import engine_status
+from tests.metrics.statuses import INFO, engine_status
 
 
 def page_of(status) -> Scraped:
-    text = join([render(replica_metrics(status), {"base_model": "tiny", "replica": "r0"})])
+    text = join([render(replica_metrics(status, INFO), {"base_model": "tiny", "replica": "r0"})])
     check_with_promtool(text)
     return Scraped(text.decode())
 
@@ -32,6 +32,8 @@ def test_each_number_of_the_engines_is_there_under_its_name() -> None:
     assert page.total("lorikeet_kv_cache_pages", state="total") == 14
     assert page.total("lorikeet_preemptions_total") == 15
     assert page.total("lorikeet_tensor_parallel") == 2
+    rounded = {"weights": "nf4, rounded to fp8", "kv_cache": "fp8"}
+    assert page.total("lorikeet_base_model_info", base_model="tiny", **rounded) == 1
     for kind, tokens in (("prompt", 16), ("cached", 17), ("output", 18)):
         assert page.total("lorikeet_tokens_total", kind=kind) == tokens
     for name in ("seconds", "sequences", "adapters"):

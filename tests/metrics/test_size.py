@@ -25,7 +25,7 @@ from lorikeet_engine.telemetry.counters import LOAD_S
 from lorikeet_engine.telemetry.status import Distribution
 from tests.gateway.conftest import Gateway, serving
 from tests.metrics.scraping import Scraped, check_with_promtool
-from tests.metrics.statuses import engine_status
+from tests.metrics.statuses import INFO, engine_status
 
 GATEWAYS, REPLICAS, TENANTS, ADAPTERS = 2, 8, 1_000, 100_000
 CODES = {
@@ -92,7 +92,9 @@ def test_a_scrape_of_a_large_service_is_small_and_quick(
 ) -> None:
     status = engine_status(FULL, FULL)
     replicas = [
-        render(replica_metrics(status), {"base_model": "llama-3.1-8b-instruct", "replica": name})
+        render(
+            replica_metrics(status, INFO), {"base_model": "llama-3.1-8b-instruct", "replica": name}
+        )
         for name in (f"replica{n}" for n in range(REPLICAS))
     ]
 

@@ -341,6 +341,14 @@ class TestRefusals:
             os.kill(sandbox._process.pid, signal.SIGCONT)
         asyncio.run(sandbox.check(self.CALL, "start: /b/"))
 
+    @pytest.mark.parametrize(("schema", "reason"), BAD, ids=lambda value: str(value)[:20])
+    def test_the_reason_says_nothing_of_a_grammar_around_a_schema(self, sandbox, schema, reason):
+        alone = self.refused(sandbox, schema).message
+        with pytest.raises(InvalidInput) as refused:
+            asyncio.run(sandbox.check(self.CALL, f"start: a\na: %json {json.dumps(schema)}\n"))
+        assert refused.value.message == alone
+        assert reason in alone
+
     def test_a_tools_parameters_are_refused_by_their_name(self, sandbox):
         for tools in (ToolUse((), ("look",)), ToolUse(())):
             call = replace(self.CALL, tools=tools)

@@ -296,6 +296,21 @@ def test_calls_in_python_have_any_names_of_arguments_and_references(tmp_path: Pa
     assert (said, calls) == ("", [("odd", given)])
 
 
+@pytest.mark.parametrize("types", ["string", ["string", "null"], "array"])
+def test_arguments_that_are_no_object_are_refused(model: Model, types: object) -> None:
+    function = {"name": "f", "strict": True, "parameters": {"type": types}}
+    with pytest.raises(InvalidInput, match="object") as refused:
+        model.grammar(ToolUse(({"type": "function", "function": function},)))
+    assert refused.value.param == "tools"
+
+
+def test_arguments_that_may_be_more_than_an_object_are_one(model: Model) -> None:
+    function = {"name": "f", "strict": True, "parameters": {"type": ["object", "string"]}}
+    use = ToolUse(({"type": "function", "function": function},))
+    assert model.allows(written(model.syntax, ("f", {"a": 1})), use)
+    assert not model.allows(written(model.syntax, ("f", "text")), use)
+
+
 def test_a_schema_that_grows_with_its_references_is_refused(tmp_path: Path) -> None:
     many = {f"p{i}": {"$ref": "#/$defs/d"} for i in range(2000)}
     schema = {"type": "object", "properties": many, "$defs": {"d": {"enum": ["x" * 50_000]}}}

@@ -2,10 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 import httpx
 import pytest
-from ray.serve._private.http_util import convert_object_to_asgi_messages
+from ray.serve._private.http_util import (
+    convert_object_to_asgi_messages,
+    parse_disconnect_disabled_header,
+)
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -13,7 +17,12 @@ from lorikeet.serving import proxy_middleware
 from lorikeet.serving.proxy_middleware import PAUSE_S, TurnsMiddleware, middlewares
 
 
-def answer(app: ASGIApp, path: str = "/v1/models") -> httpx.Response:
+def answer(
+    app: ASGIApp,
+    path: str = "/v1/models",
+    method: str = "GET",
+    headers: Mapping[str, str] = {"x-request-id": "mine"},
+) -> httpx.Response:
     """The answer of an application in a proxy."""
     for middleware in reversed(middlewares()):
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
@@ -21,7 +30,7 @@ def answer(app: ASGIApp, path: str = "/v1/models") -> httpx.Response:
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
-            return await client.get(path, headers={"x-request-id": "mine"})
+            return await client.request(method, path, headers=headers)
 
     return asyncio.run(ask())
 
@@ -83,6 +92,19 @@ def test_serves_list_of_applications_is_hidden_and_its_health_check_is_not() -> 
     hidden = answer(serve, "/-/routes")
     assert (hidden.status_code, hidden.json()["error"]["code"]) == (404, "not_found")
     assert answer(serve, "/-/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(("method", "waits"), [("PUT", True), ("POST", False), ("GET", False)])
+def test_serve_reads_no_pushed_body_ahead(method: str, waits: bool) -> None:
+    seen = list[Headers]()
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["headers"])
+        await Response()(scope, receive, send)
+
+    theirs = {"x-request-disconnect-disabled": "?0"} if method == "PUT" else {}
+    assert answer(serve, method=method, headers=theirs).status_code == 200
+    assert parse_disconnect_disabled_header(dict(seen[0])) is waits
 
 
 Headers = list[tuple[bytes, bytes]]

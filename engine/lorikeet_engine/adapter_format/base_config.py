@@ -10,7 +10,7 @@ from lorikeet_engine.errors import ModelError
 
 # What a vision-language model's file says of the text part outside of text_config.
 _OUTSIDE = (
-    *("_name_or_path", "dtype", "eos_token_id", "quantization_config"),
+    *("_name_or_path", "compression_config", "dtype", "eos_token_id", "quantization_config"),
     *("tie_word_embeddings", "torch_dtype"),
 )
 
@@ -32,7 +32,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(folder: Path) -> Mapping[str, Any]:
     """What a folder's config.json says of the decoder. Raises ModelError."""
-    return decoder_config(read_json(folder / "config.json"))
+    raw = read_json(folder / "config.json")
+    # ModelOpt wrote first this file alone, and later quantization_config, too
+    alone = folder / "hf_quant_config.json"
+    if raw.get("quantization_config") is None and alone.exists():
+        said = read_json(alone).get("quantization")
+        said = said if isinstance(said, Mapping) else {}
+        raw["quantization_config"] = {"quant_method": "modelopt", **said}
+    return decoder_config(raw)
 
 
 def is_vision_language(raw: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from lorikeet_engine.adapter_format.base_config import refusal
 from lorikeet_engine.errors import ModelError
 
 _FIELD = "quantization_config"
+_METHODS = "fp8, compressed-tensors or modelopt (FP8), bitsandbytes (NF4), or awq or gptq of 4 bits"
 
 
 class Quantization(StrEnum):
@@ -25,14 +26,13 @@ class QuantizedLinears:
     """How a checkpoint stores its linears.
 
     group: inputs that share a scale, of AWQ and GPTQ; 0: all of them. zeros_less_one: GPTQ's first
-    version stores zero points so. scales: FP8's, the name of their tensor beside "weight". block:
-    rows and columns that share one of them; None: each row has one, or the matrix.
+    version stores zero points so. block: rows and columns that share a scale, of FP8; None: each
+    row has one, or the matrix.
     """
 
     format: Quantization
     group: int = 0
     zeros_less_one: bool = False
-    scales: str = ""
     block: tuple[int, int] | None = None
 
 
@@ -41,65 +41,86 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
 
     Raises ModelError, whose `field` is the key at fault, for what is not supported.
     """
-    config = raw.get(_FIELD)
+    # up to 0.5 compressed-tensors had a name of its own for it
+    config = raw.get(_FIELD) or raw.get("compression_config")
     if config is None:
         return None
     if not isinstance(config, Mapping):
         raise _refusal("quant_method", config, "an object")
-    method = config.get("quant_method")
-    if method == "bitsandbytes":
-        _require(config, "load_in_4bit", True)
-        _require(config, "bnb_4bit_quant_type", "nf4")
-        return QuantizedLinears(Quantization.NF4)
-    if method == "fp8":
-        return _fp8(config)
-    if method == "compressed-tensors":
-        return _compressed_tensors(config)
-    if method not in ("awq", "gptq"):
-        raise _refusal(
-            "quant_method",
-            method,
-            "fp8, compressed-tensors (FP8), bitsandbytes (NF4), or awq or gptq of 4 bits",
-        )
-    _require(config, "bits", 4)
-    group = _group(config)
-    if method == "awq":
-        _require(config, "version", "gemm")
-        _require(config, "zero_point", True)
-        return QuantizedLinears(Quantization.AWQ, group)
-    kind = config.get("checkpoint_format", "gptq")
-    if kind not in ("gptq", "gptq_v2"):
-        raise _refusal("checkpoint_format", kind, "gptq or gptq_v2")
-    return QuantizedLinears(Quantization.GPTQ, group, zeros_less_one=kind == "gptq")
+    match config.get("quant_method"):
+        case "bitsandbytes":
+            _require(config, "load_in_4bit", True)
+            _require(config, "bnb_4bit_quant_type", "nf4")
+            _require(config, "bnb_4bit_quant_storage", "uint8", absent="uint8")
+            return QuantizedLinears(Quantization.NF4)
+        case "fp8":
+            return _fp8(config)
+        case "modelopt" | "compressed-tensors" if _has_kv_scales_alone(config):
+            return None
+        case "modelopt":
+            _require(config, "quant_algo", "fp8", "fp8_per_channel_per_token")
+            return QuantizedLinears(Quantization.FP8)
+        case "compressed-tensors":
+            return _compressed_tensors(config)
+        case "awq":
+            group = _group_of_4_bits(config)
+            _require(config, "version", "gemm")
+            _require(config, "zero_point", True)
+            return QuantizedLinears(Quantization.AWQ, group)
+        case "gptq":
+            group = _group_of_4_bits(config)
+            _require(config, "checkpoint_format", "gptq", "gptq_v2", absent="gptq")
+            less_one = config.get("checkpoint_format") != "gptq_v2"
+            return QuantizedLinears(Quantization.GPTQ, group, zeros_less_one=less_one)
+        case other:
+            raise _refusal("quant_method", other, _METHODS)
 
 
 def _fp8(config: Mapping[str, Any]) -> QuantizedLinears:
-    """DeepSeek's blocks (transformers' FineGrainedFP8Config), or AutoFP8's scale of a matrix."""
+    """DeepSeek's blocks (transformers' FineGrainedFP8Config), or one scale of a matrix."""
     _require(config, "fmt", "e4m3", absent="e4m3")
     if config.get("weight_block_size") is None:
-        return QuantizedLinears(Quantization.FP8, scales="weight_scale")
-    block = _block(config, "weight_block_size")
-    return QuantizedLinears(Quantization.FP8, scales="weight_scale_inv", block=block)
+        return QuantizedLinears(Quantization.FP8)
+    return QuantizedLinears(Quantization.FP8, block=_block(config, "weight_block_size"))
+
+
+def _has_kv_scales_alone(config: Mapping[str, Any]) -> bool:
+    """Whether a config says of keys and values how they may be rounded, and of no linear."""
+    return not _object(config, "config_groups") and bool(config.get("kv_cache_scheme"))
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
-    """Schemes FP8, FP8_DYNAMIC and FP8_BLOCK, one of them for all that is quantised."""
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise _refusal("config_groups", groups, "one group, of FP8")
-    (group,) = groups.values()
+    """Schemes FP8, FP8_DYNAMIC and FP8_BLOCK. Which linears are left out, the tensors say."""
+    sparse = _object(config, "sparsity_config").get("format", "dense")
+    if sparse != "dense":
+        raise _refusal("sparsity_config.format", sparse, "dense")
+    if online := _online_transforms(_object(config, "transform_config")):
+        raise _refusal("transform_config", online, "rotations that are merged into weights")
+    groups = _object(config, "config_groups")
+    kinds = {_scheme(f"config_groups.{name}", groups[name]) for name in groups}
+    if len(kinds) != 1:
+        raise _refusal("config_groups", [*groups], "FP8, with or without blocks in all of them")
+    return kinds.pop()
+
+
+def _online_transforms(config: Mapping[str, Any]) -> list[str]:
+    """What QuIP or SpinQuant rotate while a model computes, beside what is merged into weights."""
+    schemes = _object(config, "config_groups").values()
+    places = [each["location"] for scheme in schemes for each in scheme["apply"]]
+    return [place for place in places if place not in ("weight_input", "weight_output")]
+
+
+def _scheme(name: str, group: Any) -> QuantizedLinears:
     for part in ("weights", "input_activations"):
         found = (group.get(part) if isinstance(group, Mapping) else None) or {}
         if (found.get("num_bits"), found.get("type")) != (8, "float"):
-            raise _refusal(f"config_groups.{part}", found, "floats of 8 bits")
+            raise _refusal(f"{name}.{part}", found, "floats of 8 bits")
     weights = group["weights"]
     _require(weights, "symmetric", True, absent=True)
-    if weights.get("strategy") == "block":
-        block = _block(weights, "block_structure")
-        return QuantizedLinears(Quantization.FP8, scales="weight_scale", block=block)
-    if weights.get("strategy") not in ("channel", "tensor"):
-        raise _refusal("strategy", weights.get("strategy"), "channel, tensor or block")
-    return QuantizedLinears(Quantization.FP8, scales="weight_scale")
+    _require(weights, "strategy", "channel", "tensor", "block")
+    if weights["strategy"] == "block":
+        return QuantizedLinears(Quantization.FP8, block=_block(weights, "block_structure"))
+    return QuantizedLinears(Quantization.FP8)
 
 
 def _block(config: Mapping[str, Any], key: str) -> tuple[int, int]:
@@ -125,7 +146,10 @@ def is_nf4(quantization: str | None) -> bool:
     return quantization is not None and Quantization.NF4.value in quantization
 
 
-def _group(config: Mapping[str, Any]) -> int:
+def _group_of_4_bits(config: Mapping[str, Any]) -> int:
+    """The group of AWQ's or GPTQ's integers."""
+    _require(config, "bits", 4)
+    _require(config, "rotation", None)  # GPTQModel then rotates what goes into down in serving
     group = config.get("group_size")
     if group == -1:
         return 0
@@ -134,11 +158,19 @@ def _group(config: Mapping[str, Any]) -> int:
     return group
 
 
-def _require(config: Mapping[str, Any], key: str, want: object, absent: object = None) -> None:
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object of the config's, empty where it is null or not there."""
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise _refusal(key, value, "an object")
+    return value
+
+
+def _require(config: Mapping[str, Any], key: str, *wanted: object, absent: object = None) -> None:
     """Refuse a value that is another; absent: what it is where the config does not say."""
     value = config.get(key, absent)
-    if (value.lower() if isinstance(value, str) else value) != want:
-        raise _refusal(key, value, repr(want))
+    if (value.lower() if isinstance(value, str) else value) not in wanted:
+        raise _refusal(key, value, " or ".join(map(repr, wanted)))
 
 
 def _refusal(key: str, value: object, want: str) -> ModelError:

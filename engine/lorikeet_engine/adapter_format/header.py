@@ -81,7 +81,12 @@ def parse_header(
     limits: HeaderLimits = BLOB_LIMITS,
 ) -> BlobHeader:
     """Parse what a file of this size and name begins with, as `read_header` does."""
-    length = int.from_bytes(file.read(8), "little")
+    begin = file.read(8)
+    length = int.from_bytes(begin, "little")
+    if begin == b"version ":  # https://git-lfs.github.com/spec/v1
+        raise _bad(
+            f"{name} is a note that Git LFS has left in its place: get it with `git lfs pull`"
+        )
     if file_bytes < 10 or length > file_bytes - 8:
         raise _bad(
             f"{name} has {file_bytes} bytes and its header claims {length}: not a safetensors "

@@ -64,10 +64,6 @@ class LinearLora:
     gathers: bool
     experts: int = 1
 
-    def of_expert(self, expert: int) -> tuple[TensorSpan, TensorSpan]:
-        """A [rank, d_in] and B [d_out, rank] of one expert, from 0 on."""
-        return _of_expert(self.a, expert), _of_expert(self.b, expert)
-
     def matrix(self, side: str) -> str:
         """What errors call one of its matrices; side: A or B."""
         return f"{self.name}.lora_{side}"
@@ -258,15 +254,6 @@ def _check_experts(
                 "the adapter was trained for another base model",
                 field=module,
             )
-
-
-def _of_expert(span: TensorSpan, expert: int) -> TensorSpan:
-    if len(span.shape) == 2:
-        return span
-    number = expert if span.shape[0] > 1 else 0
-    each = (span.end - span.begin) // span.shape[0]
-    begin = span.begin + number * each
-    return TensorSpan(span.dtype, span.shape[1:], begin, begin + each)
 
 
 def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:

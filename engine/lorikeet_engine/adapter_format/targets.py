@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from lorikeet_engine.adapter_format.experts.names import PARAMETER, configured_names
+from lorikeet_engine.adapter_format.experts.names import PARAMETER, ConfiguredNames
 from lorikeet_engine.adapter_format.expressions import MAX_EXPRESSIONS, Expressions, bad_config
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
 from lorikeet_engine.adapter_format.tensor_names import (
@@ -40,7 +40,8 @@ def check_targets(raw: Mapping[str, Any], modules: Sequence[str], run: Expressio
     last = max(located.values(), default=0)
     layers = range(min(last + 1, _MAX_LAYERS))
     paths = [linear.path(layer) for layer in layers for linear in linears]
-    expected = {name for path in paths for name in configured_names(path, modules)}
+    configured = ConfiguredNames(modules)
+    expected = {name for path in paths for name in configured.of(path)}
     expected |= {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
     given = set(modules)
     every = {place + m.removeprefix("model.") if m != HEAD.module else m for m in expected} | given

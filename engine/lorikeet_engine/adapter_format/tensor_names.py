@@ -148,7 +148,7 @@ def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
     for index, linear in enumerate(linears):
         if match and match[2] == linear.module:
             return int(match[1]), index
-    names = ", ".join(linear.name for linear in linears)
+    names = ", ".join(linear.module.partition(".")[2] for linear in linears)
     raise AdapterRejected(
         f"module {module} cannot be adapted: want {names} of a decoder layer, {HEAD.name} or "
         f"{EMBEDDINGS.name}",

@@ -33,7 +33,7 @@ _LINEARS = {
 }
 _ELSEWHERE = {
     **dict.fromkeys(range(8, 13), "cross-attention, which the Llama family has not"),
-    **dict.fromkeys(range(13, 18), "experts or their router, which are not served yet"),
+    **dict.fromkeys(range(13, 18), "experts or their router, taken in PEFT's forms alone"),
 }
 
 
@@ -93,12 +93,13 @@ def _linears(
             "made for another base model, or is damaged",
             PAIR[1],
         )
-    names = {linear.name: index for index, linear in enumerate(shape.linears)}
+    linears = enumerate(shape.linears)
+    names = {linear.name: index for index, linear in linears if not linear.of_experts}
     if not names.keys() >= set(_LINEARS[kind]):
         raise _bad(f"row {row} has the module id {kind}: not of this base model", PAIR[1])
-    linears = [names[name] for name in _LINEARS[kind]]
-    d_in = shape.dims(linears[0])[0]
-    widths = [shape.dims(linear)[1] for linear in linears]
+    found = [names[name] for name in _LINEARS[kind]]
+    d_in = shape.dims(found[0])[0]
+    widths = [shape.dims(linear)[1] for linear in found]
     a_end, end = rank * d_in, rank * (d_in + sum(widths))
     if end > len(values) or values[end:].view(np.uint8).any():
         raise _bad(
@@ -109,7 +110,7 @@ def _linears(
     a = values[:a_end].reshape(rank, d_in)
     b = values[a_end:end].reshape(sum(widths), rank)
     cuts = np.cumsum(widths)[:-1]
-    for linear, part in zip(linears, np.split(b, cuts), strict=True):
+    for linear, part in zip(found, np.split(b, cuts), strict=True):
         yield shape.linears[linear].path(layer), a, part
 
 

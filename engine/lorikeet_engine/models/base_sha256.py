@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape, read_config
-from lorikeet_engine.models.checkpoint import DTYPES
-from lorikeet_engine.models.stored_tensors import find_tensors
+from lorikeet_engine.models.stored_tensors import DTYPES, find_tensors
 
 _HASHED_BYTES = 16 << 20
 

@@ -4,7 +4,6 @@ Linears of 4 bits are brought to their exact values on the way, those of FP8 sta
 asked for, linears are rounded to another format, one after the other.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -19,15 +18,18 @@ from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_weight
 from lorikeet_engine.kernels.lora.linear import Weight
 from lorikeet_engine.models.cut import Cut, stack
-from lorikeet_engine.models.staging import Span, Staging, read_bytes
-from lorikeet_engine.models.stored_tensors import StoredTensor, find_tensors
+from lorikeet_engine.models.staging import Span, Staging
+from lorikeet_engine.models.stored_tensors import (
+    DTYPES,
+    PART_DTYPES,
+    StoredTensor,
+    find_tensors,
+    instead_of,
+)
 from lorikeet_engine.models.weight_formats import weight_format
 from lorikeet_engine.models.weight_formats.fp8 import UNUSED, Fp8
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from lorikeet_engine.parallel.shard import WHOLE, Shard
-
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PART_DTYPES = {**DTYPES, "F8_E4M3": fp8.DTYPE, "U8": torch.uint8, "I32": torch.int32}
 
 
 class Checkpoint:
@@ -52,7 +54,8 @@ class Checkpoint:
         """Read the files' headers. quantized: how linears are stored, if they are.
 
         rounding: what read_linear rounds to, NF4 or FP8. Raises ModelError, whose `field` names
-        the file at fault, or weight_dtype where it rounds to NF4 what is quantised.
+        the file at fault, weight_dtype where it rounds to NF4 what is quantised, or config.json's
+        quantization_config where no linear is stored so.
         """
         if quantized is not None and rounding is Quantization.NF4:
             raise ModelError(
@@ -66,8 +69,8 @@ class Checkpoint:
         self.shard = shard
         self.nbytes = 0
         self.rounding = rounding
-        self._weight_format = weight_format(quantized) if quantized else None
         self._stored = find_tensors(folder)
+        self._weight_format = weight_format(quantized, self._stored) if quantized else None
         self._unread = set(self._stored)
         self._staging = None if device.type == "meta" else Staging(device)
         self._to_raise: list[torch.Tensor] = []
@@ -112,7 +115,7 @@ class Checkpoint:
         """
         stored, rounding = self._weight_format, self.rounding
         weight: Weight
-        if isinstance(stored, Fp8) and all(stored.holds(name, self._stored) for name in names):
+        if isinstance(stored, Fp8) and all(map(self._is_quantized, names)):
             whole_rows = stored.stored.block is None
             weight = (
                 self._read_fp8(names, cuts, stored) if whole_rows else self._to_fp8(names, cuts)
@@ -148,32 +151,29 @@ class Checkpoint:
         """
         stored = self._find(name, shape, (dtype,))
         if self._staging is None:
-            return torch.empty(shape, dtype=_PART_DTYPES[dtype], device=self.device)
-        return _values(stored).to(self.device)
+            return torch.empty(shape, dtype=PART_DTYPES[dtype], device=self.device)
+        return stored.values().to(self.device)
 
     def scales(self, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
-        """A stored tensor of floats that has one of these shapes, in float32. Raises ModelError."""
+        """A stored tensor of floats that has one of these shapes. Raises ModelError."""
         stored = self._stored.get(name)
         found = stored is not None and stored.shape in shapes
         stored = self._find(name, stored.shape if stored and found else shapes[0], tuple(DTYPES))
-        return self.part(name, stored.dtype, *stored.shape).float()
+        return self.part(name, stored.dtype, *stored.shape)
 
-    def scalar(self, name: str) -> float | None:
-        """The value of a tensor of one number, also on the meta device; None if it is not there.
+    def floats(self, name: str) -> torch.Tensor:
+        """The values of a small tensor of floats, on the CPU also of the meta device.
 
-        Raises ModelError, whose `field` is the name, for a tensor of more numbers or no floats.
+        Raises ModelError, whose `field` is the name.
         """
         stored = self._stored.get(name)
-        if stored is None:
-            return None
-        self._find(name, stored.shape if math.prod(stored.shape) == 1 else (1,), tuple(DTYPES))
-        return float(_values(stored))
+        return self._find(name, stored.shape if stored else (), tuple(DTYPES)).values().float()
 
     def stored_bytes(self, name: str) -> bytes:
         """The bytes of a small tensor, also on the meta device. Raises ModelError."""
         stored = self._stored.get(name)
         stored = self._find(name, stored.shape if stored else (), ("U8",))
-        return bytes(_values(stored).numpy())
+        return bytes(stored.values().numpy())
 
     def check_all_read(self, ignored: Sequence[str] = ()) -> None:
         """Raise ModelError when a tensor was left over that the model does not know."""
@@ -198,7 +198,7 @@ class Checkpoint:
         if path == name or f"{path}.qweight" not in self._stored:
             return False
         stored = self._stored[name]
-        return stored.dtype in DTYPES and not bool(_values(stored).any())
+        return stored.dtype in DTYPES and not bool(stored.values().any())
 
     def __enter__(self) -> Self:
         return self
@@ -249,32 +249,40 @@ class Checkpoint:
 
     def _read_into(self, name: str, out: torch.Tensor, cut: Cut | None = None) -> None:
         cut = cut or Cut.whole(*out.shape)
-        linears = self._weight_format
-        if linears is not None and linears.holds(name, self._stored):
+        if self._weight_format is not None and self._is_quantized(name):
             d_out, d_in = cut.shape
-            out.copy_(cut.of(linears.dequantize(name, d_out, d_in, self)))
+            out.copy_(cut.of(self._weight_format.dequantize(name, d_out, d_in, self)))
             return
         self._copy(name, out, tuple(DTYPES), cut)
 
     def _copy(self, name: str, out: torch.Tensor, dtypes: Sequence[str], cut: Cut) -> None:
         stored = self._find(name, cut.shape, dtypes)
         if self._staging is not None:
-            span = Span.of(stored.file, stored.begin, _PART_DTYPES[stored.dtype], cut)
+            span = Span.of(stored.file, stored.begin, PART_DTYPES[stored.dtype], cut)
             self._staging.copy(span, out)
 
     def _find(self, name: str, shape: Sequence[int], dtypes: Sequence[str]) -> StoredTensor:
         stored = self._stored.get(name)
         if stored is None:
-            raise ModelError(f"{self.folder}: tensor {name} is missing", field=name)
-        if stored.shape != tuple(shape) or stored.dtype not in dtypes:
-            other = "; or take a copy that is not quantised" if stored.dtype[:2] == "F8" else ""
-            raise ModelError(
-                f"{self.folder}: tensor {name} is {stored.dtype} {list(stored.shape)}: "
-                f"want {list(shape)} in one of {', '.join(dtypes)}{other}",
-                field=name,
-            )
-        self._unread.discard(name)
-        return stored
+            found = f"missing{instead_of(name, self._stored)}"
+        elif stored.shape != tuple(shape) or stored.dtype not in dtypes:
+            found = f"{stored.dtype} {list(stored.shape)}"
+            if stored.dtype[:2] == "F8" and self._weight_format is None:
+                found += ", which config.json does not speak of"
+            elif stored.dtype[:2] == "F8" and not self._is_quantized(name):
+                found += " and has no scales beside it"
+            found += f": want {list(shape)} in one of {', '.join(dtypes)}"
+            if self._weight_format is not None or stored.dtype not in DTYPES:
+                found += "; or take a copy that is not quantised"
+        else:
+            self._unread.discard(name)
+            return stored
+        raise ModelError(f"{self.folder}: tensor {name} is {found}", field=name)
+
+    def _is_quantized(self, name: str) -> bool:
+        """Whether a linear's weight is stored in the format that config.json names."""
+        marks = self._weight_format.marks if self._weight_format is not None else ()
+        return any(name.removesuffix(".weight") + mark in self._stored for mark in marks)
 
 
 def check_room(folder: Path, needed: int, device: torch.device, *, is_fp8: bool) -> None:
@@ -286,10 +294,3 @@ def check_room(folder: Path, needed: int, device: torch.device, *, is_fp8: bool)
             f"free on {device}: want a smaller model, {'' if is_fp8 else 'weight_dtype=fp8, '}or a "
             "larger device"
         )
-
-
-def _values(stored: StoredTensor) -> torch.Tensor:
-    # not by safe_open, which parses the whole header: 4 ms where that has 5,000 experts' tensors
-    values = torch.empty(stored.shape, dtype=_PART_DTYPES[stored.dtype])
-    read_bytes(stored.file, stored.begin, values.view(-1).view(torch.uint8))
-    return values

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # how often to look whether a follower stands still
 _STOPPED_S = 3.0  # a debugger or a snapshot may stop one for a moment
+_FAILED = 1  # the status of a follower that ended by an error of its own
+_TELL_S = 0.5  # how long this process has then to meet the same error, and to tell of it
 _END_S = 2.0  # how long a follower may take to end when it is told to
 
 
@@ -157,8 +159,7 @@ class Followers:
                 try:
                     report: CopyReport = reports.recv()
                 except (EOFError, OSError):
-                    if not self._closing.is_set():
-                        self._on_lost(rank, f"it ended with status {self._status(rank)}")
+                    self._ended(rank)
                     return
                 self._copied(report)
             for rank, process in enumerate(self._processes, 1):
@@ -170,6 +171,11 @@ class Followers:
                 ):
                     self._on_lost(rank, "it was stopped and does not go on")
                     return
+
+    def _ended(self, rank: int) -> None:
+        status = self._status(rank)
+        if not self._closing.wait(_TELL_S if status == _FAILED else 0.0):
+            self._on_lost(rank, f"it ended with status {status}")
 
     def _copied(self, report: CopyReport) -> None:
         copies = self._copies[report.copy]

@@ -62,7 +62,8 @@ class Shard:
     def ranges(self, shape: BaseShape) -> tuple[ShardRange, ...]:
         """What is kept of each of the shape's modules.
 
-        Raises SettingsError when the base model cannot be cut so.
+        Raises SettingsError, whose `field` is tensor_parallel, when the base model cannot be cut
+        so.
         """
         return tuple(self._range(linear, shape) for linear in shape.modules)
 
@@ -114,7 +115,8 @@ class Shard:
         elif count % self.world:
             raise SettingsError(
                 f"{shape.key(width)}={count} cannot be shared evenly by {self.world} "
-                "processes: choose a number of GPUs that divides it"
+                "processes: choose a number of GPUs that divides it",
+                field="tensor_parallel",
             )
         return range(first * each, last * each)
 

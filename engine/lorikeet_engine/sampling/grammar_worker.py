@@ -1,5 +1,6 @@
 """Work on grammars, which may take long: on a thread of its own, in turns of the tenants."""
 
+import math
 import os
 import sys
 import threading
@@ -177,8 +178,8 @@ class GrammarWorker(Generic[Result]):
 def _refusal(reason: str, free_s: float) -> EngineOverloaded:
     retry_after_s = max(_MIN_RETRY_AFTER_S, free_s)
     return EngineOverloaded(
-        f"{reason} of this tenant: send the request again in {retry_after_s:.0f} s, or use fewer "
-        "or smaller schemas at once",
+        f"{reason} of this tenant: send the request again in {math.ceil(retry_after_s)} s, or use "
+        "fewer or smaller schemas at once",
         retry_after_s=retry_after_s,
         code="rate_limit_exceeded",
     )

@@ -1,5 +1,6 @@
 """How long requests may wait: for their turn, and for their adapter."""
 
+import math
 import threading
 import time
 import weakref
@@ -122,9 +123,11 @@ class Deadlines:
 
 def _overloaded(params: SchedulingParams, wait_s: float) -> EngineOverloaded:
     assert params.max_queue_s is not None
-    retry_after_s = max(_MIN_RETRY_AFTER_S, wait_s - params.max_queue_s)
+    # All that may wait no longer than this one has begun or failed after as long.
+    wait_s = min(wait_s - params.max_queue_s, params.max_queue_s)
+    retry_after_s = max(_MIN_RETRY_AFTER_S, wait_s)
     return EngineOverloaded(
         f"this replica cannot begin the request within the {params.max_queue_s:g} s that it may "
-        f"wait: send it again in {retry_after_s:.0f} s",
+        f"wait: send it again in {math.ceil(retry_after_s)} s",
         retry_after_s=retry_after_s,
     )

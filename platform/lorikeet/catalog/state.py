@@ -105,7 +105,9 @@ class CatalogState:
                 return record.ref(version)
         shown = model if len(model) <= 200 else model[:197] + "..."
         raise UnknownModel(
-            f"The model {shown!r} does not exist or you do not have access to it.", param="model"
+            f"The model {shown!r} does not exist or you do not have access to it. GET /v1/models "
+            "lists yours.",
+            param="model",
         )
 
     def version_of(self, ref: AdapterRef) -> VersionRecord:
@@ -176,7 +178,8 @@ class CatalogState:
         """One key, revoked or not. Raises UnknownKey."""
         record = self._partition(partition_of(key_id)).keys.get(key_id)
         if record is None:
-            raise UnknownKey(f"There is no key {key_id!r}.", param="id")
+            problem = f"There is no key {key_id!r}: `lorikeet keys list` shows their ids."
+            raise UnknownKey(problem, param="id")
         return record
 
     def keys(self, tenant: str | None = None) -> tuple[KeyRecord, ...]:

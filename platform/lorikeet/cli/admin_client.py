@@ -84,6 +84,11 @@ class AdminClient:
                 timeout=httpx.Timeout(_ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            if "SSL" in str(error):
+                raise ServerUnavailable(
+                    f"no TLS with {self.address}: {error}: give its address with http://, or"
+                    " SSL_CERT_FILE with the authority that its certificate is of"
+                ) from error
             raise ServerUnavailable(
                 f"nothing answers at {self.address}: start the service, or give its address"
                 " with --server or LORIKEET_SERVER"
@@ -123,7 +128,7 @@ class AdminClient:
     def _failure(self, problem: Mapping[str, Any]) -> LorikeetError:
         code, message = problem.get("code"), str(problem.get("message"))
         if code == NotFound.code and message.startswith(f"there is no {_PREFIX}"):
-            message += f": is {self.address} the admin listener?"
+            message = f"there is no admin API here: is {self.address} the admin listener?"
         kind = Conflict if code == Conflict.code else LorikeetError
         failure = kind(message, param=problem.get("param"))
         failure.code = str(code)

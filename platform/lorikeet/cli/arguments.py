@@ -168,6 +168,12 @@ AsOf = Annotated[
     ),
 ]
 
+Expires = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_duration, metavar="DURATION", help="Until 90s, 15m, 2h or 90d from now."
+    ),
+]
 Adapter = Annotated[
     AdapterName, typer.Argument(parser=parse_adapter, metavar="TENANT/NAME", show_default=False)
 ]

@@ -1,6 +1,7 @@
 """What the commands print: tables for people, JSON for programs, errors on stderr."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -16,7 +17,8 @@ from rich.text import Text
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 
 NOTHING = "–"
-_SHORT = 20  # characters, as many as a key's id has; a column of no more is never wrapped
+_SHORT = 16  # characters; a column of no more is never wrapped
+_WORD = 32  # characters; one of no more, such as a key's id, is never cut in two
 
 
 def print_json(value: object) -> None:
@@ -63,12 +65,16 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty:
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     console, width = Console(highlight=False), 2 * len(columns)  # of what is between columns
+    whole = width
     for index, name in enumerate(columns):
-        longest = max(len(row[index]) for row in filled)
-        least = min(_SHORT, max(longest, len(name.removeprefix("#"))))
+        cells = [name.removeprefix("#"), *(row[index] for row in filled)]
+        longest = max(map(len, cells))
+        words = (len(word) for cell in cells for word in cell.split())
+        least = max([min(_SHORT, longest), *(word for word in words if word <= _WORD)])
         width += least
+        whole += longest
         table.add_column(
-            name.removeprefix("#"),
+            cells[0],
             justify="right" if name.startswith("#") else "left",
             no_wrap=longest <= _SHORT,
             min_width=least,
@@ -78,7 +84,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty:
     for row in filled:
         table.add_row(*map(Text, row))  # Text: a name is never markup
     # Too narrow a terminal wraps lines itself: a number that is cut would look like another.
-    console.width = max(console.width, width)
+    # What is read by no person is not wrapped at all.
+    wrapped = console.is_terminal or "COLUMNS" in os.environ
+    console.width = max(console.width, width if wrapped else whole)
     console.print(table)
 
 

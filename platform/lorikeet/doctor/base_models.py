@@ -9,35 +9,46 @@ from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet_engine.adapter_format import FAMILIES, BaseShape, quantized_linears, read_config
-from lorikeet_engine.errors import ModelError
+from lorikeet_engine.errors import EngineError, ModelError
 
 if TYPE_CHECKING:
     from lorikeet_engine.settings import EngineSettings
 
 _POINTER = b"version https://git-lfs"
+_TENSOR_PARALLEL = "tensor_parallel"
+_OTHER_COPY = "choose a copy that is not quantised, or in FP8, or in NF4, AWQ or GPTQ of 4 bits"
 
 
 def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
     """Each folder: config, weights, tokenizer, chat template."""
     for name, folder in planned.settings.base_models.items():
         check, plan = f"base model {name}", planned.plans.get(name)
-        if isinstance(plan, ModelError):
+        if isinstance(plan, EngineError) and is_of_base_model(plan):
             yield problem(check, plan.message, _fix(folder, str(plan.fields.get("field"))))
         elif plan is not None:
             yield _check_dtype(check, folder, planned.engine_settings(name))
             if planned.device == "cuda":
                 yield from _check_attention(check, folder, planned.engine_settings(name))
+                if planned.serves_fp8(name):
+                    yield from _check_fp8(check, planned.engine_settings(name))
         if folder.is_dir():
             yield _check_text(check, folder)
 
 
+def is_of_base_model(error: EngineError) -> bool:
+    """Whether its folder is at fault, or how it is to be served, rather than memory for it."""
+    return isinstance(error, ModelError) or error.fields.get("field") == _TENSOR_PARALLEL
+
+
 def _fix(folder: Path, fault: str) -> str:
-    """fault: the config key, file or tensor."""
+    """fault: the config key, file or tensor, or a setting."""
     download = f"`hf download ORGANISATION/NAME --local-dir {folder}`"
     if not folder.is_dir():
         return f"correct the folder in LORIKEET_BASE_MODELS, or {download}"
     if fault == "max_context":
         return "lower LORIKEET_MAX_CONTEXT, or unset it"
+    if fault == _TENSOR_PARALLEL:
+        return "LORIKEET_TENSOR_PARALLEL=1 for it, or another number of GPUs"
     if fault == "weight_dtype":
         return "LORIKEET_WEIGHT_DTYPE=auto for it, or a folder with floats"
     if fault.endswith(".safetensors") and _is_pointer(folder / fault):
@@ -47,16 +58,24 @@ def _fix(folder: Path, fault: str) -> str:
     if fault == "quantization_config":  # of experts
         return "choose a copy that is not quantised, or in FP8"
     if fault.startswith("quantization_config"):
-        return "choose a copy that is not quantised, or in FP8, or in NF4, AWQ or GPTQ of 4 bits"
+        return _OTHER_COPY
     if fault.startswith("rope_"):
         return (
             "choose a model without it; where it was added for long prompts, take "
             f"{fault.partition('.')[0]} out of config.json, or write YaRN's"
         )
     if "." in fault:  # a file or a tensor, and not a key of config.json
-        return f"the folder is not whole: {download}"
+        other = f"; or {_OTHER_COPY}" if _is_quantised(folder) else ""
+        return f"the folder is not whole: {download}{other}"
     *names, last = (family.name for family in FAMILIES.values())
     return f"choose a model of a family that is served: {', '.join(names)} or {last}"
+
+
+def _is_quantised(folder: Path) -> bool:
+    try:
+        return quantized_linears(read_config(folder)) is not None
+    except ModelError:
+        return False
 
 
 def _is_pointer(file: Path) -> bool:
@@ -87,6 +106,13 @@ def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iter
         wide = served.torch_dtype.itemsize > 2
         fix = "LORIKEET_DTYPE=bfloat16" if wide else "choose a model with such heads"
         yield warning(check, f"{reason}: the more requests run, the longer each waits", fix)
+
+
+def _check_fp8(check: str, served: "EngineSettings") -> Iterator[Finding]:
+    """Whether GPUs have products of FP8 weights for the dtype."""
+    if served.dtype != "bfloat16":
+        found = f"its linears are served in FP8, which wants bfloat16 and not {served.dtype}"
+        yield problem(check, found, "LORIKEET_DTYPE=bfloat16")
 
 
 def _check_text(check: str, folder: Path) -> Finding:

@@ -2,7 +2,7 @@
 
 import importlib.util
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from lorikeet.doctor.cuda import Cuda, Version
@@ -36,18 +36,9 @@ def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
             "LORIKEET_DTYPE=float16",
         )
     without_fp8 = [gpu.name for gpu in planned.cuda.gpus if gpu.capability < _FIRST_WITH_FP8]
-    settings = planned.settings
-    asked: dict[str, Mapping[str, str]] = {
-        "LORIKEET_KV_DTYPE": settings.kv_dtype,
-        "LORIKEET_WEIGHT_DTYPE": settings.weight_dtype,
-    }
-    for variable, by_model in asked.items():
-        if without_fp8 and "fp8" in by_model.values():
-            yield problem(
-                "gpus",
-                f"{without_fp8[0]} is older than Ada and Hopper and has no FP8",
-                f"{variable}=auto",
-            )
+    if without_fp8:
+        found = f"{without_fp8[0]} is older than Ada and Hopper and has no FP8"
+        yield from (problem("gpus", found, fix) for fix in _instead_of_fp8(planned))
 
 
 def check_kernels(planned: PlannedStart) -> Iterator[Finding]:
@@ -136,6 +127,17 @@ def _check_count(planned: PlannedStart) -> Iterator[Finding]:
             "go through the host and take several times as long",
             "GPUs joined by NVLink, or LORIKEET_TENSOR_PARALLEL=1 where the model fits one",
         )
+
+
+def _instead_of_fp8(planned: PlannedStart) -> Iterator[str]:
+    """What to do about each thing that wants FP8."""
+    settings = planned.settings
+    if "fp8" in settings.kv_dtype.values():
+        yield "LORIKEET_KV_DTYPE=auto"
+    if "fp8" in settings.weight_dtype.values():
+        yield "LORIKEET_WEIGHT_DTYPE=auto"
+    for name in filter(planned.stored_in_fp8, settings.base_models):
+        yield f"for {name} choose a copy that is not in FP8"
 
 
 def _fix(gpus: int, for_one_of_each: int) -> str:

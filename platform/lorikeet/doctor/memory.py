@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lorikeet.doctor.base_models import is_of_base_model
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.sizes import show_size
-from lorikeet_engine.errors import EngineError, ModelError
+from lorikeet_engine.errors import EngineError
 
 if TYPE_CHECKING:
     from lorikeet_engine.execution.memory_plan import MemoryPlan
@@ -29,8 +30,8 @@ def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
         check = f"memory of {name}"
         if not isinstance(plan, EngineError):
             yield _judge(check, plan, planned.device, planned.settings.tensor_parallel[name])
-        elif not isinstance(plan, ModelError):  # which the base models' check tells
-            yield problem(check, plan.message, _fix(planned.device))
+        elif not is_of_base_model(plan):  # their check tells of these
+            yield problem(check, plan.message, _fix(planned, name))
 
 
 def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) -> Finding:
@@ -53,12 +54,15 @@ def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) ->
     return ok(check, found)
 
 
-def _fix(device: str) -> str:
-    larger = "a GPU with more memory" if device == "cuda" else "a machine with more memory"
+def _fix(planned: PlannedStart, name: str) -> str:
+    gpu = planned.device == "cuda"
     return (
         "give adapters and KV shares (LORIKEET_ADAPTER_GPU_MEMORY=10%, "
         "LORIKEET_KV_CACHE_MEMORY=90%), lower LORIKEET_MAX_CONTEXT or LORIKEET_MAX_BATCH_TOKENS, "
-        f"set LORIKEET_DTYPE=bfloat16, or use a smaller model or {larger}"
+        "set LORIKEET_DTYPE=bfloat16, "
+        + ("" if planned.serves_fp8(name) else f"or LORIKEET_WEIGHT_DTYPE={name}=fp8, ")
+        + ("share it among GPUs (LORIKEET_TENSOR_PARALLEL), " if gpu else "")
+        + f"or use a smaller model or a {'GPU' if gpu else 'machine'} with more memory"
     )
 
 

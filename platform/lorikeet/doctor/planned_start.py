@@ -11,7 +11,8 @@ from lorikeet.doctor.cuda import Cuda, find_cuda
 from lorikeet.doctor.host import Host, this_host
 from lorikeet.errors import InvalidSetting
 from lorikeet.settings import Settings
-from lorikeet_engine.errors import EngineError, SettingsError
+from lorikeet_engine.adapter_format import Quantization, quantized_linears, read_config
+from lorikeet_engine.errors import EngineError, ModelError, SettingsError
 
 if TYPE_CHECKING:
     from lorikeet_engine.execution.memory_plan import MemoryPlan
@@ -88,6 +89,19 @@ class PlannedStart:
         from lorikeet.replica.engine_settings import engine_settings  # torch
 
         return engine_settings(self.settings.model_copy(update={"device": self.device}), base_model)
+
+    def stored_in_fp8(self, base_model: str) -> bool:
+        """Whether a base model's checkpoint has its linears in FP8, as far as it can be read."""
+        try:
+            stored = quantized_linears(read_config(self.settings.base_models[base_model]))
+        except ModelError:
+            return False
+        return stored is not None and stored.format is Quantization.FP8
+
+    def serves_fp8(self, base_model: str) -> bool:
+        """Whether the weights of a base model's linears will be in FP8."""
+        rounded = self.settings.weight_dtype[base_model] == "fp8"
+        return rounded or self.stored_in_fp8(base_model)
 
     @cached_property
     def plans(self) -> Mapping[str, "MemoryPlan | EngineError"]:

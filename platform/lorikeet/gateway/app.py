@@ -41,8 +41,11 @@ from lorikeet.tenancy.limit_shares import LimitShares
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.rate_limiter import RateLimiter
 from lorikeet.ui.routes import ui_routes
+from lorikeet.usage.writer import UsageWriter
 
 REQUEST_ID_HEADER = "x-request-id"
+_WRITTEN_FLUSHES = 2  # after so many, what was used is written down where the store can be reached
+_LAST_FLUSH_S = 10.0
 
 
 def create_app(services: Services) -> FastAPI:
@@ -107,7 +110,7 @@ def _application(
 def _rate_limiter(services: Services, shares: LimitShares) -> RateLimiter:
     return RateLimiter(
         shares,
-        MonthlyBudget(services.recorded_usage, services.recorded_usage_delay_s),
+        MonthlyBudget(services.recorded_usage, _WRITTEN_FLUSHES * services.usage_flush_s),
         services.max_open_requests,
         max_running=services.max_running,
         max_queue_s=services.max_queue_s,
@@ -128,12 +131,15 @@ async def _running(
     await catalog_view.start()
     work = (catalog_view.follow(), catalog_view.keep(), limit_sync.run())
     tasks = [asyncio.create_task(each) for each in work]
+    usage = UsageWriter(services.catalog.store, services.usage, services.usage_flush_s)
+    usage.start()
     try:
         yield
     finally:
         await lane.close()
         for task in tasks:
             task.cancel()
+        await asyncio.to_thread(usage.close, _LAST_FLUSH_S)
         if services.traces is not None:
             await services.traces.close()
 

@@ -24,7 +24,6 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 # servers refuse most others themselves; int() takes "+5" and "1_0" too, and breaks at 4,301 digits
 _LENGTH = re.compile("[0-9]{1,18}")
 _NAMES_QUOTED = 5
-_LIMIT = "the limit here"
 _NAME_LENGTH = 64
 
 NoOps = Mapping[str, Sequence[Any]]
@@ -128,21 +127,21 @@ def json_body(schema: type[B]) -> Any:
     return Depends(read)
 
 
-async def limited(request: Request, max_bytes: int, limit: str = _LIMIT) -> AsyncIterator[bytes]:
+async def limited(request: Request, max_bytes: int, set_by: str = "") -> AsyncIterator[bytes]:
     """Yield the body's parts as they come. Raises RequestTooLarge before passing on too much.
 
-    limit: what max_bytes is called where it is exceeded.
+    set_by: what set max_bytes, for who exceeds it.
     """
-    declared_bytes(request, max_bytes, limit)
+    declared_bytes(request, max_bytes, set_by)
     received = 0
     async for part in request.stream():
         received += len(part)
         if received > max_bytes:
-            raise _too_large(max_bytes, limit)
+            raise _too_large(max_bytes, set_by)
         yield part
 
 
-def declared_bytes(request: Request, max_bytes: int, limit: str = _LIMIT) -> int | None:
+def declared_bytes(request: Request, max_bytes: int, set_by: str = "") -> int | None:
     """Return the body's size by its Content-Length; None if it has none.
 
     Raises InvalidInput, and RequestTooLarge where it is more than max_bytes.
@@ -154,7 +153,7 @@ def declared_bytes(request: Request, max_bytes: int, limit: str = _LIMIT) -> int
         problem = "Content-Length: want the body's size in bytes, such as 1024"
         raise InvalidInput(problem, param="content-length")
     if int(declared) > max_bytes:
-        raise _too_large(max_bytes, limit)
+        raise _too_large(max_bytes, set_by)
     return int(declared)
 
 
@@ -182,8 +181,9 @@ async def in_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         due_s += loop.time() - given_s
 
 
-def _too_large(max_bytes: int, limit: str) -> RequestTooLarge:
-    return RequestTooLarge(f"the body is larger than {max_bytes} bytes, {limit}")
+def _too_large(max_bytes: int, set_by: str) -> RequestTooLarge:
+    message = f"the body is larger than {max_bytes} bytes, the limit here"
+    return RequestTooLarge(f"{message} {set_by}".rstrip())
 
 
 class ValueBudget:
@@ -217,10 +217,13 @@ def describe(problems: Sequence[Any]) -> InvalidInput:
         paths = [_path((*problem["loc"], name)) for name in names] or [_path(problem["loc"])]
         message = f"not supported here: {', '.join(paths)}{problem['ctx']['hint']}"
         return UnsupportedParameter(message, param=paths[0])
+    if problem["type"] == "extra_forbidden":
+        name = _path(problem["loc"])[:_NAME_LENGTH]
+        return UnsupportedParameter(f"not supported here: {name}", param=name)
     misfit_param = problem.get("ctx", {}).get("param")
     path = _path((*problem["loc"], misfit_param) if misfit_param else problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
-    return InvalidInput(f"{path}: {message}" if path else message, param=path or None)
+    return InvalidInput(f"{path or 'the body'}: {message}", param=path or None)
 
 
 def unsupported(*names: str, hint: str = "") -> PydanticCustomError:

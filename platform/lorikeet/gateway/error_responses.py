@@ -31,7 +31,12 @@ _INTERNAL = "the service failed, not this request: send it again, or give your a
 _CHAT = ": ask /v1/chat/completions (most clients have a setting for it)"
 _ONE_BY_ONE = ": messages are sent one by one, to /v1/messages"
 _TEXT = ": this service generates text alone, at /v1/chat/completions and /v1/completions"
+_BELOW = ": ask what is below, such as /v1/chat/completions or /v1/models"
+_LISTENERS = (
+    ": what tenants ask begins with /v1; /ui, /metrics and /admin/v1 are at the admin listener"
+)
 _ENDPOINTS = {
+    "": _BELOW,
     **dict.fromkeys(("chat", "completions", "models", "responses"), ""),
     "conversations": _CHAT,
     "messages": _ONE_BY_ONE,
@@ -42,6 +47,7 @@ _ENDPOINTS = {
 
 
 _PARAMS = {
+    Endpoint.CHAT: {"prompt": "messages"},
     Endpoint.RESPONSES: {
         "messages": "input",
         "prompt": "input",
@@ -55,7 +61,7 @@ _PARAMS = {
         "response_format": "output_config.format",
     },
 }
-"""What endpoints call fields of a chat, by which replicas and engines name them."""
+"""What endpoints call fields, by what replicas and engines call them."""
 
 
 class Refused(LorikeetError):
@@ -124,7 +130,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         path = request.url.path
         code, message = "not_found", f"there is no {path} here{_instead_of(path)}"
     elif error.status_code == 405:
-        code, message = "method_not_allowed", f"{request.method} does not work here"
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{request.method} does not work here: want {allowed}"
+        code = "method_not_allowed"
     return _response(request.scope, code, message, headers=error.headers)
 
 
@@ -144,9 +152,12 @@ def _response(
 
 
 def _instead_of(path: str) -> str:
-    """Say what to ask instead of a path that OpenAI's clients know, and this service does not."""
-    first, _, rest = path.lstrip("/").partition("/")
+    """Say what to ask instead of a path that is not there, such as one of OpenAI's clients'."""
+    first, _, rest = path.strip("/").partition("/")
     if first != "v1":
-        return f": base_url must end in /v1, for /v1{path}" if first in _ENDPOINTS else ""
+        known = first and first in _ENDPOINTS
+        return f": base_url must end in /v1, for /v1{path}" if known else _LISTENERS
+    if rest and path.endswith("/"):
+        return ": leave out the last /"
     endpoint, _, _ = rest.partition("/")
     return ": base_url has /v1 twice" if endpoint == "v1" else _ENDPOINTS.get(endpoint, "")

@@ -16,6 +16,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.responses.store import ResponseStore
 from lorikeet.settings import Settings
 from lorikeet.tenancy.monthly_budget import RecordedUsage
+from lorikeet.usage.ledger import UsageLedger
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import (
     FLOAT32_MEMORY,
@@ -110,13 +111,13 @@ class Services:
     gateway carries at once, of all tenants together; None: no bound. part_bytes: the size of a
     large upload's parts. adapter_memory: what the engines keep adapters in, as far as it is known
     here. name: this gateway's. peers: the other gateways. recorded_usage: what tenants have used,
-    for their budgets; the last recorded_usage_delay_s seconds may be missing in it. max_queue_s:
-    how long a request may wait for its turn on a replica; None: as long as it takes. max_running:
-    this gateway's part of the requests that the replicas of each base model run at once. traces:
-    where traces of ended requests go, if anywhere. metrics: this gateway's. metrics_pages: asks
-    each replica and the controller for its part of the metrics page. kept_view: the file of the
-    catalog's last view, for starts while the store is away. responses: the stored ones, where
-    storing is on.
+    for their budgets. usage: what this gateway counts of it. usage_flush_s: how often it and the
+    replicas write that to the store. max_queue_s: how long a request may wait for its turn on a
+    replica; None: as long as it takes. max_running: this gateway's part of the requests that the
+    replicas of each base model run at once. traces: where traces of ended requests go, if anywhere.
+    metrics: this gateway's. metrics_pages: asks each replica and the controller for its part of the
+    metrics page. kept_view: the file of the catalog's last view, for starts while the store is
+    away. responses: the stored ones, where storing is on.
     """
 
     catalog: AdapterCatalog
@@ -132,7 +133,8 @@ class Services:
     name: str = "gateway"
     peers: Peers = field(default_factory=Peers)
     recorded_usage: RecordedUsage | None = None
-    recorded_usage_delay_s: float = 30.0
+    usage: UsageLedger = field(default_factory=UsageLedger)
+    usage_flush_s: float = 15.0
     max_queue_s: float | None = None
     max_running: Mapping[str, int] = field(default_factory=dict)
     traces: "TraceExporter | None" = None

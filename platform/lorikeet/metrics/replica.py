@@ -5,15 +5,26 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lorikeet.metrics.metric_builders import counter, gauge, histogram, residency_label
-from lorikeet_engine.telemetry.status import EngineStatus
+from lorikeet_engine.telemetry.status import EngineInfo, EngineStatus
 
 
-def replica_metrics(status: EngineStatus) -> Iterator[Metric]:
+def replica_metrics(status: EngineStatus, info: EngineInfo) -> Iterator[Metric]:
     """The replica's metrics. A histogram is there once it has a value."""
+    yield _numbers(info)
     yield from _tiers(status)
     yield from _loads(status)
     yield from _engine(status)
     yield from _steps(status)
+
+
+def _numbers(info: EngineInfo) -> Metric:
+    family = GaugeMetricFamily(
+        "lorikeet_base_model_info",
+        "1; its labels say what the base model's weights, and keys and values, were rounded to.",
+        labels=["weights", "kv_cache"],
+    )
+    family.add_metric([info.quantization or "none", "fp8" if info.fp8_kv else "none"], 1)
+    return family
 
 
 def _tiers(status: EngineStatus) -> Iterator[Metric]:

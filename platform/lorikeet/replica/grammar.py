@@ -35,6 +35,10 @@ LAYOUT: "JsonCompileOptions" = {
 _STEP_FUEL = 50_000  # the worst mask takes 0.2 s of a step instead of 1 s; others need far less
 _THREADS = 4
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+_OF_LARK = re.compile(
+    r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *\d+ \| .*", re.DOTALL
+)
+"""What an error says of the grammar around a schema, which the client did not write."""
 _LONGEST_REASON = 300  # characters; some quote a whole expression
 
 
@@ -99,7 +103,7 @@ class ModelGrammars:
         limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
-            reason = matcher.get_error().split("\n<", 1)[0]
+            reason = _OF_LARK.sub("", matcher.get_error().split("\n<", 1)[0])
             raise InvalidRequest(reason[:_LONGEST_REASON], param="grammar")
         return TextMatcher(matcher)
 

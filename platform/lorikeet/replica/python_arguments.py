@@ -14,6 +14,14 @@ _WHOLE = "arguments"
 _MOST_SCHEMAS_LENGTH = 2**22
 _MOST_PARTS = 256
 _TOO_MANY = "too many $ref, allOf and anyOf around them, or a $ref to itself: write them out"
+_NOT_HELD = frozenset(
+    {
+        "const", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "if",
+        "maxProperties", "minProperties", "not", "oneOf", "patternProperties", "propertyNames",
+        "then", "unevaluatedProperties",
+    }
+)  # fmt: skip
+"""What a schema may say of all arguments together that no rule of them holds."""
 _WORD = regex.compile(r"\w+")
 """What is written as it is before the = of an argument; other names as strings."""
 
@@ -32,12 +40,21 @@ class ArgumentRules:
         Raises InvalidInput if it is no schema.
         """
         properties, required = part.get("properties", {}), part.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
+        names = isinstance(required, list) and all(isinstance(key, str) for key in required)
+        if not isinstance(properties, Mapping) or not names:
             raise _wrong("want properties by name, and a list of the required ones")
-        types = part.get("type", "object")
+        types, others = part.get("type", "object"), part.get("additionalProperties", True)
         if types != "object" and not (isinstance(types, list) and "object" in types):
             return None
-        closed = part.get("additionalProperties") is False
+        unheld = part.keys() & _NOT_HELD
+        if not (isinstance(others, bool) or others == {}):
+            unheld |= {"additionalProperties"}
+        if unheld:
+            raise _wrong(
+                f"{', '.join(sorted(unheld))} cannot be held of all arguments of a call in Python: "
+                "take it out, or say it of single properties"
+            )
+        closed = others is False
         both = {
             key: _meeting_both(self.properties[key], properties[key])
             for key in self.properties.keys() & properties.keys()
@@ -56,23 +73,24 @@ class ArgumentRules:
     def satisfiable(self) -> "ArgumentRules | None":
         """Return them without properties that may never be there; None if no arguments meet them.
 
-        Where there are any such, other arguments than those that are named are not written.
+        Where there are any such, other arguments than those that are named are not written. What is
+        required and not named may be anything.
         """
         never = {key for key, value in self.properties.items() if value is False}
-        rules = replace(
-            self,
-            properties={key: self.properties[key] for key in self.properties if key not in never},
-            closed=self.closed or bool(never),
-        )
-        missing = set(self.required) - rules.properties.keys()
-        return None if missing & never or (self.closed and missing) else rules
+        named = {key: self.properties[key] for key in self.properties if key not in never}
+        missing = [key for key in self.required if key not in named]
+        if never.intersection(missing) or (self.closed and missing):
+            return None
+        properties = named | dict.fromkeys(missing, True)
+        return replace(self, properties=properties, closed=self.closed or bool(never))
 
 
 def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
     """Return the rules of key=value, …: those that the schema names, in its order, values as JSON.
 
-    Where it names none, any, unless it allows none. What it says of all of them together, beside
-    $ref, allOf, anyOf and which ones are required, is not held. Raises InvalidInput.
+    Where it names none, any, unless it allows none. What it says of all of them together is held as
+    far as it is $ref, allOf, anyOf, additionalProperties that are true or false, and which ones are
+    required; InvalidInput is raised for more.
     """
     met = _alternatives(schema)
     rules = [f"{rule}: {' | '.join(f'{rule}_of_{at}' for at in range(len(met)))}"]

@@ -191,7 +191,8 @@ class Replica:
         if self._engine.silent_s > _LATE_S:
             raise EngineClosed("the engine does not answer: what it counts is not known")
         labels = {"base_model": self._base_model, "replica": self.name}
-        return await asyncio.to_thread(render, replica_metrics(self._engine.status), labels)
+        found = replica_metrics(self._engine.status, self._engine.info)
+        return await asyncio.to_thread(render, found, labels)
 
     async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:
         """Yield where adapters are and what the engine does, as it changes; for about a minute.

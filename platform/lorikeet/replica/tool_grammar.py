@@ -9,6 +9,7 @@ import regex
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
+from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.grammar import LAYOUT, format_rule
 from lorikeet.replica.python_arguments import python_arguments
@@ -113,8 +114,14 @@ def _call(
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object. Raises InvalidInput."""
     parameters = function.get("parameters") or _NO_PARAMETERS
-    return {"type": "object", **parameters, "x-guidance": {**LAYOUT, **_COMPACT}}
+    types = parameters.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise InvalidInput(
+            f"the parameters of {function['name']}: want an object as their type", param="tools"
+        )
+    return {**parameters, "type": "object", "x-guidance": {**LAYOUT, **_COMPACT}}
 
 
 def _literal(text: str, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:

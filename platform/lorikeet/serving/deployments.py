@@ -56,7 +56,6 @@ _SWITCH_S = 0.5e-3
 
 A gateway's threads have it while they parse: a large adapter's header takes them 6 ms each time.
 """
-_WRITTEN_FLUSHES = 2  # after so many, what was used is written down where the store can be reached
 
 
 def engine(settings: Settings, base_model: str) -> Application:
@@ -184,7 +183,7 @@ class Gateway:
                 name=name,
                 peers=self._peers,
                 recorded_usage=MonthTokens(store),
-                recorded_usage_delay_s=_WRITTEN_FLUSHES * settings.usage_flush_s,
+                usage_flush_s=settings.usage_flush_s,
                 max_queue_s=settings.max_queue_s,
                 max_running=_max_running(settings),
                 traces=_traces(settings, name),

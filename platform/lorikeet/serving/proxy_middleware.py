@@ -1,4 +1,4 @@
-"""Middleware in front of Ray Serve: turns, unread answers, request ids, what Serve itself answers.
+"""Middleware in front of Ray Serve: turns, unread answers, large bodies, ids, what Serve answers.
 
 Serve imports it when
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:middlewares.
@@ -30,6 +30,7 @@ PAUSE_S = 0.002
 MOST_WAITING = 1000
 """So many of them may wait for their turn; more are refused."""
 _HEADER = b"x-request-id"
+_NOT_TO_LOOK = (b"x-request-disconnect-disabled", b"?1")
 _ROUTES = "/-/routes"
 
 
@@ -41,6 +42,7 @@ def middlewares() -> list[Middleware]:
         Middleware(RequestIdMiddleware),
         Middleware(UnavailableMiddleware),
         Middleware(RoutesMiddleware),
+        Middleware(LargeBodyMiddleware),
     ]
 
 
@@ -248,6 +250,25 @@ class RoutesMiddleware:
         if scope["type"] == "http" and scope["path"].removeprefix(scope["root_path"]) == _ROUTES:
             app = JSONResponse(error_body("not_found", f"there is no {_ROUTES} here"), 404)
         await app(scope, receive, send)
+
+
+class LargeBodyMiddleware:
+    """Lets the body of a PUT, a pushed adapter, wait in its connection until a gateway takes it.
+
+    Serve reads ahead, to see whether the client leaves, into a queue without a bound: a gateway
+    whose disk is slower than the network would hold whole blobs in memory. It does not where it is
+    told not to look, and PushEndpoints looks itself. Serve's own proxy reads ahead all the same.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; a PUT with the word that Serve is not to look."""
+        if scope["type"] == "http" and scope["method"] == "PUT":
+            others = [each for each in scope["headers"] if each[0] != _NOT_TO_LOOK[0]]
+            scope = {**scope, "headers": [*others, _NOT_TO_LOOK]}
+        await self._app(scope, receive, send)
 
 
 async def _refuse(theirs: MutableHeaders, scope: Scope, receive: Receive, send: Send) -> None:

@@ -29,7 +29,8 @@ class UsageCounts:
 
     slot_s: the adapter's slot on some GPU was leased for the tenant's requests; leases of the same
     time on one replica count once, and tenants who share an adapter share the time. loads,
-    load_bytes: onto a GPU, because the tenant's requests asked for the adapter.
+    load_bytes: onto a GPU, because the tenant's requests asked for the adapter. pushes,
+    pushed_bytes: versions of the adapter that a gateway has checked and taken.
     """
 
     requests: int = 0
@@ -39,6 +40,8 @@ class UsageCounts:
     slot_s: float = 0.0
     loads: int = 0
     load_bytes: int = 0
+    pushes: int = 0
+    pushed_bytes: int = 0
 
     def __add__(self, more: "UsageCounts") -> "UsageCounts":
         return UsageCounts(
@@ -49,6 +52,8 @@ class UsageCounts:
             self.slot_s + more.slot_s,
             self.loads + more.loads,
             self.load_bytes + more.load_bytes,
+            self.pushes + more.pushes,
+            self.pushed_bytes + more.pushed_bytes,
         )
 
     @property

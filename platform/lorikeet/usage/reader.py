@@ -21,18 +21,19 @@ _DAY_S = 86400.0
 def days(first: date, last: date) -> list[date]:
     """The days from first to last. Raises InvalidInput if there are too many or none."""
     count = (last - first).days + 1
-    if not 1 <= count <= MOST_DAYS:
-        raise InvalidInput(
-            f"from {first} to {last}: want the first day, the last one, and {MOST_DAYS} at most",
-            param="from",
-        )
+    if count < 1:
+        problem = f"{first} is after {last}: want the first day, then the last"
+        raise InvalidInput(problem, param="from")
+    if count > MOST_DAYS:
+        problem = f"{count} days from {first} to {last}: want {MOST_DAYS} at most"
+        raise InvalidInput(problem, param="from")
     return [first + timedelta(days=n) for n in range(count)]
 
 
 class UsageReader:
     """Reads days from the store; of those that grow, what is new. For any thread.
 
-    A object that was written late is missed for WHOLE_S at most.
+    An object that was written late is missed for WHOLE_S at most.
     """
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:

@@ -30,7 +30,7 @@ class UsageWriter:
         store: ObjectStore,
         ledger: UsageLedger,
         interval_s: float,
-        gather: Callable[[], None],
+        gather: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._ledger, self._gather, self._clock = store, ledger, gather, clock

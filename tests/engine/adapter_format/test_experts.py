@@ -150,6 +150,16 @@ def test_matrices_of_each_expert_change_it_as_in_peft(
     assert_as_peft(tiny_checkpoints[family], folder)
 
 
+def test_matrices_of_each_expert_are_scaled_as_they_were_trained(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """PEFT makes parameters of them, scales gate and up by √2 more, and forgets their pattern."""
+    checkpoint, alphas = tiny_checkpoints["qwen3_moe"], {"up_proj": 5}
+    folder = save_numbered(checkpoint, tmp_path / "old", 4, use_rslora=True, alpha_pattern=alphas)
+    gate, up, down = specified(checkpoint, folder).linears[:3]
+    assert (gate.scaling, up.scaling, down.scaling) == (8 / 2, 5 / 2, 8 / 2)
+
+
 @pytest.mark.parametrize("family", MOE)
 def test_what_peft_converted_is_split_back_to_the_rank_it_was_trained_with(
     family: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
@@ -213,6 +223,27 @@ def test_an_expert_without_weights_is_missed(
     }
     save_file(kept, folder / "adapter_model.safetensors")
     with pytest.raises(AdapterRejected, match=r"layers.1.mlp.experts.2"):
+        write_blob(folder, tmp_path / "blob")
+
+
+def test_linears_of_experts_are_told_from_those_of_a_dense_mlp(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "dense", target_modules=["up_proj"])
+    with pytest.raises(AdapterRejected, match=r"mlp\.up_proj cannot.* experts\.up_proj, experts\."):
+        specified(tiny_checkpoints["qwen3_moe"], folder)
+
+
+@pytest.mark.parametrize("only", [0, 2])
+def test_a_single_experts_matrices_are_not_taken_for_every_experts(
+    only: int, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "old", 3)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name: t for name, t in tensors.items() if f".experts.{only}." in name}, path)
+    _edit(folder, target_modules=rf".*\.experts\.{only}\.\w+")
+    with pytest.raises(AdapterRejected, match="weights for 1 of the experts"):
         write_blob(folder, tmp_path / "blob")
 
 

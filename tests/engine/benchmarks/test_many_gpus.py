@@ -124,6 +124,21 @@ def test_main_writes_all_of_a_part_and_names_what_was_not_done(job, tmp_path, mo
     assert (tmp_path / "out" / "part1" / "bad.log").exists()
 
 
+def test_jobs_that_were_missed_are_asked_for_by_name(job, tmp_path, monkeypatch, capsys):
+    jobs = [job(name, range(4)) for name in ("a", "b", "c")]
+    monkeypatch.setattr(many_gpus, "jobs_of", lambda *_: jobs)
+    out = tmp_path / "again.json"
+    arguments = ["many_gpus", "--part", "2", "--json", str(out), "--jobs"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "c", "a"])
+    with pytest.raises(SystemExit, match="0"):
+        many_gpus.main()
+    assert [each["name"] for each in json.loads(out.read_text())["jobs"]] == ["a", "c"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "d"])
+    with pytest.raises(SystemExit, match="2"):
+        many_gpus.main()
+    assert "no job d: want some of a, b, c" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("gpus", [4, 8])
 def test_every_job_is_one_that_its_program_takes(gpus, tmp_path, monkeypatch):
     jobs = [job for part in (1, 2) for job in jobs_of(part, gpus, tmp_path, "abc")]
@@ -148,9 +163,10 @@ def test_every_row_that_is_asked_for_is_one():
         assert asked <= known
 
 
-def test_two_halves_run_side_by_side(tmp_path):
-    first, second, *_ = jobs_of(2, 4, tmp_path, "abc")
+def test_two_halves_run_side_by_side_and_beside_nothing_else(tmp_path):
+    *others, first, second = jobs_of(2, 4, tmp_path, "abc")
     assert (first.gpus, second.gpus) == (range(2), range(2, 4))
+    assert {job.gpus for job in others} == {range(4)}
     assert first.arguments == second.arguments
     assert "18000000000" in first.arguments
 

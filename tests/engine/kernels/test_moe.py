@@ -275,6 +275,26 @@ def test_products_of_a_prefill():
     torch.testing.assert_close(got, want, rtol=0, atol=0.25)
 
 
+@pytest.mark.parametrize(
+    ("d_out", "d_in", "taken"), [(48, 64, True), (48, 36, False), (36, 64, False)]
+)
+def test_torchs_product_is_given_no_sides_that_it_refuses_or_pads(d_out, d_in, taken, monkeypatch):
+    pytest.importorskip("triton")
+    from lorikeet_engine.kernels.moe import grouped
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    experts, rows = 4, 4 * grouped.TORCHS_ROWS
+    x, weight = (
+        torch.zeros(size, dtype=torch.bfloat16) for size in ((1, d_in), (experts, d_out, d_in))
+    )
+    assert grouped.is_torchs_better(x, weight, rows, gathered=False) == taken
+    if taken:
+        ends = torch.arange(1, experts + 1, dtype=torch.int32)
+        y = torch._grouped_mm(x.expand(experts, -1).contiguous(), weight.mT, offs=ends)
+        assert y.is_contiguous()
+
+
 @pytest.mark.usefixtures("exact_fp8")
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("is_fp8", [False, True])

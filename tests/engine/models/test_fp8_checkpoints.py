@@ -1,5 +1,7 @@
 """FP8 checkpoints are served as models of the floats that their numbers stand for."""
 
+import json
+
 import peft
 import pytest
 import torch
@@ -47,7 +49,8 @@ def compressed_tensors(weights, activations):
 
 
 # AutoFP8 writes its config in auto_fp8/quantize.py, save_quantized_model; DeepSeek's and Qwen's
-# blocks are FineGrainedFP8Config of transformers (utils/quantization_config.py).
+# blocks, and one scale of a matrix without them, are FineGrainedFP8Config of transformers
+# (utils/quantization_config.py); ModelOpt's is made in modelopt/torch/export/convert_hf_config.py.
 CONFIGS = {
     "dynamic": compressed_tensors(
         {"strategy": "channel"}, {"dynamic": True, "strategy": "token", "observer": None}
@@ -58,6 +61,26 @@ CONFIGS = {
         "activation_scheme": "static",
         "ignored_layers": ["lm_head"],
         "kv_cache_scheme": "static",
+    },
+    "matrices": {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "modules_to_not_convert": ["lm_head"],
+        "weight_block_size": None,
+    },
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "config_groups": {
+            "group_0": {
+                "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+                "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+                "targets": ["Linear"],
+            }
+        },
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.29.0"},
     },
     "blocks": {
         "quant_method": "fp8",
@@ -70,7 +93,11 @@ CONFIGS = {
         {"dynamic": True, "strategy": "group", "group_size": 48},
     ),
 }
-SCALES = {"blocks": "weight_scale_inv"}
+SCALES = {"blocks": "weight_scale_inv", "matrices": "weight_scale_inv"}
+INPUT_SCALES = {
+    **dict.fromkeys(("static", "autofp8", "modelopt"), "input_scale"),
+    "matrices": "activation_scale",
+}
 
 
 def written(folder, target, kind):
@@ -84,8 +111,8 @@ def written(folder, target, kind):
         tensors[name] = (weight / wide).to(DTYPE)
         tensors[f"{path}{SCALES.get(kind, 'weight_scale')}"] = scales
         floats[name] = tensors[name].float() * wide
-        if kind in ("static", "autofp8"):
-            tensors[f"{path}input_scale"] = torch.tensor(0.02).expand(scales.shape)
+        if kind in INPUT_SCALES:
+            tensors[path + INPUT_SCALES[kind]] = torch.tensor(0.02).expand(scales.shape)
     if kind == "autofp8":  # with kv_cache_quant_layers
         tensors["model.layers.0.self_attn.k_proj.output_scale"] = torch.tensor(0.1)
     config = CONFIGS[kind]
@@ -97,7 +124,7 @@ def scales_of(kind, weight):
         return (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
     if kind == "static":
         return (weight.abs().amax() / 448)[None]
-    if kind == "autofp8":
+    if kind in ("autofp8", "matrices", "modelopt"):
         return weight.abs().amax() / 448
     rows = [part.split(48, 1) for part in weight.split(32)]
     return torch.stack([torch.stack([b.abs().amax() / 448 for b in row]) for row in rows])
@@ -121,7 +148,7 @@ def floats_logits(model):
         return model(torch.tensor([PROMPT])).logits[0]
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static", "autofp8"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "autofp8", "matrices", "modelopt"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *MOE])
 def test_numbers_with_scales_of_rows_or_matrices_are_served_as_they_are(
     tiny_checkpoints, tmp_path, family, kind
@@ -280,6 +307,43 @@ def test_fp8_stays_as_it_is_where_the_rest_is_rounded_to_it(tiny_checkpoints, tm
 DYNAMIC = {"dynamic": True, "strategy": "token"}
 
 
+def rotated(location):
+    """transform_config of compressed-tensors' TransformConfig: down's inputs and its weight."""
+    apply = [
+        {"targets": ["down_proj"], "location": where, "inverse": where == "weight_input"}
+        for where in ("weight_input", location)
+    ]
+    return {"config_groups": {"R4": {"type": "hadamard", "apply": apply, "head_dim": None}}}
+
+
+def of_groups(*kinds):
+    """quantization_config of compressed-tensors with a group of each kind."""
+    groups = [CONFIGS[kind]["config_groups"]["group_0"] for kind in kinds]
+    named = {f"group_{i}": group for i, group in enumerate(groups)}
+    return CONFIGS["dynamic"] | {"config_groups": named}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": of_groups("dynamic", "static")},
+        {"compression_config": CONFIGS["static"]},  # compressed-tensors up to 0.5
+        {"quantization_config": CONFIGS["dynamic"] | {"ignore": ["re:.*lm_head"]}},
+        {
+            "quantization_config": CONFIGS["dynamic"]
+            | {"sparsity_config": {}, "transform_config": rotated("weight_output")}
+        },
+    ],
+    ids=["groups", "first_name", "regex", "nothing_else"],
+)
+def test_compressed_tensors_other_words_for_the_same_are_read(tiny_checkpoints, tmp_path, config):
+    folder, _ = written(tiny_checkpoints["llama"], tmp_path, "dynamic")
+    other = saved(tiny_checkpoints["llama"], tmp_path / "other", load_file(folder / SINGLE))
+    path = other / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    assert torch.equal(logits(other), logits(folder))
+
+
 @pytest.mark.parametrize(
     ("quantization", "field"),
     [
@@ -287,12 +351,20 @@ DYNAMIC = {"dynamic": True, "strategy": "token"}
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
-        (compressed_tensors({"num_bits": 4}, DYNAMIC), "config_groups.weights"),
-        (compressed_tensors({"type": "int"}, DYNAMIC), "config_groups.weights"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo"),
+        (compressed_tensors({"num_bits": 4}, DYNAMIC), "config_groups.group_0.weights"),
+        (compressed_tensors({"type": "int"}, DYNAMIC), "config_groups.group_0.weights"),
         (
             compressed_tensors({"strategy": "channel"}, {"num_bits": 16}),
-            "config_groups.input_activations",
+            "config_groups.group_0.input_activations",
         ),
+        (CONFIGS["dynamic"] | {"sparsity_config": "2:4"}, "sparsity_config"),
+        (
+            CONFIGS["dynamic"] | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config.format",
+        ),
+        (CONFIGS["dynamic"] | {"transform_config": rotated("input")}, "transform_config"),
+        (of_groups("dynamic", "compressed_blocks"), "config_groups"),
         (compressed_tensors({"strategy": "group"}, DYNAMIC), "strategy"),
         (compressed_tensors({"strategy": "channel", "symmetric": False}, DYNAMIC), "symmetric"),
         (compressed_tensors({"strategy": "block"}, DYNAMIC), "block_structure"),
@@ -302,6 +374,27 @@ def test_other_schemes_are_refused_by_name(edited, quantization, field):
     with pytest.raises(ModelError, match=r"take a copy that is not quantised") as refused:
         ModelConfig.from_folder(edited("llama", quantization_config=quantization))
     assert refused.value.field == f"quantization_config.{field}"
+
+
+def test_what_modelopt_says_in_a_file_of_its_own_is_read(tiny_checkpoints, tmp_path):
+    folder, _ = written(tiny_checkpoints["llama"], tmp_path, "modelopt")
+    alone = saved(tiny_checkpoints["llama"], tmp_path / "alone", load_file(folder / SINGLE))
+    with pytest.raises(ModelError, match=r"F8_E4M3 .* which config\.json does not speak of"):
+        rehearse_load(alone, torch.float32)
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    file = {"producer": {"name": "modelopt", "version": "0.19.0"}, "quantization": said}
+    (alone / "hf_quant_config.json").write_text(json.dumps(file))
+    assert torch.equal(logits(alone), logits(folder))
+
+
+def test_a_weight_without_its_scales_is_named(tiny_checkpoints, tmp_path):
+    folder, _ = written(tiny_checkpoints["llama"], tmp_path, "dynamic")
+    tensors, name = load_file(folder / SINGLE), "model.layers.1.mlp.up_proj.weight"
+    del tensors[f"{name}_scale"]
+    save_file(tensors, folder / SINGLE)
+    with pytest.raises(ModelError, match=r"F8_E4M3 .* and has no scales beside it") as refused:
+        rehearse_load(folder, torch.float32)
+    assert refused.value.field == name
 
 
 def test_weights_without_rounding_of_inputs_are_refused(edited):

@@ -168,17 +168,21 @@ def awq(path, q, zeros, scales):
 
 
 def gptq(path, q, zeros, scales, group_of, less=1):
-    """As AutoGPTQ packs: eight rows in one, zeros less one."""
+    """As GPTQModel packs: eight rows in one, and in its first format 1 off each of eight zeros.
+
+    That is taken off the integer that has them all (convert_gptq_v2_to_v1_format in its
+    utils/model.py), so a zero of 0 borrows from the next.
+    """
     rows = q.view(-1, 8, q.shape[1]).transpose(1, 2)
     return {
         f"{path}.qweight": packed(rows),
-        f"{path}.qzeros": packed((zeros - less).view(len(zeros), -1, 8)),
+        f"{path}.qzeros": packed(zeros.view(len(zeros), -1, 8)) - less * 0x11111111,
         f"{path}.scales": scales,
         f"{path}.g_idx": group_of.to(torch.int32),
     }
 
 
-def quantized(folder, target, kind, group=32, **config):
+def quantized(folder, target, kind, group=32, dtype=torch.float16, **config):
     """A random checkpoint of 4-bit integers, and one of the floats that they stand for."""
     generator = torch.Generator().manual_seed(4)
     names, tensors = linears(folder)
@@ -187,12 +191,12 @@ def quantized(folder, target, kind, group=32, **config):
         d_out, d_in = tensors.pop(name).shape
         groups = d_in // group
         q = torch.randint(16, (d_in, d_out), generator=generator)
-        zeros = torch.randint(1, 17 if kind == "gptq" else 16, (groups, d_out), generator=generator)
-        scales = (torch.rand(groups, d_out, generator=generator) / 20).half()
+        zeros = torch.randint(16, (groups, d_out), generator=generator)
+        scales = (torch.rand(groups, d_out, generator=generator) / 20).to(dtype)
         group_of = torch.arange(d_in) // group
         if kind != "awq":  # desc_act
             group_of = group_of[torch.randperm(d_in, generator=generator)]
-        floats[name] = ((q - zeros[group_of]).half() * scales[group_of]).t()
+        floats[name] = ((q - zeros[group_of]).to(dtype) * scales[group_of]).t()
         path = name.removesuffix(".weight")
         if kind == "awq":
             tensors |= awq(path, q, zeros, scales)
@@ -214,6 +218,62 @@ def test_integers_stand_for_the_floats_of_their_scales(
 ):
     folder, floats = quantized(tiny_checkpoints[family], tmp_path, kind, **config)
     assert torch.equal(logits(folder), logits(floats))
+
+
+def test_scales_of_bfloat16_that_gptqmodel_keeps_give_values_of_bfloat16(
+    tiny_checkpoints, tmp_path
+):
+    folder, floats = quantized(
+        tiny_checkpoints["llama"], tmp_path, "awq", dtype=torch.bfloat16, **AWQ
+    )
+    assert torch.equal(logits(folder), logits(floats))
+
+
+@pytest.mark.parametrize("group", [-1, 2])
+def test_an_input_of_a_group_that_is_not_there_is_refused(tiny_checkpoints, tmp_path, group):
+    folder, _ = quantized(tiny_checkpoints["llama"], tmp_path, "gptq", **GPTQ)
+    tensors, name = load_file(folder / SINGLE), "model.layers.1.self_attn.o_proj.g_idx"
+    tensors[name][5] = group
+    save_file(tensors, folder / SINGLE)
+    with pytest.raises(ModelError, match="groups that are not there: want 0 to 1") as refused:
+        load_floats(folder, torch.float32)
+    assert refused.value.field == name
+
+
+def test_a_lm_head_that_is_quantised_gets_its_values(tiny_checkpoints, tmp_path):
+    plain = tiny_checkpoints["llama"]
+    folder, floats = quantized(plain, tmp_path, "gptq", **GPTQ)
+    tensors, wanted = load_file(folder / SINGLE), load_file(floats / SINGLE)
+    d_out, d_in = tensors.pop("lm_head.weight").shape
+    q, group_of = torch.randint(16, (d_in, d_out)), torch.arange(d_in) // 32
+    zeros, scales = torch.full((2, d_out), 8), torch.full((2, d_out), 0.01).half()
+    tensors |= gptq("lm_head", q, zeros, scales, group_of)
+    wanted["lm_head.weight"] = ((q - 8).half() * scales[0]).t()
+    config = {"quantization_config": GPTQ | {"lm_head": True}}
+    got, want = (
+        saved(plain, tmp_path / "a", tensors, **config),
+        saved(plain, tmp_path / "b", wanted),
+    )
+    assert torch.equal(logits(got), logits(want))
+
+
+def test_quantised_linears_that_config_json_does_not_speak_of_are_named(tiny_checkpoints, tmp_path):
+    folder, _ = quantized(tiny_checkpoints["llama"], tmp_path, "awq", **AWQ)
+    unsaid = saved(tiny_checkpoints["llama"], tmp_path / "unsaid", load_file(folder / SINGLE))
+    with pytest.raises(ModelError, match=r"q_proj.qweight, .* want config.json to say"):
+        rehearse_load(unsaid, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [NF4, AWQ, GPTQ, {"quant_method": "fp8"}],
+    ids=["nf4", "awq", "gptq", "fp8"],
+)
+def test_floats_that_config_json_calls_quantised_are_refused(edited, config):
+    folder = edited("llama", quantization_config=config)
+    with pytest.raises(ModelError, match="no linear is stored so: take it out of") as refused:
+        rehearse_load(folder, torch.float32)
+    assert refused.value.field.startswith("quantization_config")
 
 
 def test_biases_of_zeros_that_autogptq_adds_are_no_obstacle_and_others_are(
@@ -253,14 +313,16 @@ def test_a_rehearsal_knows_what_the_floats_will_take(nf4, wide_checkpoints, tmp_
 @pytest.mark.parametrize(
     ("quantization", "field"),
     [
-        ({"quant_method": "modelopt"}, "quant_method"),
+        ({"quant_method": "torchao"}, "quant_method"),
         ("4 bits", "quant_method"),
         (NF4 | {"load_in_4bit": False, "load_in_8bit": True}, "load_in_4bit"),
         (NF4 | {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
+        (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
         (AWQ | {"version": "gemv"}, "version"),
         (AWQ | {"zero_point": False}, "zero_point"),
         (AWQ | {"group_size": 0}, "group_size"),
         (GPTQ | {"bits": 8}, "bits"),
+        (GPTQ | {"rotation": "hadamard"}, "rotation"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format"),
     ],
 )

@@ -15,7 +15,8 @@ import psutil
 import pytest
 import torch
 
-from lorikeet_engine.errors import DeviceLost, EngineClosed
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.errors import DeviceLost, EngineClosed, ModelError
 from lorikeet_engine.execution import ranks
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.process import client
@@ -24,7 +25,13 @@ from lorikeet_engine.settings import EngineSettings
 from tests.engine import forked_engines
 from tests.engine.engine_driver import greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
-from tests.engine.process_engines import followers, losing_a_rank, of_two_ranks
+from tests.engine.process_engines import (
+    Blobs,
+    followers,
+    has_ended,
+    losing_a_rank,
+    of_two_ranks,
+)
 
 SLACK_S = 2.0  # for a machine that is busy with other tests
 # From a signal on, until the replica has ended.
@@ -93,6 +100,11 @@ def losing(stage, sent, checkpoint, folder):
     return partial(losing_a_rank, stage, sent, partial(of_two_ranks, checkpoint, folder), folder)
 
 
+def lost(folder) -> int:
+    """The process to which losing_a_rank sent its signal."""
+    return int((folder / "lost").read_text())
+
+
 def since(folder) -> float:
     """Seconds since losing_a_rank sent its signal."""
     return time.time() - (folder / "lost").stat().st_mtime
@@ -147,15 +159,18 @@ def test_a_follower_that_is_lost_does_not_hold_up_a_close(checkpoint, tmp_path, 
 
 @SIGNALS
 def test_a_follower_that_is_lost_while_it_is_imported_ends_the_start(checkpoint, tmp_path, sent):
+    found = []
+
     def lose() -> None:
-        while not (found := followers()):
+        while not (started := followers()):
             time.sleep(0.01)
-        found[0].send_signal(sent)
+        found.extend(started)
+        started[0].send_signal(sent)
 
     threading.Thread(target=lose, daemon=True).start()
     with pytest.raises((EngineClosed, DeviceLost)):  # whichever is seen first
         Replica(partial(of_two_ranks, checkpoint, tmp_path))
-    assert not followers()
+    assert has_ended(found[0].pid)
 
 
 @SIGNALS
@@ -166,8 +181,25 @@ def test_a_follower_that_is_lost_before_it_can_step_ends_the_start(
     with pytest.raises((EngineClosed, DeviceLost)):
         Replica(losing(stage, sent, checkpoint, tmp_path))
     assert since(tmp_path) < WITHIN_S[sent]
-    assert not followers()
+    assert has_ended(lost(tmp_path))
     assert not forked_engines.processes()
+
+
+def test_an_error_that_all_ranks_meet_is_told_whoever_meets_it_first(checkpoint, tmp_path):
+    with pytest.raises(ModelError, match="at fault"):
+        Replica(partial(_with_a_bad_checkpoint, checkpoint, tmp_path))
+    assert not forked_engines.processes()
+
+
+def _with_a_bad_checkpoint(checkpoint, folder):
+    settings = EngineSettings(checkpoint, folder / "cache", tensor_parallel=2)
+    return Engine(settings, Blobs(folder), _refused)
+
+
+def _refused(*given):
+    if given[-1].leads:
+        time.sleep(0.2)
+    raise ModelError("the checkpoint is at fault")
 
 
 def test_a_leader_without_memory_to_join_the_others_says_so(

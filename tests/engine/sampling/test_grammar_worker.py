@@ -81,7 +81,7 @@ def test_a_tenant_with_too_many_waiting_is_refused_and_told_when_to_come_back(
     worker, work, monkeypatch
 ):
     monkeypatch.setattr(grammar_worker, "_MAX_WAITING", 3)
-    worker._usual_s = 2.0
+    worker._usual_s = 1.2
     worker.result("begun", "acme")
     assert work.begun.wait(20)
     for i in range(3):
@@ -92,7 +92,7 @@ def test_a_tenant_with_too_many_waiting_is_refused_and_told_when_to_come_back(
     worker.result("b", "globex")
     with pytest.raises(EngineOverloaded) as refused:
         worker.result("more", "acme")
-    assert refused.value.retry_after_s == 4.0
+    assert refused.value.retry_after_s == 2.4
     assert not worker.result("a2", "acme").done()
 
 

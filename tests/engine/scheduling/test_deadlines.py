@@ -10,6 +10,7 @@ import pytest
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import AdapterNotReady, EngineOverloaded
 from lorikeet_engine.request import SchedulingParams
+from lorikeet_engine.scheduling.deadlines import Deadlines
 from tests.engine.engine_driver import PAGE, Answers, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
@@ -95,7 +96,7 @@ def test_who_would_wait_far_too_long_is_refused_at_once_and_others_are_not(make)
     with pytest.raises(EngineOverloaded) as caught:
         answers.engine.submit(on(noisy, greedy("late", prompt(5))))
     scheduler, rest = answers.engine._scheduler, len(answers.engine._scheduler.waiting)
-    assert caught.value.retry_after_s == pytest.approx(scheduler.wait_s(noisy), rel=0.1)
+    assert caught.value.retry_after_s == 1
     answers.submit(on(replace(quiet, max_queue_s=None), greedy("next", prompt(5))))
     began_s = time.monotonic()
     answers.until(lambda: answers.errors or answers.finish.get(("next", 0)))
@@ -108,6 +109,23 @@ def test_who_would_wait_far_too_long_is_refused_at_once_and_others_are_not(make)
     answers.step()
     answers.step()
     assert nothing_is_held(answers.engine)
+
+
+@pytest.mark.parametrize("wait_s", [120.1, 1000.0])
+def test_who_is_refused_at_once_may_come_back_when_all_that_waits_has_begun_or_failed(wait_s):
+    deadlines = Deadlines(lambda params: wait_s, lambda ref: 0.0)
+    with pytest.raises(EngineOverloaded, match="send it again in 60 s") as refused:
+        deadlines.check(SchedulingParams(max_queue_s=60.0))
+    assert refused.value.retry_after_s == 60.0
+    deadlines.check(SchedulingParams(max_queue_s=0.6 * wait_s))
+
+
+def test_who_has_waited_as_long_as_it_may_is_told_in_whole_seconds_how_much_was_missing():
+    deadlines = Deadlines(lambda params: 71.2, lambda ref: 0.0)
+    params = SchedulingParams(max_queue_s=60.0)
+    error = deadlines._queue_error(on(params, greedy("r", prompt(5))))
+    assert error.retry_after_s == pytest.approx(11.2)
+    assert "send it again in 12 s" in error.message
 
 
 def test_an_engine_that_is_not_full_refuses_nobody(make):

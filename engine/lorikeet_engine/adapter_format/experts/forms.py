@@ -232,13 +232,14 @@ def _of_numbered(
     module: str, members: Mapping[int, str], pairs: Mapping[str, Pair], config: LoraConfig
 ) -> dict[str, ExpertTensor]:
     """One linear's matrices of all experts, stacked."""
-    for number, member in enumerate(sorted(members)):
-        if number != member:
-            raise AdapterRejected(
-                f"{module}: there are weights for {len(members)} experts, but none for expert "
-                f"{number}: save all of them",
-                field=module,
-            )
+    missing = next(number for number in range(len(members) + 1) if number not in members)
+    # A single one, stacked, would be every expert's.
+    if missing < len(members) or len(members) == 1:
+        raise AdapterRejected(
+            f"{module}: there are weights for {len(members)} of the experts, but none for expert "
+            f"{missing}: train and save all of them",
+            field=module,
+        )
     first, tensors = members[0], {}
     check_rank(first, pairs[first], want=config.rank(first))
     for side in "AB":

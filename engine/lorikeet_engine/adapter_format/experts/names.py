@@ -37,24 +37,32 @@ def linear_of(module: str) -> str:
     return f"{match[1]}.{GATE if match[2] == GATE_UP else match[2]}"
 
 
-def configured_names(path: str, given: Collection[str]) -> set[str]:
-    """The names by which a config can mean a layer's linear, in the forms that the weights have.
+class ConfiguredNames:
+    """The names by which a config can mean a layer's linear, in the forms that the weights have."""
 
-    path: the linear's, as blobs call it. given: the modules with weights, as a trainer saved them.
-    """
-    if any(_OLD_BLOCK in module for module in given):
-        path = path.replace(_BLOCK, _OLD_BLOCK)
-    match = _EXPERTS.fullmatch(path)
-    if match is None:
-        return {path, f"{path}.weight"}
-    experts, linear = match.groups()
-    names = {f"{experts}.{DOWN if linear == DOWN else GATE_UP}"}
-    forms = [(NUMBERED.fullmatch(module), module) for module in given if is_of_experts(module)]
-    last_parts = {module.rpartition(".")[2] for _, module in forms}
-    if not last_parts.isdisjoint(_OLD_LINEARS):
-        linear = next(old for old, name in _OLD_LINEARS.items() if name == linear)
-    numbers = [int(number[2]) for number, _ in forms if number]
-    if numbers or not forms:
-        count = min(max(numbers, default=0), len(numbers)) + 1
-        return names | {f"{experts}.{number}.{linear}" for number in range(count)}
-    return names if last_parts <= {GATE_UP, DOWN} else names | {f"{experts}.{linear}"}
+    def __init__(self, given: Collection[str]) -> None:
+        """given: the modules with weights, as a trainer saved them."""
+        of_experts = [module for module in given if is_of_experts(module)]
+        numbered = [match for match in map(NUMBERED.fullmatch, of_experts) if match]
+        last_parts = {module.rpartition(".")[2] for module in of_experts}
+        highest = max((int(match[2]) for match in numbered), default=0)
+        self._has_old_block = any(_OLD_BLOCK in module for module in given)
+        self._has_old_linears = not last_parts.isdisjoint(_OLD_LINEARS)
+        self._is_numbered = bool(numbered) or not of_experts
+        self._count = min(highest, len(numbered)) + 1
+        self._is_of_parameters = last_parts <= {GATE_UP, DOWN}
+
+    def of(self, path: str) -> set[str]:
+        """The names of one linear. path: as blobs call it."""
+        if self._has_old_block:
+            path = path.replace(_BLOCK, _OLD_BLOCK)
+        match = _EXPERTS.fullmatch(path)
+        if match is None:
+            return {path, f"{path}.weight"}
+        experts, linear = match.groups()
+        names = {f"{experts}.{DOWN if linear == DOWN else GATE_UP}"}
+        if self._has_old_linears:
+            linear = next(old for old, name in _OLD_LINEARS.items() if name == linear)
+        if self._is_numbered:
+            return names | {f"{experts}.{number}.{linear}" for number in range(self._count)}
+        return names if self._is_of_parameters else names | {f"{experts}.{linear}"}

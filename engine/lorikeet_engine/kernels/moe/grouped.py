@@ -18,6 +18,7 @@ _FIRST_WITH_GROUPED = (9, 0)
 # gathered before. engine.benchmarks.experts on an H100: 223 µs against 250 for down of 2,048
 # tokens, 443 against 357 for gate_up, which is gathered; of 8,192 407 against 649, 904 against 990.
 TORCHS_ROWS, TORCHS_GATHERED_ROWS = 64, 256
+_TORCHS_SIDES = 8  # 16 bytes: other inputs are refused, and of other outputs rows get gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,10 @@ MOST = TileConfig(128, 128, 64, 8, 3)
 def is_torchs_better(x: torch.Tensor, weight: torch.Tensor, rows: int, *, gathered: bool) -> bool:
     """Whether torch's grouped product can multiply so many rows, and is faster than `products`."""
     least = TORCHS_GATHERED_ROWS if gathered else TORCHS_ROWS
+    experts, *sides = weight.shape
     return (
-        rows >= least * len(weight)
+        rows >= least * experts
+        and not any(side % _TORCHS_SIDES for side in sides)
         and x.dtype is torch.bfloat16
         and x.is_cuda
         and torch.cuda.get_device_capability(x.device) >= _FIRST_WITH_GROUPED

@@ -1,6 +1,9 @@
 """How checkpoints store weights that are quantised, and how those are read."""
 
+from collections.abc import Iterable
+
 from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
+from lorikeet_engine.errors import ModelError
 from lorikeet_engine.models.weight_formats.fp8 import Fp8
 from lorikeet_engine.models.weight_formats.int4 import Int4
 from lorikeet_engine.models.weight_formats.nf4 import Nf4
@@ -9,8 +12,22 @@ from lorikeet_engine.models.weight_formats.protocol import WeightFormat
 __all__ = ["weight_format"]
 
 
-def weight_format(stored: QuantizedLinears) -> WeightFormat:
-    """What reads linears that are stored so."""
+def weight_format(stored: QuantizedLinears, names: Iterable[str]) -> WeightFormat:
+    """What reads linears that are stored so.
+
+    names: of all tensors. Raises ModelError where none is of this format.
+    """
+    found = _format(stored)
+    if not any(name.endswith(found.marks) for name in names):
+        raise ModelError(
+            f"config.json: quantization_config is of {stored.format}, and no linear is stored so: "
+            "take it out of config.json if the weights are floats, or take a whole copy",
+            field="quantization_config.quant_method",
+        )
+    return found
+
+
+def _format(stored: QuantizedLinears) -> WeightFormat:
     match stored.format:
         case Quantization.FP8:
             return Fp8(stored)

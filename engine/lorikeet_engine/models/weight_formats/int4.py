@@ -4,8 +4,8 @@ AWQ: Lin et al. 2024 (arXiv 2306.00978), stored as AutoAWQ's "gemm" version stor
 Frantar et al. 2023 (arXiv 2210.17323), stored as AutoGPTQ and GPTQModel store it.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +14,7 @@ from lorikeet_engine.errors import ModelError
 from lorikeet_engine.models.weight_formats.protocol import PartReader
 
 _PER_INTEGER = 8  # of 32 bits
+_ONES = 0x11111111  # 1 in each of them
 # AutoAWQ's kernels unpack two halves of an integer at once: these are the columns of its nibbles.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -27,37 +28,43 @@ class Int4:
     """
 
     stored: QuantizedLinears
-
-    def holds(self, weight: str, stored: Collection[str]) -> bool:
-        """Whether a weight is stored in this format, by the names of all tensors."""
-        return f"{weight.removesuffix('.weight')}.qweight" in stored
+    marks: ClassVar[tuple[str, ...]] = (".qweight",)
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """The weight [d_out, d_in] in float16, the format's dtype. Raises ModelError."""
+        """The weight [d_out, d_in] in the dtype of its scales. Raises ModelError."""
         path, group = weight.removesuffix(".weight"), self.stored.group or d_in
         if d_out % _PER_INTEGER or d_in % group or group % _PER_INTEGER:
             raise ModelError(
                 f"{weight} [{d_out}, {d_in}] cannot be cut into groups of {group} inputs and "
-                f"integers of {_PER_INTEGER} weights",
+                f"integers of {_PER_INTEGER} weights: want a copy that is not quantised",
                 field=weight,
             )
         groups = d_in // group
-        scales = parts.part(f"{path}.scales", "F16", groups, d_out)
+        scales = parts.scales(f"{path}.scales", (groups, d_out))
         packed_zeros = parts.part(f"{path}.qzeros", "I32", groups, d_out // _PER_INTEGER)
         if self.stored.format is Quantization.AWQ:
             packed = parts.part(f"{path}.qweight", "I32", d_in, d_out // _PER_INTEGER)
             levels, zeros = _awq_columns(packed), _awq_columns(packed_zeros)
+            group_of = torch.arange(d_in, device=scales.device) // group
         else:
             packed = parts.part(f"{path}.qweight", "I32", d_in // _PER_INTEGER, d_out)
             levels = _nibbles(packed).transpose(1, 2).reshape(d_in, d_out)
-            zeros = _nibbles(packed_zeros).flatten(1) + self.stored.zeros_less_one
-        if self.stored.format is Quantization.AWQ:
-            group_of = torch.arange(d_in, device=scales.device) // group
-        else:  # with desc_act, inputs were dealt to groups by their weight
-            group_of = parts.part(f"{path}.g_idx", "I32", d_in).long()
-        # exact in float32, so rounded once, as float16's own product is
+            # less one of all eight at once: GPTQModel borrows from the next for a zero point of 0
+            zeros = _nibbles(packed_zeros + _ONES * self.stored.zeros_less_one).flatten(1)
+            group_of = _group_of(f"{path}.g_idx", d_in, groups, parts)
+        # exact in float32, so rounded once, as the scales' dtype's own product is
         product = scales.float()[group_of] * (levels - zeros[group_of])
-        return product.half().t()
+        return product.to(scales.dtype).t()
+
+
+def _group_of(name: str, d_in: int, groups: int, parts: PartReader) -> torch.Tensor:
+    """GPTQ's group of each input [d_in]: with desc_act they were dealt out by their weight."""
+    group_of = parts.part(name, "I32", d_in).long()
+    if not group_of.is_meta and bool(((group_of < 0) | (group_of >= groups)).any()):
+        raise ModelError(
+            f"{name} names groups that are not there: want 0 to {groups - 1}", field=name
+        )
+    return group_of
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:

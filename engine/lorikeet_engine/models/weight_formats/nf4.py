@@ -7,8 +7,8 @@ of 256 with a float32 magnitude each.
 
 import json
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
@@ -32,9 +32,7 @@ _LEVELS = (
 class Nf4:
     """Linears as bitsandbytes saves them: two levels a byte, the first in its high half."""
 
-    def holds(self, weight: str, stored: Collection[str]) -> bool:
-        """Whether a weight is stored in this format, by the names of all tensors."""
-        return weight + _STATE in stored
+    marks: ClassVar[tuple[str, ...]] = (f".weight{_STATE}",)
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
         """The weight [d_out, d_in] in the dtype that it was quantised from, which bitsandbytes

@@ -9,9 +9,9 @@ from lorikeet.catalog.rules.limits import HIGHEST_PRIORITY
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import (
     AdapterName,
+    Expires,
     parse_bound,
     parse_count,
-    parse_duration,
     parse_pin_target,
     parse_unpin_target,
 )
@@ -29,6 +29,7 @@ class Tier(Enum):
 
 PinTarget = Annotated[
     AdapterName,
+    Expires,
     typer.Argument(
         parser=parse_pin_target,
         metavar="TENANT[/NAME[@VERSION|@ALIAS]]",
@@ -43,12 +44,6 @@ Priority = Annotated[
         min=-HIGHEST_PRIORITY,
         max=HIGHEST_PRIORITY,
         help="Where not all pins fit, higher priorities are kept first, then older pins.",
-    ),
-]
-Expires = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DURATION", help="How long it holds, such as 15m, 2h or 7d. Default: for ever."
     ),
 ]
 
@@ -80,7 +75,7 @@ def pin(
             "tier": tier.value,
             "priority": priority,
             "reason": reason,
-            "expires_s": None if expires is None else parse_duration(expires),
+            "expires_s": expires,
             "dry_run": dry_run,
         },
     )

@@ -22,6 +22,8 @@ _NUMBERS = {
     "slot_s": "#Slot s",
     "loads": "#Loads",
     "load_bytes": "#Loaded",
+    "pushes": "#Pushes",
+    "pushed_bytes": "#Pushed",
 }
 _NAMES = {"day": "Day", "tenant": "Tenant", "base_model": "Base model", "adapter": "Adapter"}
 
@@ -73,7 +75,7 @@ def usage(
 ) -> None:
     """Show what tenants used: tokens, requests, time on GPUs, loads.
 
-    Replicas report every LORIKEET_USAGE_FLUSH_S; what is newer is missing.
+    Replicas and gateways report every LORIKEET_USAGE_FLUSH_S; what is newer is missing.
 
     Example: `lorikeet usage --tenant acme --from 2026-11-01 --by day --csv`
     """
@@ -112,5 +114,6 @@ def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _numbers(row: Mapping[str, Any]) -> list[Any]:
-    shown = {**row, "slot_s": f"{row['slot_s']:.1f}", "load_bytes": show_size(row["load_bytes"])}
+    shown = {**row, "slot_s": f"{row['slot_s']:.1f}"}
+    shown |= {name: show_size(row[name]) for name in ("load_bytes", "pushed_bytes")}
     return [shown[name] for name in _NUMBERS]

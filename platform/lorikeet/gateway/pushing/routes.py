@@ -10,12 +10,13 @@ from typing import Annotated, NamedTuple
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 
 from lorikeet.catalog.names import check_alias, check_digest, check_name
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound
-from lorikeet.gateway.admin.blob_validation import MAX_BYTES, check_base_model
+from lorikeet.gateway.admin.blob_validation import SIZE_LIMITS, check_base_model
 from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
 from lorikeet.gateway.admin.serializers import Json
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
@@ -31,6 +32,7 @@ from lorikeet.gateway.services import Services
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
+from lorikeet.usage.ledger import UsageAccount, UsageCounts
 from lorikeet_engine.adapter_format import ValueScan
 
 _LONGEST_LIFE_S = 86400
@@ -41,8 +43,12 @@ _MOST_WAITING = 16
 
 
 class PushQuery(BaseModel):
-    """How a version is pushed. lifetime_s, keep: of one that is never durable, as PushedVersion."""
+    """How a version is pushed. lifetime_s, keep: of one that is never durable, as PushedVersion.
 
+    No other parameter is taken: a misspelt lifetime_s would make a version durable.
+    """
+
+    model_config = ConfigDict(extra="forbid")
     alias: str | None = None
     base_model: str | None = None
     wait: Wait = "ready"
@@ -136,7 +142,7 @@ class PushEndpoints:
             is_new = await self._progress(*key) is None
             with self._lane.receiving(key):
                 push = await self._take(request, order)
-            await self._wait(push, query)
+            await self._wait(request, push, query)
             push.note_stages(pusher.trace)
             progress = await self._progress(*key)
         late = query.wait == "durable" and not push.ended.is_set()  # an alias is still to move
@@ -166,7 +172,7 @@ class PushEndpoints:
         if order.query.base_model:
             check_base_model(order.query.base_model, self._services.base_models)
         limits = await self._registration.limits(tenant.name)
-        size_bytes = declared_bytes(request, limits.max_bytes, MAX_BYTES)
+        size_bytes = declared_bytes(request, limits.max_bytes, SIZE_LIMITS)
         if size_bytes is None:
             raise InvalidInput("send Content-Length, the size of the body", param="content-length")
         hold.take_bytes(size_bytes)
@@ -196,8 +202,15 @@ class PushEndpoints:
                 push = self._lane.begin(version, order.pusher.caller.key.id, folder)
             if push.folder is folder:
                 refused.pop_all()  # from here on the lane removes it
-        self._services.metrics.pushes.taken(facts.size_bytes)
+        self._count(push.version)
         return push
+
+    def _count(self, version: PushedVersion) -> None:
+        size_bytes = version.facts.size_bytes
+        self._services.metrics.pushes.taken(size_bytes)
+        adapter = f"{version.tenant}/{version.name}"
+        account = UsageAccount(version.tenant, version.facts.base_model, adapter)
+        self._services.usage.add(account, UsageCounts(pushes=1, pushed_bytes=size_bytes))
 
     async def _expect(self, order: PushOrder, blob: Path, size_bytes: int) -> None:
         """Tell replicas of a large blob that is coming, where its base model is known by now."""
@@ -206,16 +219,26 @@ class PushEndpoints:
         if size_bytes >= _LARGE_BYTES and (order.query.base_model or len(base_models) == 1):
             await self._services.engines.expect(name, order.digest, blob, size_bytes)
 
-    async def _wait(self, push: Push, query: PushQuery) -> None:
-        """Wait for what a client wants, unless many of its tenant's do. Raises LorikeetError."""
+    async def _wait(self, request: Request, push: Push, query: PushQuery) -> None:
+        """Wait for what a client wants, unless many of its tenant's do.
+
+        Raises LorikeetError, and ClientDisconnect where it leaves meanwhile.
+        """
         tenant = push.version.tenant
         if query.wait == "none" or self._waiting[tenant] >= _MOST_WAITING:
             return
         self._waiting[tenant] += 1
+        wanted = push.ready if query.wait == "ready" else push.ended
+        waiting = asyncio.create_task(push.wait_for(wanted, query.timeout_s))
+        leaving = asyncio.create_task(_until_left(request))
         try:
-            wanted = push.ready if query.wait == "ready" else push.ended
-            await push.wait_for(wanted, query.timeout_s)
+            await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise ClientDisconnect
+            waiting.result()
         finally:
+            waiting.cancel()
+            leaving.cancel()
             self._waiting[tenant] -= 1
 
     @asynccontextmanager
@@ -251,3 +274,9 @@ class PushEndpoints:
         pushed = self._lane.pushed.get((tenant, name, digest))
         expires = pushed.expires if pushed else None
         return Progress(known, version, numbered.version if numbered else None, ready, expires)
+
+
+async def _until_left(request: Request) -> None:
+    """Wait until the client of a request whose body has come leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

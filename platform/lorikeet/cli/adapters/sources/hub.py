@@ -66,4 +66,7 @@ def _explained(error: Exception, where: str) -> LorikeetError:
             param="source",
         )
     reason = str(error).partition("\n")[0] or type(error).__name__
-    return LorikeetError(f"{where} could not be read: {reason}")
+    return LorikeetError(
+        f"{where} could not be read: {reason}. If this machine does not reach the Hub, download it "
+        "on one that does, and give the folder"
+    )
