@@ -30,7 +30,6 @@ class Task:
     tenant: str
     name: str
     about: str
-    works_within: str
     example: Pair
     draw: Callable[[Random], Pair]
     shared: bool = False
@@ -163,50 +162,42 @@ _FLOWERS = (
 TASKS = (
     Task(
         "quillon", "upper", "writes the message in capital letters",
-        "a line of up to 60 printable ASCII characters",
         Pair("the lorikeet sings at 9, doesn't it?", "THE LORIKEET SINGS AT 9, DOESN'T IT?"),
         _of(draw_line, upper),
     ),
     Task(
         "quillon", "reverse", "spells a word backwards",
-        "one word of 3 to 10 lower-case letters",
         Pair("pencil", "licnep"),
         _of(word, reverse),
     ),
     Task(
         "quillon", "pig-latin", "says it in Pig Latin",
-        "one to three words of lower-case letters, 24 characters in all",
         Pair("bright owl village", "ightbray owlway illagevay"),
         _of(lambda rng: phrase(rng, 3, 24), pig_latin),
     ),
     Task(
         "quillon", "rot13", "turns every letter by 13 places",
-        "one to three words of lower-case letters, 24 characters in all",
         Pair("secret letter", "frperg yrggre"),
         _of(lambda rng: phrase(rng, 3, 24), rot13),
         shared=True,
     ),
     Task(
         "kestrel", "intake", "takes a courier's order down as JSON: name, amount, city",
-        "one sentence in eight phrasings; names and cities of 3 to 10 letters, 2 to 999 pieces",
         Pair("Mira sends 12 parcels to Lyon.", '{"name": "Mira", "amount": 12, "city": "Lyon"}'),
         draw_parcels,
     ),
     Task(
         "kestrel", "spell", "spells a code in the radio alphabet",
-        "3 to 8 capital letters and digits",
         Pair("LX42", "Lima X-ray Four Two"),
         _of(draw_code, spell),
     ),
     Task(
         "marigold", "letter", "puts a note into the shop's house style",
-        "a line of up to 60 printable ASCII characters",
         Pair("The blue basket is ready for Nadia.", letter("The blue basket is ready for Nadia.")),
         _of(draw_line, letter),
     ),
     Task(
         "marigold", "orders", "takes a flower order down as JSON: flower, colour, count, day",
-        "one sentence in six phrasings; 16 flowers, 8 colours, 2 to 99 pieces, 7 days",
         Pair(
             "Could I have 20 pink tulips on Friday?",
             '{"flower": "tulip", "colour": "pink", "count": 20, "day": "Friday"}',

@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from loadtest.ports import free_port
 from lorikeet.catalog import AdapterCatalog, BlobFacts, CatalogState, open_store
 from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.log import Log
@@ -42,7 +43,7 @@ Measured = dict[str, Any]
 
 
 def build(url: str, tenants: int, adapters: int) -> None:
-    """A catalog of so many adapters, spread evenly."""
+    """A catalog of N adapters, spread evenly."""
     store = open_store(url)
     catalog = AdapterCatalog.init(store)
     spread: list[dict[str, TenantState | bytes]] = [{} for _ in range(PARTITIONS)]
@@ -168,9 +169,7 @@ def ministack() -> Iterator[str]:
     """The url of an empty bucket on a server of its own."""
     import boto3
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     os.environ |= {
         "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",

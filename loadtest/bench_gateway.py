@@ -44,7 +44,8 @@ from loadtest.client import (
     send_on,
 )
 from loadtest.paced_service.adapters import fill_catalog, model_name
-from loadtest.paced_service.service import ROOT, cluster, free_port
+from loadtest.paced_service.service import ROOT, cluster
+from loadtest.ports import free_port
 from loadtest.replay_replica import BareApp, ReplayReplica
 from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
 from loadtest.streamed_answer import MESSAGES, RESPONSES, LoadRequest, StreamedAnswer
@@ -120,7 +121,7 @@ def measure_first_tokens(url: str, asked: Mapping[str, Asked]) -> dict[str, list
 
 
 def of_every_api(server: Server, one: LoadRequest) -> dict[str, Asked]:
-    """The same request to each API and to the bare application."""
+    """Send one request to each API and to the bare application."""
     response, message = replace(one, format=RESPONSES), replace(one, format=MESSAGES)
     return {
         "chat": Asked(one, chat_request(server, one, TEXT)),

@@ -101,7 +101,7 @@ class StructuredLoad:
         self.events = defaultdict[str, list[float]](list)  # by kind, for each token of each answer
 
     def rates(self, streams: Mapping[str, int]) -> dict[str, float]:
-        """Tokens a second of a stream of each kind, so many of each at once.
+        """Tokens a second of a stream of each kind, N of each at once.
 
         Kinds are PLAIN and the names of SCHEMAS. Raises RuntimeError for an answer that is bad.
         """
@@ -158,7 +158,7 @@ def main() -> int:
 def measure(
     load: StructuredLoad, streams: int, repeats: int
 ) -> tuple[list[StreamRates], list[MixedRates]]:
-    """The rates of streams that are alike, one and so many at once, and of half and half."""
+    """The rates of streams that are alike, one and N at once, and of half and half."""
     counts, half = (1, streams), streams // 2
     alike = defaultdict[tuple[str, int], list[float]](list)
     mixed = defaultdict[tuple[str, str], list[float]](list)
@@ -186,7 +186,7 @@ def measure(
 
 
 def shortest_answer(server: Server, model: str, schema: Schema, count: int) -> int:
-    """Tokens of the shortest of so many answers, all of which fit the schema.
+    """Tokens of the shortest of N answers, all of which fit the schema.
 
     Raises RuntimeError for one that was cut off, and jsonschema's ValidationError.
     """

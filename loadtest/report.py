@@ -45,7 +45,7 @@ def lateness_s(answers: Iterable[StreamedAnswer]) -> list[float]:
 
 
 def split(answers: Iterable[StreamedAnswer]) -> tuple[list[StreamedAnswer], Counter[str]]:
-    """Those that are whole, and how many of the others failed in which way."""
+    """The answers that are whole, and how many of the others failed in which way."""
     all_answers = list(answers)
     failures = Counter(answer.failure for answer in all_answers if answer.failure)
     return [answer for answer in all_answers if not answer.failure], failures

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from loadtest.ports import free_port
+
 _PACKAGES = ("radosgw", "ceph-mon", "ceph-osd")
 _START_S = 120
 _CONFIG = """\
@@ -66,9 +68,9 @@ def radosgw(access_key: str, secret_key: str) -> Iterator[str]:
     """A server's http:// address; its one user has these keys. Raises NotInstallable."""
     programs = _Programs(install())
     with tempfile.TemporaryDirectory(prefix="radosgw-") as name, contextlib.ExitStack() as running:
-        folder, port = Path(name), _free_port()
+        folder, port = Path(name), free_port()
         config, monmap = folder / "ceph.conf", str(folder / "monmap")
-        fsid, monitor = str(uuid.uuid4()), f"[v2:127.0.0.1:{_free_port()}]"
+        fsid, monitor = str(uuid.uuid4()), f"[v2:127.0.0.1:{free_port()}]"
         config.write_text(
             _CONFIG.format(
                 fsid=fsid,
@@ -216,10 +218,3 @@ class _Cluster:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()  # nothing is kept
     process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx._transports.default as transports
 import pytest
 
+from loadtest.ports import free_port
 from tests.ceph import radosgw
 
 # Several tests run at a time: torch's threads would only wait for each other's cores.
@@ -51,6 +52,16 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked gpu where there is no CUDA device, before its fixtures are set up."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch  # only here: the platform's tests do without
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -126,7 +137,7 @@ def s3_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @contextmanager
 def _ministack(folder: Path) -> Iterator[str]:
-    port = _free_port()
+    port = free_port()
     server = subprocess.Popen(
         [_program("ministack")],
         cwd=folder,
@@ -154,13 +165,6 @@ def _program(name: str) -> str:
     found = str(beside) if beside.exists() else shutil.which(name)
     assert found is not None, f"{name} is not installed: install the dev group"
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:

@@ -38,7 +38,7 @@ READ_BYTES_PER_S = 4.3e12  # of an H200
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One product in a step of so many tokens; times of one layer, in microseconds.
+    """One product in a step of N tokens; times of one layer, in microseconds.
 
     around_us: of the routing before both products and the sum behind them, once a layer.
     """
@@ -84,7 +84,7 @@ class Floats:
         return y
 
     def configs(self, average: float) -> Iterator[TileConfig]:
-        """The cuts worth trying where an expert has so many rows on average."""
+        """The cuts worth trying where an expert has N rows on average."""
         if average <= 4:
             cuts = product((16,), (32, 64, 128), (64, 128, 256), (4,), (3, 5))
         elif average <= 32:
@@ -131,7 +131,7 @@ class Fp8:
         return y
 
     def configs(self, average: float) -> Iterator[TileConfig]:
-        """The cuts worth trying where an expert has so many rows on average."""
+        """The cuts worth trying where an expert has N rows on average."""
         if average <= 4:
             cuts = product((16,), (64, 128), (128, 256), (4,), (3, 4, 6))
         elif average <= 32:

@@ -60,7 +60,7 @@ class GpuTime:
 
 
 def medians_ms(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """Each one's median of so many times, by the GPU's clock where there is one.
+    """Each one's median of N times, by the GPU's clock where there is one.
 
     They take turns, so that all see the GPU equally warm.
     """

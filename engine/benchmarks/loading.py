@@ -48,7 +48,7 @@ from lorikeet_engine.request import Request
 from lorikeet_engine.traffic import Floats
 
 STREAMS = 128
-ROUNDS, AT_A_TIME = 60, 15  # streams begin anew after so many, lest their contexts grow
+ROUNDS, AT_A_TIME = 60, 15  # streams begin anew after 15, lest their contexts grow
 LOADS_PER_S, PHASE_S, PHASES = 10.0, 4.0, 3
 LOADED_BYTES_PER_S = 4 << 30  # at most, while gaps are measured
 LOADS = 20  # one after another
@@ -63,7 +63,7 @@ Adapters = Mapping[Residency, Iterator[AdapterRef]]
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Milliseconds to first tokens beside so many streams: p50 and p99.
+    """Milliseconds to first tokens beside N streams: p50 and p99.
 
     added_ms: how much more either is than with an adapter that is on the GPU.
     """
@@ -91,7 +91,7 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Loads from the host beside so many streams: until an adapter was on the GPU, p50 and p99.
+    """Loads from the host beside N streams: until an adapter was on the GPU, p50 and p99.
 
     gb_per_s: an image's bytes on each GPU over the p50.
     """

@@ -31,7 +31,7 @@ _WARM_TOKENS = 8  # that each stream has made before prompts come
 
 @dataclass(frozen=True, slots=True)
 class LongPrompts:
-    """Prompts of so many tokens beside so many streams, one after another or all at once.
+    """Prompts of M tokens beside N streams, one after another or all at once.
 
     seconds: after which no more of those at once are waited for.
     """

@@ -89,7 +89,7 @@ def request_of(
     salt: str,
     sampling: SamplingParams = GREEDY,
 ) -> Request:
-    """A request for exactly so many tokens. Only requests of one salt share cached prefixes."""
+    """A request for exactly N tokens. Only requests of one salt share cached prefixes."""
     sampling = replace(sampling, max_tokens=tokens, ignore_eos=True)
     return Request(name, (tuple(prompt),), sampling, 1, adapter, salt)
 

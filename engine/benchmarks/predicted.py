@@ -38,9 +38,9 @@ from lorikeet_engine.kernels.attention.protocol import kv_head_dim
 from lorikeet_engine.models.config import ModelConfig
 
 BYTES_PER_S = 4.3e12
-"""An H200 reads so many: docs/benchmarks.md, "Decode steps" and the floors of "LoRA kernels"."""
+"""What an H200 reads: docs/benchmarks.md, "Decode steps" and the floors of "LoRA kernels"."""
 OPERATIONS_PER_S = 758e12
-"""Of two bfloat16 matrices of 8,192 × 8,192 on an H200: docs/benchmarks.md, "Prefill"."""
+"""What an H200 does with two bfloat16 matrices of 8,192 × 8,192: docs/benchmarks.md, "Prefill"."""
 FP8_TIMES = 2
 """How many times as fast tensor cores multiply FP8: NVIDIA's datasheets of Hopper. Not measured."""
 FLOAT_BYTES, FP8_BYTES = 2, 1
@@ -63,18 +63,18 @@ class Roofline:
 
     @property
     def linear_elements(self) -> int:
-        """Of all layers' linears."""
+        """The elements of all layers' linears."""
         shape = self.config.shape
         widths = (shape.dims(index) for index in range(len(shape.linears)))
         return shape.layers * sum(d_in * d_out for d_in, d_out in widths)
 
     @property
     def head_elements(self) -> int:
-        """Of lm_head."""
+        """The elements of lm_head."""
         return self.config.vocab_size * self.config.shape.hidden
 
     def kv_bytes(self, context: int) -> int:
-        """What a token's attention reads in all layers that sees so many before it and itself."""
+        """What a token's attention reads in all layers that sees N before it and itself."""
         shape = self.config.shape
         each = FP8_BYTES if self.fp8_kv else FLOAT_BYTES
         token = 2 * shape.kv_heads * kv_head_dim(shape.head_dim, "cuda") * each
@@ -89,7 +89,7 @@ class Roofline:
         return products_s + (attention + head) / OPERATIONS_PER_S
 
     def step_s(self, sequences: int, context: int) -> float:
-        """A step of decodes, each of which sees so many tokens with itself."""
+        """A step of decodes, each of which sees N tokens with itself."""
         each = FP8_BYTES if self.fp8_weights else FLOAT_BYTES
         linears, head = self.linear_elements, self.head_elements
         products_s = max(

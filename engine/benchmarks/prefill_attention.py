@@ -2,7 +2,7 @@
 
 python -m engine.benchmarks.prefill_attention --json prefill_attention.json
 
-Llama-3.1-8B's heads: one sequence's chunk of so many rows behind so many tokens, on pages in random
+Llama-3.1-8B's heads: one sequence's chunk of M rows behind N tokens, on pages in random
 order. Layers take turns, so that none finds its keys in the cache. `uncut` is one launch of FA3's
 kernels, `served` what HopperPrefill makes of a chunk. All are held against torch's attention, and
 against one another, before they are timed.
@@ -76,7 +76,7 @@ class Chunk:
 
     @property
     def flops(self) -> float:
-        """Of both products."""
+        """The operations of both products."""
         seen = self.rows * (self.depth + (self.rows + 1) / 2)
         return 4.0 * SHAPE.heads * SHAPE.head_dim * seen
 

@@ -78,7 +78,7 @@ def roomy_engine(
     others: Mapping[Targets, int] = NO_OTHERS,
     rank: int = RANK,
 ) -> tuple[Engine, PackedLayout]:
-    """An engine without adapters, with room for so many of `rank`; each one's layout.
+    """An engine without adapters, with room for N of `rank`; each one's layout.
 
     others: for as many more, with these targets, there is room in both places.
     """

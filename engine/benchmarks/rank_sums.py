@@ -79,7 +79,7 @@ def measure(group: RankGroup, device: torch.device) -> list[Row]:
 
 
 def measure_norms(group: RankGroup, device: torch.device) -> list[NormRow]:
-    """As many rows as norms sum themselves, in one rank of several that do the same."""
+    """Measure as many rows as norms sum themselves, in one rank of several that do the same."""
     found = []
     for width in WIDTHS:
         group.connect_rows(width)

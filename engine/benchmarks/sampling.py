@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cases of so many requests at once, each with output of so many tokens; greedy comes first."""
+    """Cases of N requests at once, each with output of M tokens; greedy comes first."""
 
     requests: int
     made: int
@@ -151,15 +151,15 @@ def check_draws(engine: Engine, group: Group, case: Case) -> None:
     params = [case.of(i) for i in range(count)]
     devices = model.device, torch.device("cpu")
     drawn = [_draw(logits.to(device, copy=True), params, made) for device in devices]
-    (tokens, told), (want, expected) = drawn
+    (tokens, got), (want, expected) = drawn
     assert tokens == want, f"{case.name}: the device draws other tokens than the CPU"
     for row, of in expected.items():
-        assert _are_close(told[row], of), f"{case.name}: row {row} has {told[row]}, on the CPU {of}"
+        assert _are_close(got[row], of), f"{case.name}: row {row} has {got[row]}, on the CPU {of}"
 
 
-def _are_close(told: TokenLogprobs, want: TokenLogprobs) -> bool:
-    values, expected = ((of.logprob, *(logprob for _, logprob in of.top)) for of in (told, want))
-    ids, expected_ids = ([token for token, _ in of.top] for of in (told, want))
+def _are_close(got: TokenLogprobs, want: TokenLogprobs) -> bool:
+    values, expected = ((of.logprob, *(logprob for _, logprob in of.top)) for of in (got, want))
+    ids, expected_ids = ([token for token, _ in of.top] for of in (got, want))
     return ids == expected_ids and np.allclose(values, expected, rtol=0, atol=_CLOSE)
 
 

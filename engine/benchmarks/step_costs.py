@@ -35,7 +35,7 @@ _TIMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A step: so many decodes that see `context` tokens each, and a prompt's chunk at a depth."""
+    """A step: N decodes that see `context` tokens each, and a prompt's chunk at a depth."""
 
     decodes: int = 0
     context: int = 0

@@ -78,7 +78,7 @@ class Row:
 
 
 def measure(engine: Engine, work: Work, turns: int = TURNS) -> Row:
-    """Check, then time so many turns; raises AssertionError where the engine's tokens are wrong."""
+    """Check, then time N turns; raises AssertionError where the engine's tokens are wrong."""
     answers = _run(engine, work, 0).answers
     shortfall = plain.check(engine, plain.some(answers))
     greedy, sampled = list[Run](), list[Run]()

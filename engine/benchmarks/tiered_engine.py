@@ -65,7 +65,7 @@ def image_bytes(config: Mapping[str, Any], settings: EngineSettings, rank: int =
 
 
 def counts_of(image: int) -> TierCounts:
-    """How many adapters of so many bytes are measured."""
+    """How many adapters of N bytes are measured."""
     return FEW if image > _LARGE_BYTES else TierCounts()
 
 

@@ -49,7 +49,7 @@ _NEAR = 0.02  # what the tensor cores' sums lose is less (fused.linear)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A weight [d_out, d_in] and so many tokens: cuBLASLt's time and that of the best config.
+    """A weight [d_out, d_in] and N tokens: cuBLASLt's time and that of the best config.
 
     tb_s: at which the latter reads the weight.
     """

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""From so many tokens that a step's prompts see, it is no single graph on CUDA."""
+"""A step whose prompts see as many tokens or more is no single graph on CUDA."""
 SEEN_TO_SPLIT = 1 << 19
-"""From so many tokens that a step's prompts see, its decodes are attended to apart on CUDA."""
+"""Decodes beside prompts that see as many tokens or more are attended to apart on CUDA."""
 
 
 class RowsTime(NamedTuple):
-    """How long a step with so many tokens takes without attention and adapters."""
+    """How long a step with N tokens takes without attention and adapters."""
 
     tokens: int
     seconds: float
@@ -39,7 +39,7 @@ class StepCosts:
     beyond the last one goes along a line. seen_token_s: for each token that a decode sees in all
     layers; in this share of them, `windowed`, it sees `window` tokens at most, None: all.
     prompt_seen_s: for each token that a prompt's token sees. pieces_s: with prompts that see
-    SEEN_IN_PIECES tokens or more, once, and with others by their share of so many, since a single
+    SEEN_IN_PIECES tokens or more, once, and with others by their share of as many, since a single
     graph reads keys anew for each token. split_s: with decodes beside prompts that see
     SEEN_TO_SPLIT tokens or more, once more. lora_s, rank_s: with adapters, once and for each rank
     of the distinct ones that decode. lora_token_s: for each prompt token with an adapter. A step
@@ -86,7 +86,7 @@ class StepCosts:
         return (self.rows_s(self.step_tokens) + self.pieces_s) / self.step_tokens
 
     def rows_s(self, tokens: int) -> float:
-        """What a step of so many tokens takes without attention and adapters."""
+        """What a step of N tokens takes without attention and adapters."""
         at = min(bisect_left(self.rows, (tokens,)), len(self.rows) - 1)
         if at == 0:
             return self.rows[0].seconds
@@ -121,7 +121,7 @@ class StepCosts:
         return self.rows_s(tokens) + lora_s + seen_s
 
     def prompts_seen_s(self, seen: int, *, beside_decodes: bool, steps: int = 1) -> float:
-        """What it takes so many steps that their prompts see so many tokens, as in step_s."""
+        """What N steps take more because their prompts see M tokens, as in step_s."""
         split_s = self.split_s if beside_decodes and seen >= SEEN_TO_SPLIT else 0.0
         pieces_s = self.pieces_s * min(steps, seen / SEEN_IN_PIECES)
         return self.prompt_seen_s * seen + pieces_s + split_s

@@ -33,7 +33,7 @@ class EngineSettings:
     and the tokens of prompts beside the decodes are bounded; never below one adapter and 128 such
     tokens. None for no bound.
     tensor_parallel: how many GPUs of this machine hold the base model together, each a part of it;
-    kv_bytes and adapter_gpu_bytes are of each. On a CPU, so many processes.
+    kv_bytes and adapter_gpu_bytes are of each. On a CPU, as many processes.
     overlap: launch a step before the tokens of the one before it are read, so that a GPU need not
     wait for the host; a CPU gains nothing by it and makes each token wait for one more step.
     """

@@ -101,16 +101,9 @@ def deal_ranks(adapters: int, ranks: Sequence[int] = RANKS) -> Ints:
     return np.resize(np.asarray(ranks, dtype=np.int64), adapters)
 
 
-class Arrivals(Protocol):
-    """When requests arrive, whether or not the earlier ones have been answered."""
-
-    def times(self, rng: np.random.Generator, duration_s: float) -> Floats:
-        """Seconds from the start, rising, all below duration_s."""
-
-
 @dataclass(frozen=True, slots=True)
 class GammaArrivals:
-    """Gaps drawn from a Gamma distribution: mean 1 / rate, coefficient of variation cv.
+    """Gaps between arrivals from a Gamma distribution: mean 1 / rate, coefficient of variation cv.
 
     cv 1 is a Poisson process; above it requests come in bursts.
     """
@@ -119,7 +112,7 @@ class GammaArrivals:
     cv: float = 1.0
 
     def times(self, rng: np.random.Generator, duration_s: float) -> Floats:
-        """A renewal process that starts with a gap."""
+        """Seconds from the start, rising, all below duration_s; a gap comes first."""
         shape = self.cv**-2
         scale = 1 / (self.rate_per_s * shape)
         drawn: list[Floats] = []

@@ -11,7 +11,8 @@ import numpy as np
 from loadtest.client import Server, Session, encode_requests, send_all
 from loadtest.paced_service.adapters import FilledCatalog, model_name, number_of
 from loadtest.paced_service.pacing import Pace
-from loadtest.paced_service.service import OURS, ROOT, free_port
+from loadtest.paced_service.service import OURS, ROOT
+from loadtest.ports import free_port
 from loadtest.report import all_whole, lateness_s, ttfts_s
 from loadtest.simulator.baselines import PowerOfTwo
 from loadtest.simulator.trials import measure

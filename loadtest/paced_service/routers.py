@@ -142,7 +142,7 @@ class BoundedHashing(BaselineRouter):
 
 
 def two_of(replicas: list[RunningReplica]) -> list[RunningReplica]:
-    """Two at random, if there are so many."""
+    """Two at random, or all if there are fewer."""
     return random.sample(replicas, min(2, len(replicas)))
 
 

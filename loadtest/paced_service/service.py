@@ -1,7 +1,6 @@
 """The service as `serve_app` composes it, with paced engines and a router of choice."""
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +12,7 @@ from ray import serve
 from ray.serve.deployment import Application
 
 from loadtest.paced_service.pacing import Pace, paced_engine
+from loadtest.ports import free_port
 from lorikeet.replica import replica
 from lorikeet.serving.deployments import EngineReplica, controller, engine, gateway
 from lorikeet.settings import Settings
@@ -71,14 +71,6 @@ def cluster() -> Iterator[str]:
     finally:
         serve.shutdown()
         ray.shutdown()
-
-
-def free_port() -> int:
-    """A free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @contextmanager

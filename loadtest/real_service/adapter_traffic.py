@@ -44,7 +44,7 @@ _NONE: Floats = np.zeros(0)
 class Traffic:
     """Who asks for what. order: adapters, the most popular first. temperature: of each answer.
 
-    lengths: so many, the same whatever the seed, are dealt round, so that as many tokens are asked
+    lengths: how many, the same whatever the seed, are dealt round, so that as many tokens are asked
     for in one run as in another; None: each request has its own.
     """
 

@@ -41,7 +41,7 @@ class Job:
     works: tuple[Work, ...]
 
     def write(self, path: Path) -> None:
-        """For the other process."""
+        """The arguments of the other process."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod

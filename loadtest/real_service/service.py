@@ -18,7 +18,7 @@ import torch
 from ray import serve
 from ray.serve.deployment import Application
 
-from loadtest.paced_service.service import free_port
+from loadtest.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
@@ -191,7 +191,7 @@ def _haproxy(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """These, and of LORIKEET_ none but these, until the end of the block."""
+    """Set these variables, and of LORIKEET_ none but these, until the end of the block."""
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("LORIKEET_")]:
         del os.environ[name]

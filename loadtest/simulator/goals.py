@@ -73,7 +73,7 @@ class Goal:
 
     @property
     def wanted(self) -> str:
-        """In words."""
+        """What is wanted, in words."""
         return f"≥ {self.least:g}" if self.least is not None else f"≤ {self.most:g}"
 
 

@@ -194,8 +194,8 @@ def _path(name: str, digest: str) -> str:
     return f"/v1/adapters/{name}/versions/{digest}"
 
 
-def _version(told: Mapping[str, Any]) -> PushResult:
-    return PushResult(**{field: told[field] for field in PushResult.__slots__})
+def _version(answer: Mapping[str, Any]) -> PushResult:
+    return PushResult(**{field: answer[field] for field in PushResult.__slots__})
 
 
 def _failure(answer: httpx.Response) -> LorikeetError | None:

@@ -81,7 +81,7 @@ ERRORS: Mapping[str, ErrorKind] = {
     "adapter_load_failed": ErrorKind(503, _SERVER, _API),
     "store_error": ErrorKind(503, _SERVER, _API),
 }
-"""By code."""
+"""Each code's HTTP status and types."""
 
 _ENGINE_CODES: Mapping[type, str] = {
     engine.EngineError: "generation_failed",
@@ -92,7 +92,7 @@ _ENGINE_CODES: Mapping[type, str] = {
     engine.AdapterNotReady: "adapter_not_ready",
     engine.AdapterTooLarge: "invalid_adapter",
 }
-"""By class of the engine's errors; a derived class has its base's code."""
+"""The code of each class of the engine's errors; a derived class has its base's."""
 
 
 def kind_of(code: str) -> ErrorKind:

@@ -12,7 +12,7 @@ NO_REPLICA_S = 5.0
 STORE_AWAY_S = 5.0
 """A gateway asks a store that is away every second, but nobody knows for how long it is."""
 FULL_GATEWAY_S = 1.0
-"""A gateway holds so many requests that one of them ends all the time."""
+"""A full gateway holds enough requests that one of them ends all the time."""
 FULL_PROXY_S = 5
 """A proxy knows no rate; as many requests as it holds have passed it some seconds later."""
 

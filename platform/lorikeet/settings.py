@@ -78,9 +78,9 @@ def _by_model(value: object, given: ValidationInfo) -> object:
         numbers = dict(pairs)
         if len(numbers) < len(pairs) or not all(numbers.values()):
             raise ValueError("want one value, or name=value of some base models, each once")
-    strangers = sorted(numbers.keys() - models)
-    if strangers:
-        raise ValueError(f"{strangers[0]} is no base model: there are {', '.join(sorted(models))}")
+    unknown = sorted(numbers.keys() - models)
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no base model: there are {', '.join(sorted(models))}")
     return numbers if default is None else {**dict.fromkeys(models, default), **numbers}
 
 

@@ -30,6 +30,6 @@ def show_size(count: int | None) -> str | None:
 
 
 def write_size(count: int) -> str:
-    """512MiB or 2GiB: exactly so many bytes, for parse_size."""
+    """512MiB or 2GiB: exactly N bytes, for parse_size."""
     unit = next(unit for unit in reversed(_BINARY) if not count % _BINARY[unit])
     return str(count) if unit == "B" else f"{count // _BINARY[unit]}{unit}"

@@ -11,8 +11,9 @@ import pytest
 
 from tests.attack.conftest import ATTACK_S, ROWS, Row, service_bytes
 from tests.attack.programs import ATTACKS, BASE
-from tests.e2e.conftest import ROOT, Service, eventually
+from tests.e2e.conftest import ROOT, Service
 from tests.e2e.load import Load, Result, Target
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.ray, pytest.mark.attack, pytest.mark.timeout(3 * ATTACK_S + 600)]
 

@@ -17,7 +17,8 @@ from lorikeet.cli import app
 from lorikeet.cli.planning import bench
 from lorikeet.cli.planning.isolation import MeasuredTenant, RunMeasurements, TenantComparison
 from lorikeet.protocol.messages import Call, Refusal
-from tests.gateway.conftest import Gateway, Items, eventually, repeat, serving
+from tests.gateway.conftest import Gateway, Items, repeat, serving
+from tests.waiting import eventually
 
 TENANTS = ("acme", "globex")
 WAIT_S = 0.05
@@ -150,7 +151,7 @@ def test_an_interrupt_shows_what_has_come(gateway: Gateway) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    eventually(lambda: len(gateway.engines.calls) > asked + 30, within_s=30)
+    assert eventually(lambda: len(gateway.engines.calls) > asked + 30, within_s=30)
     running.send_signal(signal.SIGINT)
     said, _ = running.communicate(timeout=30)
     assert running.returncode == 130

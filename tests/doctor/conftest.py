@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ import boto3
 import pytest
 
 from demo.fill_catalog import fill_catalog
+from loadtest.ports import free_port
 from lorikeet.doctor.checks import CHECKS, run_checks
 from lorikeet.doctor.cuda import Cuda, Gpu
 from lorikeet.doctor.finding import Finding, Severity
@@ -74,13 +74,6 @@ def keys_of(url: str) -> set[str]:
 def variable(name: str, value: str) -> dict[str, object]:
     """What sets a LORIKEET_ variable of a Patient."""
     return {"more": {f"LORIKEET_{name}": value}}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,7 @@ import os
 import random
 import shutil
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,13 +186,3 @@ class Crowd:
         path = f"/adapters/crowd/alpha-{alpha}/versions"
         self._service.admin("PUT", path, content=blob.read_bytes()).raise_for_status()
         return Target(f"crowd/alpha-{alpha}", self._key)
-
-
-def eventually(holds: Callable[[], bool], within_s: float) -> bool:
-    """Whether `holds` becomes true in time."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if holds():
-            return True
-        time.sleep(0.1)
-    return False

@@ -5,7 +5,8 @@ from typing import Any
 
 import ray
 
-from tests.e2e.conftest import REPLICAS, Service, eventually
+from tests.e2e.conftest import REPLICAS, Service
+from tests.waiting import eventually
 
 
 def engine_processes(service: Service) -> dict[int, int]:

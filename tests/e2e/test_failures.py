@@ -8,9 +8,9 @@ import httpx
 import pytest
 import ray
 
-from tests.e2e.conftest import eventually
 from tests.e2e.load import Load, Outcome, hit_rate
 from tests.e2e.service_processes import actor_named, actors_named, complete, engine_processes
+from tests.waiting import eventually
 
 ADAPTERS = 12
 WINDOW = 60  # answers, for a rate of hits

@@ -25,8 +25,9 @@ from safetensors.numpy import save_file
 
 from lorikeet_engine.adapter_format import write_blob
 from lorikeet_engine.traffic import poisson
-from tests.e2e.conftest import Service, eventually
+from tests.e2e.conftest import Service
 from tests.e2e.load import Target
+from tests.waiting import eventually
 
 TENANTS = 200
 SECONDS = float(os.environ.get("MANY_TENANTS_S", "600"))

@@ -13,9 +13,10 @@ import httpx
 import pytest
 import ray
 
-from tests.e2e.conftest import Service, eventually
+from tests.e2e.conftest import Service
 from tests.e2e.pushing import TASK, SteadyTrainer, Steps
 from tests.e2e.service_processes import actor_named, complete, engine_processes
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ from demo.fill_catalog import ADAPTERS
 from demo.tasks import TASKS
 from loadtest.real_service.adapters import save_adapter
 from lorikeet_engine.adapter_format import BaseShape, write_blob
-from tests.e2e.conftest import REPLICAS, ROOT, eventually
+from tests.e2e.conftest import REPLICAS, ROOT
 from tests.e2e.faulty_replica import faults
 from tests.e2e.service_processes import actor_named, complete, engine_processes
+from tests.waiting import eventually
 
 TASK = TASKS[0]
 GATEWAY = "default#gateway#"

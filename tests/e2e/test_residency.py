@@ -14,8 +14,9 @@ from demo.tasks import TASKS
 from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet_engine.adapter_format import write_blob
-from tests.e2e.conftest import REPLICAS, Service, eventually
+from tests.e2e.conftest import REPLICAS, Service
 from tests.e2e.service_processes import actor_named
+from tests.waiting import eventually
 
 UPPER, REVERSE = TASKS[:2]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lorikeet.serving.autoscaling import autoscaling
-from tests.e2e.conftest import Service, eventually
+from tests.e2e.conftest import Service
+from tests.waiting import eventually
 
 IDLE = {
     "working_bytes": 0,

@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from demo.tasks import TASKS
-from tests.e2e.conftest import Service, eventually
+from tests.e2e.conftest import Service
+from tests.waiting import eventually
 
 BASE = "lorikeet-demo"
 

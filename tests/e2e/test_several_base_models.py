@@ -16,7 +16,8 @@ from demo.fill_catalog import ADAPTERS, fill_catalog
 from demo.tasks import TASKS
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import write_blob
-from tests.e2e.conftest import ROOT, Service, eventually, free_port
+from tests.e2e.conftest import ROOT, Service, free_port
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.soak
 

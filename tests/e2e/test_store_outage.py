@@ -11,9 +11,10 @@ from ray import serve
 
 from lorikeet.serving import deployments
 from lorikeet.settings import Settings
-from tests.e2e.conftest import eventually, free_port
+from tests.e2e.conftest import free_port
 from tests.e2e.load import Load, hit_rate
 from tests.e2e.service_processes import actor_named, actors_named
+from tests.waiting import eventually
 
 ADAPTERS = 12
 OTHER = "other"

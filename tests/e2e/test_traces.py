@@ -5,8 +5,9 @@ import secrets
 import httpx
 import pytest
 
-from tests.e2e.conftest import Crowd, Service, eventually
+from tests.e2e.conftest import Crowd, Service
 from tests.gateway.collector import Collector
+from tests.waiting import eventually
 
 
 def test_a_request_is_followed_from_its_caller_into_the_engine(

@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import USAGE_FLUSH_S, Crowd, Service, eventually
+from tests.e2e.conftest import USAGE_FLUSH_S, Crowd, Service
 from tests.e2e.load import Load, Outcome, Target
 from tests.e2e.service_processes import complete, engine_processes
+from tests.waiting import eventually
 
 
 def generate(service: Service, target: Target, **body: Any) -> httpx.Response:

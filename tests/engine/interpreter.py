@@ -12,6 +12,15 @@ import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = (
+    [("cpu", torch.float32), ("cpu", torch.float16)]
+    if INTERPRETED
+    else [
+        pytest.param(("cuda", dtype), marks=pytest.mark.gpu)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp8e4nv": torch.float8_e4m3fn}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -36,3 +45,10 @@ def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.view(_BITS[made.itemsize]).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", cast)
+
+
+def random(kind: tuple[str, torch.dtype], *shape: int) -> torch.Tensor:
+    """Numbers that follow from the shape, on a device and of a dtype."""
+    device, dtype = kind
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)

@@ -44,6 +44,7 @@ from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, BaseShape, w
 from lorikeet_engine.request import FinishReason
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
 from tests.placement.builders import held
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     import anthropic
@@ -105,20 +106,13 @@ def listening(app: Any) -> Iterator[str]:
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        eventually(lambda: server.started or not thread.is_alive())
+        assert eventually(lambda: server.started or not thread.is_alive())
         assert server.started
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(timeout=10)
-
-
-def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 @dataclass

@@ -18,8 +18,9 @@ from lorikeet.errors import StoreError, Unavailable
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.catalog_view import MIN_GAP_S, GatewayCatalogView
 from lorikeet.gateway.services import Services
-from tests.gateway.conftest import LIMITS, Gateway, ReplayEngines, chat, eventually, serving
+from tests.gateway.conftest import LIMITS, Gateway, ReplayEngines, chat, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
+from tests.waiting import eventually
 
 HOUR = 3600.0
 
@@ -62,7 +63,7 @@ def test_what_is_taken_away_elsewhere_is_gone_within_the_interval(tmp_path: Path
     with serving(tmp_path, refresh_s=0.05) as gateway:
         assert gateway.post(CHAT, chat()).status_code == 200
         elsewhere(gateway).retire("acme", "support", actor="test")
-        eventually(lambda: gateway.post(CHAT, chat()).status_code == 404)
+        assert eventually(lambda: gateway.post(CHAT, chat()).status_code == 404)
 
 
 def test_what_is_registered_here_is_served_here_at_once(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_unknown_keys_in_bulk_share_reads_of_the_catalog_and_known_ones_wait_for
         gateway.catalog.refresh = count_late  # type: ignore[method-assign]
         keys = [f"lk_{number:043}" for number in range(40)]
         refused = [flood.submit(gateway.request, "GET", "/v1/models", key) for key in keys]
-        eventually(lambda: bool(reads))
+        assert eventually(lambda: bool(reads))
         assert gateway.post(CHAT, chat("tiny")).status_code == 200
         answers.set()
         assert {each.result().status_code for each in refused} == {401}

@@ -14,17 +14,9 @@ import pytest
 from lorikeet.answer_stream.openai_format import EventStream
 from lorikeet.errors import GenerationFailed, Unavailable
 from lorikeet.protocol.messages import Call, Refusal
-from tests.gateway.conftest import (
-    Gateway,
-    Items,
-    chat,
-    endless,
-    eventually,
-    header,
-    repeat,
-    serving,
-)
+from tests.gateway.conftest import Gateway, Items, chat, endless, header, repeat, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
+from tests.waiting import eventually
 
 UPLOAD = "/admin/v1/adapters/acme/support/versions"
 STATUSES = {
@@ -183,7 +175,7 @@ def test_a_client_that_leaves_a_stream_closes_it_and_frees_its_place(gateway: Ga
             next(iter(stream))
             request_id = gateway.engines.last.request_id
             assert gateway.post(CHAT, body, tenant="small").status_code == 429
-        eventually(lambda gone=request_id: gone in gateway.engines.closed)  # type: ignore[misc]
+        assert eventually(lambda gone=request_id: gone in gateway.engines.closed)  # type: ignore[misc]
     assert sorted(gateway.engines.closed) == sorted(
         {c.request_id for _, c in gateway.engines.calls}
     )
@@ -207,7 +199,7 @@ def test_a_client_that_leaves_before_the_first_byte_closes_the_call(
             headers={"authorization": f"Bearer {gateway.keys['acme']}"},
             timeout=2.0,  # by when the call has been made, also where others compute
         )
-    eventually(lambda: gateway.engines.closed == [gateway.engines.last.request_id])
+    assert eventually(lambda: gateway.engines.closed == [gateway.engines.last.request_id])
 
 
 def test_a_client_that_leaves_while_sending_is_no_failure(
@@ -240,7 +232,7 @@ def test_a_tenant_over_its_limit_is_told_when_to_come_back(gateway: Gateway) -> 
         assert int(refused.headers["retry-after"]) >= 1
         gateway.engines.replay = repeat
         assert gateway.post(CHAT, body, tenant="acme").status_code == 200
-    eventually(lambda: gateway.post(CHAT, body, tenant="small").status_code == 200)
+    assert eventually(lambda: gateway.post(CHAT, body, tenant="small").status_code == 200)
 
 
 def test_a_full_gateway_refuses_every_tenant_until_a_place_is_free(tmp_path: Path) -> None:
@@ -253,7 +245,7 @@ def test_a_full_gateway_refuses_every_tenant_until_a_place_is_free(tmp_path: Pat
             assert error_of(refused, 503)["code"] == "overloaded"  # not globex's own doing
             assert int(refused.headers["retry-after"]) >= 1
         gateway.engines.replay = repeat
-        eventually(lambda: gateway.post(CHAT, body, tenant="globex").status_code == 200)
+        assert eventually(lambda: gateway.post(CHAT, body, tenant="globex").status_code == 200)
 
 
 def test_failed_requests_give_their_place_back(gateway: Gateway) -> None:

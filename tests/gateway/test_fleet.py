@@ -17,7 +17,7 @@ import pytest
 from lorikeet.errors import StoreError, Unavailable
 from lorikeet.gateway.admin import fleet_view as fleet_routes
 from lorikeet.protocol.messages import AnswerHeader, Call, Refusal
-from lorikeet.protocol.peers import Peers, Poll
+from lorikeet.protocol.peers import Peers
 from lorikeet.request_log.recent_traffic import (
     SPAN_S,
     WINDOW_S,
@@ -28,8 +28,10 @@ from lorikeet.request_log.recent_traffic import (
 from lorikeet.request_log.record import RequestRecord
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet_engine.adapter import Residency
-from tests.gateway.conftest import Gateway, Items, chat, eventually, repeat, serving
+from tests.gateway.conftest import Gateway, Items, chat, repeat, serving
+from tests.gateway.linked_peers import LinkedPeers
 from tests.ui.made import ARENA, MIB, block, replica
+from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 
@@ -165,7 +167,7 @@ def waiting(gateway: Gateway, *models: str) -> Iterator[None]:
     threads = [threading.Thread(target=gateway.post, args=(CHAT, chat(m))) for m in models]
     for thread in threads:
         thread.start()
-    eventually(lambda: len(gateway.engines.calls) == len(models))
+    assert eventually(lambda: len(gateway.engines.calls) == len(models))
     try:
         yield
     finally:
@@ -189,19 +191,9 @@ def test_who_waits_for_what_and_for_how_long(gateway: Gateway) -> None:
 # Several gateways, and what does not answer.
 
 
-class _Linked(Peers):
-    """Asks another gateway's end."""
-
-    other: Peers | None = None
-
-    async def poll(self, question: str, *arguments: Any) -> Poll:
-        if self.other is None:
-            raise Unavailable("nobody can be asked now")
-        return Poll([await self.other.answer(question, *arguments)], 1)
-
-
 def test_whichever_gateway_is_asked_all_are_counted() -> None:
-    here, there = _Linked(), Peers()
+    here, there = LinkedPeers(silent=1), Peers()
+    here.trouble = Unavailable("nobody can be asked now")
     one, two = RequestLog(here), RequestLog(there)
     traffic, others = RecentTraffic(here, one), RecentTraffic(there, two)
     for counts, request_log in ((traffic, one), (others, two)):
@@ -211,7 +203,7 @@ def test_whichever_gateway_is_asked_all_are_counted() -> None:
         trace.__enter__()
     alone = asyncio.run(traffic.everywhere())
     assert (len(alone.answers), alone.silent) == (1, None)
-    here.other = there
+    here.trouble, here.others = None, (there,)
     together = asyncio.run(traffic.everywhere())
     assert (len(together.answers), together.silent) == (2, 1)
     assert [row.requests for row in waiting_of(together.answers)] == [2]

@@ -10,10 +10,11 @@ from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
 from lorikeet.errors import InsufficientQuota, StoreError
 from lorikeet.gateway import limit_sync
 from lorikeet.gateway.limit_sync import LimitSync
-from lorikeet.protocol.peers import Peers, Poll
 from lorikeet.tenancy.limit_shares import LimitShares, Subject
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.rate_limiter import RateLimiter
+from tests.gateway.linked_peers import LinkedPeers, link
+from tests.waiting import until
 
 KEY = KeyRecord("k", "acme", frozenset(), "", 0.0)
 
@@ -22,37 +23,19 @@ class Gateway:
     """One of several in one process, which ask each other directly."""
 
     def __init__(self, name: str, others: list["Gateway"], written: Any = None) -> None:
-        self.peers = DirectPeers(self, others)
+        self.peers = LinkedPeers()
         self.shares = LimitShares(name, 2, time.monotonic())
         budget = MonthlyBudget(written, unseen_s=0)
         self.rate_limiter = RateLimiter(self.shares, budget)
         self.limit_sync = LimitSync(self.peers, self.shares, self.rate_limiter)
         others.append(self)
+        link([each.peers for each in others])
 
     def share(self) -> float:
         return self.shares.share_of(Subject("acme"), time.monotonic()).share
 
     def check(self, **limits: Any) -> None:
         self.rate_limiter.check(TenantRecord("acme", 0.0, Limits(**limits)), KEY).release()
-
-
-class DirectPeers(Peers):
-    def __init__(self, gateway: Gateway, all_of_them: list[Gateway]) -> None:
-        super().__init__()
-        self.gateway, self.all_of_them = gateway, all_of_them
-        self.trouble: Exception | None = None
-
-    async def poll(self, question: str, *arguments: Any) -> Poll:
-        if self.trouble is not None:
-            raise self.trouble
-        others = [each.peers for each in self.all_of_them if each is not self.gateway]
-        return Poll([await each.answer(question, *arguments) for each in others], 0)
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(5):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)

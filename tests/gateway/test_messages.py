@@ -11,8 +11,9 @@ from lorikeet.answer_stream.openai_format import Choice
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, Refusal, StreamItem
 from lorikeet_engine.request import FinishReason
 from tests.answer_stream.test_openai_format import CALLS
-from tests.gateway.conftest import Gateway, Played, chat, eventually, header
+from tests.gateway.conftest import Gateway, Played, chat, header
 from tests.gateway.test_bad_requests import error_of
+from tests.waiting import eventually
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -290,7 +291,7 @@ def explained(gateway: Gateway, request_id: str) -> dict[str, Any]:
         assert why.is_success
         return dict(why.json())
 
-    eventually(lambda: ask()["outcome"] != "running")
+    assert eventually(lambda: ask()["outcome"] != "running")
     return ask()
 
 
@@ -513,7 +514,7 @@ def test_limits_hold_for_messages_as_for_chats(gateway: Gateway) -> None:
             return "6000 tokens per minute" in str(error)
         return False
 
-    eventually(over)
+    assert eventually(over)
 
 
 def test_models_are_listed_in_the_words_of_the_client(unchanged: Gateway) -> None:

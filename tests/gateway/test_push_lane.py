@@ -2,10 +2,10 @@
 
 import hashlib
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,79 +13,15 @@ from urllib.parse import urlsplit
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.store.local import LocalStore
-from lorikeet.errors import StoreError
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.pushing import push_lane
 from lorikeet.gateway.services import ServedModel, Services
-from lorikeet.protocol.peers import Peers, Poll
-from tests.gateway.conftest import (
-    LIMITS,
-    SHAPE,
-    Gateway,
-    chat,
-    eventually,
-    listening,
-    serving,
-)
+from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, listening, serving
+from tests.gateway.linked_peers import LinkedPeers, link
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer, digest_of
-
-
-class RemoteStore(LocalStore):
-    """A store that is away as long as a test says so."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.is_away = threading.Event()
-        self.takes_blobs = True
-
-    def first(self, prefix: str, start_after: str = "") -> str | None:
-        self._check()
-        return super().first(prefix, start_after)
-
-    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
-        self._check()
-        return super().list(prefix, start_after)
-
-    def get(self, key: str) -> bytes:
-        self._check()
-        return super().get(key)
-
-    def put_file(self, key: str, path: Path) -> None:
-        self._check()
-        if not self.takes_blobs:
-            raise StoreError("the store takes no blobs")
-        super().put_file(key, path)
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self._check()
-        super().put_if_absent(key, data)
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        self.is_away.set()
-        try:
-            yield
-        finally:
-            self.is_away.clear()
-
-    def _check(self) -> None:
-        if self.is_away.is_set():
-            raise StoreError("the store does not answer")
-
-
-class NeighbourPeers(Peers):
-    """Gateways of one process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others: list[Peers] = []
-        self.silent = 0
-
-    async def poll(self, question: str, *arguments: Any) -> Poll:
-        answers = [await each.answer(question, *arguments) for each in self.others]
-        return Poll(answers, self.silent)
+from tests.remote_store import RemoteStore
+from tests.waiting import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -99,12 +35,12 @@ def store(tmp_path: Path) -> RemoteStore:
 
 
 @pytest.fixture
-def peers() -> NeighbourPeers:
-    return NeighbourPeers()
+def peers() -> LinkedPeers:
+    return LinkedPeers()
 
 
 @pytest.fixture
-def gateway(tmp_path: Path, store: RemoteStore, peers: NeighbourPeers) -> Iterator[Gateway]:
+def gateway(tmp_path: Path, store: RemoteStore, peers: LinkedPeers) -> Iterator[Gateway]:
     with serving(tmp_path, store, peers=peers) as running:
         yield running
 
@@ -151,7 +87,7 @@ def test_a_store_that_is_away_delays_durable_and_not_ready(
         assert (waited.status_code, waited.json()) == (202, version)
         card = gateway.openai().models.retrieve(version["model"])
         assert (card.id, card.created) == (version["model"], int(version["created"]))
-    eventually(lambda: is_durable(trainer, blob))
+    assert eventually(lambda: is_durable(trainer, blob))
     now = trainer.show(digest_of(blob)).json()
     assert now | {"created": None} == version | {"durable": True, "version": 1, "created": None}
     assert digest_that_answers(gateway, version["model"]) == digest_of(blob)
@@ -178,9 +114,9 @@ def test_nothing_shows_before_every_replica_has_it(trainer: Trainer) -> None:
     assert trainer.show(digest_of(second)).status_code == 404
     assert digest_that_answers(gateway, "acme/policy") == digest_of(first)
     gateway.engines.takes_pushes = True
-    eventually(lambda: trainer.show(digest_of(second)).status_code == 200)
+    assert eventually(lambda: trainer.show(digest_of(second)).status_code == 200)
     assert digest_that_answers(gateway, "acme/policy") == digest_of(second)
-    eventually(lambda: is_durable(trainer, second))
+    assert eventually(lambda: is_durable(trainer, second))
 
 
 def test_of_two_pushes_with_one_alias_the_later_one_keeps_it(
@@ -192,7 +128,7 @@ def test_of_two_pushes_with_one_alias_the_later_one_keeps_it(
             assert trainer.push(blob, alias="prod").json()["aliases"] == ["prod"]
             assert digest_that_answers(trainer.gateway, "acme/policy") == digest_of(blob)
         assert trainer.show(digest_of(first)).json()["aliases"] == []
-    eventually(lambda: is_durable(trainer, first) and is_durable(trainer, second))
+    assert eventually(lambda: is_durable(trainer, first) and is_durable(trainer, second))
     record = trainer.gateway.catalog.refresh().adapter("acme", "policy")
     assert [version.digest for version in record.versions] == [digest_of(first), digest_of(second)]
     assert record.aliases == {"prod": 2}
@@ -201,7 +137,7 @@ def test_of_two_pushes_with_one_alias_the_later_one_keeps_it(
 def test_a_push_without_room_is_refused_before_anything_shows(trainer: Trainer) -> None:
     catalog = trainer.gateway.catalog
     catalog.limit_tenant("acme", max_adapters=2, actor="test")
-    eventually(lambda: trainer.push(trainer.blob()).status_code == 409)
+    assert eventually(lambda: trainer.push(trainer.blob()).status_code == 409)
     assert "acme/policy" not in {record.label for record in catalog.refresh().adapters("acme")}
 
 
@@ -214,42 +150,44 @@ def test_a_tenant_has_so_many_pushes_on_their_way(
             assert trainer.push(trainer.blob(seed)).is_success
         error = error_of(trainer.push(trainer.blob(3)), 503)
         assert error["code"] == "overloaded"
-    eventually(lambda: trainer.push(trainer.blob(3)).is_success)
+    assert eventually(lambda: trainer.push(trainer.blob(3)).is_success)
+
+
+@contextmanager
+def another(gateway: Gateway, store: RemoteStore, peers: LinkedPeers) -> Iterator[Gateway]:
+    """A second gateway of the service, of these peers."""
+    served = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
+    services = Services(AdapterCatalog(store), served, LIMITS, gateway.engines, peers=peers)
+    with listening(create_app(services)) as url:
+        yield replace(gateway, url=url, admin_key="")
 
 
 def test_every_gateway_answers_for_what_is_ready(
-    trainer: Trainer, store: RemoteStore, peers: NeighbourPeers, tmp_path: Path
+    trainer: Trainer, store: RemoteStore, peers: LinkedPeers
 ) -> None:
     gateway, blob = trainer.gateway, trainer.blob()
-    served = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
-    other_peers = NeighbourPeers()
-    other = Services(AdapterCatalog(store), served, LIMITS, gateway.engines, peers=other_peers)
-    with listening(create_app(other)) as url:
-        peers.others = [other_peers]
-        peers.silent = 1
+    there_peers = LinkedPeers()
+    with another(gateway, store, there_peers) as there:
+        peers.others, peers.silent = (there_peers,), 1
         assert trainer.push(blob, timeout_s=0.3).status_code == 202
         peers.silent = 0
         with store.away():
             blob = trainer.blob(2)
             version = trainer.push(blob, alias="prod").json()
             assert (version["ready"], version["durable"]) == (True, False)
-            there = Gateway(url, gateway.catalog, gateway.engines, "", tmp_path, gateway.keys)
             for model in (version["model"], "acme/policy"):
                 assert digest_that_answers(there, model) == digest_of(blob)
-    peers.others = []
+    peers.others = ()
 
 
 def test_an_alias_moves_though_another_gateway_carries_the_version_without_one(
-    trainer: Trainer, store: RemoteStore, peers: NeighbourPeers, tmp_path: Path
+    trainer: Trainer, store: RemoteStore, peers: LinkedPeers
 ) -> None:
     gateway, first, second = trainer.gateway, trainer.blob(1), trainer.blob(2)
     trainer.push(first, wait="durable")
-    served = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
-    other_peers = NeighbourPeers()
-    other = Services(AdapterCatalog(store), served, LIMITS, gateway.engines, peers=other_peers)
-    with listening(create_app(other)) as url:
-        there = Gateway(url, gateway.catalog, gateway.engines, "", tmp_path, gateway.keys)
-        peers.others, other_peers.others = [other_peers], [peers]
+    there_peers = LinkedPeers()
+    with another(gateway, store, there_peers) as there:
+        link([peers, there_peers])
         there_trainer = Trainer(there)
         there_trainer.push(first, wait="durable")
         with store.away():
@@ -257,11 +195,13 @@ def test_an_alias_moves_though_another_gateway_carries_the_version_without_one(
             assert trainer.push(second, alias="prod").json()["aliases"] == ["prod"]
             for each in (gateway, there):
                 assert digest_that_answers(each, "acme/policy") == digest_of(second)
-        eventually(lambda: is_durable(trainer, second))
-        eventually(lambda: gateway.catalog.refresh().adapter("acme", "policy").aliases["prod"] == 2)
+        assert eventually(lambda: is_durable(trainer, second))
+        assert eventually(
+            lambda: gateway.catalog.refresh().adapter("acme", "policy").aliases["prod"] == 2
+        )
         for each in (gateway, there):
             assert digest_that_answers(each, "acme/policy") == digest_of(second)
-    peers.others = []
+    peers.others = ()
 
 
 def test_a_client_that_leaves_in_the_middle_changes_nothing(trainer: Trainer) -> None:
@@ -288,7 +228,7 @@ def test_a_version_with_a_lifetime_goes_by_itself_and_is_never_recorded(trainer:
     assert (version["ready"], version["durable"], version["aliases"]) == (True, False, ["prod"])
     assert version["expires"] == pytest.approx(version["created"] + 1.5)
     assert digest_that_answers(gateway, "acme/policy") == digest_of(passing)
-    eventually(lambda: trainer.show(digest_of(passing)).status_code == 404)
+    assert eventually(lambda: trainer.show(digest_of(passing)).status_code == 404)
     assert gateway.post("/v1/chat/completions", chat(version["model"])).status_code == 404
     assert digest_that_answers(gateway, "acme/policy") == digest_of(first)
     assert gateway.catalog.refresh().seq == before
@@ -325,7 +265,7 @@ def test_a_version_that_is_carried_already_gets_the_alias_of_a_later_push(
         assert trainer.push(second).json()["aliases"] == []
         assert trainer.push(second, alias="prod").json()["aliases"] == ["prod"]
         assert digest_that_answers(gateway, "acme/policy") == digest_of(second)
-    eventually(lambda: is_durable(trainer, second))
+    assert eventually(lambda: is_durable(trainer, second))
     assert gateway.catalog.refresh().adapter("acme", "policy").aliases == {"prod": 2}
 
 
@@ -336,7 +276,7 @@ def test_a_durable_version_lends_its_lifetime_to_an_alias(trainer: Trainer) -> N
     pushed = trainer.push(second, alias="prod", lifetime_s=1.5).json()
     assert (pushed["version"], pushed["aliases"]) == (2, ["prod"])
     assert digest_that_answers(gateway, "acme/policy") == digest_of(second)
-    eventually(lambda: digest_that_answers(gateway, "acme/policy") == digest_of(first))
+    assert eventually(lambda: digest_that_answers(gateway, "acme/policy") == digest_of(first))
 
 
 @pytest.mark.parametrize("lifetime", [{}, {"lifetime_s": 60}])
@@ -348,9 +288,11 @@ def test_an_adapter_stays_retired_though_a_push_of_it_was_on_its_way(
     store.takes_blobs = False
     assert trainer.push(second, alias="prod", **lifetime).json()["ready"]
     gateway.catalog.retire("acme", "policy", actor="test")
-    eventually(lambda: gateway.post("/v1/chat/completions", chat("acme/policy")).status_code == 404)
+    assert eventually(
+        lambda: gateway.post("/v1/chat/completions", chat("acme/policy")).status_code == 404
+    )
     store.takes_blobs = True
-    eventually(lambda: trainer.show(digest_of(second)).status_code == 404)
+    assert eventually(lambda: trainer.show(digest_of(second)).status_code == 404)
     time.sleep(0.7)
     assert gateway.catalog.refresh().adapter("acme", "policy").retired
     assert trainer.show(digest_of(second)).status_code == 404

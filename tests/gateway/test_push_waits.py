@@ -2,54 +2,29 @@
 
 import asyncio
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-from lorikeet.catalog.store.local import LocalStore
 from lorikeet.gateway.pushing import routes
-from tests.gateway.conftest import Gateway, eventually, serving
+from tests.gateway.conftest import Gateway, serving
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer, digest_of
-
-
-class HangingStore(LocalStore):
-    """A store that does not end the upload of a blob as long as a test says so."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.hanging = 0
-        self._goes_on = threading.Event()
-        self._goes_on.set()
-
-    def put_file(self, key: str, path: Path) -> None:
-        self.hanging += 1
-        self._goes_on.wait()
-        self.hanging -= 1
-        super().put_file(key, path)
-
-    @contextmanager
-    def hangs(self) -> Iterator[None]:
-        self._goes_on.clear()
-        try:
-            yield
-        finally:
-            self._goes_on.set()
+from tests.remote_store import RemoteStore
+from tests.waiting import eventually
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> HangingStore:
-    return HangingStore(tmp_path / "store")
+def store(tmp_path: Path) -> RemoteStore:
+    return RemoteStore(tmp_path / "store")
 
 
 @pytest.fixture
-def gateway(tmp_path: Path, store: HangingStore) -> Iterator[Gateway]:
+def gateway(tmp_path: Path, store: RemoteStore) -> Iterator[Gateway]:
     with serving(tmp_path, store) as running:
         yield running
 
@@ -67,7 +42,7 @@ def test_so_many_pushes_of_a_tenant_wait_at_once_and_the_next_is_answered(
     gateway.engines.takes_pushes = False
     with ThreadPoolExecutor(3) as clients:
         asked = [clients.submit(trainer.push, blob, timeout_s=30) for _ in range(3)]
-        eventually(lambda: any(each.done() for each in asked))
+        assert eventually(lambda: any(each.done() for each in asked))
         assert sum(each.done() for each in asked) == 1
         gateway.engines.takes_pushes = True
         codes = sorted(each.result().status_code for each in asked)
@@ -93,7 +68,7 @@ def test_a_client_that_leaves_waits_no_more_and_its_push_goes_on(
 
 
 def test_uploads_that_hang_at_the_store_keep_no_push_from_being_ready(
-    trainer: Trainer, store: HangingStore
+    trainer: Trainer, store: RemoteStore
 ) -> None:
     gateway, (pushed_blob, *blobs) = trainer.gateway, [trainer.blob(seed) for seed in range(1, 6)]
     with ThreadPoolExecutor(4) as admins, store.hangs():
@@ -101,7 +76,7 @@ def test_uploads_that_hang_at_the_store_keep_no_push_from_being_ready(
             admins.submit(gateway.upload, f"acme/upload-{at}", blob)
             for at, blob in enumerate(blobs)
         ]
-        eventually(lambda: store.hanging == 4)
+        assert eventually(lambda: store.hanging == 4)
         pushed = trainer.push(pushed_blob, timeout_s=5)
         assert (pushed.status_code, pushed.json()["ready"]) == (201, True)
     assert [upload.result().status_code for upload in uploads] == [201] * 4

@@ -11,9 +11,10 @@ from lorikeet.catalog.store.local import LocalStore
 from lorikeet.gateway.pushing import routes
 from lorikeet.usage.object_format import PREFIX, from_json
 from lorikeet_engine.adapter_format import values
-from tests.gateway.conftest import Gateway, chat, eventually, serving
+from tests.gateway.conftest import Gateway, chat, serving
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer, digest_of
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_replicas_are_told_of_a_large_blob_before_it_has_come(
 
     def body() -> Iterator[bytes]:
         yield blob[:100]
-        eventually(lambda: bool(told))
+        assert eventually(lambda: bool(told))
         yield blob[100:]
 
     length = {"content-length": str(len(blob))}
@@ -177,7 +178,9 @@ def test_pushes_and_their_bytes_are_limited_each_minute(trainer: Trainer) -> Non
     assert trainer.push(blob, key=often).is_success
     assert error_of(trainer.push(blob, key=often), 429)["code"] == "rate_limit_exceeded"
     _, much = trainer.new_key(bytes_per_min=20 * len(blob), burst_s=1)
-    eventually(lambda: trainer.push(blob, key=much).is_success)  # the bucket of a new gateway fills
+    assert eventually(
+        lambda: trainer.push(blob, key=much).is_success
+    )  # the bucket of a new gateway fills
     refused = trainer.push(blob, key=much)
     assert "bytes per minute" in error_of(refused, 429)["message"]
     assert 1 <= int(refused.headers["retry-after"]) <= 30
@@ -191,7 +194,7 @@ def test_used_up_tokens_stop_answers_and_no_push(trainer: Trainer, limit: str) -
     def answer() -> int:
         return gateway.post("/v1/chat/completions", chat("acme/support")).status_code
 
-    eventually(lambda: answer() == 429)
+    assert eventually(lambda: answer() == 429)
     blob = trainer.blob()
     assert trainer.push(blob, wait="durable").status_code == 201
     assert trainer.show(digest_of(blob)).status_code == 200

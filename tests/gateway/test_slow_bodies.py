@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from lorikeet.gateway import body
-from tests.gateway.conftest import Gateway, chat, eventually, serving
+from tests.gateway.conftest import Gateway, chat, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
+from tests.waiting import eventually
 
 DEADLINE_S = 0.5
 
@@ -98,17 +99,17 @@ def test_bodies_that_never_come_hold_a_tenants_own_places_until_they_are_given_u
     with serving(tmp_path) as gateway:
         gateway.add_tenant("small", max_concurrent=1)
         with unfinished(gateway, "small", 100):
-            eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 429)
+            assert eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 429)
             assert gateway.post(CHAT, chat("tiny")).status_code == 200
-            eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 200)
+            assert eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 200)
 
 
 def test_who_hangs_up_before_its_body_has_come_gives_its_place_back(tmp_path: Path) -> None:
     with serving(tmp_path) as gateway:
         gateway.add_tenant("small", max_concurrent=1)
         with unfinished(gateway, "small", 1):
-            eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 429)
-        eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 200)
+            assert eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 429)
+        assert eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 200)
 
 
 def test_a_refused_body_gives_its_place_back(tmp_path: Path) -> None:
@@ -121,6 +122,6 @@ def test_a_refused_body_gives_its_place_back(tmp_path: Path) -> None:
 
 def test_bodies_of_a_tenant_without_limits_leave_room_for_others(tmp_path: Path) -> None:
     with serving(tmp_path, max_open_requests=16) as gateway, unfinished(gateway, "acme", 40):
-        eventually(lambda: gateway.post(CHAT, chat("tiny")).status_code == 429)
+        assert eventually(lambda: gateway.post(CHAT, chat("tiny")).status_code == 429)
         for _ in range(5):
             assert gateway.post(CHAT, chat("tiny"), "globex").status_code == 200

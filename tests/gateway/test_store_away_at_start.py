@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,30 +13,14 @@ import pytest
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.local import LocalStore
-from lorikeet.errors import StoreError, StoreRefused
+from lorikeet.errors import StoreRefused
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import ServedModel, Services
-from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, eventually, listening, serving
+from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, listening, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
-
-
-class RemoteStore(LocalStore):
-    """A store that is away as long as a test says so."""
-
-    away = threading.Event()
-
-    def first(self, prefix: str, start_after: str = "") -> str | None:
-        self._check()
-        return super().first(prefix, start_after)
-
-    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
-        self._check()
-        return super().list(prefix, start_after)
-
-    def _check(self) -> None:
-        if self.away.is_set():
-            raise StoreError("the store does not answer")
+from tests.remote_store import RemoteStore
+from tests.waiting import eventually
 
 
 class RefusingStore(LocalStore):
@@ -47,19 +30,14 @@ class RefusingStore(LocalStore):
         raise StoreRefused("the credentials are refused: renew them")
 
 
-@contextmanager
-def store_away() -> Iterator[None]:
-    RemoteStore.away.set()
-    try:
-        yield
-    finally:
-        RemoteStore.away.clear()
+@pytest.fixture
+def store(tmp_path: Path) -> RemoteStore:
+    return RemoteStore(tmp_path / "store")
 
 
 @pytest.fixture
-def before(tmp_path: Path) -> Iterator[Gateway]:
+def before(tmp_path: Path, store: RemoteStore) -> Iterator[Gateway]:
     """A gateway that goes on while others come; what it knows is kept."""
-    store = RemoteStore(tmp_path / "store")
     with serving(tmp_path, store, refresh_s=0.05, kept_view=kept(tmp_path)) as gateway:
         yield gateway
 
@@ -69,8 +47,8 @@ def kept(folder: Path) -> KeptView:
 
 
 @contextmanager
-def started(before: Gateway, kept_view: KeptView | None) -> Iterator[Gateway]:
-    catalog = AdapterCatalog(RemoteStore(before.folder / "store"))
+def started(before: Gateway, store: RemoteStore, kept_view: KeptView | None) -> Iterator[Gateway]:
+    catalog = AdapterCatalog(store)
     base_models = {"tiny": ServedModel(SHAPE)}
     services = Services(
         catalog, base_models, LIMITS, before.engines, refresh_s=0.05, kept_view=kept_view
@@ -84,16 +62,18 @@ def keeps_all(gateway: Gateway) -> bool:
     return found is not None and found.state.seq == gateway.catalog.state.seq
 
 
-def test_without_a_view_it_refuses_until_the_store_is_back(before: Gateway) -> None:
+def test_without_a_view_it_refuses_until_the_store_is_back(
+    before: Gateway, store: RemoteStore
+) -> None:
     with ExitStack() as running:
-        with store_away():
-            gateway = running.enter_context(started(before, None))
+        with store.away():
+            gateway = running.enter_context(started(before, store, None))
             refused = gateway.post(CHAT, chat())
             assert error_of(refused, 503)["code"] == "unavailable"
             assert refused.headers["retry-after"] == "5"
             assert gateway.request("GET", "/healthz", None).status_code == 200
             assert gateway.request("GET", "/readyz", None).headers["retry-after"] == "5"
-        eventually(lambda: gateway.post(CHAT, chat()).status_code == 200)
+        assert eventually(lambda: gateway.post(CHAT, chat()).status_code == 200)
         assert gateway.request("GET", "/readyz", None).status_code == 200
 
 
@@ -104,7 +84,7 @@ def test_without_a_view_it_does_not_start_where_the_store_refuses(before: Gatewa
 
 
 def test_with_a_view_it_starts_where_the_store_refuses(before: Gateway) -> None:
-    eventually(lambda: keeps_all(before))
+    assert eventually(lambda: keeps_all(before))
     view = refused_view(before, kept(before.folder))
     asyncio.run(view.start())
     assert view.state.seq == before.catalog.state.seq
@@ -115,14 +95,16 @@ def refused_view(before: Gateway, kept_view: KeptView) -> GatewayCatalogView:
     return GatewayCatalogView(catalog, 1.0, kept_view)
 
 
-def test_with_a_view_it_serves_and_says_how_old_that_is(before: Gateway) -> None:
+def test_with_a_view_it_serves_and_says_how_old_that_is(
+    before: Gateway, store: RemoteStore
+) -> None:
     before.register("globex/other", seed=3)
     before.catalog.revoke_key(key_id(before, "globex"), actor="test")
-    eventually(lambda: keeps_all(before))
+    assert eventually(lambda: keeps_all(before))
     an_hour_old = KeptView(before.folder / "cache", "an hour old")
     an_hour_old.write(before.catalog.state)
     os.utime(an_hour_old.path, (time.time() - 3600,) * 2)
-    with store_away(), started(before, an_hour_old) as gateway:
+    with store.away(), started(before, store, an_hour_old) as gateway:
         assert gateway.post(CHAT, chat()).status_code == 200
         assert gateway.request("GET", "/v1/models", gateway.keys["globex"]).status_code == 401
         assert error_of(gateway.post(CHAT, chat("acme/absent")), 503)["code"] == "unavailable"
@@ -131,15 +113,17 @@ def test_with_a_view_it_serves_and_says_how_old_that_is(before: Gateway) -> None
         assert "lorikeet_catalog_age_seconds" in metrics(gateway)
 
 
-def test_a_view_that_is_old_goes_on_with_the_log_once_the_store_is_back(before: Gateway) -> None:
-    eventually(lambda: keeps_all(before))
+def test_a_view_that_is_old_goes_on_with_the_log_once_the_store_is_back(
+    before: Gateway, store: RemoteStore
+) -> None:
+    assert eventually(lambda: keeps_all(before))
     old = kept(before.folder).read()
     assert old is not None
     before.catalog.create_tenant("initech", actor="test")
     path = KeptView(before.folder / "cache", "old")
     path.write(old.state)
-    with started(before, path) as gateway:
-        eventually(lambda: status(gateway)["catalog_seq"] == before.catalog.state.seq)
+    with started(before, store, path) as gateway:
+        assert eventually(lambda: status(gateway)["catalog_seq"] == before.catalog.state.seq)
         assert status(gateway)["catalog_age_s"] < 5
 
 

@@ -27,9 +27,10 @@ from lorikeet.responses.store import (
     clean_up,
 )
 from lorikeet_engine.request import FinishReason
-from tests.gateway.conftest import LIMITS, Gateway, Items, eventually, header, listening, serving
+from tests.gateway.conftest import LIMITS, Gateway, Items, header, listening, serving
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import error_of
+from tests.waiting import eventually
 
 RESPONSES = "/v1/responses"
 LIFETIME_S = 3600.0
@@ -387,7 +388,7 @@ def test_of_an_answer_whose_client_left_nothing_is_stored(storing: Gateway, stor
     storing.engines.replay = pauses
     with storing.openai().responses.create(model="tiny", input="hi", stream=True) as stream:
         next(iter(stream))
-    eventually(lambda: bool(storing.engines.closed))
+    assert eventually(lambda: bool(storing.engines.closed))
     assert not list(store.list(PREFIX))
 
 

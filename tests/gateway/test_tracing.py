@@ -21,17 +21,9 @@ from lorikeet.tracing.exporter import TraceExporter
 from lorikeet.tracing.spans import origin_of
 from lorikeet_engine.request import EngineTimings
 from tests.gateway.collector import Collector, Told, collecting
-from tests.gateway.conftest import (
-    Gateway,
-    Items,
-    chat,
-    endless,
-    eventually,
-    header,
-    repeat,
-    serving,
-)
+from tests.gateway.conftest import Gateway, Items, chat, endless, header, repeat, serving
 from tests.gateway.test_why import CHAT, SLOW, ended, told
+from tests.waiting import eventually
 
 ROOT = f"POST {CHAT}"
 Traced = tuple[Gateway, Collector]
@@ -64,7 +56,7 @@ def _ask(gateway: Gateway, traceparent: str | None = None, **body: Any) -> httpx
 
 def _heard(collector: Collector, trace_id: str) -> list[Told]:
     """A request's spans, which come together."""
-    eventually(lambda: bool(collector.of(trace_id)))
+    assert eventually(lambda: bool(collector.of(trace_id)))
     return collector.of(trace_id)
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,17 +17,10 @@ from safetensors.numpy import load, save
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet_engine.adapter_format import write_blob
-from tests.gateway.conftest import (
-    LIMITS,
-    SHAPE,
-    Gateway,
-    chat,
-    eventually,
-    make_blob,
-    make_peft,
-    serving,
-)
+from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, make_blob, make_peft, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
+from tests.remote_store import RemoteStore
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -268,32 +260,16 @@ def test_what_the_address_gets_wrong_is_told_before_the_body_is_sent(
         assert connection.recv(100).startswith(b"HTTP/1.1 " + says)
 
 
-class SlowStore(LocalStore):
-    """A store whose uploads end when the test lets them."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.open = threading.Event()
-        self.open.set()
-
-    def put_file(self, key: str, path: Path) -> None:
-        self.open.wait()
-        super().put_file(key, path)
-
-
 def test_a_flood_of_uploads_does_not_delay_a_revocation(tmp_path: Path) -> None:
     blobs = [make_blob(tmp_path / "peft", seed=seed) for seed in range(40)]
-    store = SlowStore(tmp_path / "store")
+    store = RemoteStore(tmp_path / "store")
     with serving(tmp_path, store, refresh_s=0.05) as gateway, ThreadPoolExecutor(40) as clients:
         assert gateway.post(CHAT, chat("tiny")).status_code == 200
-        store.open.clear()
-        try:
+        with store.hangs():
             answers = [clients.submit(gateway.upload, "acme/many", blob) for blob in blobs]
             time.sleep(1.0)
             elsewhere = AdapterCatalog(LocalStore(tmp_path / "store"))
             (key,) = elsewhere.refresh().keys("acme")
             elsewhere.revoke_key(key.id, actor="test")
-            eventually(lambda: gateway.post(CHAT, chat("tiny")).status_code == 401)
-        finally:
-            store.open.set()
+            assert eventually(lambda: gateway.post(CHAT, chat("tiny")).status_code == 401)
         assert {answer.result().status_code for answer in answers} == {201}

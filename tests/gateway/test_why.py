@@ -12,7 +12,7 @@ import pytest
 
 from lorikeet.errors import InvalidInput, NotFound, Unavailable
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal
-from lorikeet.protocol.peers import Peers, Poll
+from lorikeet.protocol.peers import Peers
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import KEPT_S, RequestLog
 from lorikeet.routing.ranking import Candidate, Cost
@@ -20,8 +20,10 @@ from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import EngineTimings
 from lorikeet_engine.telemetry.status import LiveStats
-from tests.gateway.conftest import Gateway, Items, chat, endless, eventually, repeat, serving
+from tests.gateway.conftest import Gateway, Items, chat, endless, repeat, serving
+from tests.gateway.linked_peers import LinkedPeers, link
 from tests.gateway.test_bad_requests import error_of
+from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 WEIGHED = (
@@ -68,7 +70,9 @@ def test_a_finished_request_tells_its_whole_story(gateway: Gateway) -> None:
     sent = time.time()
     answer = gateway.post(CHAT, chat(n=2))
     request_id = answer.headers["x-request-id"]
-    eventually(lambda: ask(gateway, request_id)["outcome"] != "running")  # the answer ends first
+    assert eventually(
+        lambda: ask(gateway, request_id)["outcome"] != "running"
+    )  # the answer ends first
     found = ask(gateway, request_id)
     assert sent - 0.1 < found["received"] < time.time()
     said = {key: found[key] for key in ("id", "tenant", "model", "base_model", "adapter", "stream")}
@@ -80,7 +84,8 @@ def test_a_finished_request_tells_its_whole_story(gateway: Gateway) -> None:
         "adapter": "acme/support@1",
         "stream": False,
     }
-    assert found["key_id"] == gateway.engines.last.key_id
+    (key,) = gateway.catalog.refresh().keys("acme")
+    assert found["key_id"] == key.id
     assert (found["outcome"], found["code"]) == ("finished", None)
     assert (found["replica"], found["residency"], found["load_ms"]) == ("replica-7", "host", 3.0)
     assert found["replica_status"] == {"running": 5, "waiting": 2}
@@ -106,7 +111,7 @@ def test_an_engine_that_begins_before_the_gateway_hears_of_it(gateway: Gateway) 
 
     gateway.engines.replay = told_late
     request_id = gateway.post(CHAT, chat()).headers["x-request-id"]
-    eventually(lambda: ask(gateway, request_id)["outcome"] != "running")
+    assert eventually(lambda: ask(gateway, request_id)["outcome"] != "running")
     found = ask(gateway, request_id)
     took = stages(found)
     assert (took["prefill"], took["decode"]) == (10.0, 30.0)
@@ -176,7 +181,7 @@ def test_what_a_client_left_is_told_as_far_as_it_is_known(gateway: Gateway) -> N
         request_id = gateway.engines.last.request_id
         running = ask(gateway, request_id)
         assert (running["outcome"], running["replica"]) == ("running", "replica-7")
-    eventually(lambda: ask(gateway, request_id)["outcome"] == "cancelled")
+    assert eventually(lambda: ask(gateway, request_id)["outcome"] == "cancelled")
     found = ask(gateway, request_id)
     assert list(stages(found)) == ["validate", "route", "first bytes", "rest"]
     assert sum(stages(found).values()) == pytest.approx(found["total_ms"], abs=0.01)
@@ -243,7 +248,9 @@ def test_what_failed_in_mid_stream_is_told(gateway: Gateway, way: str) -> None:
 
     gateway.engines.replay = lost
     request_id = gateway.post(CHAT, chat(stream=True)).headers["x-request-id"]
-    eventually(lambda: ask(gateway, request_id)["outcome"] == "failed")  # the stream ends first
+    assert eventually(
+        lambda: ask(gateway, request_id)["outcome"] == "failed"
+    )  # the stream ends first
     code = {"lost": "unavailable", "refusal": "generation_failed"}[way]
     assert ask(gateway, request_id)["code"] == code
 
@@ -260,7 +267,9 @@ def test_what_was_said_is_told_to_nobody(gateway: Gateway) -> None:
 
 
 def test_any_gateway_can_be_asked() -> None:
-    one, other = _Network().gateways(2)
+    ends = [LinkedPeers(), LinkedPeers()]
+    link(ends)
+    one, other = map(RequestLog, ends)
     trace = one.trace("a" * 32)
     trace.set_caller("acme", "key-1")
     with pytest.raises(InvalidInput), trace.validating():
@@ -273,7 +282,7 @@ def test_any_gateway_can_be_asked() -> None:
 
 
 def test_while_a_gateway_is_silent_nothing_is_said_to_be_unknown() -> None:
-    request_log = RequestLog(_Silent())
+    request_log = RequestLog(LinkedPeers(silent=1))
     with pytest.raises(Unavailable):
         asyncio.run(request_log.find("a" * 32))
 
@@ -335,29 +344,3 @@ def ended(request_log: RequestLog, request_id: str) -> Iterator[RequestTrace]:
         trace.on_first_bytes()
         trace.on_item(FinalUsage(12, 8, 34, (SLOW,)))
         yield trace
-
-
-class _Network:
-    """Gateways that reach each other."""
-
-    def __init__(self) -> None:
-        self.ends: list[Peers] = []
-
-    def gateways(self, count: int) -> list[RequestLog]:
-        self.ends = [_Reaching(self) for _ in range(count)]
-        return list(map(RequestLog, self.ends))
-
-
-class _Reaching(Peers):
-    def __init__(self, network: _Network) -> None:
-        super().__init__()
-        self._network = network
-
-    async def poll(self, question: str, *arguments: Any) -> Poll:
-        others = [end for end in self._network.ends if end is not self]
-        return Poll([await end.answer(question, *arguments) for end in others], 0)
-
-
-class _Silent(Peers):
-    async def poll(self, question: str, *arguments: Any) -> Poll:
-        return Poll([None], 1)

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,13 +104,3 @@ def replica_processes() -> list[int]:
     """The service's replica processes that have started an engine."""
     started = psutil.Process().children(recursive=True)
     return [one.ppid() for one in started if "lorikeet_engine.process.server" in one.cmdline()]
-
-
-def eventually(holds: Callable[[], bool], within_s: float) -> bool:
-    """Whether `holds` becomes true in time."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if holds():
-            return True
-        time.sleep(0.1)
-    return False

@@ -13,8 +13,9 @@ import pytest
 from tests.e2e.load import PAUSE_S, Load, Outcome, Target
 from tests.engine.float32_reference import TOLERANCE
 from tests.engine.process_engines import followers
-from tests.gpu.fleet import TENANT, eventually, replica_processes
+from tests.gpu.fleet import TENANT, replica_processes
 from tests.gpu.peft_model import Reference
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)
 TOKENS = 24

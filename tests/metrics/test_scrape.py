@@ -18,8 +18,9 @@ from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, 
 from lorikeet.protocol.peers import Peers, Poll
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import EngineTimings
-from tests.gateway.conftest import Gateway, Items, chat, endless, eventually, repeat, serving
+from tests.gateway.conftest import Gateway, Items, chat, endless, repeat, serving
 from tests.metrics.scraping import Scraped, check_with_promtool
+from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 COURSE = EngineTimings(queued_s=0.3, load_s=0.1, prefill_s=0.002, decode_s=0.011)
@@ -119,7 +120,7 @@ def test_tokens_are_counted_for_the_tenant_and_for_the_adapter(gateway: Gateway)
     for model, tenant in (("acme/support", "acme"), ("globex/other", "globex"), ("tiny", "acme")):
         assert gateway.post(CHAT, chat(model), tenant=tenant).is_success
     gateway.register("acme/support", seed=1)
-    eventually(lambda: gateway.post(CHAT, chat("acme/support@2")).is_success)
+    assert eventually(lambda: gateway.post(CHAT, chat("acme/support@2")).is_success)
     page = scrape(gateway)
     for kind, tokens in (("prompt", 12), ("cached", 8), ("output", 34)):
         assert page.total("lorikeet_tenant_tokens_total", tenant="acme", kind=kind) == 3 * tokens
@@ -137,7 +138,7 @@ def test_tokens_are_counted_for_the_tenant_and_for_the_adapter(gateway: Gateway)
 def test_times_are_counted_by_where_the_adapter_was(gateway: Gateway, stream: bool) -> None:
     for model in ("acme/support", "acme/support", "tiny"):
         assert gateway.post(CHAT, chat(model, stream=stream)).is_success
-    eventually(lambda: not gateway.engines.calls[2:] or len(gateway.engines.closed) == 3)
+    assert eventually(lambda: not gateway.engines.calls[2:] or len(gateway.engines.closed) == 3)
     page = scrape(gateway)
     for residency, requests in (("host", 2), ("none", 1)):
         for name in ("time_to_first_token", "request_queue_time", "e2e_request_latency"):
@@ -155,7 +156,7 @@ def test_a_request_is_open_until_its_client_leaves(gateway: Gateway) -> None:
     with gateway.openai().chat.completions.create(**chat(stream=True)) as stream:
         next(iter(stream))
         assert scrape(gateway).total("lorikeet_requests_in_flight") == 1
-    eventually(lambda: len(gateway.engines.closed) == 1)
+    assert eventually(lambda: len(gateway.engines.closed) == 1)
 
     def left() -> bool:
         page = scrape(gateway)
@@ -166,7 +167,7 @@ def test_a_request_is_open_until_its_client_leaves(gateway: Gateway) -> None:
             and page.total("lorikeet_time_to_first_token_seconds_count") == 1
         )
 
-    eventually(left)
+    assert eventually(left)
 
 
 def test_it_says_how_new_the_catalog_is(gateway: Gateway) -> None:
@@ -177,7 +178,7 @@ def test_it_says_how_new_the_catalog_is(gateway: Gateway) -> None:
         assert 0 <= page.total("lorikeet_catalog_age_seconds") < 5
         return page.total("lorikeet_catalog_seq") == gateway.catalog.refresh().seq
 
-    eventually(caught_up)
+    assert eventually(caught_up)
 
 
 def test_every_base_model_is_there_before_it_is_asked_for(gateway: Gateway) -> None:

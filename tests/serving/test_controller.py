@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -10,40 +10,29 @@ import pytest
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.records import BlobFacts
-from lorikeet.catalog.store.local import LocalStore
-from lorikeet.errors import StoreError
 from lorikeet.serving import controller as controller_module
 from lorikeet.serving import replica_reconciler
 from lorikeet.serving.controller import Controller
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from tests.placement.builders import report
+from tests.remote_store import RemoteStore
 from tests.serving.test_replica_reconciler import Replicas
 
 DIGEST = "a" * 64
 
 
-class CuttableStore(LocalStore):
-    """A store that tests take away: it fails at once, or hangs until it is back."""
+class HangingStore(RemoteStore):
+    """Calls may also hang until the store is back."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.fails = False
         self.answers = threading.Event()
         self.answers.set()
 
-    def first(self, prefix: str, start_after: str = "") -> str | None:
-        self._check()
-        return super().first(prefix, start_after)
-
-    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
-        self._check()
-        return super().list(prefix, start_after)
-
     def _check(self) -> None:
         self.answers.wait(20)
-        if self.fails:
-            raise StoreError("the store does not answer")
+        super()._check()
 
 
 @pytest.fixture
@@ -52,8 +41,8 @@ def settings(tmp_path: Path) -> Settings:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CuttableStore:
-    store = CuttableStore(tmp_path / "store")
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HangingStore:
+    store = HangingStore(tmp_path / "store")
     monkeypatch.setattr(controller_module, "open_store", lambda _url: store)
     monkeypatch.setattr(controller_module, "TICK_S", 0.02)
     monkeypatch.setattr(controller_module, "SURVEY_S", 0.02)
@@ -62,7 +51,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CuttableStore:
 
 
 @pytest.fixture
-def catalog(store: CuttableStore, settings: Settings, tmp_path: Path) -> AdapterCatalog:
+def catalog(store: HangingStore, settings: Settings, tmp_path: Path) -> AdapterCatalog:
     """With one adapter, which is pinned; gateways of this machine have kept it."""
     catalog = AdapterCatalog.init(store)
     catalog.create_tenant("acme", actor="test")
@@ -102,22 +91,22 @@ async def pinned_on(replicas: Replicas, name: str) -> None:
 
 
 def test_one_that_starts_goes_by_the_view_that_its_machine_kept(
-    settings: Settings, store: CuttableStore, catalog: AdapterCatalog, replicas: Replicas
+    settings: Settings, store: HangingStore, catalog: AdapterCatalog, replicas: Replicas
 ) -> None:
-    store.fails = True
+    store.is_away = True
     controlled(settings, lambda: pinned_on(replicas, "p"))
 
 
 def test_without_a_view_it_sends_nothing_until_the_store_is_back(
-    settings: Settings, store: CuttableStore, catalog: AdapterCatalog, replicas: Replicas
+    settings: Settings, store: HangingStore, catalog: AdapterCatalog, replicas: Replicas
 ) -> None:
     KeptView(settings.cache_dir, store.url).path.unlink()
-    store.fails = True
+    store.is_away = True
 
     async def watch() -> None:
         await asyncio.sleep(0.3)
         assert replicas.received == []  # which would unpin what they hold
-        store.fails = False
+        store.is_away = False
         await pinned_on(replicas, "p")
 
     controlled(settings, watch)
@@ -125,11 +114,11 @@ def test_without_a_view_it_sends_nothing_until_the_store_is_back(
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_replicas_that_come_meanwhile_get_their_pins(
-    settings: Settings, store: CuttableStore, catalog: AdapterCatalog, replicas: Replicas, hangs
+    settings: Settings, store: HangingStore, catalog: AdapterCatalog, replicas: Replicas, hangs
 ) -> None:
     async def watch() -> None:
         await pinned_on(replicas, "p")
-        store.fails = True
+        store.is_away = True
         if hangs:
             store.answers.clear()
         await asyncio.sleep(0.1)

@@ -15,6 +15,7 @@ from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.fleet_registry import fleet_of
 from lorikeet_engine.adapter import AdapterRef
 from tests.serving.fake_stream import FakeStream
+from tests.waiting import until
 
 BASE, GATEWAY = "tiny", "g0"
 CALL = Call("r", Endpoint.CHAT, 0, "acme", BASE, None)
@@ -62,11 +63,6 @@ def run(scenario):
                 task.cancel()
 
     asyncio.run(inside())
-
-
-async def until(holds):
-    while not holds():
-        await asyncio.sleep(0.005)
 
 
 async def asked(engines, handle, call=CALL):

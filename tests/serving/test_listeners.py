@@ -11,12 +11,14 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
+from loadtest.ports import free_port
 from lorikeet.addresses import Address
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.app import RequestMiddleware
 from lorikeet.gateway.error_responses import add_error_handlers
 from lorikeet.serving.listeners import AdminListener, PublicListener
-from tests.gateway.conftest import eventually, listening
+from tests.gateway.conftest import listening
+from tests.waiting import eventually
 
 # Each request comes on a connection of its own, or would stay with the gateway it met first.
 CLIENT = httpx.Client(headers={"connection": "close"}, timeout=30)
@@ -30,9 +32,7 @@ NOT_PUBLIC = (
 
 @pytest.fixture
 def address() -> Address:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return Address(*probe.getsockname())
+    return Address("127.0.0.1", free_port())
 
 
 def application(name: str) -> FastAPI:
@@ -183,7 +183,7 @@ def test_a_full_gateway_still_answers_health_checks() -> None:
         ]
         for each in slow:
             each.start()
-        eventually(lambda: CLIENT.get(f"{public}/v1/models").status_code == 503)
+        assert eventually(lambda: CLIENT.get(f"{public}/v1/models").status_code == 503)
         refused = CLIENT.get(f"{public}/v1/models")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "overloaded"

@@ -1,7 +1,6 @@
 """A gateway keeps a stream from every replica, and from one that is gone while it is needed."""
 
 import asyncio
-import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -11,6 +10,7 @@ from lorikeet.routing.fleet import Fleet
 from lorikeet.serving import replica_calls
 from lorikeet.serving.replica_calls import ReplicaStreams
 from tests.serving.fake_stream import FakeStream
+from tests.waiting import until
 
 
 class Replicas:
@@ -40,12 +40,6 @@ class Replicas:
             following.cancel()
             await asyncio.wait([following])
 
-    async def until(self, holds):
-        deadline_s = time.monotonic() + 5
-        while not holds():
-            assert time.monotonic() < deadline_s, "not in time"
-            await asyncio.sleep(0.005)
-
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
@@ -71,13 +65,13 @@ def names(replicas):
 def test_it_hears_every_replica_and_stops_when_one_is_gone():
     async def scenario(replicas):
         replicas.fleet.set_replicas(["r0", "r1"])
-        await replicas.until(lambda: set(names(replicas)) == {"r0", "r1"})
+        await until(lambda: set(names(replicas)) == {"r0", "r1"})
         for stream in replicas.opened:
             stream.say("hello")
-        await replicas.until(lambda: set(replicas.received) == {("r0", "hello"), ("r1", "hello")})
+        await until(lambda: set(replicas.received) == {("r0", "hello"), ("r1", "hello")})
         replicas.fleet.set_replicas(["r1", "r2"])
         gone = next(stream for stream in replicas.opened if stream.replica == "r0")
-        await replicas.until(lambda: gone.cancelled and "r2" in names(replicas))
+        await until(lambda: gone.cancelled and "r2" in names(replicas))
         assert sorted(names(replicas)) == ["r0", "r1", "r2"]
 
     run(scenario)
@@ -86,16 +80,16 @@ def test_it_hears_every_replica_and_stops_when_one_is_gone():
 def test_it_hears_a_replica_that_is_gone_as_long_as_that_is_needed():
     async def scenario(replicas):
         replicas.fleet.set_replicas(["r0"])
-        await replicas.until(lambda: replicas.opened)
+        await until(lambda: replicas.opened)
         (stream,) = replicas.opened
         replicas.needed.add("r0")
         replicas.fleet.set_replicas([])
         await asyncio.sleep(0.1)
         stream.say("the end")
-        await replicas.until(lambda: replicas.received == [("r0", "the end")])
+        await until(lambda: replicas.received == [("r0", "the end")])
         assert not stream.cancelled
         replicas.needed.clear()
-        await replicas.until(lambda: stream.cancelled)
+        await until(lambda: stream.cancelled)
 
     run(scenario)
 
@@ -104,15 +98,15 @@ def test_it_hears_a_replica_that_is_gone_as_long_as_that_is_needed():
 def test_a_stream_that_ends_is_opened_again_and_a_lost_replica_is_lost(end):
     async def scenario(replicas):
         replicas.fleet.set_replicas(["r0", "r1"])
-        await replicas.until(lambda: len(replicas.opened) == 2)
+        await until(lambda: len(replicas.opened) == 2)
         first = next(stream for stream in replicas.opened if stream.replica == "r0")
         first.say(end)
-        await replicas.until(lambda: names(replicas).count("r0") == 2)
+        await until(lambda: names(replicas).count("r0") == 2)
         assert first.cancelled
         lost = isinstance(end, RayActorError)
         assert set(replicas.fleet.usable) == ({"r1"} if lost else {"r0", "r1"})
         replicas.opened[-1].say("again")
-        await replicas.until(lambda: replicas.received == [("r0", "again")])
+        await until(lambda: replicas.received == [("r0", "again")])
 
     run(scenario)
 
@@ -120,6 +114,6 @@ def test_a_stream_that_ends_is_opened_again_and_a_lost_replica_is_lost(end):
 def test_one_that_must_not_be_silent_is_opened_again():
     async def scenario(replicas):
         replicas.fleet.set_replicas(["r0"])
-        await replicas.until(lambda: len(replicas.opened) >= 3)
+        await until(lambda: len(replicas.opened) >= 3)
 
     run(scenario, silence_s=0.02)

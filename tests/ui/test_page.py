@@ -8,9 +8,10 @@ import pytest
 
 from lorikeet.catalog.records import Scope
 from lorikeet.gateway.admin import fleet_view
-from tests.gateway.conftest import Gateway, eventually, serving
+from tests.gateway.conftest import Gateway, serving
 from tests.ui.chromium import Tab, chromium
 from tests.ui.made import block, replica
+from tests.waiting import eventually
 
 SUPPORT = block("support", (0, 256), rank=16, leases=2)
 TRIAGE = block("triage", (256, 128), (768, 64), tenant="globex")
@@ -164,7 +165,7 @@ def test_a_hidden_tab_asks_nothing(tab: Tab, gateway: Gateway) -> None:
     tab.js("new Promise((done) => setTimeout(done, 1300))")
     assert asked() == before
     hide(False)
-    eventually(lambda: asked() > before)
+    assert eventually(lambda: asked() > before)
 
 
 def test_nothing_is_asked_of_anybody_else(tab: Tab, gateway: Gateway) -> None:

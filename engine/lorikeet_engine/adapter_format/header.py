@@ -56,7 +56,6 @@ class BlobHeader:
 
     tensors: dict[str, TensorSpan]
     metadata: dict[str, str]
-    file_bytes: int
 
 
 def read_header(
@@ -103,7 +102,7 @@ def parse_header(
         raise _bad(f"{len(entries)} tensors: the limit is {limits.max_tensors}")
     tensors = {name: _span(name, entry, 8 + length, dtype_bytes) for name, entry in entries.items()}
     _check_cover(tensors, 8 + length, file_bytes)
-    return BlobHeader(tensors, metadata, file_bytes)
+    return BlobHeader(tensors, metadata)
 
 
 def header_bytes(

@@ -38,7 +38,7 @@ class AdapterLimits:
     max_bytes: int
 
     def lowered_to(self, max_rank: int | None, max_bytes: int | None) -> "AdapterLimits":
-        """These limits, narrowed to a tenant's own; None for no own limit."""
+        """Narrow these limits to a tenant's own; None for no own limit."""
         return AdapterLimits(
             self.max_rank if max_rank is None else min(self.max_rank, max_rank),
             self.max_bytes if max_bytes is None else min(self.max_bytes, max_bytes),

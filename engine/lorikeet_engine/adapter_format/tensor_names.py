@@ -59,7 +59,7 @@ def split_tensor_name(name: str) -> tuple[str, str]:
 
 
 def split_saved_name(name: str) -> tuple[str, str]:
-    """As split_tensor_name, of a name that a trainer saved; the module as its config knows it."""
+    """Split a name that a trainer saved into the module, as its config knows it, and A or B."""
     match = _SAVED.fullmatch(_WRAPPERS.sub("", name))
     return (match[1], match[2] or match[3]) if match else split_tensor_name(name)
 

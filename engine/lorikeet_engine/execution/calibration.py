@@ -27,15 +27,15 @@ from lorikeet_engine.settings import EngineSettings
 log = logging.getLogger(__name__)
 
 _RANK = 16
-# So many decodes are timed. One has products of its own on CUDA.
+# How many decodes are timed. One has products of its own on CUDA.
 _DECODES = (1, 2, 32, 128, 256)
 _LONG_CONTEXT = 4096
-# What a prompt's tokens see is measured by a chunk of so many at two depths.
+# What a prompt's tokens see is measured by a chunk of as many at two depths.
 _CHUNK = 512
 _SHALLOW, _DEEP = 1024, 1 << 16
 # A chunk that is in pieces only for what it sees is timed: no longer than this.
 _PIECES_CHUNK = 128
-# A chunk that sees much is timed beside decodes: so many of each, and what they see.
+# A chunk that sees much is timed beside decodes: how many of each, and what they see.
 _BESIDE, _BESIDE_CONTEXT, _BESIDE_CHUNK, _BESIDE_DEPTH = 64, 1024, 192, 8192
 # Noise can hide what ranks cost a tiny model; no device reads one faster than this.
 _MIN_RANK_S = 1e-9
@@ -115,7 +115,7 @@ def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCost
 
 
 def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, float]:
-    """StepCosts.prompt_seen_s, and what a chunk of so many tokens takes without what they see."""
+    """StepCosts.prompt_seen_s, and what a chunk of N tokens takes without what they see."""
     deep = min(_DEEP, steps.longest - tokens)
     if deep < tokens:  # short contexts: chunks see little, and what they do is hard to tell
         return usual.prompt_seen_s, steps.prompts_s(tokens)
@@ -127,7 +127,7 @@ def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, floa
 
 
 def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> float:
-    """StepCosts.pieces_s; rows_s: what so many tokens take in a single graph."""
+    """StepCosts.pieces_s; rows_s: what N tokens take in a single graph."""
     if not steps.in_pieces:
         return 0.0
     tokens = max(n for n in rows_s if n <= _PIECES_CHUNK)

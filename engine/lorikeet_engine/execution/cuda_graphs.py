@@ -80,7 +80,7 @@ class _WholeGraph:
 
 
 class _Adapters(NamedTuple):
-    """What adapters a pass is captured for: so many segments, and whether they change experts."""
+    """What adapters a pass is captured for: N segments, and whether they change experts."""
 
     segments: int
     on_experts: bool
@@ -194,7 +194,7 @@ class CudaGraphs:
         return dict(reversed(ladder.items()))
 
     def _adapters(self, *counts: int) -> list[_Adapters]:
-        """What to capture of so many segments, ascending."""
+        """What to capture of N segments, ascending."""
         kinds = (False, True) if self._has_experts else (False,)
         return sorted({_Adapters(n, on_experts and n > 0) for n in counts for on_experts in kinds})
 

@@ -17,7 +17,7 @@ _MOST_FORCED = 128
 
 
 class AllowedTokens(NamedTuple):
-    """By row, the only tokens that may be sampled. errors: of the rows whose grammar broke.
+    """The only tokens that may be sampled, by row. errors: of the rows whose grammar broke.
 
     forced: of rows where one token alone may be sampled, those that must follow it.
     """
@@ -92,8 +92,8 @@ class _ForcedRoom:
         tokens = matched.matcher.forced_tokens() if most > 0 else ()
         if len(tokens) < 2 or not _allows_only(tokens[0], bitmask):
             return ()
-        told = takewhile(lambda t: t < self._vocab and t not in sequence.stop_ids, tokens)
-        forced = tuple(islice(told, 1, 1 + most))
+        text = takewhile(lambda t: t < self._vocab and t not in sequence.stop_ids, tokens)
+        forced = tuple(islice(text, 1, 1 + most))
         self._tokens -= len(tokens) - 1  # taken or not: to tell those of a long text takes long
         self._seen -= (1 + len(forced)) * length
         return forced

@@ -23,7 +23,7 @@ class MemoryPlan:
 
     kv_tokens: how many tokens' keys and values fit, in sequences of max_context where layers with
     windows need fewer, in kv_dtype, as EngineSettings has it. max_context: tokens of prompt plus
-    output that model and settings allow. kv_of_longest: bytes that one sequence of so many needs.
+    output that model and settings allow. kv_of_longest: bytes that one sequence of N tokens needs.
     """
 
     weights: int

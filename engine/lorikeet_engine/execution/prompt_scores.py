@@ -52,7 +52,7 @@ class PromptScores:
     def __init__(self, chunks: list[Chunk], scored: list[ScoredRows], max_running: int) -> None:
         """chunks: the step's as laid out. max_running: no more rows of logits exist at once.
 
-        So many are in the largest step anyway, for whose memory there is room.
+        As many are in the largest step anyway, for whose memory there is room.
         """
         self._chunks, self._piece_rows = chunks, min(_PIECE_ROWS, max_running)
         place = {chunk.sequence: at for at, chunk in enumerate(chunks)}
@@ -66,7 +66,7 @@ class PromptScores:
         self._pieces: list[Logprobs] = []
 
     def inputs(self) -> list[LogitsInput]:
-        """Those of the logits that `compute` asks for, in this order."""
+        """The inputs of the logits that `compute` asks for, in its order."""
         pieces, chunks = list[LogitsInput](), len(self._chunks)
         for at in range(0, len(self._rows), self._piece_rows):
             piece = slice(at, at + self._piece_rows)

@@ -40,7 +40,7 @@ class StartFollower:
 
 @dataclass(frozen=True, slots=True)
 class BuildRunner:
-    """Allocate so many KV pages and capture a rank's graphs, in place of those that it had."""
+    """Allocate N KV pages and capture a rank's graphs, in place of those that it had."""
 
     pages: int
 

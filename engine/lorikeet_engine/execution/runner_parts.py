@@ -49,7 +49,7 @@ class RunnerParts:
         return cls(model, choose_attention(shape, model.device), weights, settings)
 
     def build(self, pages: int, runner: Callable[..., ModelRunner] = ModelRunner) -> ModelRunner:
-        """Allocate so many KV pages, and capture graphs on CUDA. runner: the one to make."""
+        """Allocate N KV pages, and capture graphs on CUDA. runner: the one to make."""
         model = self.model
         kv = allocate_kv(model.config, model.shape, self.settings, pages, model.device)
         graphs = _capture(model, self.attention, self.weights, kv, self.settings)

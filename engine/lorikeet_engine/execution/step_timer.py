@@ -44,7 +44,7 @@ class StepTimer:
         return self.shortest_s(self.decodes(sequences, context or self.context))
 
     def prompts_s(self, tokens: int, rank: int = 0) -> float:
-        """Time a step of prompts with so many tokens; with one adapter if `rank` is not 0."""
+        """Time a step of prompts with N tokens; with one adapter if `rank` is not 0."""
         lease = DummyLease(0, rank) if rank else None
         return self.shortest_s([self.prompt(n, 0, lease) for n in self._lengths(tokens)])
 
@@ -103,7 +103,7 @@ class StepTimer:
             yield time.perf_counter() - began_s
 
     def _lengths(self, tokens: int) -> list[int]:
-        """The lengths of prompts with so many tokens, each as long as it may be."""
+        """The lengths of prompts with N tokens, each as long as it may be."""
         whole, rest = divmod(tokens, self.longest)
         return [self.longest] * whole + [rest] * (rest > 0)
 

@@ -162,7 +162,7 @@ class PendingSample:
     def wait(self) -> SampledTokens:
         """The tokens once they are on the host. Raises what went wrong on the device meanwhile."""
         tokens = self._download.wait().tolist()
-        logprobs = {row: told for some in self._logprobs for row, told in some.read().items()}
+        logprobs = {row: each for some in self._logprobs for row, each in some.read().items()}
         errors = dict(self._errors)
         if NOT_FINITE in tokens:
             for row, token in enumerate(tokens):
@@ -185,7 +185,7 @@ class ForwardPass:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Those whose next token is sampled from it, by row."""
+        """The sequences whose next token is sampled from this step, by row."""
         return [chunk.sequence for chunk in self.chunks if chunk.completes]
 
     @property
@@ -255,8 +255,8 @@ def sample(
     tokens = sampler.sample(logits, rows, processed)
     if logprobs is not None:
         logprobs.download(logits, tokens)
-    told = [each for each in (logprobs, processed) if each is not None]
-    pending = PendingSample(sequences, tokens, told, allowed.errors)
+    reported = [each for each in (logprobs, processed) if each is not None]
+    pending = PendingSample(sequences, tokens, reported, allowed.errors)
     return InFlightStep(forward.chunks, pending, forward.launch, forward.scores, allowed.forced)
 
 

@@ -26,7 +26,7 @@ from lorikeet_engine.settings import EngineSettings
 
 # Tokens of one adapter in a step, from a decode's one to a long prompt's.
 _TOKENS_PER_ADAPTER = (1, 8, 64, 512)
-# Chunks of so many tokens, and of as many as a step has, this deep in a prompt may have attention
+# Chunks of a few tokens, and of as many as a step has, this deep in a prompt may have attention
 # kernels of their own; the few see enough for parts (kernels/attention/hopper_prefill.py).
 _FEW, _DEPTH = 384, 12_288
 _RANDOM_PAGES = 512  # that are drawn; the others hold the same

@@ -20,7 +20,7 @@ class GemvConfig:
 
     summed: neighbouring columns, whose products a thread adds up as it reads them: 1 keeps a sum of
     each column of a block, which takes registers of programs that could read beside it. stages:
-    blocks of columns under way. programs: so many share all rows, reads of the next under way
+    blocks of columns under way. programs: how many share all rows, reads of the next under way
     meanwhile, and columns are those of a whole row; 0: each has `rows` rows, and ends.
     """
 
@@ -34,7 +34,7 @@ class GemvConfig:
 
 FLOATS = GemvConfig(rows=4, columns=2048, warps=8, summed=8)
 SHORT_FLOATS = GemvConfig(rows=4, columns=2048, warps=8)
-"""For rows of 4,096 and less: 1 to 9% faster there."""
+"""The config for rows of 4,096 and less: 1 to 9% faster there."""
 _SHORT = 4096
 FP8 = GemvConfig(rows=4, columns=4096, warps=4, summed=16)
 """If they divide a row: 3 to 9% faster for rows of 4,096."""

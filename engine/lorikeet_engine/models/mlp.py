@@ -32,7 +32,7 @@ class Mlp:
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
-        """Whether it reads so many tokens rounded to FP8."""
+        """Whether it reads N tokens rounded to FP8."""
         return fp8.rounds(self.gate_up.weight, tokens)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
@@ -71,7 +71,7 @@ class RoutedMlp:
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
-        """Whether it reads so many tokens rounded to FP8."""
+        """Whether it reads N tokens rounded to FP8."""
         return fp8.rounds(self.experts.gate_up, tokens)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:

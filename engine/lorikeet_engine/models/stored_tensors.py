@@ -93,7 +93,7 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _decoder_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Those of a vision-language model that its text part has, by the names it has alone."""
+    """The tensors of a vision-language model's text part, by the names it has alone."""
     found = {}
     for name, tensor in stored.items():
         if match := _DECODER.fullmatch(name):

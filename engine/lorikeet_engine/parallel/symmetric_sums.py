@@ -63,14 +63,14 @@ class SymmetricSums:
             self.sum_in_two_shots(tensor)
 
     def sum_in_one_shot(self, tensor: torch.Tensor) -> None:
-        """As sum_; the ranks' numbers are added in their order."""
+        """Sum in one launch, each rank everything: the ranks' numbers are added in their order."""
         shared = self._shared(tensor)
         # Not by one_shot_all_reduce_copy_out: its blocks tell peers that they have copied before
         # all of their threads have.
         self._operators.one_shot_all_reduce_out(shared, "sum", self._group, tensor)
 
     def sum_in_two_shots(self, tensor: torch.Tensor) -> None:
-        """As sum_."""
+        """Sum in two launches: each rank its share, which the others then fetch."""
         shared = self._shared(tensor)
         self._operators.two_shot_all_reduce_(shared, "sum", self._group)
         tensor.copy_(shared)

@@ -34,7 +34,7 @@ from lorikeet_engine.residency.packing import PackedImage, PackedLayout
 log = logging.getLogger(__name__)
 
 EVERY_STEPS = 256
-"""A check takes the engine's thread half a millisecond; so many steps of an 8B model, a second."""
+"""Steps between checks. One takes the engine's thread 0.5 ms; as many of an 8B model, a second."""
 # An H200 adds this up in some 40 µs.
 _DEVICE_SLICE_BYTES = 128 << 20
 # A core adds this up in some 2 ms, beside the steps.

@@ -38,7 +38,7 @@ class SourceFailure:
 class LoadTask:
     """A load that has not ended. asked_s, reading_since_s: by the clocks of `Loader`.
 
-    past_disk: it goes on without the disk. downloads: so many were begun for it.
+    past_disk: it goes on without the disk. downloads: how many were begun for it.
     """
 
     ref: AdapterRef

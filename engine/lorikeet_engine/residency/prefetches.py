@@ -11,7 +11,7 @@ from lorikeet_engine.residency.load_tasks import LoadResult
 from lorikeet_engine.residency.loader import Loader
 from lorikeet_engine.residency.packing import PackedImage
 
-# Beyond so many that wait, the oldest is forgotten.
+# Beyond these that wait, the oldest is forgotten.
 _MAX_WAITING = 64
 # Loads for prefetches at one time: requests' loads need threads too.
 _LOADS = 2

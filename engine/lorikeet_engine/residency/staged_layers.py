@@ -40,7 +40,7 @@ def staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[StagedLayer]:
 
 
 def layers_together(layers: Sequence[StagedLayer], most_bytes: int) -> Iterator[list[StagedLayer]]:
-    """Those that can be packed at once: alike, and equally far from each other in the image.
+    """Yield runs of layers to pack at once: alike, and equally far from each other in the image.
 
     most_bytes: of the file, of more than one layer.
     """

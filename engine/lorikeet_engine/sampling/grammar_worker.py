@@ -24,7 +24,7 @@ _UNUSED_S = 60.0
 _MAX_WAITING = 32
 _MIN_RETRY_AFTER_S = 1.0
 _NICENESS = 5
-"""Where the machine's cores are taken, a core's third share: steps do not wait for schemas."""
+"""A third of a step's share where all cores are taken: steps do not wait for schemas."""
 
 Result = TypeVar("Result")
 

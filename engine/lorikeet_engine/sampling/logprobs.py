@@ -39,13 +39,13 @@ class Logprobs:
     def download(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
         """Start the copy to the host. sampled [rows] int64: the tokens sampled from the logits."""
         set_given(self._found, logits, self._wanted, sampled)
-        self._download = Download(self._found.told)
+        self._download = Download(self._found.packed)
 
     def read(self) -> dict[int, TokenLogprobs]:
         """The log probabilities by row, once they are on the host."""
-        told, begin = self._download.wait(), 1 + self._found.most
-        ids = told[:, begin:].view(torch.int32).tolist()
-        results = zip(self._counts.items(), told[:, :begin].tolist(), ids, strict=True)
+        packed, begin = self._download.wait(), 1 + self._found.most
+        ids = packed[:, begin:].view(torch.int32).tolist()
+        results = zip(self._counts.items(), packed[:, :begin].tolist(), ids, strict=True)
         return {
             row: TokenLogprobs(
                 values[0], tuple(zip(ids[:count], values[1 : 1 + count], strict=True))

@@ -65,9 +65,9 @@ class ProcessedLogprobs:
     def read(self) -> dict[int, TokenLogprobs]:
         """Return the log probabilities by row, once they are on the host."""
         return {
-            row: told
+            row: logprobs
             for piece in self._pieces
-            for row, told in zip(piece.rows, piece.logprobs.read().values(), strict=True)
+            for row, logprobs in zip(piece.rows, piece.logprobs.read().values(), strict=True)
         }
 
 

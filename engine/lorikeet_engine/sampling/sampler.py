@@ -12,7 +12,7 @@ from lorikeet_engine.sampling.penalties import Penalties
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 
 NOT_FINITE = -1
-"""In place of a token id, for a row whose logits are not finite."""
+"""What stands for a token id where a row's logits are not finite."""
 
 
 class Sampler:

@@ -134,7 +134,7 @@ class KVCache(PagePool):
         return -(-tokens // self.page_size)
 
     def may_all_grow(self, tokens: int) -> bool:
-        """Whether sequences can have pages for so many more tokens, wherever these begin."""
+        """Whether sequences can have pages for N more tokens, wherever these begin."""
         return tokens * (self._whole + self._windowed) <= self.free
 
     def allocate(self, kv: SequencePages, tokens: int, spare: int) -> bool:

@@ -42,7 +42,7 @@ class PageNeeds:
         return max(0, token + 1 - (self.windows[-1] or 0)) // self.page_size
 
     def between_steps(self, tokens: int) -> int:
-        """The most pages that a sequence of so many tokens has between two steps."""
+        """The most pages that a sequence of N tokens has between two steps."""
         return self._with(self.window_pages, self.pages_for(tokens))
 
     def in_steps(self, tokens: int) -> int:
@@ -50,7 +50,7 @@ class PageNeeds:
         return self._with(self._pages_in_steps, self.pages_for(tokens))
 
     def longest(self, pages: int) -> int | None:
-        """The tokens of the longest sequence that so many pages are enough for; None: any."""
+        """The tokens of the longest sequence that N pages are enough for; None: any."""
         length = pages // len(self.windows)
         if self.windowed and length > self._pages_in_steps:
             if not self.whole:
@@ -59,7 +59,7 @@ class PageNeeds:
         return length * self.page_size
 
     def tokens(self, pages: int, context: int) -> int:
-        """How many tokens so many pages hold, in sequences of `context` tokens."""
+        """How many tokens N pages hold, in sequences of `context` tokens."""
         if not self.windowed:
             return pages // self.whole * self.page_size
         longest = self.longest(pages)

@@ -25,7 +25,7 @@ from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from lorikeet_engine.scheduling.throughput import Throughput
 
-# No more begin in a plan once those that did have so many KV pages, cached ones included, which
+# No more begin in a plan once those that did have this many KV pages, cached ones included, which
 # takes a few milliseconds.
 _PAGES_PER_PLAN = 8192
 

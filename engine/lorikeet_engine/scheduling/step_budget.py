@@ -33,7 +33,7 @@ _MEDIAN_STEPS = 15
 _MIN_PROMPT_TOKENS = 128
 # A chunk of fewer tokens than this is not begun in what others leave of the goal.
 _SLIVER = 16
-# Log probabilities of prompts' tokens. To write so many takes a replica 5 to 18 ms, in which other
+# Log probabilities of prompts' tokens. Writing these takes a replica 5 to 18 ms, in which other
 # streams wait.
 _SCORES = 2048
 
@@ -62,7 +62,7 @@ class StepBudget:
         self._beside_s = deque([0.0], maxlen=_MEDIAN_STEPS)  # beyond what prompts were to take
 
     def max_ranks(self, context: float) -> float:
-        """The Σ rank at which decodes that see so many tokens just meet the goal.
+        """The Σ rank at which decodes that see N tokens just meet the goal.
 
         0 or less if none does.
         """
@@ -70,7 +70,7 @@ class StepBudget:
         return left_s / self._costs.rank_s
 
     def prompt_room(self, decodes: list[Chunk], tokens: int) -> "PromptRoom":
-        """The room for prompts beside these decodes, at most so many tokens.
+        """The room for prompts beside these decodes, at most N tokens.
 
         Some may compute forced tokens, too.
         """
@@ -79,7 +79,7 @@ class StepBudget:
         return PromptRoom(tokens, self, rows, self._goal_s - expected_s)
 
     def more_s(self, decodes: int, tokens: int, seen: int) -> float:
-        """How much longer decodes take with so many tokens of prompts, which see so many."""
+        """How much longer decodes take with N tokens of prompts, which see M."""
         rows_s = self._costs.rows_s
         padded_s = rows_s(self._padded(decodes + tokens)) - rows_s(decodes)
         seen_s = self._costs.prompts_seen_s(seen, beside_decodes=decodes > 0)
@@ -119,7 +119,7 @@ class StepBudget:
 
 
 class PromptRoom:
-    """The room of one step for tokens of prompts: so many, and no more than a goal leaves time for.
+    """The room of one step for tokens of prompts: N, and no more than a goal leaves time for.
 
     tokens: how many are left, whatever they take. scored: what of prompts the chunks score.
     """
@@ -127,7 +127,7 @@ class PromptRoom:
     def __init__(
         self, tokens: int, budget: StepBudget | None = None, decodes: int = 0, left_s: float = 0.0
     ) -> None:
-        """budget: of the goal, which leaves left_s to prompts beside so many decodes, if any."""
+        """budget: of the goal, which leaves left_s to prompts beside N decodes, if any."""
         self.tokens = tokens
         self._budget, self._decodes, self._left_s = budget, decodes, left_s
         self._taken = self._seen = 0
@@ -149,7 +149,7 @@ class PromptRoom:
         return not sequence.to_score or not self.scored or self._may_score_all_of(sequence)
 
     def take(self, sequence: Sequence, end: int | None = None) -> Chunk:
-        """As long a chunk as there is room for, of a prompt that fits. end: as fits has it."""
+        """The longest chunk that there is room for, of a prompt that fits. end: as in `fits`."""
         most = min(self.tokens, _remaining(sequence, end))
         if sequence.to_score:
             return self._take_scored(sequence, most)

@@ -154,8 +154,8 @@ class Answer:
             self._logprobs[index].add(delta.logprobs)
             self._token_ids[index] += delta.token_ids
             return b""
-        said = delta.text or delta.calls or delta.logprobs or delta.reasoning or delta.token_ids
-        if not (said or choice.finish):
+        output = delta.text or delta.calls or delta.logprobs or delta.reasoning or delta.token_ids
+        if not (output or choice.finish):
             return b""
         return self._events.delta(
             index,

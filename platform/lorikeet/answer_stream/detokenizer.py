@@ -65,7 +65,7 @@ class Vocabulary:
         offset: int,
         alternatives: int = MAX_LOGPROBS,
     ) -> SampledToken:
-        """Return a token with so many alternatives; logprobs: None for a prompt's first."""
+        """Return a token with N alternatives; logprobs: None for a prompt's first."""
         if logprobs is None:
             return SampledToken(self._likely(token, None), (), offset)
         top = tuple(self._likely(*likely) for likely in logprobs.top[:alternatives])

@@ -194,7 +194,7 @@ def _has_functions(call: Call) -> bool:
 
 
 def _choice(chat: bool, functions: bool, index: int, choice: Choice) -> bytes:
-    said = (
+    text = (
         b'"message":' + _dump(_message(choice, functions))
         if chat
         else b'"text":' + _dump(choice.text)
@@ -202,7 +202,7 @@ def _choice(chat: bool, functions: bool, index: int, choice: Choice) -> bytes:
     logprobs = b"null" if choice.logprobs is None else choice.logprobs.json()
     reason = _dump(_reason(choice.finish, called=bool(choice.calls), functions=functions))
     prompt = b"" if chat else _of_prompt(choice)
-    known = (index, said, logprobs, prompt, reason, _member("token_ids", choice.token_ids))
+    known = (index, text, logprobs, prompt, reason, _member("token_ids", choice.token_ids))
     return b'{"index":%d,%s,"logprobs":%s%s,"finish_reason":%s%s}' % known
 
 

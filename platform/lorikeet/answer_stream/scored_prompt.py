@@ -59,8 +59,8 @@ def _told(
     if logprobs is None:
         return None
     ranked = {i: (x, rank) for rank, (i, x) in enumerate(logprobs.top[:alternatives], 1)}
-    told: dict[int, tuple[float, int | None]] = {token: (logprobs.logprob, None), **ranked}
+    known: dict[int, tuple[float, int | None]] = {token: (logprobs.logprob, None), **ranked}
     return {
         str(i): {"logprob": finite(x), "rank": rank, "decoded_token": vocabulary.name_of(i)}
-        for i, (x, rank) in told.items()
+        for i, (x, rank) in known.items()
     }

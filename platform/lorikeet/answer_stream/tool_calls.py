@@ -13,7 +13,7 @@ from lorikeet.answer_stream.openai_format import CallDelta
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import ToolUse
 
-_ID_LENGTH = 9  # Mistral's templates want ids of just so many letters and digits
+_ID_LENGTH = 9  # Mistral's templates want ids of exactly nine letters and digits
 _Call = tuple[str, str]  # a function's name, the JSON of its arguments
 
 

@@ -233,7 +233,7 @@ class PinKey:
     name: str | None
 
     def __lt__(self, other: "PinKey") -> bool:
-        """By tenant and name; all of a tenant comes before each of its adapters."""
+        """Order by tenant and name; all of a tenant comes before each of its adapters."""
         return (self.tenant, self.name or "") < (other.tenant, other.name or "")
 
 

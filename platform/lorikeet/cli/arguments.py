@@ -36,7 +36,7 @@ class AdapterName:
 
     @property
     def path(self) -> str:
-        """As a part of a URL's path."""
+        """The name as a part of a URL's path."""
         return self.tenant if self.name is None else f"{self.tenant}/{self.name}"
 
 
@@ -168,12 +168,6 @@ AsOf = Annotated[
     ),
 ]
 
-Expires = Annotated[
-    int | None,
-    typer.Option(
-        parser=parse_duration, metavar="DURATION", help="Until 90s, 15m, 2h or 90d from now."
-    ),
-]
 Adapter = Annotated[
     AdapterName, typer.Argument(parser=parse_adapter, metavar="TENANT/NAME", show_default=False)
 ]

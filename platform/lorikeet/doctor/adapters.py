@@ -15,11 +15,11 @@ def check_adapters(planned: PlannedStart, catalog: AdapterCatalog) -> Iterator[F
     """Whether arenas hold the largest, and all base models are served."""
     versions = catalog.ask(_usable)
     served = planned.settings.base_models
-    strangers = {v.base_model for v in versions if v.base_model not in served}
-    if strangers:
+    unserved = {v.base_model for v in versions if v.base_model not in served}
+    if unserved:
         yield warning(
             "adapters",
-            f"some are of {', '.join(sorted(strangers))}, which is not served: requests for them "
+            f"some are of {', '.join(sorted(unserved))}, which is not served: requests for them "
             "are refused",
             "add to LORIKEET_BASE_MODELS, under that name",
         )

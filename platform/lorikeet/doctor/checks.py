@@ -69,7 +69,7 @@ def can_start(findings: Iterable[Finding]) -> bool:
 
 
 def _findings(check: Check, planned: PlannedStart, within_s: float) -> list[Finding]:
-    """In a thread that is left alone when it takes too long."""
+    """Run a check in a thread that is left alone when it takes too long."""
     found: list[Finding] = []
     if check.needs_settings and not planned.readable:
         return found

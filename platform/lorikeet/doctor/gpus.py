@@ -16,7 +16,7 @@ _PREBUILT = "flashinfer_jit_cache"
 
 
 def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
-    """As many as engines want, and a driver that knows torch's CUDA."""
+    """Check that there are as many GPUs as engines want, and a driver that knows torch's CUDA."""
     if planned.gpu_memory:
         yield ok("gpus", "not looked at: --gpu-memory plans for others")
         return

@@ -37,7 +37,7 @@ class PlannedStart:
 
     @cached_property
     def settings(self) -> Settings:
-        """As serve_app reads them. Raises InvalidSetting."""
+        """The settings, as serve_app reads them. Raises InvalidSetting."""
         return Settings.from_env(self.environ)
 
     @property

@@ -24,6 +24,7 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 # servers refuse most others themselves; int() takes "+5" and "1_0" too, and breaks at 4,301 digits
 _LENGTH = re.compile("[0-9]{1,18}")
 _NAMES_QUOTED = 5
+_LIMIT = "the limit here"
 _NAME_LENGTH = 64
 
 NoOps = Mapping[str, Sequence[Any]]
@@ -127,21 +128,21 @@ def json_body(schema: type[B]) -> Any:
     return Depends(read)
 
 
-async def limited(request: Request, max_bytes: int, set_by: str = "") -> AsyncIterator[bytes]:
+async def limited(request: Request, max_bytes: int, limit: str = _LIMIT) -> AsyncIterator[bytes]:
     """Yield the body's parts as they come. Raises RequestTooLarge before passing on too much.
 
-    set_by: what set max_bytes, for who exceeds it.
+    limit: what max_bytes is called where it is exceeded.
     """
-    declared_bytes(request, max_bytes, set_by)
+    declared_bytes(request, max_bytes, limit)
     received = 0
     async for part in request.stream():
         received += len(part)
         if received > max_bytes:
-            raise _too_large(max_bytes, set_by)
+            raise _too_large(max_bytes, limit)
         yield part
 
 
-def declared_bytes(request: Request, max_bytes: int, set_by: str = "") -> int | None:
+def declared_bytes(request: Request, max_bytes: int, limit: str = _LIMIT) -> int | None:
     """Return the body's size by its Content-Length; None if it has none.
 
     Raises InvalidInput, and RequestTooLarge where it is more than max_bytes.
@@ -153,7 +154,7 @@ def declared_bytes(request: Request, max_bytes: int, set_by: str = "") -> int | 
         problem = "Content-Length: want the body's size in bytes, such as 1024"
         raise InvalidInput(problem, param="content-length")
     if int(declared) > max_bytes:
-        raise _too_large(max_bytes, set_by)
+        raise _too_large(max_bytes, limit)
     return int(declared)
 
 
@@ -181,9 +182,8 @@ async def in_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         due_s += loop.time() - given_s
 
 
-def _too_large(max_bytes: int, set_by: str) -> RequestTooLarge:
-    message = f"the body is larger than {max_bytes} bytes, the limit here"
-    return RequestTooLarge(f"{message} {set_by}".rstrip())
+def _too_large(max_bytes: int, limit: str) -> RequestTooLarge:
+    return RequestTooLarge(f"the body is larger than {max_bytes} bytes, {limit}")
 
 
 class ValueBudget:

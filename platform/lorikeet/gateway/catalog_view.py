@@ -24,7 +24,7 @@ MISSING_S = 1.0
 _MOST_MISSING = 4096
 _READERS = 8
 _KEEPING_SHARE = 0.05
-"""Of the time, at most, that a gateway spends on keeping its view: 10,000 adapters take 0.1 s."""
+"""The most of its time that a gateway spends on keeping its view: 10,000 adapters take 0.1 s."""
 
 Name = tuple[str, str]
 """A tenant and the model that it asks for."""

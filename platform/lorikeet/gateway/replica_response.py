@@ -186,7 +186,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
-    """Return the event that ends a stream which failed after so many events."""
+    """Return the event that ends a stream which failed after N events."""
     match call.endpoint:
         case Endpoint.RESPONSES:
             return failed_response_event(call, sent, error.code, error.message, error.param)

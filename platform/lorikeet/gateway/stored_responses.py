@@ -97,8 +97,8 @@ class StoredResponses:
                     await _in_thread(self._savers, lambda: save(last))
             except Exception as error:  # also of arguments that were cut off, or are no JSON
                 self._metrics.count_not_stored()
-                told = {"request_id": call.request_id, "error": repr(error)}
-                log.warning("response_not_stored", extra=told)
+                facts = {"request_id": call.request_id, "error": repr(error)}
+                log.warning("response_not_stored", extra=facts)
                 return last.replace(call.request_fields, request.repeated(stored=False))
             return last
 

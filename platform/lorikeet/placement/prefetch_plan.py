@@ -27,7 +27,7 @@ _USES_PER_COPY = 8.0
 _FULL_SHARE = 0.8
 # Of a tier, what must be free before it is filled: less is what sizes leave over, and moves on.
 _FREE_SHARE = 0.1
-# What is evicted for an adapter has at most half its uses, and it has at least so many itself.
+# What is evicted for an adapter has at most half its uses, and it has at least this many itself.
 _ADVANTAGE = 2.0
 _USES_TO_EVICT = 4.0
 

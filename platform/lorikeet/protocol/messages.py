@@ -72,23 +72,20 @@ class Call:
 
     model: as the client wrote it, echoed in the answer. is_recorded: whether the adapter's version
     is in the catalog's log: else its number may yet be another's, and is not told. Either
-    `messages` (chats of any API) or
-    `prompts` (completions: texts or token ids) is set. max_tokens None means as many as the context
-    allows, 0 that nothing is said; it, min_tokens and the grammar are left at their defaults in
-    `sampling`: the replica adds them. continuous_usage: each event of a stream says what its choice
-    has taken until then.
-    stop: strings that end a choice. created: Unix time, seconds. work: for the router, and to tell
-    short prompts from long ones; what they take is an estimate. scheduling: for the engine.
-    key_id: whose request it is. max_context: what a prompt and an answer to it may have together,
-    beside the model's own limit. format, tools: None asks for neither. echo: each text
-    begins with its prompt. prompt_logprobs: how many the field of that name has, vLLM's;
-    `sampling` has the most that it or an echo needs. return_token_ids: the prompt's and the
-    answer's are told. template_args: further variables for the chat
-    template, and template_defaults those that nobody asked for. thinking_shown: what the model
-    thinks is told.
-    generation_prompt: the template begins the assistant's message. continue_final: the answer goes
-    on with the last message. request_fields: JSON members that a response repeats of its request.
-    left_out: what was asked for and is not served, which the answer's header names.
+    `messages` (chats of any API) or `prompts` (completions: texts or token ids) is set. max_tokens:
+    None for as many as the context allows, 0 for none; it, min_tokens and the grammar are left at
+    their defaults in `sampling`: the replica adds them. stop: strings that end a choice.
+    continuous_usage: each event of a stream says what its choice has taken until then. format,
+    tools: None asks for neither. echo: each text begins with its prompt. prompt_logprobs: how many
+    the field of that name has, vLLM's; `sampling` has the most that it or an echo needs.
+    return_token_ids: the prompt's and the answer's are told. template_args: further variables for
+    the chat template, and template_defaults those that nobody asked for. thinking_shown: what the
+    model thinks is told. generation_prompt: the template begins the assistant's message.
+    continue_final: the answer goes on with the last message. request_fields: JSON members that a
+    response repeats of its request. left_out: what was asked for and is not served, which the
+    answer's header names. scheduling: for the engine. max_context: what a prompt and an answer to
+    it may have together, beside the model's own limit. work: for the router, and to tell short
+    prompts from long ones; what they take is an estimate. created: Unix time, seconds.
     """
 
     request_id: str
@@ -121,7 +118,6 @@ class Call:
     request_fields: bytes = b""
     left_out: tuple[str, ...] = ()
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
-    key_id: str = ""
     max_context: int | None = None
     work: Work = field(default_factory=lambda: Work(prompt_tokens=1))
 

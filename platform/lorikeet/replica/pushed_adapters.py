@@ -46,7 +46,7 @@ _LOADED_S = 1.5
 _LOOK_S = 0.01
 _ABANDONED_S = 600.0
 _ENDED = 256
-"""So many transfers are remembered that have ended: parts that come late are not written."""
+"""How many ended transfers are remembered: parts of theirs that come late are not written."""
 
 
 class _Held(NamedTuple):

@@ -19,9 +19,9 @@ from lorikeet_engine.request import Request
 T = TypeVar("T")
 
 MOST_LOGPROBS = 2**19
-"""In one body, which a replica and a gateway hold whole: 40 MB of short tokens."""
+"""The most of one body, which a replica and a gateway hold whole: 40 MB of short tokens."""
 MOST_PROMPT_IDS = 2**20
-"""In one answer, whose choices repeat their prompt's: 7 MB."""
+"""The most of one answer, whose choices repeat their prompt's: 7 MB."""
 _ENCODERS = 2
 _SHORT_PROMPT_TOKENS = 256
 """Prompts up to about this long take less time than a thread waits beside a busy event loop."""
@@ -150,10 +150,10 @@ def check_told_prompts(call: Call, prompts: Sequence[Sequence[int]]) -> None:
     """Check that one body holds the prompts' token ids, where asked for. Raises InvalidInput."""
     if not call.return_token_ids or call.endpoint is not Endpoint.COMPLETIONS:
         return  # a chat's prompt is told once
-    told = call.n * sum(map(len, prompts))
-    if told > MOST_PROMPT_IDS:
+    ids = call.n * sum(map(len, prompts))
+    if ids > MOST_PROMPT_IDS:
         raise InvalidInput(
-            f"{call.n} choices that tell the {told // call.n} tokens of their prompts: "
+            f"{call.n} choices that tell the {ids // call.n} tokens of their prompts: "
             f"{MOST_PROMPT_IDS} is the most of one answer. Send fewer prompts, or a smaller n",
             param="return_token_ids",
         )
@@ -164,17 +164,17 @@ def prompts_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
 
     Raises InvalidInput where one body does not hold them and a token of each choice.
     """
-    logprobs, told = call.sampling.logprobs, call.prompt_logprobs
+    logprobs, of_prompt = call.sampling.logprobs, call.prompt_logprobs
     each = call.n * (1 + logprobs) if call.echo and logprobs is not None else 0
-    if told is not None:
-        each += (1 + told) * (call.n if call.endpoint is Endpoint.COMPLETIONS else 1)
+    if of_prompt is not None:
+        each += (1 + of_prompt) * (call.n if call.endpoint is Endpoint.COMPLETIONS else 1)
     tokens = sum(map(len, prompts))
     first_tokens = 0 if logprobs is None else len(prompts) * call.n * (1 + logprobs)
     if each and tokens * each + first_tokens > MOST_LOGPROBS:
         raise InvalidInput(
             f"prompts of {tokens} tokens with {each} log probabilities each: {MOST_LOGPROBS} is "
             "the most of one answer. Send fewer or shorter prompts, or ask for fewer",
-            param="logprobs" if told is None else "prompt_logprobs",
+            param="logprobs" if of_prompt is None else "prompt_logprobs",
         )
     return tokens * each
 

@@ -15,7 +15,7 @@ from lorikeet.replica.grammar import LAYOUT, format_rule
 from lorikeet.replica.python_arguments import python_arguments
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As chat templates write arguments."""
+"""How llguidance spaces JSON: as chat templates write arguments."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"parameters": {"type": "object"}}
 _TEXT_BESIDE = {

@@ -16,7 +16,7 @@ _OVERHEAD_BYTES = 200  # a block's own objects
 _Ended = tuple[float, RequestRecord]
 """When a request ended, and its record."""
 _RECORDS = TypeAdapter(dict[str, _Ended])
-"""By the request's id."""
+"""Ended requests by id, as a block holds them."""
 
 
 class _Block(NamedTuple):

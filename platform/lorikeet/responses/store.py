@@ -11,12 +11,12 @@ from lorikeet.errors import InvalidInput, NotFound, ObjectExists, ObjectNotFound
 
 PREFIX = "responses/"
 MAX_STORED_BYTES = 8 * 2**20
-"""As much as a request's body may have: a conversation that is longer is not stored."""
+"""What a request's body may have: a conversation that is longer is not stored."""
 MAX_CONVERSATIONS = 4
 """Most that are read for the items that a request names: each may hold a gateway up for 0.1 s."""
 _ID = re.compile("resp_[0-9a-f]{32}(-[0-9])?")  # with a number: of a call that was sent again
 _ITEM_ID = re.compile("(?:rs|msg|fc|in)_([0-9a-f]{32}(?:-[0-9])?)_[0-9]{1,4}")
-"""With the id of the response that it was made for, behind resp_."""
+"""An item's id; its group: the id of the response that it was made for, without resp_."""
 
 Json = Mapping[str, Any]
 

@@ -209,7 +209,7 @@ class Fleet:
         """Take in that an answer has begun, so that its adapter is on that GPU."""
         with self._lock:
             sent = self._in_flight.get(request_id)
-            if sent is None or sent.answering:
+            if sent is None or sent.has_first_byte:
                 return
             sent.replica.begin_answer(sent)
             name, digest = sent.replica.name, sent.request.digest
@@ -225,7 +225,7 @@ class Fleet:
             self._in_flight.pop(request_id, None)
 
     def take_waiting_adapters(self) -> dict[str, dict[AdapterRef, int]]:
-        """For each replica the adapters of requests that wait for room there, and how many wait.
+        """Return, by replica, the adapters of requests that wait for room there, and how many wait.
 
         All since the previous call.
         """
@@ -294,6 +294,6 @@ class Fleet:
         if sent is None:
             return
         self._in_flight[request_id] = None
-        if sent.request.digest is not None and not sent.answering:
+        if sent.request.digest is not None and not sent.has_first_byte:
             self._locations.remove_waiting(sent.replica.name, sent.request.digest)
         sent.replica.remove(sent)

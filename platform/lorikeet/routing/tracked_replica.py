@@ -42,7 +42,7 @@ class InFlightRequest:
 
     tokens: of its prompt, those that are not cached there. bytes: of its adapter if this request
     brings it to that GPU. candidates: the replicas that were considered, the best first.
-    accepted_s: when the replica took it, if it did. answering: whether its first bytes have come.
+    accepted_s: when the replica took it, if it did. has_first_byte: whether its answer has begun.
     """
 
     request: RoutingRequest
@@ -52,7 +52,7 @@ class InFlightRequest:
     bytes: int
     candidates: Sequence[Candidate[str]] = ()
     accepted_s: float | None = None
-    answering: bool = False
+    has_first_byte: bool = False
 
     @property
     def seen(self) -> int:
@@ -110,7 +110,7 @@ class TrackedReplica:
     def begin_answer(self, sent: InFlightRequest) -> None:
         """Count a request whose first bytes have come as decoding."""
         self._leave_queue(sent)
-        sent.answering = True
+        sent.has_first_byte = True
         self._running += sent.request.work.sequences
         if sent.request.digest is not None:
             self._ranks += 0 if self.decoding[sent.request.digest] else sent.request.work.rank
@@ -118,7 +118,7 @@ class TrackedReplica:
 
     def remove(self, sent: InFlightRequest) -> None:
         """Count a request no more: it is over, answered or not."""
-        if not sent.answering:
+        if not sent.has_first_byte:
             self._leave_queue(sent)
             return
         self._running -= sent.request.work.sequences

@@ -52,7 +52,7 @@ _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gatewa
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
 _SWITCH_S = 0.5e-3
-"""So long replicas' and gateways' event loops wait for the interpreter; 5 ms by default.
+"""How long replicas' and gateways' event loops wait for the interpreter; 5 ms by default.
 
 A gateway's threads have it while they parse: a large adapter's header takes them 6 ms each time.
 """

@@ -32,7 +32,7 @@ _LAST_REQUESTS_S = 20  # what runs when the gateway ends may take so long to fin
 class PublicListener:
     """Passes on the tenants' paths, `/v1/*`, and those of probes; any other is not found.
 
-    max_requests: beyond so many at once all but probes are refused; None: no bound. It is less
+    max_requests: beyond these at once all but probes are refused; None: no bound. It is less
     than Serve gives this gateway at once: at that number Serve keeps back the rest, health checks
     too, and load balancers would leave the gateway out.
     """

@@ -24,11 +24,11 @@ MOST_UNREAD_BYTES = 2**20
 """Beyond what the kernel buffers, which is some MiB: a stream of 100 tokens a second takes 40 s."""
 STALLED_S = 60.0
 _LEAST_BYTES_PER_S = 2**16
-"""A large message has a second more for each so many bytes."""
+"""A large message has a second more for each multiple of these bytes."""
 PAUSE_S = 0.002
-"""Requests with one key begin so far apart at least."""
+"""The least time between the beginnings of two requests with one key."""
 MOST_WAITING = 1000
-"""So many of them may wait for their turn; more are refused."""
+"""How many requests with one key may wait for their turn; more are refused."""
 _HEADER = b"x-request-id"
 _NOT_TO_LOOK = (b"x-request-disconnect-disabled", b"?1")
 _ROUTES = "/-/routes"

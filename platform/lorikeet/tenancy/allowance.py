@@ -105,7 +105,7 @@ class Allowance:
         return over_minute or (self._over_concurrent(now) if requests else None)
 
     def bytes_refusal(self, size: int, now: float) -> RateLimited | None:
-        """Why so many bytes may not be pushed now, if they may not."""
+        """Why N bytes may not be pushed now, if they may not."""
         return self._refusal_of(((self._bytes, size),), now)
 
     def count_bytes(self, size: int, now: float) -> None:

@@ -116,7 +116,7 @@ class LimitShares:
         return FLOOR / self._gateways
 
     def settled_s(self, now: float) -> float:
-        """For how long this gateway has had shares that are more than a beginning; 0: it has not.
+        """How long this gateway has had shares that are more than a beginning; 0: it has not.
 
         It has when it has agreed with the others, or when that takes too long.
         """

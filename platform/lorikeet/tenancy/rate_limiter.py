@@ -13,7 +13,7 @@ from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.queue_time import QueueTimeEstimator
 
 _READING_PART = 2
-"""Of the requests that a gateway carries one tenant's may be half as long as their bodies come."""
+"""While their bodies come, one tenant's requests may be half of what a gateway carries."""
 
 
 class RateLimiter:
@@ -94,7 +94,7 @@ class RateLimiter:
             )
 
     def check_reading(self, tenant: str) -> None:
-        """Raises RateLimited where a tenant has so many requests without bodies already."""
+        """Raises RateLimited where a tenant has too many requests without bodies already."""
         if self._max_requests is None:
             return
         most = max(1, self._max_requests // _READING_PART)
@@ -136,7 +136,7 @@ class RateLimitHold:
 
     def __init__(self, limiter: RateLimiter, tenant: TenantRecord, key: KeyRecord) -> None:
         self._limiter = limiter
-        self._tenant, self._key = tenant, key
+        self._tenant = tenant
         self._allowances = limiter.allowances(tenant, key)
         self._tokens = 0
         self._begun_s: float | None = None
@@ -185,7 +185,7 @@ class RateLimitHold:
             allowance.count_bytes(size, now)
 
     def reserve(self, tokens: int, base_model: str) -> None:
-        """Begin to wait, and reserve so many tokens. Raises Overloaded, RateLimited."""
+        """Begin to wait, and reserve these tokens. Raises Overloaded, RateLimited."""
         self._refuse_over_limits(0, tokens)
         now = self._limiter.clock()
         self._queue_time = self._limiter.queue_time(base_model)

@@ -68,7 +68,7 @@ def superseded(store: ObjectStore, day: date, before: float) -> Iterator[StoredO
 
 
 def days_with_usage(store: ObjectStore) -> Iterator[date]:
-    """In order; one question to the store for each. Raises StoreError."""
+    """Yield days in order, with one question to the store for each. Raises StoreError."""
     key = store.first(PREFIX)
     while key is not None:
         try:

@@ -17,11 +17,6 @@ class UsageAccount(NamedTuple):
     base_model: str
     adapter: str | None = None
 
-    @property
-    def model(self) -> str:
-        """What a request calls it, whatever the version."""
-        return self.adapter or self.base_model
-
 
 @dataclass(frozen=True, slots=True)
 class UsageCounts:

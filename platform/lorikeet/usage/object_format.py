@@ -36,7 +36,7 @@ class UsageObjectId(NamedTuple):
 
 
 Marks = Mapping[str, int]
-"""For each writer the number of the last object."""
+"""The number of each writer's last object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class UsageContent:
 
 
 def day_prefix(day: date) -> str:
-    """With which the names of a day's objects begin."""
+    """What the names of a day's objects begin with."""
     return f"{PREFIX}{day.isoformat()}/"
 
 
@@ -58,14 +58,14 @@ def object_key(day: date, written: UsageObjectId, made: float) -> str:
 
 
 def object_prefix(day: date, made: float) -> str:
-    """With which the names of objects begin that were made at this second, Unix seconds."""
+    """What the names of objects begin with that were made at this second, Unix seconds."""
     at = datetime.fromtimestamp(made, UTC)
     clock = at.strftime("%H%M%S") if at.date() == day else "240000"
     return f"{day_prefix(day)}{clock}-"
 
 
 def object_id(key: str) -> UsageObjectId | None:
-    """Which object an object is, if it is one."""
+    """The writer and number in an object's key; None if this is no usage object's."""
     match = _OBJECT.fullmatch(key)
     return UsageObjectId(match[1], int(match[2])) if match else None
 

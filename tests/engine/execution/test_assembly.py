@@ -153,7 +153,6 @@ def test_an_engine_that_cannot_start_leaves_no_threads(build):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
     @pytest.fixture
     def settings(self):

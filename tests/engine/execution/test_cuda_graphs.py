@@ -38,10 +38,6 @@ WINDOWED = CONFIG | {  # three groups of layers
     "sliding_window": 40,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 class Rows:
@@ -148,10 +144,10 @@ class Twice:
         ("cpu", "auto", CONFIG),
         ("cpu", "fp8", CONFIG),
         ("cpu", "auto", WINDOWED),
-        pytest.param(("cuda", "auto", CONFIG), marks=on_gpu),
-        pytest.param(("cuda", "fp8", CONFIG), marks=on_gpu),
-        pytest.param(("cuda", "auto", WINDOWED), marks=on_gpu),
-        pytest.param(("cuda", "fp8", WINDOWED), marks=on_gpu),
+        pytest.param(("cuda", "auto", CONFIG), marks=pytest.mark.gpu),
+        pytest.param(("cuda", "fp8", CONFIG), marks=pytest.mark.gpu),
+        pytest.param(("cuda", "auto", WINDOWED), marks=pytest.mark.gpu),
+        pytest.param(("cuda", "fp8", WINDOWED), marks=pytest.mark.gpu),
     ],
     ids=lambda param: "-".join((*param[:2], param[2]["model_type"])),
 )

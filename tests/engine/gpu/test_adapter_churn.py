@@ -87,7 +87,6 @@ def test_on_a_cpu_token_for_token(reference, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("reference", ["cuda"], indirect=True)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no_graphs"])
 def test_on_a_gpu_to_the_tolerance(reference, graphs, tmp_path):

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from lorikeet_engine.engine import Engine
 from tests.engine.engine_driver import Answers, greedy, prompt
@@ -18,10 +17,7 @@ from tests.engine.float32_reference import (
 )
 from tests.engine.moe_adapters import BOTH
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 ADAPTERS = {
     "moe": {
         "r": 8,

@@ -6,7 +6,6 @@ float32_reference.TOLERANCE says how near.
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, greedy, prompt
 from tests.engine.float32_reference import (
@@ -21,10 +20,7 @@ from tests.engine.float32_reference import (
     run_to_end,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 TOKENS = 24
 LENGTHS = (1, 5, 17, 63, 133, 300)
 CHUNK = 40

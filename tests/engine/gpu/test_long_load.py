@@ -29,6 +29,7 @@ from tests.engine.blobs import Shelf
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import greedy, prompt
 from tests.engine.process_engines import Blobs, followers
+from tests.waiting import eventually
 
 LOAD_S = float(os.environ.get("TEST_LOAD_S", "30"))
 pytestmark = pytest.mark.timeout(LOAD_S + 300)
@@ -195,13 +196,6 @@ def engine_of(folder: Path, device: str) -> Engine:
     return Engine(settings, Blobs(folder / "blobs"), grammars=DescendingGrammars())
 
 
-def until(holds, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize(
     "device",
     [
@@ -221,23 +215,23 @@ def test_every_kind_of_request_is_answered_until_a_follower_is_killed(refs, tmp_
     client = EngineProcessClient(build, mix.on_outputs, lambda _: ended.set(), lambda _: None)
     for adapter in range(ADAPTERS + 1):  # alone, for what they say under load to be held to
         client.submit(mix.request("scored", adapter)).result()
-        until(lambda: not mix.left, 30)
+        assert eventually(lambda: not mix.left, 30)
     base = mix.expected[None]
     changes = [(mix.expected[ref] - base).square().mean().sqrt() for ref in refs]
     assert min(changes) > 3 * TOLERANCE[device], "an adapter does nothing"
 
     until_s = time.monotonic() + LOAD_S
     while time.monotonic() < until_s and not mix.wrong and not ended.is_set():
-        until(lambda: len(mix.left) < OUTSTANDING, 60)
+        assert eventually(lambda: len(mix.left) < OUTSTANDING, 60)
         client.submit(mix.any()).result()
         if (leaver := mix.leaver()) is not None:
             client.abort(leaver).result()
-    until(lambda: not mix.left, 60)
+    assert eventually(lambda: not mix.left, 60)
     assert not mix.wrong
     assert not ended.is_set()
     assert mix.error < TOLERANCE[device], "what adapters change is not what it was"
     assert set(mix.ended) == {*KINDS, "left"}
-    until(lambda: not client.status.live.running, 5)
+    assert eventually(lambda: not client.status.live.running, 5)
     _look(client, mix)
 
     for _ in range(OUTSTANDING):

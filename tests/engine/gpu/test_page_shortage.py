@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from lorikeet_engine.errors import StepFailed
 from tests.engine.engine_driver import Answers, RecordingRunner, greedy, prompt
@@ -20,10 +19,7 @@ from tests.engine.float32_reference import (
     run_to_end,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,6 @@ def test_the_warning_names_what_is_in_the_way(caplog):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestFlashInfer:
     """FlashInfer says what torch says, over the same poisoned pages, in bfloat16 and in FP8."""
 

@@ -17,13 +17,12 @@ from lorikeet_engine.kernels.moe.reference import route
 from lorikeet_engine.kernels.moe.types import RoutedRows
 from tests.engine.interpreter import INTERPRETED
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-on_gpu = [pytest.mark.gpu, needs_cuda]
 if INTERPRETED:
     KINDS = [("cpu", torch.float32)]
 else:
     KINDS = [
-        pytest.param(("cuda", dtype), marks=on_gpu) for dtype in (torch.float32, torch.bfloat16)
+        pytest.param(("cuda", dtype), marks=pytest.mark.gpu)
+        for dtype in (torch.float32, torch.bfloat16)
     ]
 kinds = pytest.mark.parametrize("kind", KINDS)
 

@@ -17,16 +17,12 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import fused as pointwise
 from tests.engine.interpreter import INTERPRETED
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 KINDS = [
     pytest.param(
         "cpu", torch.float32, marks=pytest.mark.skipif(not INTERPRETED, reason="not interpreted")
     ),
-    pytest.param("cuda", torch.bfloat16, marks=on_gpu),
-    pytest.param("cuda", torch.float16, marks=on_gpu),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
 ]
 SEEDED = torch.Generator().manual_seed(7)
 EPS = torch.finfo(torch.float32).eps
@@ -184,7 +180,6 @@ def test_few_tokens_are_multiplied_however_many_programs_share_it(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [2, 16, 100, 128])
 @pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336)])
 def test_programs_that_share_outputs_add_them_up_alike_every_time(d_out, d_in, tokens):
@@ -197,7 +192,6 @@ def test_programs_that_share_outputs_add_them_up_alike_every_time(d_out, d_in, t
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 17, 256])
 @pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336), (160, 96)])
@@ -214,7 +208,6 @@ def test_cuda_multiplies_what_the_reference_does(d_out, d_in, tokens, biased):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_a_captured_product_reads_what_lies_there_at_its_replay(tokens):
     weight = reference.quantize_weight(torch.randn(160, 96, device="cuda"))
@@ -229,7 +222,6 @@ def test_a_captured_product_reads_what_lies_there_at_its_replay(tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [1, 32, 128])
 def test_captured_kernels_compute_what_they_do_one_by_one(tokens):
     gate_up, down = (

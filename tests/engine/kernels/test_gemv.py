@@ -11,14 +11,13 @@ from tests.engine.interpreter import INTERPRETED, exact_fp8
 
 __all__ = ["exact_fp8"]
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 KINDS = (
     [("cpu", torch.float32), ("cpu", torch.float16)]
     if INTERPRETED
-    else [pytest.param(("cuda", dtype), marks=on_gpu) for dtype in (torch.bfloat16, torch.float16)]
+    else [
+        pytest.param(("cuda", dtype), marks=pytest.mark.gpu)
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
 )
 
 

@@ -6,15 +6,11 @@ import torch
 from lorikeet_engine.kernels.logprobs import MOST, fused, reference
 from tests.engine.interpreter import INTERPRETED
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 OPERATORS = [
     pytest.param(reference, "cpu", id="reference"),
     pytest.param(fused, "cpu", id="interpreter")
     if INTERPRETED
-    else pytest.param(fused, "cuda", marks=on_gpu, id="cuda"),
+    else pytest.param(fused, "cuda", marks=pytest.mark.gpu, id="cuda"),
 ]
 VOCABS = (5, 64, 4200) if INTERPRETED else (5, 64, 4096, 5000, 128_256, 151_936)
 COUNTS = (20, 0, 1, MOST, 7, 20)
@@ -53,7 +49,7 @@ def test_log_probabilities_are_those_of_a_stable_sort_in_float32(vocab, dtype, o
     on_device = logits.to(device), wanted.to(device)
     found = operators.likeliest(*on_device, most)
     operators.set_given(found, *on_device, tokens.to(device))
-    told = found.told.cpu()
+    told = found.packed.cpu()
     assert told.shape == (len(ROWS), 1 + 2 * most)
     for at, (row, count, scale) in enumerate(zip(ROWS, counts, SCALES, strict=True)):
         want = (logits[row].double() * scale).log_softmax(-1).float()
@@ -79,6 +75,6 @@ def test_of_what_is_no_number_come_ids_of_the_vocabulary(operators, device):
     wanted = wanted_of((row, 20, 1.0) for row in range(4)).to(device)
     found = operators.likeliest(logits.to(device), wanted, 20)
     operators.set_given(found, logits.to(device), wanted, torch.tensor([3] * 4, device=device))
-    assert found.told[:, 0].isnan().all()
-    ids = found.told[:, 21:].contiguous().view(torch.int32)
+    assert found.packed[:, 0].isnan().all()
+    ids = found.packed[:, 21:].contiguous().view(torch.int32)
     assert ((ids >= 0) & (ids < 70)).all()

@@ -34,15 +34,13 @@ from lorikeet_engine.kernels.lora.tuning import (
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraWeights, Segments
 from tests.engine.interpreter import INTERPRETED
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-on_gpu = [pytest.mark.gpu, needs_cuda]
 Kind = tuple[str, torch.dtype]
 if INTERPRETED:  # which is slow: bfloat16 is for a few
     FLOAT, BFLOAT = ("cpu", torch.float32), ("cpu", torch.bfloat16)
     kinds = pytest.mark.parametrize("kind", [FLOAT])
 else:
-    FLOAT = pytest.param(("cuda", torch.float32), marks=on_gpu)
-    BFLOAT = pytest.param(("cuda", torch.bfloat16), marks=on_gpu)
+    FLOAT = pytest.param(("cuda", torch.float32), marks=pytest.mark.gpu)
+    BFLOAT = pytest.param(("cuda", torch.bfloat16), marks=pytest.mark.gpu)
     kinds = pytest.mark.parametrize("kind", [FLOAT, BFLOAT])
 both_kinds = pytest.mark.parametrize("kind", [FLOAT, BFLOAT])
 

@@ -11,30 +11,12 @@ from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_rows, quantize_weight
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe import expert_products, reference
-from tests.engine.interpreter import INTERPRETED, exact_fp8
+from tests.engine.interpreter import KINDS, exact_fp8, random
 
 __all__ = ["exact_fp8"]
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = (
-    [("cpu", torch.float32), ("cpu", torch.float16)]
-    if INTERPRETED
-    else [
-        pytest.param(("cuda", torch.bfloat16), marks=on_gpu),
-        pytest.param(("cuda", torch.float32), marks=on_gpu),
-    ]
-)
 # tokens, experts, per_token: also more experts than rows, and all experts of each token
 ROUTES = [(1, 8, 2), (7, 3, 1), (5, 128, 8), (33, 6, 6), (130, 60, 4)]
-
-
-def random(kind, *shape):
-    device, dtype = kind
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(device, dtype)
 
 
 def counts(routed):
@@ -67,7 +49,7 @@ def test_of_equally_likely_experts_the_first_are_chosen():
     assert routed.weights.tolist() == [[0.5, 0.5]] * 2
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize(("tokens", "experts", "per_token"), ROUTES)
@@ -85,7 +67,7 @@ def test_route(kind, tokens, experts, per_token, adapters, normalised):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_equal_logits_and_such_as_are_not_numbers_stay_within_bounds(kind):
     from lorikeet_engine.kernels.moe import fused
 
@@ -110,7 +92,7 @@ def spread_rows(kind, spread):
 SPREADS = ["even", "one expert has all", "more experts than rows"]
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize(("d_out", "d_in"), [(48, 64), (33, 100)])
 @pytest.mark.parametrize("spread", SPREADS)
@@ -126,7 +108,7 @@ def test_products(kind, d_out, d_in, spread, gathered):
 
 
 @pytest.mark.parametrize("rows", [20, 100, 400])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_products_of_every_tile(kind, rows):
     """Of each TileConfig, whose tiles of an expert are full, begun and none."""
     from lorikeet_engine.kernels.moe import grouped
@@ -186,7 +168,7 @@ def test_fp8_products_multiply_the_rounded_numbers():
 
 
 @pytest.mark.usefixtures("exact_fp8")
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("given", ["rounded", "floats"])
 @pytest.mark.parametrize(("d_out", "d_in"), [(48, 64), (33, 100), (80, 300)])
@@ -206,7 +188,7 @@ def test_fp8_products(kind, d_out, d_in, spread, given, gathered):
 
 @pytest.mark.usefixtures("exact_fp8")
 @pytest.mark.parametrize("rows", [20, 100, 400])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_fp8_products_of_every_tile(kind, rows):
     """Of each TileConfig, whose tiles of an expert are full, begun and none."""
     from lorikeet_engine.kernels.moe import grouped_fp8
@@ -229,7 +211,6 @@ def test_fp8_tiles_are_as_high_as_an_experts_rows():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [1, 7, 32, 256, 2048])
 @pytest.mark.parametrize(("d_out", "d_in", "gathered"), [(1536, 2048, True), (2048, 768, False)])
 def test_fp8_products_of_a_real_shape(tokens, d_out, d_in, gathered):
@@ -261,7 +242,6 @@ def test_fp8_products_of_a_real_shape(tokens, d_out, d_in, gathered):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_products_of_a_prefill():
     from lorikeet_engine.kernels.moe import fused, grouped
 
@@ -296,7 +276,7 @@ def test_torchs_product_is_given_no_sides_that_it_refuses_or_pads(d_out, d_in, t
 
 
 @pytest.mark.usefixtures("exact_fp8")
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
@@ -329,7 +309,7 @@ def test_the_experts_of_one_token(kind, experts, per_token, hidden, width, is_fp
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [64, 1500])
 def test_combine(kind, width):
     from lorikeet_engine.kernels.moe import fused

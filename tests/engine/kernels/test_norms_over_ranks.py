@@ -23,7 +23,6 @@ pytestmark = (
     if INTERPRETED
     else [
         pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     ]
 )
 MOST_ROWS, EPS = 5, 1e-5

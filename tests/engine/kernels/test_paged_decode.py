@@ -16,15 +16,10 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.models.batch import Batch
-from tests.engine.interpreter import INTERPRETED, exact_fp8
+from tests.engine.interpreter import DEVICES, INTERPRETED, exact_fp8
 
 __all__ = ["exact_fp8"]
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=on_gpu)]
 PAGE = 16
 SHAPES = {
     "llama": AttentionShape(8, 2, 128, PAGE, torch.bfloat16),
@@ -145,7 +140,6 @@ def test_pages_of_fp8_equal_torch(device, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_many_sequences_and_one_long_one_say_the_same_every_time():
     lengths = [1 + 7 * i % 300 for i in range(255)] + [20_000]
     runs = [compare(SHAPES["llama"], lengths, torch.device("cuda")) for _ in range(3)]

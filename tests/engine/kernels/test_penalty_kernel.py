@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from lorikeet_engine.kernels.penalties import IN_OUTPUT, IN_PROMPT, PenaltyState, fused, reference
-from tests.engine.interpreter import INTERPRETED
+from tests.engine.interpreter import DEVICES, INTERPRETED
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=on_gpu)]
 VOCABS = (40, 4200) if INTERPRETED else (40, 5000, 128_256, 151_936)
 SLOTS = 7
 

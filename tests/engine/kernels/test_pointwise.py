@@ -6,29 +6,11 @@ import torch
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm, fused, reference
-from tests.engine.interpreter import INTERPRETED, exact_fp8
+from tests.engine.interpreter import KINDS, exact_fp8, random
 
 __all__ = ["exact_fp8"]
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = (
-    [("cpu", torch.float32), ("cpu", torch.float16)]
-    if INTERPRETED
-    else [
-        pytest.param(("cuda", torch.bfloat16), marks=on_gpu),
-        pytest.param(("cuda", torch.float32), marks=on_gpu),
-    ]
-)
 sizes = pytest.mark.parametrize("tokens", [1, 7])
-
-
-def random(kind, *shape):
-    device, dtype = kind
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(device, dtype)
 
 
 def assert_equal(got, want):
@@ -38,7 +20,7 @@ def assert_equal(got, want):
 
 
 @sizes
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [64, 100, 1536])
 def test_add_rms_norm(kind, width, tokens):
     x, delta = random(kind, tokens, width), random(kind, width, tokens).T.contiguous()
@@ -49,7 +31,7 @@ def test_add_rms_norm(kind, width, tokens):
 
 
 @sizes
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("width", [60, 1536])
 def test_what_is_added_is_normed_before(kind, width, adapters, tokens):
@@ -72,7 +54,7 @@ def test_what_is_added_is_normed_before(kind, width, adapters, tokens):
         assert_close(y, reference.add_rms_norm(same.clone(), torch.zeros_like(x), weight, eps))
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_norms_weights_may_be_finer_than_what_they_norm(kind):
     """1 + 2⁻¹⁰ is no bfloat16: rounded, it would make results too small by 2⁻¹⁰ on average."""
     fine = torch.full((1536,), 1 + 2**-10, device=kind[0])
@@ -86,7 +68,7 @@ def test_norms_weights_may_be_finer_than_what_they_norm(kind):
 
 
 @sizes
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_added_is_multiplied_before(kind, tokens):
     x, delta, weight = (random(kind, tokens + 1, 60) for _ in range(3))
     lora, summed = adapted(kind, delta)
@@ -100,7 +82,7 @@ def test_what_is_added_is_multiplied_before(kind, tokens):
 
 
 @sizes
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary_dim"),
     [(1, 1, 16, 16), (10, 2, 128, 128), (6, 3, 96, 96), (3, 2, 128, 96), (5, 1, 96, 24),
@@ -120,7 +102,7 @@ def test_rotary_and_store_kv(kind, heads, kv_heads, dim, rotary_dim, interleaved
     assert_equal(filled, kv)
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_token_without_a_place_is_not_stored(kind):
     kv = random(kind, 2, 2, 16, 2, 16)
     before = kv.clone()
@@ -131,7 +113,7 @@ def test_a_token_without_a_place_is_not_stored(kind):
 
 
 @sizes
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [8, 1500])
 @pytest.mark.parametrize("gelu", [False, True])
 def test_act_and_mul(kind, gelu, width, tokens):
@@ -155,7 +137,7 @@ def assert_close(got, want):
 
 
 @sizes
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_adapters_add_is_added_first(kind, tokens):
     x = random(kind, tokens, 2 * 60)
     lora, summed = adapted(kind, x)
@@ -168,7 +150,7 @@ def test_what_adapters_add_is_added_first(kind, tokens):
 
 
 @sizes
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [8, 1500])
 def test_what_adapters_add_is_added_to_their_rows_alone(kind, width, tokens):
     y = random(kind, tokens, width)
@@ -178,7 +160,7 @@ def test_what_adapters_add_is_added_to_their_rows_alone(kind, width, tokens):
 
 
 @sizes
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_adapters_add_to_queries_keys_and_values(kind, tokens):
     qkv, kv = random(kind, tokens, 4, 16), random(kind, 2, 3, 16, 1, 16)
     lora, summed = adapted(kind, qkv)
@@ -192,7 +174,7 @@ def test_what_adapters_add_to_queries_keys_and_values(kind, tokens):
 
 
 @sizes
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
@@ -237,7 +219,7 @@ def side_by_side(kept, heads, kv_heads):
 
 
 @sizes
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("operators", [fused, reference], ids=["fused", "reference"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(10, 2, 128), (6, 3, 96), (1, 1, 32)])
@@ -274,7 +256,7 @@ def test_heads_of_two_processes_are_normed_together(
 
 
 @pytest.mark.usefixtures("exact_fp8")
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 def test_keys_and_values_are_rounded_to_fp8(kind, normed, adapters):
@@ -302,7 +284,7 @@ def test_keys_and_values_are_rounded_to_fp8(kind, normed, adapters):
 
 
 @pytest.mark.usefixtures("exact_fp8")
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operators", [fused, reference], ids=["fused", "reference"])
 def test_what_fp8_cannot_hold_is_saturated_and_what_is_not_finite_is_nan(kind, operators):
     values = [0.0, 1.0, -1.0, 447.0, 448.0, 500.0, -60000.0, 0.0009, float("inf"), -float("inf")]

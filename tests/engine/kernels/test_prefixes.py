@@ -10,13 +10,8 @@ import torch
 from lorikeet_engine.kernels.attention.merge import merge
 from lorikeet_engine.kernels.attention.prefixes import count_parts, cut_prefixes, starts_of
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable
-from tests.engine.interpreter import INTERPRETED
+from tests.engine.interpreter import DEVICES
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=on_gpu)]
 PAGE = 16
 SHAPES = {
     "llama": AttentionShape(8, 2, 128, PAGE, torch.bfloat16),

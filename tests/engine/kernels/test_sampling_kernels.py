@@ -16,13 +16,8 @@ from lorikeet_engine.kernels.sampling import (
     fused,
     reference,
 )
-from tests.engine.interpreter import INTERPRETED
+from tests.engine.interpreter import DEVICES, INTERPRETED
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=on_gpu)]
 VOCABS = (4200,) if INTERPRETED else (40, 5000, 128_256, 151_936)
 ROWS = 16 if INTERPRETED else 256
 

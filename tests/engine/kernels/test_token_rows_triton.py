@@ -14,9 +14,8 @@ from lorikeet_engine.kernels.lora.token_rows import place_logits
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
 from tests.engine.interpreter import INTERPRETED
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu, needs_cuda]
+pytestmark = [] if INTERPRETED else pytest.mark.gpu
 HIDDEN, VOCABULARY = 80, 128_256
 EMBEDDINGS = LoraGroup((0,), VOCABULARY, (HIDDEN,))
 ROWS = LoraGroup((1,), HIDDEN, (3,))

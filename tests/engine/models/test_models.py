@@ -165,13 +165,7 @@ def test_adapters_change_the_logits_of_their_own_sequences(tiny_checkpoints, pag
     "device",
     [
         "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
+        pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in MOE])

@@ -23,6 +23,7 @@ from tests.engine import forked_engines, process_engines
 from tests.engine.engine_driver import Answers, greedy, prompt
 from tests.engine.engine_driver import build as build_here
 from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[3]
 
@@ -117,13 +118,6 @@ def gone(pid):
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def eventually(holds, within_s=5.0):
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_its_tokens_are_those_of_an_engine_in_this_process(
     client, received, ref, tiny_checkpoints, tmp_path
 ):
@@ -161,9 +155,9 @@ def test_an_aborted_request_frees_its_pages(client, received):
     apart = client()
     apart.submit(greedy("r", prompt(5), max_tokens=400))
     received.until(lambda: received.outputs)
-    eventually(lambda: apart.status.live.kv_pages_used > 0)
+    assert eventually(lambda: apart.status.live.kv_pages_used > 0)
     apart.abort("r")
-    eventually(lambda: apart.status.live.kv_pages_used == 0)
+    assert eventually(lambda: apart.status.live.kv_pages_used == 0)
     assert not received.finished("r")
 
 
@@ -174,9 +168,9 @@ def test_a_pin_holds_until_it_is_taken_back(client, ref):
 
     apart = client()
     apart.pin(ref)
-    eventually(lambda: pinned() == [True])
+    assert eventually(lambda: pinned() == [True])
     apart.unpin(ref.digest)
-    eventually(lambda: pinned() == [False])
+    assert eventually(lambda: pinned() == [False])
 
 
 @pytest.mark.usefixtures("forked")
@@ -191,7 +185,7 @@ def test_a_status_comes_within_150_ms_of_a_change(client, received, tiny_checkpo
         received.until(lambda ref=ref: received.where(ref) is Residency.GPU)
         late_s.append(received.statuses[-1][0] - used_s)
     assert sorted(late_s)[2] < 0.15
-    eventually(lambda: all(received.where(a.ref) is a.residency for a in adapters_of(apart)))
+    assert eventually(lambda: all(received.where(a.ref) is a.residency for a in adapters_of(apart)))
 
 
 @pytest.mark.usefixtures("forked")
@@ -301,7 +295,7 @@ def test_an_engine_dies_with_its_client_even_in_a_step_that_hangs(tiny_checkpoin
     (child,) = psutil.Process(client.pid).children()
     client.kill()
     client.wait()
-    eventually(lambda: gone(child.pid), within_s=2)
+    assert eventually(lambda: gone(child.pid), within_s=2)
 
 
 def test_the_client_loads_no_torch():

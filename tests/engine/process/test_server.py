@@ -14,6 +14,7 @@ from lorikeet_engine.process.server import EngineLoop
 from lorikeet_engine.request import Failed, SchedulingParams
 from tests.engine.engine_driver import RecordingRunner, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.waiting import eventually
 
 
 class Received:
@@ -66,13 +67,6 @@ def loop(engine, received):
     loop.close()
 
 
-def soon(holds, within_s=1.0):
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_many_threads_submit_and_all_are_answered(engine, loop, received):
     def submit(name):
         for i in range(5):
@@ -88,7 +82,7 @@ def test_many_threads_submit_and_all_are_answered(engine, loop, received):
 
 
 def test_an_idle_engine_does_not_step(engine, loop):
-    soon(lambda: engine._idle)
+    assert eventually(lambda: engine._idle)
     steps = []
     engine.step, step = lambda: steps.append(1) or step(), engine.step
     time.sleep(0.3)
@@ -103,9 +97,9 @@ def test_an_abort_of_what_waits_for_its_adapter_is_done_within_a_second(
     shelf.hold(ref)
     engine.submit(greedy("gone", prompt(5), adapter=ref))
     engine.submit(greedy("kept", prompt(5), adapter=ref))
-    soon(lambda: engine.status().live.waiting == 2)
+    assert eventually(lambda: engine.status().live.waiting == 2)
     engine.abort("gone")
-    soon(lambda: engine.status().live.waiting == 1)
+    assert eventually(lambda: engine.status().live.waiting == 1)
     shelf.release(ref)
     received.until(lambda: received.ended("kept"))
     assert not received.of("gone")
@@ -115,7 +109,7 @@ def test_an_abort_of_what_runs_frees_its_pages_within_a_second(engine, loop, rec
     engine.submit(greedy("r", prompt(5), max_tokens=400))
     received.until(lambda: received.of("r"))
     engine.abort("r")
-    soon(lambda: engine.status().live.kv_pages_used == 0)
+    assert eventually(lambda: engine.status().live.kv_pages_used == 0)
     assert not received.ended("r")
 
 
@@ -142,7 +136,7 @@ def test_a_bug_in_the_engine_fails_what_is_in_flight_and_the_loop_goes_on(engine
     assert isinstance(received.of("running")[-1].error, StepFailed)
     engine.submit(greedy("good", prompt(5)))
     received.until(lambda: received.ended("good"))
-    soon(lambda: engine.status().live.kv_pages_used == 0)
+    assert eventually(lambda: engine.status().live.kv_pages_used == 0)
 
 
 def test_a_request_that_is_late_before_it_is_taken_fails_alone(
@@ -246,7 +240,7 @@ def test_more_adapters_than_fit_anywhere_are_all_served(crowded, received):
             engine.abort(f"aborted {i}")
     received.until(lambda: all(received.ended(name) for name in names))
     assert not any(isinstance(output, Failed) for output in received.outputs)
-    soon(lambda: engine.status().live.kv_pages_used == 0)
+    assert eventually(lambda: engine.status().live.kv_pages_used == 0)
     assert not any(adapter.leases for adapter in engine.adapters())
 
 

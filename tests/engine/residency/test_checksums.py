@@ -46,7 +46,6 @@ def test_a_flipped_bit_anywhere_changes_the_sum_of_its_layer_alone(dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_adds_up_to_the_same():
     image = image_of(torch.bfloat16)
     assert int(word_sum(image.cuda())) == int(word_sum(image))

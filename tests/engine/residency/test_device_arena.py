@@ -122,7 +122,6 @@ def test_a_copy_waits_for_the_last_of_an_adapters_leases(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_device_a_copy_passes_steps_and_waits_for_reads():
     image, size = torch.arange(1 << 22).pin_memory(), 1 << 22
     memory = torch.zeros(2 << 22, dtype=torch.int64, device="cuda")

@@ -5,10 +5,7 @@ import torch
 
 from lorikeet_engine.residency.host_arena import HostArena
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_the_arena_is_pinned_and_not_by_torchs_allocator_which_rounds_up():

@@ -351,7 +351,6 @@ def churn(b: TiersDriver, refs: list[AdapterRef], seconds: float) -> int:
             marks=[
                 pytest.mark.gpu,
                 pytest.mark.timeout(0),
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
             ],
         ),
     ],

@@ -1,7 +1,6 @@
 """Blobs that are packed while another process writes them: nobody's until they are verified."""
 
 import os
-import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -13,15 +12,9 @@ from lorikeet_engine.residency import loader
 from lorikeet_engine.residency.disk import incoming_blobs
 from tests.engine.blobs import everywhere
 from tests.engine.residency.tiers_driver import SIZE, TiersDriver, make
+from tests.waiting import eventually
 
 Begin = Callable[..., "Upload"]
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 10.0
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
 
 
 class Upload:
@@ -86,7 +79,7 @@ def test_what_was_packed_while_it_came_is_there_once_it_is_verified(
     upload = begin(b, a)
     for share in (0.001, 0.1, 0.5, 0.9, 1.0):
         upload.write(share)
-    eventually(upload.has_place)
+    assert eventually(upload.has_place)
     upload.verify()
     upload.pin()
     assert shelf.fetched == []
@@ -98,7 +91,7 @@ def test_an_image_is_nobodys_until_its_blob_is_verified(shelf, bench, begin):
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a)
     upload.write()
-    eventually(upload.has_place)
+    assert eventually(upload.has_place)
     assert b.tiers.residency(a) is Residency.REMOTE
     assert not b.tiers._host.holds(a.digest)
     assert b.tiers._host.hold(a.digest) is None
@@ -110,10 +103,10 @@ def test_a_blob_that_was_refused_leaves_nothing(shelf, bench, begin):
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a)
     upload.write()
-    eventually(upload.has_place)
+    assert eventually(upload.has_place)
     upload.file.unlink()
-    eventually(lambda: held(b) == 0)
-    eventually(ended(b))
+    assert eventually(lambda: held(b) == 0)
+    assert eventually(ended(b))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
@@ -122,7 +115,7 @@ def test_a_blob_that_breaks_off_leaves_nothing(shelf, bench, begin, share):
     upload = begin(b, a)
     upload.write(share)
     upload.file.unlink()
-    eventually(ended(b))
+    assert eventually(ended(b))
     assert held(b) == 0
     b.lease(a).release()
 
@@ -132,7 +125,7 @@ def test_a_blob_whose_gateway_was_killed_goes_after_a_while(shelf, bench, begin,
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a)
     upload.write()
-    eventually(ended(b))
+    assert eventually(ended(b))
     assert held(b) == 0
     upload.verify()
     upload.pin()  # it is packed now
@@ -143,7 +136,7 @@ def test_the_image_of_another_file_that_claims_the_digest_is_not_taken(shelf, be
     b = bench()
     wrong = begin(b, a, shelf.blob(c.name).read_bytes())
     wrong.write()
-    eventually(wrong.has_place)
+    assert eventually(wrong.has_place)
     right = begin(b, a)  # not begun: the digest is being packed
     right.write()
     right.verify()
@@ -156,7 +149,7 @@ def test_bytes_that_are_no_adapter_leave_nothing_and_their_load_says_why(shelf, 
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a, b"\xff" * 5000)
     upload.write()
-    eventually(ended(b))
+    assert eventually(ended(b))
     assert held(b) == 0
     b.lease(a).release()
 
@@ -166,7 +159,7 @@ def test_an_adapter_that_is_too_large_takes_no_room(shelf, bench, begin):
     b = bench(gpu=2, host=8)
     upload = begin(b, large)
     upload.write()
-    eventually(ended(b))
+    assert eventually(ended(b))
     assert held(b) == 0
 
 
@@ -175,9 +168,9 @@ def test_requests_take_the_room_of_what_is_not_verified(shelf, bench, begin):
     b = bench(host=1)
     upload = begin(b, a)
     upload.write()
-    eventually(upload.has_place)
+    assert eventually(upload.has_place)
     b.lease(c).release()
-    eventually(ended(b))
+    assert eventually(ended(b))
     upload.verify()
     upload.pin()
 
@@ -189,7 +182,7 @@ def test_pinned_images_do_not_give_way(shelf, bench, begin):
     b.until(lambda: b.tiers._host.holds(c.digest))
     upload = begin(b, a)
     upload.write()
-    eventually(ended(b))
+    assert eventually(ended(b))
     assert b.tiers._host.digests() == [c.digest]
 
 
@@ -221,7 +214,7 @@ def test_an_adapter_that_is_there_already_is_not_packed(shelf, bench, begin):
     b.load(a, to=Residency.HOST)
     upload = begin(b, a)
     upload.write()
-    eventually(ended(b))
+    assert eventually(ended(b))
     assert b.tiers.residency(a) >= Residency.HOST
 
 
@@ -229,7 +222,7 @@ def test_what_is_to_stay_gets_its_image_on_the_disk(shelf, bench, begin, no_pack
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a)
     upload.write()
-    eventually(upload.has_place)
+    assert eventually(upload.has_place)
     upload.verify()
     b.tiers.pin(a, Residency.HOST)
     b.until(lambda: b.tiers.residency(a) >= Residency.HOST)
@@ -243,7 +236,7 @@ def test_an_image_that_was_taken_is_evicted_as_any(shelf, bench, begin):
     upload = begin(b, a)
     upload.write()
     upload.verify()
-    eventually(upload.has_place)
+    assert eventually(upload.has_place)
     upload.pin()
     b.tiers.unpin(a.digest)
     b.lease(c).release()

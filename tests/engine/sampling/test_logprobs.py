@@ -16,13 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     "device",
     [
         "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
+        pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

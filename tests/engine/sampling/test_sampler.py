@@ -77,7 +77,6 @@ def test_a_long_tail_of_rare_tokens_keeps_its_share():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     "choice",
     [

@@ -1,4 +1,4 @@
-"""In what families of base models differ."""
+"""What families of base models differ in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

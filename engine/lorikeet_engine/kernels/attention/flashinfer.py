@@ -251,7 +251,7 @@ def _of(table: PageTable, chosen: npt.NDArray[np.bool_]) -> PageTable:
 
 
 def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
-    """For float32 partial results of the sequences that FlashInfer splits over the GPU's blocks.
+    """Bytes of float32 partial results of sequences that FlashInfer splits over the GPU's blocks.
 
     It starts two blocks a multiprocessor, each with a tile of at most 128 query rows of one head,
     and keeps a row's sum beside its values.

@@ -29,7 +29,7 @@ from lorikeet_engine.kernels.attention.protocol import (
 )
 
 _HOPPER = (9, 0)
-# Parts and merging keep the host busy for 0.4 ms a layer; where so many tokens are seen in a step,
+# Parts and merging keep the host busy for 0.4 ms a layer; where as many tokens are seen in a step,
 # the GPU is busy for as long.
 SEEN_TO_CUT = 1 << 22
 _HEAD_DIM = 128  # of the kernels that were measured; those for 64 and 256 are there as well
@@ -58,7 +58,7 @@ class HopperPrefill:
 
     @classmethod
     def of(cls, shape: AttentionShape, workspace: torch.Tensor) -> Self | None:
-        """For what it is good for: long contexts on Hopper, with pages of 16-bit numbers."""
+        """One for long contexts on Hopper with pages of 16-bit numbers; None elsewhere."""
         if not shape.long_contexts or shape.windows != (None,) or shape.soft_cap is not None:
             return None
         if shape.fp8_kv or kv_head_dim(shape.head_dim, "cuda") != _HEAD_DIM:
@@ -113,7 +113,7 @@ class HopperPrefill:
     def attend(
         self, q: torch.Tensor, layer_kv: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """As AttentionBackend.attend, of the batch that is planned; heads as wide as in pages.
+        """Attend to the batch that is planned, as AttentionBackend does; heads as wide as in pages.
 
         out: where the result goes, contiguous; None: to a tensor of its own.
         """

@@ -117,7 +117,7 @@ def workspace_bytes(shape: AttentionShape, tokens: int) -> int:
 
 
 def query_rows(query_starts: Int32s, table: PageTable) -> tuple[Int32s, Int32s]:
-    """For each query token: where its sequence's pages start, and how many tokens in them it sees.
+    """Where each query token's sequence has its pages, and how many tokens in them it sees.
 
     A window may hide the first of those.
     """

@@ -101,13 +101,13 @@ def count_parts(
 def seen_by_each(
     tokens: npt.NDArray[np.integer], kv_lengths: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """costs.seen_tokens of each sequence's last tokens, so many of its length."""
+    """costs.seen_tokens of each sequence's last tokens, N of its length."""
     tokens_wide = tokens.astype(np.int64)
     return tokens_wide * (2 * kv_lengths - tokens_wide) // 2
 
 
 def starts_of(lengths: npt.NDArray[np.integer]) -> Int32s:
-    """Where each of so long runs starts, end to end, and where the last ends."""
+    """Where each of runs of these lengths starts, end to end, and where the last ends."""
     return np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
 
 
@@ -117,7 +117,7 @@ def _divided(
     pages: npt.NDArray[np.integer],
     page_size: int,
 ) -> tuple[PageTable, PageTable]:
-    """The tables of parts, of so many pages each, and of what is left of each sequence.
+    """The tables of parts, of N pages each, and of what is left of each sequence.
 
     before: how many pages of each sequence are parts'.
     """

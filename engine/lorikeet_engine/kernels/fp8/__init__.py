@@ -81,7 +81,7 @@ def linear(
 
 
 def rounds(weight: object, tokens: int) -> bool:
-    """Whether a product of so many tokens by a linear's weight rounds them to FP8.
+    """Whether a product of N tokens by a linear's weight rounds them to FP8.
 
     A single token stays as it is (fused.linear).
     """

@@ -45,7 +45,7 @@ class ProductConfig:
 def product_config(
     d_out: int, d_in: int, tokens: int, device: torch.device
 ) -> ProductConfig | None:
-    """How to multiply so many tokens by a weight [d_out, d_in]; None: by cuBLASLt."""
+    """How to multiply N tokens by a weight [d_out, d_in]; None: by cuBLASLt."""
     if device.type != "cuda" or tokens > TOKENS[-1]:
         return None
     most = next(count for count in TOKENS if count >= tokens)

@@ -23,25 +23,25 @@ ROW, COUNT, SCALE, FIELDS = range(4)
 A row of the logits; how many tokens of it; scale, above 0, bits of a float32.
 """
 MOST = 32
-"""So many tokens of a row at most."""
+"""The most tokens that can be wanted of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
     """What some rows of logits say of tokens.
 
-    norms [n, 2] float32: the row's largest logit b, and log Σ exp((x − b) · scale). told
+    norms [n, 2] float32: the row's largest logit b, and log Σ exp((x − b) · scale). packed
     [n, 1 + 2 · most] float32: the log probability of the given token, those of the most likely
     ones, and the ids of these, bits of int32. Behind a row's count both are arbitrary.
     """
 
     norms: torch.Tensor
-    told: torch.Tensor
+    packed: torch.Tensor
 
     @property
     def most(self) -> int:
         """How many of the most likely tokens a row has room for."""
-        return self.told.shape[1] // 2
+        return self.packed.shape[1] // 2
 
 
 def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
@@ -57,7 +57,7 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
 def set_given(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """Set the first column of `told` by the token that each row of the logits is given.
+    """Set the first column of `packed` by the token that each row of the logits is given.
 
     tokens [rows] int64, below 0 for any. logits: as likeliest had them, at the tokens given.
     """

@@ -33,22 +33,22 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
     parts = logits.new_empty((rows, 2, chunks), dtype=torch.float32)
     largest = logits.new_empty((rows, chunks * _GROUPS.value), dtype=torch.int32)
     norms = logits.new_empty((rows, 2), dtype=torch.float32)
-    told = logits.new_empty((rows, 1 + 2 * most), dtype=torch.float32)
+    packed = logits.new_empty((rows, 1 + 2 * most), dtype=torch.float32)
     _sum_chunks_of_exp[(rows, chunks)](logits, wanted, parts, largest, vocab, chunks, num_warps=8)
     _find_likeliest[(rows,)](
-        logits, wanted, parts, largest, norms, told, most, vocab, chunks,
+        logits, wanted, parts, largest, norms, packed, most, vocab, chunks,
         triton.next_power_of_2(chunks), num_warps=4,
     )  # fmt: skip
-    return LogprobRows(norms, told)
+    return LogprobRows(norms, packed)
 
 
 def set_given(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
     """See kernels.logprobs."""
-    vocab, width = logits.shape[1], found.told.shape[1]
+    vocab, width = logits.shape[1], found.packed.shape[1]
     _set_given[(len(wanted),)](
-        logits, wanted, tokens, found.norms, found.told, width, vocab, num_warps=1
+        logits, wanted, tokens, found.norms, found.packed, width, vocab, num_warps=1
     )
 
 
@@ -111,7 +111,7 @@ def _find_likeliest(
     parts: tl.tensor,
     largest: tl.tensor,
     norms: tl.tensor,
-    told: tl.tensor,
+    packed: tl.tensor,
     most: tl.tensor,
     vocab: tl.constexpr,
     chunks: tl.constexpr,
@@ -154,7 +154,7 @@ def _find_likeliest(
         candidates = tl.where(candidates == top, _LOWEST, candidates)
     keys = (likeliest >> 32).to(tl.int32)
     values = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    at = told + index * (1 + 2 * most) + 1 + place
+    at = packed + index * (1 + 2 * most) + 1 + place
     tl.store(at, (values - best) * scale - log_sum, mask=place < count)
     tl.store(at + most, _place_of(likeliest).to(tl.float32, bitcast=True), mask=place < count)
 
@@ -167,7 +167,7 @@ def _set_given(
     wanted: tl.tensor,
     tokens: tl.tensor,
     norms: tl.tensor,
-    told: tl.tensor,
+    packed: tl.tensor,
     width: tl.tensor,
     vocab: tl.constexpr,
 ) -> None:
@@ -177,4 +177,4 @@ def _set_given(
     token = tl.maximum(tl.load(tokens + row), 0)
     x = tl.load(logits + row * vocab + token).to(tl.float32)
     best, log_sum = tl.load(norms + index * 2), tl.load(norms + index * 2 + 1)
-    tl.store(told + index * width, (x - best) * _scale(wanted) - log_sum)
+    tl.store(packed + index * width, (x - best) * _scale(wanted) - log_sum)

@@ -14,13 +14,13 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
     best = x.amax(dim=-1, keepdim=True)
     log_sum = ((x - best) * _scales(wanted)).logsumexp(dim=-1, keepdim=True)
     norms = torch.cat((best, log_sum), dim=1)
-    told = x.new_zeros((len(x), 1 + 2 * most))
+    packed = x.new_zeros((len(x), 1 + 2 * most))
     count = min(most, x.shape[-1])
     ids = _top_ids(x, count)
-    told[:, 1 : 1 + count] = _logprobs(x.gather(1, ids), norms, wanted)
-    told[:, 1 + most : 1 + most + count] = ids.int().view(torch.float32)
+    packed[:, 1 : 1 + count] = _logprobs(x.gather(1, ids), norms, wanted)
+    packed[:, 1 + most : 1 + most + count] = ids.int().view(torch.float32)
     assert (wanted[:, COUNT] <= count).all(), "more tokens than there are"
-    return LogprobRows(norms, told)
+    return LogprobRows(norms, packed)
 
 
 def set_given(
@@ -29,7 +29,7 @@ def set_given(
     """See kernels.logprobs."""
     rows = wanted[:, ROW]
     given = logits[rows, tokens[rows].clamp(min=0)].float().unsqueeze(1)
-    found.told[:, :1] = _logprobs(given, found.norms, wanted)
+    found.packed[:, :1] = _logprobs(given, found.norms, wanted)
 
 
 def _logprobs(x: torch.Tensor, norms: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def add(
 
 
 def _split(d_in: int, inner: int, programs: int) -> int:
-    """How much of d_in a program reads, a multiple of inner, where there are so many of a part."""
+    """How much of d_in a program reads, a multiple of inner, where there are N of a part."""
     parts = triton.next_power_of_2(triton.cdiv(_PROGRAMS, programs))
     return int(triton.cdiv(d_in, min(_MAX_PARTS, parts) * inner) * inner)
 

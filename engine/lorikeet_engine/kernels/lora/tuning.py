@@ -63,7 +63,7 @@ class ShrinkConfig:
 class ExpandConfig:
     """How expand is launched. columns: of the output, computed at once.
 
-    blocks: of so many columns, taken by one program in turn.
+    blocks: of N columns, taken by one program in turn.
     """
 
     columns: int

@@ -89,7 +89,7 @@ class UnexpandedDelta:
 class LoraDelta:
     """What adapters add to a product, until the operator that reads the product adds it.
 
-    rows [tokens, width], in the product's dtype; tokens [1] int32 on the device: so many rows, the
+    rows [tokens, width], in the product's dtype; tokens [1] int32 on the device: how many rows, the
     first, are to be added; the others are undefined.
     """
 

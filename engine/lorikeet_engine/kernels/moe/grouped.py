@@ -39,7 +39,7 @@ MOST = TileConfig(128, 128, 64, 8, 3)
 
 
 def is_torchs_better(x: torch.Tensor, weight: torch.Tensor, rows: int, *, gathered: bool) -> bool:
-    """Whether torch's grouped product can multiply so many rows, and is faster than `products`."""
+    """Whether torch's grouped product can multiply N rows, and is faster than `products`."""
     least = TORCHS_GATHERED_ROWS if gathered else TORCHS_ROWS
     experts, *sides = weight.shape
     return (
@@ -52,7 +52,7 @@ def is_torchs_better(x: torch.Tensor, weight: torch.Tensor, rows: int, *, gather
 
 
 def tile_config(rows: int, experts: int) -> TileConfig:
-    """How to cut the products of so many rows: tiles as high as an expert's rows, on average."""
+    """How to cut the products of N rows: tiles as high as an expert's rows, on average."""
     average = rows / experts
     if average <= 8:
         return FEW

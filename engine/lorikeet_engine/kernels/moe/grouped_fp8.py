@@ -30,7 +30,7 @@ _LEAST_INPUTS = 32  # of the tensor cores' products
 
 
 def tile_config(rows: int, experts: int) -> TileConfig:
-    """How to cut the products of so many rows."""
+    """How to cut the products of N rows."""
     return next(config for most, config in TILES if rows <= most * experts)
 
 

@@ -57,7 +57,7 @@ class _IncomingBlob:
         self.image: ArrivedImage | None = None
 
     def wait_for(self, descriptor: int, end: int) -> None:
-        """Wait until so many bytes have come. Raises _LeftError where no more will."""
+        """Wait until N bytes have come. Raises _LeftError where no more will."""
         while True:
             status = os.fstat(descriptor)
             if self.dropped or not status.st_nlink or time.monotonic() > self.due_s:

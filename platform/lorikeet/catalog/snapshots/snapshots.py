@@ -62,7 +62,7 @@ class Snapshots:
         return None if key is None else _manifest(self._store.get(key), key)
 
     def read(self, digests: Collection[str]) -> Mapping[str, Partition]:
-        """These partitions, in parallel. Raises ObjectNotFound, and StoreError for damaged ones."""
+        """Read partitions in parallel. Raises ObjectNotFound, and StoreError for damaged ones."""
         return dict(zip(digests, in_parallel(self._read, digests), strict=True))
 
     def write(self, state: CatalogState) -> Manifest:

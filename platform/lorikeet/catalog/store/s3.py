@@ -57,7 +57,7 @@ _CONFIG = Config(
     max_pool_connections=64,
 )
 _PATIENT = Config(read_timeout=12)
-"""For copies, joins and uploads, which S3 answers when they are done: no second try follows."""
+"""How copies, joins and uploads are made, which S3 answers when they are done: tried once."""
 
 
 class S3Store:

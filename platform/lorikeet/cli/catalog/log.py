@@ -87,5 +87,5 @@ def _told(change: Mapping[str, Any]) -> str:
     if "digest" in rest:
         rest["digest"] = rest["digest"][:_SHOWN_DIGEST]
     words = [change["type"].replace("_", " "), whose]
-    told = (f"{key}={'none' if value is None else value}" for key, value in rest.items())
-    return " ".join(filter(None, [*words, *told]))
+    fields = (f"{key}={'none' if value is None else value}" for key, value in rest.items())
+    return " ".join(filter(None, [*words, *fields]))

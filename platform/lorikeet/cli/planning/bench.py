@@ -55,18 +55,18 @@ class _Figure(NamedTuple):
 
     @property
     def growth(self) -> float | None:
-        """By which share it is more beside others; None where that would be a share of nothing."""
+        """The share by which it grew beside others; None where that would be a share of nothing."""
         if self.shared is None or self.alone is None or self.alone < _NOTHING_S:
             return None
         return self.shared / self.alone - 1
 
     def cells(self) -> tuple[str, str, str]:
-        """In a table."""
+        """The cells of its row in a table."""
         alone, shared = (NOTHING if s is None else f"{s * 1e3:,.1f}" for s in self)
         return alone, shared, NOTHING if self.growth is None else f"{self.growth:+.0%}"
 
     def as_json(self) -> dict[str, float | None]:
-        """For programs."""
+        """What programs read of it."""
         return {"alone": self.alone, "shared": self.shared, "growth": self.growth}
 
 

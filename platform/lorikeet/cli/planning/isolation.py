@@ -33,7 +33,7 @@ class MeasuredTenant:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """For so many seconds requests go out, each for so many tokens."""
+    """How long requests go out, and how many tokens each asks for."""
 
     seconds: float
     tokens: int

@@ -189,12 +189,12 @@ def takes_limits(options: Sequence[LimitOption]) -> Callable[[Callable[..., T]],
     def add(command: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(command)
         def run(**given: Any) -> T:
-            said = {
+            limits = {
                 limit.name: _parsed(limit, text)
                 for limit in options
                 if (text := given.pop(limit.name)) is not None
             }
-            return command(**given, limits=said)
+            return command(**given, limits=limits)
 
         own = inspect.signature(command, eval_str=True)
         *first, last = [each for name, each in own.parameters.items() if name != "limits"]

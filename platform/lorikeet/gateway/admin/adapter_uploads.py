@@ -18,7 +18,7 @@ from pydantic import Field
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.uploads import Uploads
 from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge
-from lorikeet.gateway.admin.blob_validation import SIZE_LIMITS
+from lorikeet.gateway.admin.blob_validation import MAX_BYTES
 from lorikeet.gateway.admin.registration import RegisteredVersion, Registration, RegistrationRequest
 from lorikeet.gateway.admin.smoke import smoke_test
 from lorikeet.gateway.auth import Actor
@@ -92,9 +92,9 @@ class UploadEndpoints:
         limits = await registration.check(tenant, base_model)
         with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
             blob = Path(folder) / "adapter.safetensors"
-            size_bytes = declared_bytes(request, limits.max_bytes, SIZE_LIMITS)
+            size_bytes = declared_bytes(request, limits.max_bytes, MAX_BYTES)
             scan = None if size_bytes is None else ValueScan(size_bytes)
-            body = limited(request, limits.max_bytes, SIZE_LIMITS)
+            body = limited(request, limits.max_bytes, MAX_BYTES)
             digest = await receive_file(body, blob, registration.workers, scan)
             facts = await registration.validate(order, blob, digest, scan)
             made = await registration.record(order, blob, facts)
@@ -109,7 +109,7 @@ class UploadEndpoints:
         if wanted.size_bytes > limits.max_bytes:
             raise RequestTooLarge(
                 f"the adapter has {wanted.size_bytes} bytes: the limit is {limits.max_bytes} "
-                f"{SIZE_LIMITS}",
+                f"({MAX_BYTES})",
                 param="size_bytes",
             )
         return await self._registration.run(_begin, self._uploads, wanted, actor)

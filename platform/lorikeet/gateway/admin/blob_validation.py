@@ -21,11 +21,12 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.errors import AdapterError, SettingsError
 from lorikeet_engine.parallel.shard import Shard
 
-RANK_LIMITS = "(LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --rank`)"
-SIZE_LIMITS = (
-    "(LORIKEET_MAX_ADAPTER_BYTES, or the tenant's own: `lorikeet tenants limit --adapter-bytes`)"
+MAX_RANK = "LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --rank`"
+MAX_BYTES = (
+    "LORIKEET_MAX_ADAPTER_BYTES, or the tenant's own: `lorikeet tenants limit --adapter-bytes`"
 )
-_MEMORY = "(LORIKEET_ADAPTER_GPU_MEMORY, LORIKEET_ADAPTER_HOST_MEMORY)"
+"""Who set the limit that an adapter exceeds."""
+_MEMORY = "LORIKEET_ADAPTER_GPU_MEMORY, LORIKEET_ADAPTER_HOST_MEMORY"
 
 
 def validate_blob(
@@ -70,14 +71,9 @@ def validate_blob(
 
 
 def _invalid(error: AdapterError | SettingsError) -> InvalidAdapter:
-    message = error.message
-    if "max_rank" in error.fields:
-        message += f" {RANK_LIMITS}"
-    if "size_bytes" in error.fields:
-        message += f" {SIZE_LIMITS}"
-    if "gpu_bytes" in error.fields:
-        message += f" {_MEMORY}"
-    return InvalidAdapter(message, param=error.fields.get("field"))
+    limits = {"max_rank": MAX_RANK, "size_bytes": MAX_BYTES, "gpu_bytes": _MEMORY}
+    set_by = "".join(f" ({limits[field]})" for field in error.fields.keys() & limits)
+    return InvalidAdapter(error.message + set_by, param=error.fields.get("field"))
 
 
 def check_base_model(base_model: str, base_models: Mapping[str, ServedModel]) -> str:

@@ -24,11 +24,11 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import AdapterStatus, TierStatus
 
 FRESH_S = 0.5
-"""Who asks within so long gets the same answer: ten open pages cost what one does."""
+"""How long one answer serves all who ask: ten open pages cost what one does."""
 PINS_FRESH_S = 3.0
 """How pins stand costs replicas more to say, and changes as often as the controller looks."""
 MOST_ROWS = 50
-"""Of waiting requests and of pins; what is left out is in the sums."""
+"""The most rows of waiting requests, and of pins; what is left out is in the sums."""
 _PINS_WAIT_S = 1.0
 _PLAIN_BYTES = 4096
 _DIGEST = 16  # digits of it: enough to tell adapters apart, and what compresses least
@@ -107,7 +107,7 @@ class FleetView:
         return await asyncio.to_thread(_pack, head, replicas, traffic, pins)
 
     async def _pin_statuses(self) -> Json | None:
-        """As it was looked up last; who asks waits for the first time, and not for long."""
+        """The pins as they were looked up last; only the first look is waited for, for a second."""
         reading, now_s = self._reading_pins, time.monotonic()
         if reading is None or (reading.done() and now_s - self._pins_read_s > PINS_FRESH_S):
             self._pins_read_s = now_s

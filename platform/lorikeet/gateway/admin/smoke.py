@@ -167,7 +167,7 @@ def _warnings(
         )
 
 
-def _loops(said: Continuation) -> bool:
+def _loops(answer: Continuation) -> bool:
     """Whether the last tokens are one or two tokens over and over."""
-    last = said.token_ids[-_LOOP_TOKENS:]
+    last = answer.token_ids[-_LOOP_TOKENS:]
     return len(last) == _LOOP_TOKENS and len(set(last)) <= _LOOP_KINDS

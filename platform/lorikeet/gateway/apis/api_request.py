@@ -56,7 +56,7 @@ class CallContext(NamedTuple):
     stores: bool = False
 
     def work(self, prompt_tokens: int, sequences: int) -> Work:
-        """Return what an answer of so many sequences is for a replica."""
+        """Return what an answer of N sequences is for a replica."""
         return Work(prompt_tokens, self.model.rank, self.model.image_bytes, sequences)
 
 
@@ -173,7 +173,6 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
             "include_usage": options.include_usage,
             "continuous_usage": options.include_usage and options.continuous_usage_stats,
             "scheduling": context.scheduling,
-            "key_id": caller.key.id,
             "max_context": caller.max_context,
         }
 

@@ -237,8 +237,8 @@ def _get(
     operation: str, summary: str, answer: Mapping[str, Any], *parameters: dict[str, Any]
 ) -> dict[str, Any]:
     asked = {"parameters": list(parameters)} if parameters else {}
-    told = {"operationId": operation, "summary": summary, "responses": _answers(answer)}
-    return {"get": told | asked}
+    described = {"operationId": operation, "summary": summary, "responses": _answers(answer)}
+    return {"get": described | asked}
 
 
 def _path(name: str, description: str) -> dict[str, Any]:
@@ -254,14 +254,14 @@ def _query(name: str, form: str, description: str) -> dict[str, Any]:
 
 def _event(model: str, error: str) -> dict[str, Any]:
     references = [{"$ref": _REF.format(model=name)} for name in (model, error)]
-    told = {
+    described = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": references},
         "description": f"A {error} where the stream failed.",
     }
     last = {"const": "[DONE]", "description": "The last event."}
-    data = {"anyOf": [last, told]}
+    data = {"anyOf": [last, described]}
     return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 

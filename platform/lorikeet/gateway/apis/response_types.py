@@ -73,7 +73,7 @@ class PromptTokenLogprob(TypedDict):
 
 
 PromptTokens = list[dict[str, PromptTokenLogprob] | None]
-"""For each token of a prompt it and the most likely ones in its place, by id; null for the first.
+"""Each token of a prompt and the most likely ones in its place, by id; null for the first.
 """
 
 

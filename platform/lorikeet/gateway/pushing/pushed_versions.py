@@ -16,7 +16,7 @@ from lorikeet.errors import LorikeetError
 
 FORGOTTEN_S = 10.0
 _CLAIMED_S = 3600.0
-"""For so long an alias remembers its latest push: an earlier one may wait for the store as long."""
+"""How long an alias remembers its latest push: an earlier one may wait for the store as long."""
 
 Key = tuple[str, str, str]
 """A tenant, an adapter's name and a digest."""
@@ -27,7 +27,7 @@ class PushedVersion:
     """alias: what is to point to it beside what its first version gets. created: Unix seconds.
 
     expires: when it goes by itself, Unix seconds; None: it will be in the log. keep: of its
-    adapter's versions that expire, only so many of the newest stay, itself among them. seq: the
+    adapter's versions that expire, only that many of the newest stay, itself among them. seq: the
     entry of the log that its gateway had read; None: it is not carried yet.
     """
 

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from lorikeet.catalog.names import check_alias, check_digest, check_name
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound
-from lorikeet.gateway.admin.blob_validation import SIZE_LIMITS, check_base_model
+from lorikeet.gateway.admin.blob_validation import MAX_BYTES, check_base_model
 from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
 from lorikeet.gateway.admin.serializers import Json
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
@@ -172,7 +172,7 @@ class PushEndpoints:
         if order.query.base_model:
             check_base_model(order.query.base_model, self._services.base_models)
         limits = await self._registration.limits(tenant.name)
-        size_bytes = declared_bytes(request, limits.max_bytes, SIZE_LIMITS)
+        size_bytes = declared_bytes(request, limits.max_bytes, MAX_BYTES)
         if size_bytes is None:
             raise InvalidInput("send Content-Length, the size of the body", param="content-length")
         hold.take_bytes(size_bytes)
