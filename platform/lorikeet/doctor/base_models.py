@@ -135,5 +135,6 @@ def _check_text(check: str, folder: Path) -> Finding:
     if tokens > vocabulary:
         found = f"the tokenizer has {tokens} tokens, the model {vocabulary}: not its own"
         return problem(check, found, save)
-    tools = "and calls tools" if encoder.syntax else "shows no tools"
-    return ok(check, f"its chat template makes {len(ids)} tokens of a Hello, {tools}")
+    tools = "served" if encoder.syntax else "refused"
+    found = f"its chat template works: Hello is a prompt of {len(ids)} tokens; tools are {tools}"
+    return ok(check, found)

@@ -149,7 +149,8 @@ def rotate(
 ) -> None:
     """Replace a key by a new one.
 
-    The new one has the old one's tenant, scopes, limits, name and expiry, and is shown once.
+    The new one has the old one's tenant, scopes, limits, name and lifetime: after a key of 90 days
+    comes another of 90. It is shown once.
 
     Example: `lorikeet keys rotate key-3f1a97018cd4fa38 --overlap 24h`
     """

@@ -75,7 +75,7 @@ def usage(
 ) -> None:
     """Show what tenants used: tokens, requests, time on GPUs, loads.
 
-    Replicas report every LORIKEET_USAGE_FLUSH_S; what is newer is missing.
+    Replicas and gateways report every LORIKEET_USAGE_FLUSH_S; what is newer is missing.
 
     Example: `lorikeet usage --tenant acme --from 2026-11-01 --by day --csv`
     """
