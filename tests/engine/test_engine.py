@@ -44,17 +44,13 @@ def refs(shelf, peft_folders):
 
 
 @pytest.fixture
-def make(tiny_checkpoints, shelf, tmp_path):
+def make(tiny_checkpoints, shelf, tmp_path, close_later):
     """Engines over Llama's tiny checkpoint, closed at the end."""
-    engines = []
 
     def make(family="llama", **settings):
-        engines.append(build(tiny_checkpoints[family], shelf, tmp_path / "cache", **settings))
-        return engines[-1]
+        return close_later(build(tiny_checkpoints[family], shelf, tmp_path / "cache", **settings))
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def blow_up(folder):
