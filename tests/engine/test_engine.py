@@ -18,7 +18,15 @@ from lorikeet_engine.errors import (
 )
 from lorikeet_engine.request import FinishReason
 from lorikeet_engine.residency.gpu.adapters import GUARD_S
-from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
+from tests.engine.engine_driver import (
+    PAGE,
+    Answers,
+    RecordingRunner,
+    build,
+    greedy,
+    nothing_is_held,
+    prompt,
+)
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 
@@ -58,12 +66,6 @@ def blow_up(folder):
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     save_file({name: torch.full_like(t, 3e38) for name, t in tensors.items()}, path)
-
-
-def nothing_is_held(engine):
-    live = engine.status().live
-    leases = sum(adapter.leases for adapter in engine.adapters())
-    return (live.running, live.waiting, live.kv_pages_used, leases) == (0, 0, 0, 0)
 
 
 class TestTokens:
