@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,7 +27,9 @@ from lorikeet_engine.parallel.ring import RingWriter, SharedMemory
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.5  # how often to look whether a follower stands still
+_LOOK_S = 0.25  # how often to look whether a follower is ending or stands still
+_EXITING = 0x4  # PF_EXITING of the kernel's include/linux/sched.h
+_REAPED_S = 0.2  # how long to wait for the status of one that has ended
 _STOPPED_S = 3.0  # a debugger or a snapshot may stop one for a moment
 _FAILED = 1  # the status of a follower that ended by an error of its own
 _TELL_S = 0.5  # how long this process has then to meet the same error, and to tell of it
@@ -163,7 +166,11 @@ class Followers:
                     return
                 self._copied(report)
             for rank, process in enumerate(self._processes, 1):
-                if not _is_stopped(process.pid):
+                state = _state_of(process.pid)
+                if state is _State.ENDING:
+                    self._ended(rank)
+                    return
+                if state is _State.ALIVE:
                     stopped_since_s.pop(rank, None)
                 elif (
                     time.monotonic() - stopped_since_s.setdefault(rank, time.monotonic())
@@ -185,7 +192,7 @@ class Followers:
 
     def _status(self, rank: int) -> int | None:
         try:
-            return self._processes[rank - 1].wait(_LOOK_S)
+            return self._processes[rank - 1].wait(_REAPED_S)
         except subprocess.TimeoutExpired:
             return None
 
@@ -200,16 +207,28 @@ def _start(numbers: Sequence[int], fds: Sequence[int]) -> "subprocess.Popen[byte
     )
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a process was stopped: it would look alive, and do nothing for ever.
+class _State(Enum):
+    """What a process does, as far as its leader minds."""
 
-    As the kernel tells. A silence would say less: importing torch or compiling kernels is silent.
+    ALIVE = auto()
+    STOPPED = auto()  # it would look alive, and do nothing for ever
+    ENDING = auto()
+
+
+def _state_of(pid: int) -> _State:
+    """What the kernel tells of a process that nobody has waited for.
+
+    A silence would say less: importing torch or compiling kernels is silent. So would the end of
+    its pipe: that comes once its memory is given back, which takes 0.1 s for each GB.
     """
     try:
         facts = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it has ended, which its pipe says
-        return False
-    return facts.rpartition(")")[2].split()[0] in "tT"
+    except OSError:  # it was waited for meanwhile
+        return _State.ENDING
+    state, *_, flags = facts.rpartition(")")[2].split()[:7]
+    if int(flags) & _EXITING:
+        return _State.ENDING
+    return _State.STOPPED if state in "tT" else _State.ALIVE
 
 
 def _end_process(rank: int, reason: str) -> NoReturn:

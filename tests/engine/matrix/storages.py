@@ -86,4 +86,7 @@ STORAGES = {
     "fp8_of_two_ranks": Storage(
         {"tensor_parallel": 2, "weight_dtype": "fp8"}, partial(round_linears, ranks=2), ROUNDED
     ),
+    "fp8_kv_of_two_ranks": Storage(
+        {"tensor_parallel": 2, "kv_dtype": "fp8"}, _leave, ROUNDED, rounds_kv=True
+    ),
 }

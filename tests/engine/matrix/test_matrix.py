@@ -3,7 +3,8 @@
 A family is a row (FAMILIES and MOE of tests/engine/conftest.py), a way to hold its weights or its
 KV cache, or two processes that share them, a column (STORAGES), what can happen to a request
 another one (FEATURES). Each storage of each family is one engine, started once. Experts are not
-rounded to NF4, and two processes share FP8 weights of one dense family and of mixtures of experts.
+rounded to NF4, and two processes share FP8 weights of one dense family and of mixtures of experts,
+and an FP8 KV cache of one family whose keys have a gain.
 """
 
 import pytest
@@ -19,7 +20,11 @@ MOE_ADAPTERS = ADAPTERS | {
     "all_linears": ADAPTERS["all_linears"] | {"target_parameters": BOTH},
 }
 EVERY = (*FAMILIES, *MOE)
-SOME = {"nf4_weights": FAMILIES, "fp8_of_two_ranks": ("llama", *MOE)}
+SOME = {
+    "nf4_weights": FAMILIES,
+    "fp8_of_two_ranks": ("llama", *MOE),
+    "fp8_kv_of_two_ranks": ("granite",),
+}
 CELLS = [
     (family, storage)
     for family in EVERY
