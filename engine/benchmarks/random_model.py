@@ -157,11 +157,8 @@ class RandomCheckpoint(Checkpoint):
         return torch.ones(cut.kept_shape, device=self.device)
 
     def __contains__(self, _name: str) -> bool:
-        """No tensor holds several linears."""
+        """No tensor holds several linears, or scales of keys and values."""
         return False
-
-    def scalar(self, _name: str) -> None:
-        """No tensor of one number is there."""
 
 
 def random_model(

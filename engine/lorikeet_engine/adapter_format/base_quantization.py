@@ -64,14 +64,14 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
             return _compressed_tensors(config)
         case "awq":
             group = _group_of_4_bits(config)
-            _require(config, "version", "gemm")
+            _require(config, "version", "gemm", absent=config.get("format"))
             _require(config, "zero_point", True)
             return QuantizedLinears(Quantization.AWQ, group)
         case "gptq":
             group = _group_of_4_bits(config)
-            _require(config, "checkpoint_format", "gptq", "gptq_v2", absent="gptq")
-            less_one = config.get("checkpoint_format") != "gptq_v2"
-            return QuantizedLinears(Quantization.GPTQ, group, zeros_less_one=less_one)
+            said = config.get("format", "gptq")
+            version = _require(config, "checkpoint_format", "gptq", "gptq_v2", absent=said)
+            return QuantizedLinears(Quantization.GPTQ, group, zeros_less_one=version == "gptq")
         case other:
             raise _refusal("quant_method", other, _METHODS)
 
@@ -117,8 +117,7 @@ def _scheme(name: str, group: Any) -> QuantizedLinears:
             raise _refusal(f"{name}.{part}", found, "floats of 8 bits")
     weights = group["weights"]
     _require(weights, "symmetric", True, absent=True)
-    _require(weights, "strategy", "channel", "tensor", "block")
-    if weights["strategy"] == "block":
+    if _require(weights, "strategy", "channel", "tensor", "block") == "block":
         return QuantizedLinears(Quantization.FP8, block=_block(weights, "block_structure"))
     return QuantizedLinears(Quantization.FP8)
 
@@ -166,11 +165,16 @@ def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def _require(config: Mapping[str, Any], key: str, *wanted: object, absent: object = None) -> None:
-    """Refuse a value that is another; absent: what it is where the config does not say."""
+def _require(config: Mapping[str, Any], key: str, *wanted: object, absent: object = None) -> object:
+    """Return a value, words in small letters, and refuse others than these.
+
+    absent: what it is where the config does not say.
+    """
     value = config.get(key, absent)
-    if (value.lower() if isinstance(value, str) else value) not in wanted:
+    found = value.lower() if isinstance(value, str) else value
+    if found not in wanted:
         raise _refusal(key, value, " or ".join(map(repr, wanted)))
+    return found
 
 
 def _refusal(key: str, value: object, want: str) -> ModelError:

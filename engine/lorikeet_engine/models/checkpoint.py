@@ -270,9 +270,9 @@ class Checkpoint:
             found = f"missing{instead_of(name, self._stored)}"
         elif stored.shape != tuple(shape) or stored.dtype not in dtypes:
             found = f"{stored.dtype} {list(stored.shape)}"
-            if stored.dtype[:2] == "F8" and self._weight_format is None:
+            if stored.dtype == "F8_E4M3" and self._weight_format is None:
                 found += ", which config.json does not speak of"
-            elif stored.dtype[:2] == "F8" and not self._is_quantized(name):
+            elif stored.dtype == "F8_E4M3" and not self._is_quantized(name):
                 found += ", without scales in a place that is known"
             found += f": want {list(shape)} in one of {', '.join(dtypes)}"
             if self._weight_format is not None or stored.dtype not in DTYPES:

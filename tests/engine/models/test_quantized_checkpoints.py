@@ -220,6 +220,20 @@ def test_integers_stand_for_the_floats_of_their_scales(
     assert torch.equal(logits(folder), logits(floats))
 
 
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("gptq_v2", GPTQ | {"checkpoint_format": "GPTQ_V2"}),
+        ("gptq_v2", GPTQ | {"format": "gptq_v2"}),
+        ("awq", {**{k: v for k, v in AWQ.items() if k != "version"}, "format": "gemm"}),
+    ],
+    ids=["capitals", "gptqmodel", "gptqmodel_awq"],
+)
+def test_the_version_of_a_format_has_several_names(tiny_checkpoints, tmp_path, kind, config):
+    folder, floats = quantized(tiny_checkpoints["llama"], tmp_path, kind, **config)
+    assert torch.equal(logits(folder), logits(floats))
+
+
 def test_scales_of_bfloat16_that_gptqmodel_keeps_give_values_of_bfloat16(
     tiny_checkpoints, tmp_path
 ):
