@@ -51,9 +51,12 @@ def grammar_of(schema: str, param: str = "response_format") -> str:
     if len(schema) > _MOST_BYTES:
         raise _too_long(schema, param)
     try:
-        if json.loads(schema) == {}:
-            schema = '{"type": "object"}'
-        return LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
+        parsed = json.loads(schema)
+        if not isinstance(parsed, dict):
+            raise ValueError("want an object")
+        # its own layout, which need not be JSON's, does not count
+        held = {**(parsed or {"type": "object"}), "x-guidance": LAYOUT}
+        return LLMatcher.grammar_from_json_schema(json.dumps(held))
     except RecursionError as error:
         raise InvalidInput("the schema is nested too deeply", param=param) from error
     except ValueError as error:
