@@ -196,6 +196,13 @@ class TestGrammars:
         loose = {"x-guidance": {"lenient": True}, "type": "object", "not": {"required": ["a"]}}
         assert "not" in sandbox._problem(grammar_of(json.dumps(loose)))
 
+    def test_a_schema_cannot_ask_for_what_is_no_json(self, says):
+        schema = {"type": "object", "required": ["a", "b"], "additionalProperties": False}
+        schema["properties"] = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+        schema["x-guidance"] = {"item_separator": ";", "key_separator": "="}
+        assert says(schema, '{"a": 1, "b": 2}')
+        assert not says(schema, '{"a"=1;"b"=2}')
+
     def test_the_end_of_the_sequence_is_left_to_the_engine(self, grammars, tokenizer):
         matcher = grammars.compile(grammar_of('{"type": "integer"}'))
         digits = set(tokenizer.encode("0123456789", add_special_tokens=False).ids)

@@ -6,6 +6,7 @@ was sampled under a grammar, since errors are logged.
 
 import json
 import re
+from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -51,9 +52,12 @@ def grammar_of(schema: str, param: str = "response_format") -> str:
     if len(schema) > _MOST_BYTES:
         raise _too_long(schema, param)
     try:
-        if json.loads(schema) == {}:
-            schema = '{"type": "object"}'
-        return LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
+        parsed = json.loads(schema)
+        if not isinstance(parsed, dict):
+            raise ValueError("want an object")
+        # its own layout, which need not be JSON's, does not count
+        held = {**(parsed or {"type": "object"}), "x-guidance": LAYOUT}
+        return LLMatcher.grammar_from_json_schema(json.dumps(held))
     except RecursionError as error:
         raise InvalidInput("the schema is nested too deeply", param=param) from error
     except ValueError as error:
@@ -153,7 +157,7 @@ class TextMatcher:
     What must follow is asked of llguidance once, and kept until it has been accepted.
     """
 
-    def __init__(self, state: LLMatcher, told: list[int] | None = None, at: int = 0) -> None:
+    def __init__(self, state: LLMatcher, told: "array[int] | None" = None, at: int = 0) -> None:
         """Take a matcher. told: the tokens that must follow, from `at` on; None: not asked for."""
         self.state = state
         self._told, self._at = told, at
@@ -176,15 +180,15 @@ class TextMatcher:
         which might be spelled together with what comes behind. Of a long text come the first.
         """
         if self._told is None:
-            self._told, self._at = self.state.compute_ff_tokens(), 0
-        return self._told[self._at : self._at + _MOST_TOLD]
+            self._told, self._at = array("I", self.state.compute_ff_tokens()), 0
+        return self._told[self._at : self._at + _MOST_TOLD].tolist()
 
     def accept(self, token: int) -> None:
         """Append a token to the choice. Raises InvalidRequest."""
         if not self.state.consume_token(token):
             raise _broken(self.state)
         if self._told is not None:
-            as_told = self._told[self._at : self._at + 1] == [token]
+            as_told = self._at < len(self._told) and self._told[self._at] == token
             self._at += 1
             if not as_told or self._at == len(self._told):
                 self._told = None
