@@ -18,11 +18,14 @@ _STOP_S = 20  # of SIGTERM to make serve, which kills what is left after 10
 def hold_pid_file() -> TextIO:
     """Say that the service of this folder runs for as long as the file is open.
 
-    Raises InvalidSetting when it runs already.
+    Raises InvalidSetting when it runs already, or the folder is another user's.
     """
-    KEYS.mkdir(exist_ok=True)
-    KEYS.chmod(0o700)  # an older one may be open to others
-    file = _RUNNING.open("a+")
+    try:
+        KEYS.mkdir(exist_ok=True)
+        KEYS.chmod(0o700)  # an older one may be open to others
+        file = _RUNNING.open("a+")
+    except OSError as error:
+        raise InvalidSetting(f"{error}: {KEYS} must be a folder of yours; remove it") from error
     if not _lock(file):
         raise InvalidSetting("the service of this folder runs already: `make stop` stops it")
     file.truncate(0)

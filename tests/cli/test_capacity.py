@@ -108,6 +108,7 @@ def test_replicas_of_several_gpus_are_counted_in_gpus_too(tmp_path: Path) -> Non
         ("[memory]", "[costs.steps]\n[memory]\ngpus = 2", "want costs.loads, too"),
         ("adapters = 300", "adapters = 0", "tenants.0.adapters=0"),
         ("adapters = 300", "adaptors = 300", "tenants.0.adaptors is not known"),
+        ("requests_per_s = 8", "requests_per_s = 1e9", "less than or equal to 10000"),
         ('gpu = "3GiB"', "", "memory.gpu is missing"),
         ('gpu = "3GiB"', 'gpu = "much"', "want a size such as 512MiB"),
         ('"zipf:0.8"', '"zipf"', "want distinct, uniform, identical or zipf:<exponent>"),

@@ -78,6 +78,13 @@ def test_a_service_that_was_killed_is_not_taken_for_one_that_runs(service, tmp_p
     assert stop(tmp_path) == "No service of this folder runs.\n"
 
 
+def test_a_folder_that_cannot_be_used_is_said(tmp_path):
+    (tmp_path / ".lorikeet").touch()
+    process = python(tmp_path, "-c", HOLDER)
+    _, said = process.communicate(timeout=30)
+    assert "InvalidSetting: [Errno 17] File exists: '.lorikeet': .lorikeet must be" in said
+
+
 def test_a_second_start_does_not_fill_the_catalog_of_the_first(service, tmp_path, monkeypatch):
     with (
         socket.create_server(("127.0.0.1", 0)) as free,

@@ -44,6 +44,7 @@ def _rising(pair: tuple[float, float]) -> tuple[float, float]:
     return pair
 
 
+_MOST_REQUESTS_PER_S = 10_000  # each is simulated
 _Strict = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 _Tokens = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_rising)]
 
@@ -65,7 +66,7 @@ _AnyLengths = Literal["conv", "code"] | _Lengths
 
 class _Traffic(BaseModel):
     model_config = _Strict
-    base_requests_per_s: float = Field(default=0.0, ge=0)
+    base_requests_per_s: float = Field(default=0.0, ge=0, le=_MOST_REQUESTS_PER_S)
     lengths: _AnyLengths = "conv"
     context: int = Field(default=8192, ge=2)
     cv: float = Field(default=1.0, gt=0, le=10)
@@ -78,7 +79,7 @@ class _Tenant(BaseModel):
     ranks: tuple[PositiveInt, ...] = Field(default=RANKS, min_length=1)
     bytes_per_rank: Bytes = BYTES_PER_RANK
     popularity: Annotated[str, AfterValidator(_popularity)] = "zipf:1.0"
-    requests_per_s: PositiveFloat
+    requests_per_s: float = Field(gt=0, le=_MOST_REQUESTS_PER_S)
     lengths: _AnyLengths | None = None
     ttft_p99_ms: PositiveFloat | None = None
 
