@@ -21,6 +21,10 @@ _STAGES = {
     "prefill": "prompt computed, to the first token",
     "decode": "generated, to the last token",
     "first bytes": "to the first bytes of the answer",
+    "receive": "body received",
+    "check": "checked",
+    "deliver": "brought to all replicas",
+    "announce": "told to all gateways",
     "rest": "from there to its end",
 }
 _BAR = 32  # characters
