@@ -123,5 +123,6 @@ test-ceph: $(INSTALLED)  ## the catalog's tests on Ceph's S3 server, from Debian
 loadtest: $(INSTALLED)  ## Locust against the running service
 	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --host http://127.0.0.1:$(PORT)
 
-clean:  ## remove the demo's catalog, caches and keys
+clean:  ## stop make serve's service here, and remove its catalog, caches and keys
+	@! test -e .lorikeet/serve.pid || $(BIN)/python -m demo.running
 	rm -rf .lorikeet

@@ -7,22 +7,22 @@ names has failed to start.
 import sys
 from contextlib import suppress
 
-import ray
-from ray import serve
-
 
 def main(host: str, port: int) -> None:
-    """Serve until Ctrl-C. Raises what keeps the service from starting."""
+    """Serve until KeyboardInterrupt. Raises it, and what keeps the service from starting."""
+    import ray  # these take seconds, in which Ctrl-C may come
+    from ray import serve
+
     from serve_app import app  # the settings are read here
 
     ray.init(namespace="serve")
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
     try:
-        with suppress(KeyboardInterrupt):
-            serve.run(app, blocking=True)
+        serve.run(app, blocking=True)
     finally:
         serve.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    with suppress(KeyboardInterrupt):  # that of a start too
+        main(sys.argv[1], int(sys.argv[2]))

@@ -103,7 +103,7 @@ class StepCosts:
         return length - self.windowed * (length - self.window)
 
     def step_s(
-        self, tokens: int, ranks: int, context: float, *, adapted: int = 0, seen: int = 0
+        self, tokens: int, ranks: int, context: float = 0.0, *, adapted: int = 0, seen: int = 0
     ) -> float:
         """One step:
 
@@ -125,10 +125,6 @@ class StepCosts:
         split_s = self.split_s if beside_decodes and seen >= SEEN_TO_SPLIT else 0.0
         pieces_s = self.pieces_s * min(steps, seen / SEEN_IN_PIECES)
         return self.prompt_seen_s * seen + pieces_s + split_s
-
-    def decode_s(self, sequences: int, ranks: int, context: float = 0) -> float:
-        """One step of decodes; ranks, context: as in step_s."""
-        return self.step_s(sequences, ranks, context)
 
     def prompts_s(self, tokens: float, seen: float) -> float:
         """What prompts take among others that fill steps; seen: Σ of their seen_tokens."""

@@ -79,7 +79,7 @@ def router_options(scenario: Scenario, router: str) -> dict[str, float]:
         costs = scenario.costs
         # The gateway raises a copy's price by as much as a step is longer than the usual one; here
         # steps are longer than requests are, by what is saved in tokens.
-        pace = costs.steps.decode_s(1, 0) / H200_LLAMA_8B.steps.decode_s(1, 0)
+        pace = costs.steps.step_s(1, 0) / H200_LLAMA_8B.steps.step_s(1, 0)
         return {
             "answer_tokens": costs.answer_tokens,
             "copy_s": costs.copy_s / pace,

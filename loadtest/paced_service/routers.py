@@ -9,8 +9,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from loadtest.simulator.baselines import BOUND, HashRing
-from lorikeet.protocol.messages import Call
-from lorikeet.serving.request_router import AdapterAffinityRouter
+from lorikeet.serving.request_router import AdapterAffinityRouter, call_of
 
 
 class ScaledCosts(AdapterAffinityRouter):
@@ -39,7 +38,7 @@ class SeedsChooseReplicas(ScaledCosts):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Choose the one replica, or as the costs do."""
-        call = _call_of(pending_request)
+        call = call_of(pending_request)
         if call is None or call.adapter is None or call.adapter.name != self._name:
             return await super().choose_replicas(candidate_replicas, pending_request)
         ordered = sorted(candidate_replicas, key=lambda each: each.replica_id.unique_id)
@@ -148,10 +147,5 @@ def two_of(replicas: list[RunningReplica]) -> list[RunningReplica]:
 
 def _model_of(pending: PendingRequest | None) -> str:
     """The digest of the call's adapter; empty for the base model and for other calls."""
-    call = _call_of(pending)
+    call = call_of(pending)
     return call.adapter.digest if call is not None and call.adapter is not None else ""
-
-
-def _call_of(pending: PendingRequest | None) -> Call | None:
-    argument = pending.args[0] if pending and pending.args else None
-    return argument if isinstance(argument, Call) else None

@@ -1,23 +1,59 @@
 """Whether an adapter is served on other values of its base model than it was trained on."""
 
-from lorikeet_engine.adapter_format import is_nf4, is_nf4_copy, last_part, original
+from lorikeet_engine.adapter_format import (
+    Quantization,
+    is_fp8_copy,
+    is_nf4,
+    is_nf4_copy,
+    last_part,
+    original,
+)
 
 
 def base_warning(trained_on: str | None, served: str, quantization: str | None) -> str | None:
-    """Warn of an adapter of a quantised copy whose values are not those that are served.
+    """Warn of an adapter of a copy whose values are not those that are served.
 
-    trained_on: what the adapter calls its base model; None if that is not known. served: the base
-    model's name here; quantization: what its linears were rounded to, as EngineInfo says. Return a
-    clause without a full stop; None where there is nothing to warn of.
+    trained_on: what the adapter calls its base model; None or empty if that is not known. served:
+    the base model's name here; quantization: what its linears were rounded to, as EngineInfo says.
+    Return a clause without a full stop; None where there is nothing to warn of.
     """
-    if trained_on is None or last_part(trained_on) in (original(trained_on), last_part(served)):
-        return None
-    if is_nf4_copy(trained_on) and is_nf4(quantization):
+    if not trained_on:
         return None
     format_ = f" ({quantization})" if quantization else ""
-    remedy = f", or serve those it was trained on: LORIKEET_WEIGHT_DTYPE={served}=nf4"
+    if last_part(trained_on) in (original(trained_on), last_part(served)):
+        if Quantization.AWQ not in (quantization or "") or "awq" in trained_on.lower():
+            return None
+        return (
+            f"it was trained on {trained_on}, and is served on {served}{format_}: AWQ scales what "
+            "linears read, so an adapter means something else there, unless it was trained on "
+            "those weights"
+        )
+    if _has_values_of(trained_on, quantization):
+        return None
     return (
         f"it was trained on {trained_on}, a quantised copy, and is served on {served}{format_}, "
         f"whose values are others: compare some answers with those you had in training"
-        f"{remedy if is_nf4_copy(trained_on) and not quantization else ''}"
+        f"{_remedy(trained_on, served) if not quantization else ''}"
     )
+
+
+def _has_values_of(copy: str, quantization: str | None) -> bool:
+    """Whether weights that were rounded so have the values of a copy of this name."""
+    if is_fp8_copy(copy):
+        return quantization in ("fp8", "rounded to fp8")
+    if not is_nf4_copy(copy) or quantization is None:
+        return False
+    return is_nf4(quantization) and not (_is_partly(copy) and quantization.startswith("rounded"))
+
+
+def _is_partly(copy: str) -> bool:
+    """Whether Unsloth left some linears of a copy as they were."""
+    return copy.lower().endswith("-unsloth-bnb-4bit")
+
+
+def _remedy(copy: str, served: str) -> str:
+    if not is_nf4_copy(copy):
+        return ""
+    if _is_partly(copy):
+        return ", or serve that copy, in which some linears were left as they were"
+    return f", or serve those it was trained on: LORIKEET_WEIGHT_DTYPE={served}=nf4"

@@ -16,7 +16,8 @@ from lorikeet.answer_stream.anthropic_format import (
 from lorikeet.answer_stream.openai_format import CallDelta, Choice
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
-from tests.answer_stream.test_openai_format import CALLS
+from tests.answer_stream.test_openai_format import CALLS, assert_no_extras
+from tests.answer_stream.typed_events import kinds, typed_events
 
 anthropic = pytest.importorskip("anthropic")
 Message = anthropic.types.Message
@@ -60,32 +61,12 @@ def stream(stopped_by: str | None = None, **fields: Any) -> MessageEventStream:
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
-    """Each one's data; its event line says the same type, and Anthropic's types know each field."""
-    *blocks, rest = raw.decode("ascii").split("\n\n")
-    assert rest == ""
-    read = []
-    for block in blocks:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    """Each one's data; Anthropic's types know each field."""
+    read = typed_events(raw)
+    for event in read:
         if event["type"] not in ("ping", "error"):
-            assert_known(EVENT.validate_python(event))
-        read.append(event)
+            assert_no_extras(EVENT.validate_python(event))
     return read
-
-
-def assert_known(value: Any) -> None:
-    if isinstance(value, list):
-        for item in value:
-            assert_known(item)
-    elif isinstance(value, anthropic.BaseModel):
-        assert not value.model_extra
-        for name in type(value).model_fields:
-            assert_known(getattr(value, name))
-
-
-def kinds(read: list[dict[str, Any]]) -> list[str]:
-    return [event["type"] for event in read]
 
 
 def accumulated(read: list[dict[str, Any]]) -> Any:
@@ -103,7 +84,7 @@ def accumulated(read: list[dict[str, Any]]) -> Any:
 def whole(choice: Choice, usage: FinalUsage = USAGE, call: Call = CALL) -> Any:
     answer = json.loads(message_body(call, choice, usage))
     message = Message.model_validate(answer, strict=True)
-    assert_known(message)
+    assert_no_extras(message)
     assert message.to_dict() == answer
     return message
 

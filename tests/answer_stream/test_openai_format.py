@@ -9,6 +9,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
 
 from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
 from lorikeet.answer_stream.openai_format import (
@@ -54,10 +55,11 @@ def official(kind: type[T], answer: dict[str, Any]) -> T:
 
 
 def assert_no_extras(value: Any) -> None:
+    """A type of OpenAI's or Anthropic's client knows every field of what it was read from."""
     if isinstance(value, list):
         for item in value:
             assert_no_extras(item)
-    elif isinstance(value, openai.BaseModel):
+    elif isinstance(value, BaseModel):
         assert not value.model_extra
         for name in type(value).model_fields:
             assert_no_extras(getattr(value, name))

@@ -23,7 +23,7 @@ from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, ToolUse
 from lorikeet_engine.request import FinishReason, SamplingParams, TokenLogprobs, Tokens
 from tests.answer_stream.test_openai_format import official
 from tests.answer_stream.test_responses_format import events as response_events
-from tests.answer_stream.test_responses_format import kinds
+from tests.answer_stream.typed_events import kinds
 
 CHAT = Call("r1", Endpoint.CHAT, 1_700_000_000, "acme", "m", None)
 RESPONSE = replace(

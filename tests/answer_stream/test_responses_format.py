@@ -17,6 +17,7 @@ from lorikeet.answer_stream.responses_format import (
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 from tests.answer_stream.test_openai_format import CALLS, DRAWN, official
+from tests.answer_stream.typed_events import kinds, typed_events
 
 FIELDS = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 CALL = Call(
@@ -44,23 +45,12 @@ EVENT = TypeAdapter[Any](ResponseStreamEvent)
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
-    """Each one's data; its event line says the same type, and the numbers count from 0."""
-    *blocks, rest = raw.decode("ascii").split("\n\n")
-    assert rest == ""
-    read = []
-    for block in blocks:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        read.append(event)
+    """Each one's data; the numbers count from 0, and OpenAI's types have each event."""
+    read = typed_events(raw)
     assert [event["sequence_number"] for event in read] == list(range(len(read)))
     for event in read:
         assert EVENT.validate_python(event).type == event["type"]
     return read
-
-
-def kinds(read: list[dict[str, Any]]) -> list[str]:
-    return [event["type"] for event in read]
 
 
 def test_a_text_has_the_published_sequence() -> None:

@@ -325,9 +325,11 @@ def test_another_layout_comes_whole_from_the_hub(
     assert json.loads(said)["digest"] == digest(folder, tmp_path)
 
 
-def test_a_missing_shard_is_named(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensors", [1, 36_864], ids=["one", "of each expert"])
+def test_a_missing_shard_is_named(tensors: int, folder: Path, tmp_path: Path) -> None:
     (folder / WEIGHTS).rename(folder / f"{WEIGHTS}.index.json")
-    index = {"weight_map": {"x": "part-7.safetensors"}}
+    names = (f"model.layers.0.mlp.experts.{n}.gate_proj.lora_A.weight" for n in range(tensors))
+    index = {"weight_map": dict.fromkeys(names, "part-7.safetensors")}
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.add(folder, arcname=".")

@@ -51,6 +51,20 @@ def test_it_stops_the_service_of_this_folder(service, tmp_path):
     assert stop(tmp_path) == "No service of this folder runs.\n"
 
 
+def test_what_it_keeps_is_removed_only_once_it_has_stopped(service, tmp_path):
+    bin_folder = f"BIN={Path(sys.executable).parent}"
+    for said in ("Stopped.", ""):  # and then there is nothing
+        done = subprocess.check_output(
+            ["make", "-f", ROOT / "Makefile", "clean", bin_folder],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+        )
+        assert done.splitlines() == list(filter(None, [said, "rm -rf .lorikeet"]))
+    assert service.poll() is not None
+    assert not (tmp_path / ".lorikeet").exists()
+
+
 def test_it_stops_nothing_else(service, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

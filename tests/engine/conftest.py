@@ -4,6 +4,7 @@ import json
 import shutil
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from lorikeet_engine.engine import Engine
 from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.models.batch import Batch
 
@@ -166,6 +168,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 3},
     "sharded": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 3},
 }
+
+
+@pytest.fixture
+def close_later() -> Iterator[Callable[[Engine], Engine]]:
+    """Returns an engine as it is, and closes it at the end."""
+    with ExitStack() as engines:
+        yield lambda engine: engines.enter_context(closing(engine))
 
 
 @pytest.fixture(scope="module")

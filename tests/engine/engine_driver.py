@@ -152,3 +152,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     """Random token ids, none of them special."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(3, 256, (length,), generator=generator).tolist()
+
+
+def nothing_is_held(engine: Engine) -> bool:
+    """Whether an engine runs nothing, and has neither pages nor leases."""
+    live = engine.status().live
+    leases = sum(adapter.leases for adapter in engine.adapters())
+    return (live.running, live.waiting, live.kv_pages_used, leases) == (0, 0, 0, 0)

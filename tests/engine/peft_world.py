@@ -9,8 +9,17 @@ import torch
 import transformers
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from tests.engine.engine_driver import Answers, greedy, prompt
+from lorikeet_engine.engine import Engine
+from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
+
+# However the work is cut, the same tokens must come out.
+MODES: dict[str, dict[str, Any]] = {
+    "at_ease": {},
+    "in_chunks": {"max_batch_tokens": 13, "max_running": 13},
+    "preempted": {"kv_pages": 10, "max_context": 112},
+    "few_adapters": {"max_batch_adapters": 2},
+}
 
 
 class PeftWorld:
@@ -77,3 +86,13 @@ def ask(world: PeftWorld, answers: Answers) -> dict[str | None, list[int]]:
         answers.submit(request)
     answers.all()
     return {name: answers.of(str(name)) for name in world.names}
+
+
+def check_prefix_hits(world: PeftWorld, engine: Engine) -> None:
+    """What is asked again is answered alike, and whole pages of prompts are computed once."""
+    witness, answers = RecordingRunner(engine), Answers(engine)
+    ask(world, answers)
+    first = witness.tokens
+    assert ask(world, answers) == world.expected
+    saved = sum((len(ids) - 1) // PAGE * PAGE for ids in world.prompts.values())
+    assert witness.tokens - first == first - saved

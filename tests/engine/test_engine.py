@@ -18,7 +18,15 @@ from lorikeet_engine.errors import (
 )
 from lorikeet_engine.request import FinishReason
 from lorikeet_engine.residency.gpu.adapters import GUARD_S
-from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
+from tests.engine.engine_driver import (
+    PAGE,
+    Answers,
+    RecordingRunner,
+    build,
+    greedy,
+    nothing_is_held,
+    prompt,
+)
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 
@@ -44,17 +52,13 @@ def refs(shelf, peft_folders):
 
 
 @pytest.fixture
-def make(tiny_checkpoints, shelf, tmp_path):
+def make(tiny_checkpoints, shelf, tmp_path, close_later):
     """Engines over Llama's tiny checkpoint, closed at the end."""
-    engines = []
 
     def make(family="llama", **settings):
-        engines.append(build(tiny_checkpoints[family], shelf, tmp_path / "cache", **settings))
-        return engines[-1]
+        return close_later(build(tiny_checkpoints[family], shelf, tmp_path / "cache", **settings))
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def blow_up(folder):
@@ -62,12 +66,6 @@ def blow_up(folder):
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     save_file({name: torch.full_like(t, 3e38) for name, t in tensors.items()}, path)
-
-
-def nothing_is_held(engine):
-    live = engine.status().live
-    leases = sum(adapter.leases for adapter in engine.adapters())
-    return (live.running, live.waiting, live.kv_pages_used, leases) == (0, 0, 0, 0)
 
 
 class TestTokens:

@@ -73,10 +73,8 @@ def world(request, tiny_checkpoints, tied_checkpoints, tmp_path_factory):
 
 
 @pytest.fixture
-def engine(world, tmp_path, request):
-    engine = build(world.checkpoint, world.shelf, tmp_path / "cache", **request.param)
-    yield engine
-    engine.close()
+def engine(world, tmp_path, request, close_later):
+    return close_later(build(world.checkpoint, world.shelf, tmp_path / "cache", **request.param))
 
 
 @pytest.mark.parametrize("engine", MODES.values(), ids=MODES, indirect=True)

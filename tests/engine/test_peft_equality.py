@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import FAMILIES, MOE
-from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy
-from tests.engine.peft_world import PeftWorld, ask, bring_all
+from tests.engine.engine_driver import Answers, RecordingRunner, build, greedy
+from tests.engine.peft_world import MODES, PeftWorld, ask, bring_all, check_prefix_hits
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -24,13 +24,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
 }
 TOKENS = 40
-# However the work is cut, the same tokens must come out.
-MODES: dict[str, dict[str, Any]] = {
-    "at_ease": {},
-    "in_chunks": {"max_batch_tokens": 13, "max_running": 13},
-    "preempted": {"kv_pages": 10, "max_context": 112},
-    "few_adapters": {"max_batch_adapters": 2},
-}
 
 
 # Of those with a scaled rotary embedding every prompt is longer than their original context.
@@ -57,10 +50,8 @@ def world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory):
 
 
 @pytest.fixture
-def engine(world, tmp_path, request):
-    engine = build(world.checkpoint, world.shelf, tmp_path / "cache", **request.param)
-    yield engine
-    engine.close()
+def engine(world, tmp_path, request, close_later):
+    return close_later(build(world.checkpoint, world.shelf, tmp_path / "cache", **request.param))
 
 
 @pytest.mark.parametrize("engine", MODES.values(), ids=MODES, indirect=True)
@@ -83,12 +74,7 @@ def test_every_adapter_in_a_mixed_batch_answers_as_peft_does(engine, world, requ
 
 @pytest.mark.parametrize("engine", [{}], ids=[""], indirect=True)
 def test_prefix_hits_answer_as_peft_does(engine, world):
-    witness, answers = RecordingRunner(engine), Answers(engine)
-    ask(world, answers)
-    first = witness.tokens
-    assert ask(world, answers) == world.expected
-    saved = sum((len(p) - 1) // PAGE * PAGE for p in world.prompts.values())
-    assert witness.tokens - first == first - saved
+    check_prefix_hits(world, engine)
 
 
 def test_the_adapters_change_what_the_model_says(world):

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from lorikeet_engine.engine import Engine
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy
 from tests.engine.peft_world import PeftWorld, ask, bring_all
@@ -45,17 +44,11 @@ def world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory):
 
 
 @pytest.fixture
-def make(world, tmp_path):
-    engines: list[Engine] = []
-
+def make(world, tmp_path, close_later):
     def make(**settings):
-        engine = build(world.checkpoint, world.shelf, tmp_path / "cache", **settings)
-        engines.append(engine)
-        return engine
+        return close_later(build(world.checkpoint, world.shelf, tmp_path / "cache", **settings))
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def needs(engine):

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -25,16 +24,12 @@ def test_a_chat_answer_is_one_json_body(gateway: Gateway) -> None:
     assert answer.usage.total_tokens == 4
 
 
-def test_the_readme_shows_every_field_of_a_chat_answer(gateway: Gateway) -> None:
-    (shown,) = re.findall(r'^    (\{"id":"chatcmpl.+?)\n\n', README.read_text(), re.M | re.S)
-    assert fields(json.loads(shown)) == fields(gateway.post("/v1/chat/completions", chat()).json())
-
-
-def fields(value: Any) -> Any:
-    """The names of a JSON document's fields, in their order."""
-    if isinstance(value, list):
-        return [fields(item) for item in value]
-    return [(key, fields(of)) for key, of in value.items()] if isinstance(value, dict) else None
+def test_the_readme_shows_an_answers_fields_in_their_order(gateway: Gateway) -> None:
+    shown, *_ = re.findall(r'^    (\{"id":"chatcmpl.+?)\n\n', README.read_text(), re.M | re.S)
+    names = re.findall(r'"(\w+)":', shown)  # some are left out
+    answer = iter(re.findall(r'"(\w+)":', gateway.post("/v1/chat/completions", chat()).text))
+    assert "adapter" in names
+    assert [name for name in names if name not in answer] == []  # `in` takes what it has passed
 
 
 def test_a_chat_stream_brings_its_text_in_pieces(gateway: Gateway) -> None:

@@ -59,7 +59,7 @@ def test_slow_motion_changes_times_and_nothing_else():
     fast, slow = USUAL, slowed(USUAL, 3.0)
     assert slow.rate == pytest.approx(fast.rate / 3)
     assert slow.costs.loads.remote_latency_s == pytest.approx(3 * fast.costs.loads.remote_latency_s)
-    assert slow.costs.steps.decode_s(5, 64) == pytest.approx(3 * fast.costs.steps.decode_s(5, 64))
+    assert slow.costs.steps.step_s(5, 64) == pytest.approx(3 * fast.costs.steps.step_s(5, 64))
     assert slow.costs.steps.max_running == fast.costs.steps.max_running
     assert list(slow.sizes) == list(fast.sizes)
 

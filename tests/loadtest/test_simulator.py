@@ -107,7 +107,7 @@ def test_decodes_alone_take_their_steps(monkeypatch):
     ends_s = []
     fleet.on_end = lambda: ends_s.append(fleet._now_s)
     fleet.run()
-    expected_s = fleet.requests.times_s + steps.prefill_s(16, 0) + 100 * steps.decode_s(1, 0, 17)
+    expected_s = fleet.requests.times_s + steps.prefill_s(16, 0) + 100 * steps.step_s(1, 0, 17)
     np.testing.assert_allclose(ends_s, expected_s, rtol=1e-9)
 
 

@@ -2,19 +2,24 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.benchmarks.random_model import random_model, write_config
 from loadtest.schemas import SCHEMAS
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, StreamItem
-from lorikeet.replica.grammar import ModelGrammars, grammar_of
+from lorikeet.replica.grammar import ModelGrammars, TextMatcher, grammar_of
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.engine import Engine, EngineSettings
@@ -112,6 +117,67 @@ def test_each_schema_is_answered_with_the_same_tokens_in_fewer_steps(
     spared = {key: saved(model, grammar, said) for key, said in at_once.tokens.items()}
     assert steps(at_once) == {key: len(at_once.tokens[key]) - spared[key] for key in spared}
     assert all(spared.values())
+
+
+def mask_of(grammars: ModelGrammars, matcher: TextMatcher) -> list[int]:
+    """The tokens that may follow."""
+    bits = np.zeros((1, 64), np.uint8)
+    assert grammars.fill_bitmasks([matcher], bits) == [None]
+    return list(np.flatnonzero(np.unpackbits(bits[0], bitorder="little")))
+
+
+@pytest.mark.parametrize("model", ["demo", "words"], indirect=True)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_masks_of_what_must_follow_are_those_of_matchers_that_were_not_asked_before(
+    model: Path, name: str
+) -> None:
+    grammars, dice, forced = ModelGrammars(model), random.Random(0), 0
+    compiled = grammars.compile(grammar_of(json.dumps(SCHEMAS[name])))
+    for _ in range(4):
+        matcher, said = compiled.copy(), 0
+        while not matcher.must_end and said < 300:
+            words = np.zeros((1, -(-grammars._tokenizer.vocab_size // 32)), np.int32)
+            fresh = matcher.state.deep_copy()
+            fill_next_token_bitmask_par(grammars._executor, [(fresh, 0)], words)
+            want = set(np.flatnonzero(np.unpackbits(words.view(np.uint8)[0], bitorder="little")))
+            allowed = mask_of(grammars, matcher)
+            assert set(allowed) == want - set(grammars._tokenizer.eos_tokens)
+            forced += len(matcher.forced_tokens()) > 1
+            if not allowed:
+                break
+            matcher.accept(int(dice.choice(allowed)))
+            said += 1
+    assert forced > 5
+
+
+class Counting:
+    """An LLMatcher that counts how often it is asked what must follow."""
+
+    def __init__(self, state: LLMatcher) -> None:
+        self._state, self.asked = state, 0
+
+    def compute_ff_tokens(self) -> list[int]:
+        self.asked += 1
+        return self._state.compute_ff_tokens()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
+def test_of_a_long_text_that_must_follow_llguidance_is_asked_once(words: Path) -> None:
+    text = "adapter of a base model, " * 200
+    grammars = ModelGrammars(words)
+    matcher = grammars.compile(grammar_of(json.dumps({"const": text})))
+    copies = [matcher.copy() for _ in range(3)]
+    for each in copies:
+        each.state = counting = Counting(each.state)  # type: ignore[assignment]
+        for _ in range(1000):
+            (token,) = mask_of(grammars, each)
+            told = each.forced_tokens()
+            assert told[0] == token
+            assert 1 < len(told) <= 256
+            each.accept(int(token))
+        assert counting.asked == 0
 
 
 CALL = Call(

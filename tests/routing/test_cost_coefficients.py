@@ -14,7 +14,7 @@ R16_BYTES = 83_886_080
 
 @pytest.mark.parametrize(("sequences", "context", "ms"), [(1, 32, 4.25), (256, 320, 9.69)])
 def test_a_step_of_decodes(sequences, context, ms):
-    step_s = STEPS.decode_s(sequences, 0, sequences * context)
+    step_s = STEPS.step_s(sequences, 0, sequences * context)
     assert step_s == pytest.approx(ms / 1e3, rel=0.01)
 
 
@@ -31,7 +31,7 @@ def test_a_step_of_decodes(sequences, context, ms):
     ],
 )
 def test_what_adapters_add_to_a_step(adapters, rank, ms):
-    added_s = STEPS.decode_s(128, adapters * rank) - STEPS.decode_s(128, 0)
+    added_s = STEPS.step_s(128, adapters * rank) - STEPS.step_s(128, 0)
     assert added_s == pytest.approx(ms / 1e3, abs=0.25e-3)
 
 
@@ -64,7 +64,7 @@ def test_prompts():
     eight_s = STEPS.step_s(8192, 0, 0, seen=8 * seen_tokens(1024))
     assert eight_s == pytest.approx(185.8e-3, rel=0.03)
     assert STEPS.prefill_s(8192, 16) - STEPS.prefill_s(8192, 0) == pytest.approx(9.09e-3, rel=0.1)
-    assert STEPS.prefill_s(1, 0) == pytest.approx(STEPS.decode_s(1, 0))
+    assert STEPS.prefill_s(1, 0) == pytest.approx(STEPS.step_s(1, 0))
     two_s = STEPS.rows_s(2048) + STEPS.rows_s(1)
     seen_s = STEPS.prompt_seen_s * 2049**2 / 2
     assert STEPS.prefill_s(2049, 0) == pytest.approx(two_s + seen_s + 2 * STEPS.pieces_s)
@@ -94,5 +94,5 @@ def test_loads(tier, ms):
 def test_capacity_is_that_of_a_full_batch():
     # 256 sequences of 1 prompt token and 256 answer tokens each: one ends with every step.
     per_s = capacity_per_s(H200_LLAMA_8B, 1, 256, 0)
-    step_s = STEPS.decode_s(256, 0, 256 * 129)
+    step_s = STEPS.step_s(256, 0, 256 * 129)
     assert per_s == pytest.approx(1 / (STEPS.prompts_s(1, 0.5) + step_s))

@@ -47,7 +47,7 @@ def test_the_forecast_is_of_what_was_asked():
     assert tail.requests == pytest.approx(len(SEEDS) * 180 * 5, rel=0.1)
     assert sum(answer.needed.found.values()) == pytest.approx(1.0)
     steps = needs_of(CROWD).costs.steps
-    assert steps.decode_s(1, 0) < answer.needed.inter_token_p50_s < 2 * steps.decode_s(1, 0)
+    assert steps.step_s(1, 0) < answer.needed.inter_token_p50_s < 2 * steps.step_s(1, 0)
 
 
 def test_a_rare_tenant_with_a_goal_is_pinned_and_others_are_not():

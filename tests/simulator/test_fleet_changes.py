@@ -103,5 +103,5 @@ def test_every_token_but_the_first_has_a_gap_as_long_as_its_step():
     full = steps.step_tokens
     context = steps.max_running * scenario.context
     most_s = steps.step_s(full, 128 * 64, context, adapted=full, seen=full * scenario.context)
-    assert min(fleet.gaps) * 1e-4 >= steps.decode_s(1, 0) - 1e-4
+    assert min(fleet.gaps) * 1e-4 >= steps.step_s(1, 0) - 1e-4
     assert max(fleet.gaps) * 1e-4 <= most_s

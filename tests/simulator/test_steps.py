@@ -42,7 +42,7 @@ def test_what_has_no_room_in_a_step_goes_on_in_the_next():
 
 @pytest.mark.parametrize("phase", [0.1, 0.5, 0.9])
 def test_a_prompt_waits_for_the_end_of_the_step_of_decodes(phase):
-    step_s = STEPS.decode_s(1, 0, 101)
+    step_s = STEPS.step_s(1, 0, 101)
     at_s = FIRST_S + (3 + phase) * step_s
     found = first_tokens_s((0.0, 100, 50), (at_s, 200, 1))
     beside_s = STEPS.prefill_s(200, 0, sequences=1, context=105)
@@ -54,7 +54,7 @@ def test_a_step_takes_what_its_decodes_see_within_windows(prompt):
     steps = replace(STEPS, window=200, windowed=0.75, seen_token_s=1e-5)
     costs = replace(H200_LLAMA_8B, steps=steps)
     begun_s = steps.prefill_s(prompt, 0)
-    step_s = steps.decode_s(1, 0, steps.decode_sees(prompt + 1))
+    step_s = steps.step_s(1, 0, steps.decode_sees(prompt + 1))
     found = first_tokens_s((0.0, prompt, 50), (begun_s + 0.5 * step_s, 60, 1), costs=costs)
     context = round(steps.decode_sees(prompt + 2))
     beside_s = steps.prefill_s(60, 0, sequences=1, context=context)

@@ -17,7 +17,13 @@ call it.
 
 from lorikeet_engine.adapter_format.base_config import decoder_config, read_config, read_json
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, base_copies
-from lorikeet_engine.adapter_format.base_names import is_nf4_copy, last_part, original, same_model
+from lorikeet_engine.adapter_format.base_names import (
+    is_fp8_copy,
+    is_nf4_copy,
+    last_part,
+    original,
+    same_model,
+)
 from lorikeet_engine.adapter_format.base_quantization import (
     Quantization,
     QuantizedLinears,
@@ -44,7 +50,12 @@ from lorikeet_engine.adapter_format.families import (
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory
 from lorikeet_engine.adapter_format.mlx import MLX_WEIGHTS_FILE
-from lorikeet_engine.adapter_format.saved_weights import INDEX_FILE, WEIGHTS_FILE, shard_names
+from lorikeet_engine.adapter_format.saved_weights import (
+    INDEX_FILE,
+    MAX_INDEX_BYTES,
+    WEIGHTS_FILE,
+    shard_names,
+)
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.spec import (
     ALIGNMENT,
@@ -64,6 +75,7 @@ __all__ = [
     "FAMILIES",
     "FLOAT32_MEMORY",
     "INDEX_FILE",
+    "MAX_INDEX_BYTES",
     "MLX_WEIGHTS_FILE",
     "OUTER_MODULES",
     "SCAN_ALIGNMENT",
@@ -90,6 +102,7 @@ __all__ = [
     "check_values",
     "decoder_config",
     "has_pair",
+    "is_fp8_copy",
     "is_nf4",
     "is_nf4_copy",
     "last_part",

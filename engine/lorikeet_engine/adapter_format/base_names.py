@@ -4,7 +4,8 @@ import re
 
 # In the Hub's cache, models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f2….
 _SNAPSHOT = re.compile(r"(?:^|/)models--(?:[^/]*--)?([^/]+)/snapshots/[^/]+$")
-_QUANTISED = re.compile(r"-(?:(?:unsloth-)?bnb-4bit|[468]bit)$", re.IGNORECASE)
+_FP8 = re.compile(r"-fp8(?:-(?:dynamic|block|kv))?$", re.IGNORECASE)
+_QUANTISED = re.compile(rf"-(?:unsloth-)?bnb-4bit$|-[468]bit$|{_FP8.pattern}", re.IGNORECASE)
 
 
 def last_part(name: str) -> str:
@@ -21,7 +22,8 @@ def last_part(name: str) -> str:
 def original(name: str) -> str:
     """Return what a quantised copy is a copy of: unsloth/Llama-3.1-8B-bnb-4bit → Llama-3.1-8B.
 
-    Of another model, its last part. The endings are those of Unsloth's and MLX's copies.
+    Of another model, its last part. The endings are those of Unsloth's and MLX's copies, and of
+    copies in FP8. Those of AWQ are no such copies: their linears read other, scaled inputs.
     """
     return _QUANTISED.sub("", last_part(name))
 
@@ -29,6 +31,11 @@ def original(name: str) -> str:
 def is_nf4_copy(name: str) -> bool:
     """Whether a name is of a copy that bitsandbytes quantised to NF4, as Unsloth calls them."""
     return name.lower().endswith("bnb-4bit")
+
+
+def is_fp8_copy(name: str) -> bool:
+    """Whether a name is of a copy in FP8, as Qwen and Red Hat, for example, call theirs."""
+    return _FP8.search(last_part(name)) is not None
 
 
 def same_model(name: str, other: str) -> bool:

@@ -21,7 +21,8 @@ INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _MAX_SHARDS = 100
 # A folder is read by whom it belongs to. Qwen3-30B-A3B has 36,864 matrices of single experts, whose
 # names take 7 MB; in a blob they are 288.
-_LIMITS = HeaderLimits(max_bytes=32_000_000, max_tensors=150_000)
+MAX_INDEX_BYTES = 32_000_000
+_LIMITS = HeaderLimits(MAX_INDEX_BYTES, max_tensors=150_000)
 _CHUNK_BYTES = 4 << 20
 _FLOAT8 = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}  # bits of the exponent, and of the fraction
 _IN_BLOBS = {"F64": "F32"} | dict.fromkeys(_FLOAT8, "BF16")
@@ -119,8 +120,8 @@ def _files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE
     if index.is_file():
-        if index.stat().st_size > _LIMITS.max_bytes:
-            raise _bad(f"{INDEX_FILE} is over {_LIMITS.max_bytes} bytes")
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise _bad(f"{INDEX_FILE} is over {MAX_INDEX_BYTES} bytes")
         shards = [folder / name for name in shard_names(index.read_bytes())]
         for shard in shards:
             if not shard.is_file():

@@ -94,7 +94,7 @@ class _ForcedRoom:
             return ()
         text = takewhile(lambda t: t < self._vocab and t not in sequence.stop_ids, tokens)
         forced = tuple(islice(text, 1, 1 + most))
-        self._tokens -= len(tokens) - 1  # taken or not: to tell those of a long text takes long
+        self._tokens -= len(forced)
         self._seen -= (1 + len(forced)) * length
         return forced
 

@@ -175,12 +175,15 @@ class Checkpoint:
         stored = self._find(name, stored.shape if stored else (), ("U8",))
         return bytes(stored.values().numpy())
 
-    def check_all_read(self, ignored: Sequence[str] = ()) -> None:
-        """Raise ModelError when a tensor was left over that the model does not know."""
+    def check_all_read(self, ignored: tuple[str, ...] = ()) -> None:
+        """Raise ModelError when a tensor was left over that the model does not know.
+
+        ignored: how the names of others may begin.
+        """
         left = sorted(
             name
             for name in self._unread
-            if name not in ignored
+            if not name.startswith(ignored)
             and not name.endswith("rotary_emb.inv_freq")
             and not self._is_zero_bias(name)
             and not (isinstance(self._weight_format, Fp8) and name.endswith(UNUSED))
@@ -270,7 +273,7 @@ class Checkpoint:
             if stored.dtype[:2] == "F8" and self._weight_format is None:
                 found += ", which config.json does not speak of"
             elif stored.dtype[:2] == "F8" and not self._is_quantized(name):
-                found += " and has no scales beside it"
+                found += ", without scales in a place that is known"
             found += f": want {list(shape)} in one of {', '.join(dtypes)}"
             if self._weight_format is not None or stored.dtype not in DTYPES:
                 found += "; or take a copy that is not quantised"

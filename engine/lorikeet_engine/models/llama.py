@@ -199,7 +199,7 @@ def _read(
     config: ModelConfig, checkpoint: Checkpoint, ranks: RankGroup | None = None
 ) -> LlamaModel:
     model = LlamaModel(config, checkpoint, ranks)
-    checkpoint.check_all_read(["lm_head.weight"] if config.tied_embeddings else [])
+    checkpoint.check_all_read(("lm_head.",) if config.tied_embeddings else ())
     return model
 
 

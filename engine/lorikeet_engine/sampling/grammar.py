@@ -33,7 +33,8 @@ class Matcher(Protocol):
     def forced_tokens(self) -> Sequence[int]:
         """Tokens of which each is the only one that may follow those before it.
 
-        The output cannot end before the last of them. None or fewer, where it is not certain.
+        The output cannot end before the last of them. None or fewer, where it is not certain. Asked
+        in every step, so what takes long to find has to be kept.
         """
 
     def accept(self, token: int) -> None:

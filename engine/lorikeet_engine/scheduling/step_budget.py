@@ -57,7 +57,7 @@ class StepBudget:
         costs: rank_s above 0. sizes: tokens to which steps with prompts are padded, ascending.
         """
         self._goal_s, self._costs, self._sizes = goal_s, costs, sizes
-        base_s = costs.decode_s(costs.max_running, 0) + costs.lora_s
+        base_s = costs.step_s(costs.max_running, 0) + costs.lora_s
         self._bases_s = deque([base_s], maxlen=_MEDIAN_STEPS)
         self._beside_s = deque([0.0], maxlen=_MEDIAN_STEPS)  # beyond what prompts were to take
 

@@ -21,7 +21,7 @@ class Throughput:
     """
 
     def __init__(self, costs: StepCosts) -> None:
-        step_s = costs.decode_s(costs.max_running, 0)
+        step_s = costs.step_s(costs.max_running, 0)
         self._cost, self._s = OUTPUT_TOKEN * costs.max_running / step_s, 1.0
         self._step_cost, self._planned_s = 0.0, time.monotonic()
         self.saturated = False

@@ -154,8 +154,8 @@ class Answer:
             self._logprobs[index].add(delta.logprobs)
             self._token_ids[index] += delta.token_ids
             return b""
-        output = delta.text or delta.calls or delta.logprobs or delta.reasoning or delta.token_ids
-        if not (output or choice.finish):
+        content = delta.text or delta.calls or delta.logprobs or delta.reasoning or delta.token_ids
+        if not (content or choice.finish):
             return b""
         return self._events.delta(
             index,

@@ -34,6 +34,7 @@ LAYOUT: "JsonCompileOptions" = {
 }
 _STEP_FUEL = 50_000  # the worst mask takes 0.2 s of a step instead of 1 s; others need far less
 _THREADS = 4
+_MOST_TOLD = 256  # of the tokens that must follow; a step takes fewer
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _OF_LARK = re.compile(
     r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *\d+ \| .*", re.DOTALL
@@ -105,23 +106,33 @@ class ModelGrammars:
         if matcher.is_error():
             reason = _OF_LARK.sub("", matcher.get_error().split("\n<", 1)[0])
             raise InvalidRequest(reason[:_LONGEST_REASON], param="grammar")
-        return TextMatcher(matcher)
+        compiled = TextMatcher(matcher)
+        compiled.forced_tokens()  # here, and not in a step for each copy
+        return compiled
 
     def fill_bitmasks(
         self, matchers: Sequence[Matcher], bitmasks: TokenBitmask
     ) -> list[InvalidRequest | None]:
-        """Set the bits of tokens that may follow, as the engine's `Grammars` asks."""
-        ours = [matcher.state for matcher in matchers if isinstance(matcher, TextMatcher)]
+        """Set the bits of tokens that may follow, as the engine's `Grammars` asks.
+
+        llguidance is asked for no mask of a token that must follow. With hundreds of kilobytes that
+        must follow, each would take it tens of milliseconds.
+        """
+        ours = [matcher for matcher in matchers if isinstance(matcher, TextMatcher)]
         assert len(ours) == len(matchers), "matchers that others compiled"
         words = np.zeros((len(ours), -(-self._tokenizer.vocab_size // 32)), np.int32)
-        rows = [(matcher, row) for row, matcher in enumerate(ours)]
-        fill_next_token_bitmask_par(self._executor, rows, words)
         octets = words.view(np.uint8)
+        forced = [matcher.forced_tokens() for matcher in ours]
+        if free := [(ours[row].state, row) for row, tokens in enumerate(forced) if not tokens]:
+            fill_next_token_bitmask_par(self._executor, free, words)
+        for row, tokens in enumerate(forced):
+            if tokens:
+                octets[row, tokens[0] // 8] = 1 << tokens[0] % 8
         for token in self._tokenizer.eos_tokens:
             octets[:, token // 8] &= 255 ^ (1 << token % 8)
         width = min(octets.shape[1], bitmasks.shape[1])  # vocabularies of models are rounded up
         bitmasks[:, :width] = octets[:, :width]
-        return [_broken(matcher) if matcher.is_error() else None for matcher in ours]
+        return [_broken(each.state) if each.state.is_error() else None for each in ours]
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -137,10 +148,15 @@ class ModelGrammars:
 
 
 class TextMatcher:
-    """One choice under a grammar: lorikeet_engine.sampling.grammar.Matcher."""
+    """One choice under a grammar: lorikeet_engine.sampling.grammar.Matcher.
 
-    def __init__(self, state: LLMatcher) -> None:
+    What must follow is asked of llguidance once, and kept until it has been accepted.
+    """
+
+    def __init__(self, state: LLMatcher, told: list[int] | None = None, at: int = 0) -> None:
+        """Take a matcher. told: the tokens that must follow, from `at` on; None: not asked for."""
         self.state = state
+        self._told, self._at = told, at
 
     @property
     def may_end(self) -> bool:
@@ -157,18 +173,25 @@ class TextMatcher:
 
         Their bytes have no other spelling in which they would be allowed: where the grammar forces
         bytes, masks have the tokenizer's own next token alone. Not among them are the last ones,
-        which might be spelled together with what comes behind.
+        which might be spelled together with what comes behind. Of a long text come the first.
         """
-        return self.state.compute_ff_tokens()
+        if self._told is None:
+            self._told, self._at = self.state.compute_ff_tokens(), 0
+        return self._told[self._at : self._at + _MOST_TOLD]
 
     def accept(self, token: int) -> None:
         """Append a token to the choice. Raises InvalidRequest."""
         if not self.state.consume_token(token):
             raise _broken(self.state)
+        if self._told is not None:
+            as_told = self._told[self._at : self._at + 1] == [token]
+            self._at += 1
+            if not as_told or self._at == len(self._told):
+                self._told = None
 
     def copy(self) -> "TextMatcher":
         """Return the matcher of another choice with the same tokens."""
-        return TextMatcher(self.state.deep_copy())
+        return TextMatcher(self.state.deep_copy(), self._told, self._at)
 
 
 _GENERATION = "generation_config.json"

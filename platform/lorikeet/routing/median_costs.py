@@ -31,7 +31,7 @@ def median_costs(
             usual,
             steps=steps[name],
             loads=loads[name],
-            copy_s=usual.copy_s * steps[name].decode_s(1, 0) / usual.steps.decode_s(1, 0),
+            copy_s=usual.copy_s * steps[name].step_s(1, 0) / usual.steps.step_s(1, 0),
         )
         for name in measured
     }
@@ -54,7 +54,7 @@ def _median_or_own(
 
 def _step_times(steps: StepCosts) -> tuple[float, ...]:
     """Seconds of a step of decodes, and of a prompt, with contexts of some hundred tokens."""
-    return steps.decode_s(32, 256, 32 * 500), steps.prefill_s(1000, 16)
+    return steps.step_s(32, 256, 32 * 500), steps.prefill_s(1000, 16)
 
 
 def _load_times(loads: LoadCosts) -> tuple[float, ...]:

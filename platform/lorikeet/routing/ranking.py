@@ -52,7 +52,7 @@ def capacity_per_s(
     prompt_s = steps.prompts_s(prompt_tokens, prompt_tokens**2 / 2)
     prompt_s += prompt_tokens * steps.lora_token_s if ranks else 0.0
     context = steps.max_running * steps.decode_sees(prompt_tokens + answer_tokens / 2)
-    token_s = steps.decode_s(steps.max_running, ranks, context) / steps.max_running
+    token_s = steps.step_s(steps.max_running, ranks, context) / steps.max_running
     return 1.0 / (prompt_s + answer_tokens * token_s)
 
 
@@ -221,7 +221,7 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
     """
     costs, status = option.costs, option.status
     steps = costs.steps
-    step_s = steps.decode_s(status.running, status.ranks, status.context)
+    step_s = steps.step_s(status.running, status.ranks, status.context)
     tokens = max(1, work.prompt_tokens - option.cached_tokens)
     prefill_s = steps.prefill_s(
         tokens,
@@ -233,7 +233,7 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
     )
     ahead = option.queue_share * status.waiting
     wait_s = option.queue_share * steps.prompts_s(status.waiting_tokens, status.waiting_seen)
-    wait_s += ahead * (step_s - steps.decode_s(0, 0))
+    wait_s += ahead * (step_s - steps.step_s(0, 0))
     missing = work.sequences - (steps.max_running - status.running - ahead)
     if missing > 0:  # a sequence ends every answer_tokens / max_running steps
         wait_s += missing * step_s * costs.answer_tokens / steps.max_running

@@ -86,7 +86,7 @@ class AdapterAffinityRouter(RequestRouter):
     ) -> None:
         """Take in which replica took a request, not always the one that it was assigned to."""
         try:
-            call = _call_of(pending_request)
+            call = call_of(pending_request)
             if call is not None:
                 self._fleet.on_accepted(call.request_id, replica_id.unique_id)
         except Exception:
@@ -105,7 +105,7 @@ class AdapterAffinityRouter(RequestRouter):
         request = _request_of(pending)
         candidates = self._fleet.rank_replicas(request, self._queue_length)
         best = [candidate.replica for candidate in candidates if candidate.replica in by_name]
-        call = _call_of(pending)
+        call = call_of(pending)
         if call is not None and best:
             self._fleet.assign(call.request_id, best[0], request, candidates)
         others = [name for name in self._fleet.usable if name in by_name and name not in best]
@@ -127,7 +127,8 @@ class AdapterAffinityRouter(RequestRouter):
         return None
 
 
-def _call_of(pending: PendingRequest | None) -> Call | None:
+def call_of(pending: PendingRequest | None) -> Call | None:
+    """The call that a pending request is of; None for other requests."""
     argument = pending.args[0] if pending and pending.args else None
     return argument if isinstance(argument, Call) else None
 

@@ -49,7 +49,7 @@ def check_feasible(needs: CapacityNeeds, sample: Requests, runs: int) -> None:
         drawn = tenant.lengths.draw(np.random.default_rng(0), _DRAWN)
         prompts, _ = cut_to_context(*drawn, demand.context)
         _check_prompts(f"{tenant.name}: ", tenant.ttft_p99_s, prompts, steps)
-    step_s = steps.decode_s(1, 0)
+    step_s = steps.step_s(1, 0)
     for name, goal_s in (("p50", goals.inter_token_p50_s), ("p99", goals.inter_token_p99_s)):
         if goal_s is not None and goal_s < step_s:
             raise Unreachable(

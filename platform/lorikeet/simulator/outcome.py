@@ -53,7 +53,7 @@ def _balance(fleet: SimulatedFleet, counted: np.ndarray) -> float:
     steps, requests = fleet.setup.costs.steps, fleet.requests
     prompts, answers = requests.prompts[counted], requests.answers[counted]
     context = steps.max_running * steps.decode_sees(prompts.mean() + answers.mean() / 2)
-    token_s = steps.decode_s(steps.max_running, 0, context) / steps.max_running
+    token_s = steps.step_s(steps.max_running, 0, context) / steps.max_running
     seen = prompts**2 / 2
     work_s = steps.prompt_token_s * prompts + steps.prompt_seen_s * seen + token_s * answers
     of_replica = np.bincount(fleet.served_by[counted], work_s, len(fleet.replicas))

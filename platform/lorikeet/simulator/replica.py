@@ -266,7 +266,7 @@ class SimulatedReplica:
         status, steps = self.status, self._steps
         if self._boundary_s == math.inf:
             status.context = self._context.at(self._clock)
-            step_s = steps.decode_s(status.running, status.ranks, status.context)
+            step_s = steps.step_s(status.running, status.ranks, status.context)
             begun, full = self._clock % 1.0, status.running >= steps.max_running
             if not self._prompts and (full or not self.queue):
                 self._rate = 1.0 / step_s if status.running else 0.0

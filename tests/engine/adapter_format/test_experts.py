@@ -21,6 +21,7 @@ from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.disk.image_file import ImageFile, write_image
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout
+from tests.engine.adapter_format.peft_folder import edit_config
 from tests.engine.conftest import MOE
 from tests.engine.moe_adapters import (
     PARAMETERS,
@@ -199,7 +200,7 @@ def test_parameters_that_the_config_leaves_open_are_refused(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = save_adapter(tiny_checkpoints["mixtral"], tmp_path / "one", **PARAMETERS["down"])
-    _edit(folder, target_parameters=["gate_up_proj", "down_proj"])
+    edit_config(folder, target_parameters=["gate_up_proj", "down_proj"])
     with pytest.raises(AdapterRejected, match="selects gate_up_proj and down_proj"):
         write_blob(folder, tmp_path / "blob")
 
@@ -208,7 +209,7 @@ def test_a_targeted_parameter_without_weights_is_missed(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = save_adapter(tiny_checkpoints["mixtral"], tmp_path / "router", **PARAMETERS["router"])
-    _edit(folder, target_parameters=["gate.weight", "experts.down_proj"])
+    edit_config(folder, target_parameters=["gate.weight", "experts.down_proj"])
     with pytest.raises(AdapterRejected, match=r"selects model.layers.0.mlp.experts.down_proj"):
         write_blob(folder, tmp_path / "blob")
 
@@ -242,7 +243,7 @@ def test_a_single_experts_matrices_are_not_taken_for_every_experts(
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     save_file({name: t for name, t in tensors.items() if f".experts.{only}." in name}, path)
-    _edit(folder, target_modules=rf".*\.experts\.{only}\.\w+")
+    edit_config(folder, target_modules=rf".*\.experts\.{only}\.\w+")
     with pytest.raises(AdapterRejected, match="weights for 1 of the experts"):
         write_blob(folder, tmp_path / "blob")
 
@@ -257,7 +258,7 @@ def test_an_expert_of_another_rank_is_refused(
         name = f"base_model.model.{odd}.lora_{side}.weight"
         tensors[name] = tensors[name][kept].contiguous()
     save_file(tensors, folder / "adapter_model.safetensors")
-    _edit(folder, rank_pattern={odd: 2})
+    edit_config(folder, rank_pattern={odd: 2})
     with pytest.raises(AdapterRejected, match=f"{odd} has another shape"):
         write_blob(folder, tmp_path / "blob")
 
@@ -288,7 +289,7 @@ def test_a_wrapped_parameter_is_never_taken_for_one_matrix_of_all_experts(
     checkpoint = tiny_checkpoints["mixtral"]
     folder = save_adapter(checkpoint, tmp_path / "one", **PARAMETERS["down"])
     rank = json.loads((folder / "adapter_config.json").read_text())["r"]
-    _edit(folder, r=rank * shape_of(checkpoint).experts)
+    edit_config(folder, r=rank * shape_of(checkpoint).experts)
     with pytest.raises(AdapterRejected, match=r"is not \[experts · rank, d_in\]"):
         write_blob(folder, tmp_path / "blob")
 
@@ -318,8 +319,3 @@ def _rename(path: Path, old: str, new: str) -> None:
         metadata = file.metadata()
     tensors = {name.replace(old, new): tensor for name, tensor in load_file(path).items()}
     save_file(tensors, path, metadata)
-
-
-def _edit(folder: Path, **changes: object) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

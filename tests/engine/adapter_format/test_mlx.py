@@ -15,6 +15,7 @@ from lorikeet_engine.adapter_format import AdapterLimits, read_spec, write_blob
 from lorikeet_engine.adapter_format.header import read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.errors import AdapterRejected
+from tests.engine.adapter_format.peft_folder import edit_config
 from tests.engine.adapter_format.test_accepted_adapters import delta
 from tests.engine.tiny_llama import SHAPE
 
@@ -52,11 +53,6 @@ def with_null_metadata(file: Path) -> None:
     length = int.from_bytes(data[:8], "little")
     header = json.dumps({"__metadata__": None, **json.loads(data[8 : 8 + length])}).encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def deltas(folder: Path) -> dict[str, np.ndarray]:
@@ -109,7 +105,7 @@ def test_matrices_of_any_dtype_are_turned(folder: Path, dtype: type[np.generic])
 def test_what_is_not_served_is_refused_by_name(
     folder: Path, changes: dict[str, Any], field: str
 ) -> None:
-    edit(folder, **changes)
+    edit_config(folder, **changes)
     with pytest.raises(AdapterRejected) as refused:
         write_blob(folder, folder / "blob")
     assert refused.value.field == field

@@ -128,7 +128,7 @@ def test_contexts_too_short_to_tell_what_tokens_see_leave_that_at_the_default(me
     default, found = StepCosts(), measure(context=256)
     assert found.seen_token_s == default.seen_token_s
     assert found.prompt_seen_s == default.prompt_seen_s
-    assert found.decode_s(64, 0, 64 * 256) == pytest.approx(TRUE.decode_s(64, 0, 64 * 256))
+    assert found.step_s(64, 0, 64 * 256) == pytest.approx(TRUE.step_s(64, 0, 64 * 256))
 
 
 def test_an_h200_is_measured_within_a_second(measure):
@@ -152,7 +152,7 @@ def test_without_room_for_an_adapter_what_one_costs_is_the_default(measure):
 
 def test_an_engine_of_one_sequence_is_measured_by_that(measure):
     found = measure(max_running=1, costs=replace(TRUE, max_running=1))
-    assert found.decode_s(1, 0, 5000) == pytest.approx(TRUE.decode_s(1, 0, 5000))
+    assert found.step_s(1, 0, 5000) == pytest.approx(TRUE.step_s(1, 0, 5000))
     assert [tokens for tokens, _ in found.rows] == [1, 512, 2048]
 
 
@@ -186,7 +186,7 @@ def test_noise_makes_no_coefficient_negative(measure, costs):
         assert found.rank_s > 0.0
         seconds = [seconds for _, seconds in found.rows]
         assert seconds == sorted(seconds)
-        assert found.decode_s(found.max_running, 0) >= seconds[0] > 0.0
+        assert found.step_s(found.max_running, 0) >= seconds[0] > 0.0
 
 
 def test_the_demo_model_takes_about_what_its_engine_says(tmp_path):
@@ -212,4 +212,4 @@ def test_the_demo_model_takes_about_what_its_engine_says(tmp_path):
     assert len(answers.pending) == 16
     engine.close()
     assert 0.5 < min(prompts_s) / costs.prefill_s(256, 0) < 2.0
-    assert 0.5 < min(decodes_s) / costs.decode_s(16, 0, 16 * 220) < 2.0
+    assert 0.5 < min(decodes_s) / costs.step_s(16, 0, 16 * 220) < 2.0

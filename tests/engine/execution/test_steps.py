@@ -31,19 +31,15 @@ WAYS = (
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path, close_later):
     """Engines over a HashModel, closed at the end."""
-    engines = []
 
     def make(**settings):
         shelf = Shelf(tmp_path / "blobs")
         sizes = {"kv_pages": 200, "max_running": 16, "max_batch_tokens": 64, **settings}
-        engines.append(hash_model.build(tmp_path, shelf, **sizes)[0])
-        return engines[-1]
+        return close_later(hash_model.build(tmp_path, shelf, **sizes)[0])
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def request(name, way, seed=5, n=1, ids=(1, 7, 9)):

@@ -54,18 +54,13 @@ def refs(shelf):
 
 
 @pytest.fixture
-def make(tmp_path, shelf):
-    engines = []
-
+def make(tmp_path, shelf, close_later):
     def make(**changes):
         model = write_config(tmp_path / "model", CONFIG)
         settings = replace(SETTINGS, model=model, cache_dir=tmp_path / "cache", **changes)
-        engines.append(Engine(settings, shelf, random_model))
-        return engines[-1]
+        return close_later(Engine(settings, shelf, random_model))
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 class Recorder:

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from lorikeet_engine.errors import StepFailed
-from tests.engine.engine_driver import Answers, RecordingRunner, greedy, prompt
+from tests.engine.engine_driver import (
+    Answers,
+    RecordingRunner,
+    greedy,
+    nothing_is_held,
+    prompt,
+)
 from tests.engine.float32_reference import (
     NAMES,
     Float32Reference,
@@ -45,12 +51,6 @@ def run(engine, reference):
     load_adapters(seen[-1], reference)
     yield seen
     engine._runner, engine._sampler = runner, sampler
-
-
-def nothing_is_held(engine):
-    live = engine.status().live
-    leases = sum(adapter.leases for adapter in engine.adapters())
-    return (live.running, live.waiting, live.kv_pages_used, leases) == (0, 0, 0, 0)
 
 
 def test_with_too_few_pages_everyone_is_answered_as_with_enough(reference, run):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.models import checkpoint, staging
 from lorikeet_engine.models.checkpoint import Checkpoint
@@ -242,11 +243,23 @@ def host_bytes():
     return held << 10, peak << 10
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_read(tiny_checkpoints, monkeypatch):
+@pytest.mark.parametrize(
+    ("rounding", "remedy"),
+    [
+        (None, "want a smaller model, weight_dtype=fp8, or a larger device"),
+        (Quantization.NF4, "want a smaller model, weight_dtype=fp8, or a larger device"),
+        (Quantization.FP8, "want a smaller model, or a larger device"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    tiny_checkpoints, monkeypatch, rounding, remedy
+):
     monkeypatch.setattr(checkpoint, "free_bytes", lambda device: 5000)
     monkeypatch.setattr(staging.Staging, "copy", None)
-    with pytest.raises(SettingsError, match=r"weights take 0\.00 GiB .* 0\.00 GiB are free on cpu"):
-        load(tiny_checkpoints["llama"])
+    with pytest.raises(SettingsError) as refused:
+        load_model(tiny_checkpoints["llama"], CPU, torch.float32, rounding=rounding)
+    assert re.search(r"weights take 0\.00 GiB .* 0\.00 GiB are free on cpu", refused.value.message)
+    assert refused.value.message.endswith(remedy)
 
 
 def test_a_file_cut_after_its_header_was_read_is_named(edited):

@@ -257,6 +257,17 @@ def test_a_lm_head_that_is_quantised_gets_its_values(tiny_checkpoints, tmp_path)
     assert torch.equal(logits(got), logits(want))
 
 
+def test_a_quantised_lm_head_beside_tied_embeddings_is_left_unread(variant_checkpoints, tmp_path):
+    tied = variant_checkpoints["tied"]
+    folder, _ = quantized(tied, tmp_path, "gptq", **GPTQ)
+    q, zeros = torch.randint(16, (64, 256)), torch.full((2, 256), 8)
+    scales, group_of = torch.full((2, 256), 0.01).half(), torch.arange(64) // 32
+    tensors = load_file(folder / SINGLE) | gptq("lm_head", q, zeros, scales, group_of)
+    config = {"quantization_config": GPTQ | {"lm_head": True}}
+    other = saved(tied, tmp_path / "other", tensors, **config)
+    assert torch.equal(logits(other), logits(folder))
+
+
 def test_quantised_linears_that_config_json_does_not_speak_of_are_named(tiny_checkpoints, tmp_path):
     folder, _ = quantized(tiny_checkpoints["llama"], tmp_path, "awq", **AWQ)
     unsaid = saved(tiny_checkpoints["llama"], tmp_path / "unsaid", load_file(folder / SINGLE))

@@ -29,17 +29,14 @@ def ref(tiny_checkpoints, shelf, tmp_path):
 
 
 @pytest.fixture
-def make(tiny_checkpoints, shelf, tmp_path):
+def make(tiny_checkpoints, shelf, tmp_path, close_later):
     """Answers of engines over Llama's tiny checkpoint, closed at the end."""
-    engines = []
 
     def make(**settings):
-        engines.append(build(tiny_checkpoints["llama"], shelf, tmp_path / "cache", **settings))
-        return Answers(engines[-1])
+        engine = build(tiny_checkpoints["llama"], shelf, tmp_path / "cache", **settings)
+        return Answers(close_later(engine))
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def on(scheduling, request):

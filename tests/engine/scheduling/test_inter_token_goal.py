@@ -68,9 +68,7 @@ def refs(shelf):
 
 
 @pytest.fixture
-def make(tmp_path, shelf, monkeypatch):
-    engines = []
-
+def make(tmp_path, shelf, monkeypatch, close_later):
     def make(*, seen=False, context=4096, **settings):
         folder = tmp_path / "model"
         write_config(folder, {**CONFIG, "max_position_embeddings": context})
@@ -79,13 +77,10 @@ def make(tmp_path, shelf, monkeypatch):
         for module in (step_timer, steps, step_counters):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=model.perf_counter))
         sizes = {"kv_bytes": 1 << 20, "max_running": 24, "adapter_gpu_bytes": 1 << 20, **settings}
-        told = EngineSettings(folder, tmp_path / "cache", page_size=PAGE, **sizes)
-        engines.append(Engine(told, shelf, lambda *_: model))
-        return engines[-1], model
+        settings = EngineSettings(folder, tmp_path / "cache", page_size=PAGE, **sizes)
+        return close_later(Engine(settings, shelf, lambda *_: model)), model
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def serve(engine, refs):

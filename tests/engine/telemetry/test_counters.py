@@ -34,17 +34,12 @@ def refs(tmp_path, shape) -> tuple[Shelf, list[AdapterRef]]:
 
 
 @pytest.fixture
-def make(tiny_checkpoints, refs, tmp_path):
-    engines = []
-
+def make(tiny_checkpoints, refs, tmp_path, close_later):
     def make(**settings) -> Engine:
         shelf, _ = refs
-        engines.append(build(tiny_checkpoints["llama"], shelf, tmp_path / "cache", **settings))
-        return engines[-1]
+        return close_later(build(tiny_checkpoints["llama"], shelf, tmp_path / "cache", **settings))
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def counted(distribution: Distribution) -> int:

@@ -5,6 +5,7 @@ names.
 """
 
 import gzip
+import io
 import shutil
 import stat
 import tarfile
@@ -49,14 +50,18 @@ def unpack(archive: str, folder: Path) -> None:
         with ExitStack() as stack:
             members = _beside_the_config(archive, _opened(Path(archive), stack))
 
+            def copy(name: str, out: IO[bytes]) -> None:
+                with members[name].open() as found:
+                    shutil.copyfileobj(found, out, _MAX_READ_BYTES)
+
             def read(name: str) -> bytes:
-                with members[name].open() as file:
-                    return file.read(members[name].size)
+                copy(name, held := io.BytesIO())
+                return held.getvalue()
 
             sizes = {name: member.size for name, member in members.items()}
             for name in adapter_files(archive, sizes, read):
-                with members[name].open() as found, (folder / name).open("wb") as out:
-                    shutil.copyfileobj(found, out, _MAX_READ_BYTES)
+                with (folder / name).open("wb") as out:
+                    copy(name, out)
     except _DAMAGED as error:
         raise InvalidInput(
             f"{archive} is no folder, and no tar, tar.gz or zip file that can be read: {error}"

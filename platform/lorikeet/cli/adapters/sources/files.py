@@ -6,6 +6,7 @@ from lorikeet.errors import InvalidInput
 from lorikeet_engine.adapter_format import (
     CONFIG_FILE,
     INDEX_FILE,
+    MAX_INDEX_BYTES,
     MLX_WEIGHTS_FILE,
     WEIGHTS_FILE,
     shard_names,
@@ -15,7 +16,6 @@ from lorikeet_engine.errors import AdapterRejected
 KNOWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, MLX_WEIGHTS_FILE, INDEX_FILE)
 """One of these says that an adapter is there; shards are named by their index."""
 MAX_SOURCE_BYTES = 8 << 30
-_MAX_INDEX_BYTES = 1 << 20
 _PICKLE = "adapter_model.bin"
 
 
@@ -31,8 +31,8 @@ def adapter_files(
         if weights in sizes:
             return _checked(source, sizes, (CONFIG_FILE, weights))
     if INDEX_FILE in sizes:
-        if sizes[INDEX_FILE] > _MAX_INDEX_BYTES:
-            raise InvalidInput(f"{source}: {INDEX_FILE} is over {_MAX_INDEX_BYTES} bytes")
+        if sizes[INDEX_FILE] > MAX_INDEX_BYTES:
+            raise InvalidInput(f"{source}: {INDEX_FILE} is over {MAX_INDEX_BYTES} bytes")
         try:
             shards = shard_names(read(INDEX_FILE))
         except AdapterRejected as error:

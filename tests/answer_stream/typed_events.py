@@ -1,0 +1,20 @@
+"""Reads streams of events that name their type, as Anthropic's and the Responses API's do."""
+
+import json
+from typing import Any
+
+
+def typed_events(raw: bytes) -> list[dict[str, Any]]:
+    """Each event's data; its event line says the same type."""
+    *blocks, rest = raw.decode("ascii").split("\n\n")
+    assert rest == ""
+    read = []
+    for block in blocks:
+        name, data = block.split("\n")
+        read.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {read[-1]['type']}"
+    return read
+
+
+def kinds(read: list[dict[str, Any]]) -> list[str]:
+    return [event["type"] for event in read]
