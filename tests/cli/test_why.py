@@ -63,6 +63,15 @@ def test_it_tells_the_stages_of_a_push(lorikeet: Lorikeet, tmp_path: Path) -> No
     said = lorikeet.do("why", pushed.headers["x-request-id"])
     for stage in ("body received", "checked", "brought to all replicas", "told to all gateways"):
         assert f"\n {stage} " in said
+    assert "Tokens" not in said
+
+
+@pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "resp_", "msg_", ""])
+def test_a_request_goes_by_the_id_that_its_answer_has(
+    prefix: str, lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lorikeet.engines, "stream_answer", told)
+    assert lorikeet.do("why", f"{prefix}{send(lorikeet)}").startswith("POST /v1/completions")
 
 
 def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch) -> None:
