@@ -29,7 +29,7 @@ from lorikeet.protocol.messages import (
     StreamItem,
 )
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from tests.cli.peft_folders import SHAPE
 
@@ -54,6 +54,15 @@ class ReportingEngines:
 
     async def reports(self, _: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
         return self.said
+
+    async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
+        return True
+
+    async def holds(self, base_model: str, digest: str) -> bool:
+        return True
+
+    async def release(self, base_model: str, digest: str) -> None:
+        """Nothing is kept here."""
 
     def ready(self) -> bool:
         return True

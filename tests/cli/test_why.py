@@ -13,6 +13,7 @@ from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, 
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter_format import write_blob
 from lorikeet_engine.request import EngineTimings
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.cli.conftest import Lorikeet, new_catalog, serving
@@ -47,6 +48,30 @@ def send(lorikeet: Lorikeet, **body: object) -> str:
         json={"model": "tiny", "prompt": "hello", **body},
     )
     return answer.headers["x-request-id"]
+
+
+def test_it_tells_the_stages_of_a_push(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    _, key = lorikeet.catalog.create_key(
+        "acme", {Scope.PUBLISH}, actor="test", adapters=("policy",)
+    )
+    digest = write_blob(peft_folder(tmp_path / "policy"), tmp_path / "blob")
+    pushed = httpx.put(
+        f"{lorikeet.url}/v1/adapters/policy/versions/{digest}",
+        headers={"authorization": f"Bearer {key}"},
+        content=(tmp_path / "blob").read_bytes(),
+    )
+    said = lorikeet.do("why", pushed.headers["x-request-id"])
+    for stage in ("body received", "checked", "brought to all replicas", "told to all gateways"):
+        assert f"\n {stage} " in said
+    assert "Tokens" not in said
+
+
+@pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "resp_", "msg_", ""])
+def test_a_request_goes_by_the_id_that_its_answer_has(
+    prefix: str, lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lorikeet.engines, "stream_answer", told)
+    assert lorikeet.do("why", f"{prefix}{send(lorikeet)}").startswith("POST /v1/completions")
 
 
 def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Why: what became of a request, where its time went, and why it went to that replica."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -21,6 +22,10 @@ _STAGES = {
     "prefill": "prompt computed, to the first token",
     "decode": "generated, to the last token",
     "first bytes": "to the first bytes of the answer",
+    "receive": "body received",
+    "check": "checked",
+    "deliver": "brought to all replicas",
+    "announce": "told to all gateways",
     "rest": "from there to its end",
 }
 _BAR = 32  # characters
@@ -56,7 +61,7 @@ def why(
 
 def _safe(request_id: str) -> str:
     """Nothing that would lead to another route. Raises typer.BadParameter."""
-    if not request_id.replace("-", "").isalnum() or not request_id.isascii():
+    if not re.fullmatch("[A-Za-z0-9_-]+", request_id):
         raise typer.BadParameter(f"{request_id!r}: want x-request-id, or the answer's own id")
     return request_id
 
@@ -82,8 +87,8 @@ def _account(found: Json) -> Iterator[str]:
     if found["residency"]:
         waited = "" if found["load_ms"] is None else f"; it waited {_ms(found['load_ms'])} for it"
         yield f"Its adapter was on tier {found['residency']} when it came{waited}"
-    if found["tokens"]:
-        tokens = found["tokens"]
+    tokens = found["tokens"]
+    if tokens and any(tokens.values()):  # pushes and look-ups have none
         yield (
             f"Tokens: {tokens['prompt']} in, {tokens['cached']} of them cached,"
             f" {tokens['output']} out; {found['preemptions']} preemptions"
