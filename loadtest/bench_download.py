@@ -22,7 +22,7 @@ import boto3
 
 from lorikeet.catalog import blob_key, open_store
 from lorikeet.catalog.store.parallel_download import CONNECTIONS
-from lorikeet.replica.adapter_source import CatalogAdapterSource
+from lorikeet.replica.engine_process import CatalogAdapterSource
 from lorikeet_engine.adapter import AdapterRef
 from tests.ceph import radosgw
 

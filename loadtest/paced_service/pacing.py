@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.logs import log_to_stderr
-from lorikeet.replica.adapter_source import CatalogAdapterSource
+from lorikeet.replica.engine_process import CatalogAdapterSource
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens

@@ -50,7 +50,7 @@ def measure_all(trials: Sequence[Trial], processes: int) -> Iterator[Outcome]:
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str]) -> str:
-    """Markdown."""
+    """Rows under a head as a table of Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -42,15 +42,6 @@ PARIS = '{"name": "weather", "arguments": {"place": "Paris {}]"}}'
 NOW = '{"name": "time", "arguments": {}}'
 PARIS_LLAMA, NOW_LLAMA = (text.replace('"arguments"', '"parameters"') for text in (PARIS, NOW))
 BOTH = [("weather", {"place": "Paris {}]"}), ("time", {})]
-
-SYNTAXES = {
-    "hermes": HERMES,
-    "mistral": MISTRAL,
-    "granite": GRANITE,
-    "llama": LLAMA,
-    "phi": PHI,
-    "functools": FUNCTOOLS,
-}
 WRITTEN = {
     "hermes": (
         HERMES,

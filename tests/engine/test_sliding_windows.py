@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy
-from tests.engine.peft_world import PeftWorld, ask, bring_all
+from tests.engine.peft_world import PeftWorld, ask, bring_all, check_prefix_hits
 
 WINDOW = 24
 WORLDS = (
@@ -87,13 +87,7 @@ def test_a_sequence_has_no_more_pages_than_it_needs(make, world, overlap):
 
 
 def test_prefix_hits_answer_as_peft_does(make, world):
-    engine = make()
-    witness, answers = RecordingRunner(engine), Answers(engine)
-    ask(world, answers)
-    first = witness.tokens
-    assert ask(world, answers) == world.expected
-    saved = sum((len(p) - 1) // PAGE * PAGE for p in world.prompts.values())
-    assert witness.tokens - first == first - saved
+    check_prefix_hits(world, make())
 
 
 def test_a_prefix_is_found_up_to_where_a_windows_pages_are(make, world):

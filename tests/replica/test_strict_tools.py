@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jsonschema
-import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -29,6 +28,7 @@ from lorikeet.protocol.messages import ToolUse
 from lorikeet.replica.grammar import ModelGrammars, TextMatcher
 from lorikeet.replica.tool_grammar import text_grammar
 from lorikeet_engine.errors import InvalidRequest
+from tests.replica.test_grammar import possible
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 PLACE = {
@@ -134,7 +134,7 @@ def babble(model: Model, use: ToolUse, dice: random.Random) -> list[int] | None:
     said: list[int] = []
     plan: list[int] = []
     while len(said) < MOST_TOKENS:
-        allowed = possible(model, matcher)
+        allowed = possible(model.grammars, matcher, model.tokenizer.get_vocab_size())
         if not allowed or (matcher.may_end and dice.random() < 0.05):
             return said
         if not plan and dice.random() < (0.1 if said else 0.7):
@@ -149,12 +149,6 @@ def babble(model: Model, use: ToolUse, dice: random.Random) -> list[int] | None:
         if matcher.must_end:
             return said
     return None
-
-
-def possible(model: Model, matcher: TextMatcher) -> set[int]:
-    bits = np.zeros((1, -(-model.tokenizer.get_vocab_size() // 8)), np.uint8)
-    assert model.grammars.fill_bitmasks([matcher], bits) == [None]
-    return set(np.flatnonzero(np.unpackbits(bits[0], bitorder="little")).tolist())
 
 
 def test_a_model_that_knows_nothing_says_text_or_makes_proper_calls(model: Model) -> None:

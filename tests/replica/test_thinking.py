@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -24,6 +23,7 @@ from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Tokens
+from tests.replica.test_grammar import possible
 from tests.replica.test_prompts import CHAT, DEMO, encoder, text_of
 from tests.replica.test_strict_tools import MARKS, SCHEMAS, USE, written
 
@@ -268,7 +268,7 @@ def babble(thinker: Thinker, matcher: TextMatcher, dice: random.Random) -> list[
     said: list[int] = []
     plan = thinker.ids(dice.choice(["<think>", begin]))
     while len(said) < 250:
-        allowed = possible(thinker, matcher)
+        allowed = possible(thinker.grammars, matcher, thinker.encoder.backend.get_vocab_size())
         if not allowed or (matcher.may_end and dice.random() < 0.05):
             return said
         if not plan and dice.random() < 0.1:
@@ -285,10 +285,3 @@ def babble(thinker: Thinker, matcher: TextMatcher, dice: random.Random) -> list[
         if matcher.must_end:
             return said
     return None
-
-
-def possible(thinker: Thinker, matcher: TextMatcher) -> set[int]:
-    size = thinker.encoder.backend.get_vocab_size()
-    bits = np.zeros((1, -(-size // 8)), np.uint8)
-    assert thinker.grammars.fill_bitmasks([matcher], bits) == [None]
-    return set(np.flatnonzero(np.unpackbits(bits[0], bitorder="little")).tolist())

@@ -107,25 +107,25 @@ class EngineProcessClient:
         return self._status
 
     def submit(self, request: Request) -> Future[Residency | None]:
-        """Engine.submit. The tokens come to on_outputs, a step's of all requests together."""
+        """Submit a request; its tokens come to on_outputs, a step's of all requests together."""
         return self._call("submit", request)
 
     def abort(self, request_id: str, choice: int | None = None) -> Future[None]:
-        """Engine.abort."""
+        """Abort a request, or one choice of it, as Engine.abort does."""
         return self._call("abort", request_id, choice)
 
     def residency(self, ref: AdapterRef) -> Future[Residency]:
-        """Engine.residency, which `status` may tell a tenth of a second later."""
+        """Where an adapter is now; `status` may tell a tenth of a second later."""
         return self._call("residency", ref)
 
     def pin(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False
     ) -> Future[None]:
-        """Engine.pin."""
+        """Keep an adapter at a tier or nearer, as Engine.pin does."""
         return self._call("pin", ref, tier, passing)
 
     def unpin(self, digest: str) -> Future[None]:
-        """Engine.unpin."""
+        """Let an adapter be evicted again, as Engine.unpin does."""
         return self._call("unpin", digest)
 
     def expect(self, digest: str, file: Path, size_bytes: int) -> Future[None]:
@@ -135,15 +135,15 @@ class EngineProcessClient:
     def prefetch(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0
     ) -> Future[None]:
-        """Engine.prefetch."""
+        """Load an adapter before a request asks for it, as Engine.prefetch does."""
         return self._call("prefetch", ref, tier, uses)
 
     def adapters(self, tier: Residency = Residency.DISK) -> Future[AdapterRows]:
-        """Engine.adapters."""
+        """The adapters at a tier or nearer, as Engine.adapters lists them."""
         return self._call("adapters", tier)
 
     def take_use(self) -> Future[list[SlotUse]]:
-        """Engine.take_use."""
+        """Who used slots since the call before, as Engine.take_use tells."""
         return self._call("take_use")
 
     def close(self) -> None:

@@ -164,7 +164,7 @@ class AdapterRecord:
 
     @property
     def label(self) -> str:
-        """tenant/name."""
+        """The adapter as people write it: tenant/name."""
         return f"{self.tenant}/{self.name}"
 
     @property

@@ -7,7 +7,7 @@ grammar.py, tool_grammar.py, thinking_grammar.py, grammar_sandbox.py   what an a
 output_dispatcher.py  the engine's outputs, to each call's AnswerSender (answer_stream/)
 metering.py           what is billed
 status_feed.py        status updates for gateways
-engine_process.py, engine_settings.py, adapter_source.py   what the engine is built from
+engine_process.py, engine_settings.py   what the engine is built from
 
 serving/deployments.py makes it a deployment.
 """

@@ -1,11 +1,13 @@
 """What runs in an engine's own process: the only part of a replica that loads torch."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lorikeet.catalog.store.object_store import open_store
+from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.logs import log_to_stderr
-from lorikeet.replica.adapter_source import CatalogAdapterSource
 from lorikeet.settings import Settings
+from lorikeet_engine.adapter import AdapterRef
 
 if TYPE_CHECKING:
     from lorikeet_engine.engine import Engine
@@ -25,3 +27,14 @@ def build_engine(settings: Settings, base_model: str) -> "Engine":
     source = CatalogAdapterSource(open_store(settings.catalog))
     grammars = ModelGrammars(settings.base_models[base_model])
     return Engine(engine_settings(settings, base_model), source, grammars=grammars)
+
+
+class CatalogAdapterSource:
+    """The engine's AdapterSource over the catalog's object store: blobs by digest."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def fetch(self, ref: AdapterRef, path: Path) -> str:
+        """Download an adapter's blob to `path`; return the bytes' SHA-256. Raises StoreError."""
+        return self._store.download(blob_key(ref.digest), path)

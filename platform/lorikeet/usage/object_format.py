@@ -82,7 +82,7 @@ def compacted_number(key: str) -> int | None:
 
 
 def to_json(content: UsageContent) -> bytes:
-    """The object."""
+    """The bytes of a usage object."""
     rows = [[*account, *_numbers(counts)] for account, counts in content.use.items()]
     return json.dumps(
         {"schema": SCHEMA, "columns": _COLUMNS, "rows": rows, "marks": dict(content.marks)},

@@ -7,9 +7,7 @@ from torch.nn import functional as F
 from lorikeet_engine.kernels.fp8.reference import quantize_weight
 from lorikeet_engine.kernels.gemv import GemvConfig, gemv, gemv_act_and_mul
 from lorikeet_engine.kernels.pointwise.fused import act_and_mul
-from tests.engine.interpreter import INTERPRETED, exact_fp8
-
-__all__ = ["exact_fp8"]
+from tests.engine.interpreter import INTERPRETED
 
 KINDS = (
     [("cpu", torch.float32), ("cpu", torch.float16)]

@@ -11,9 +11,7 @@ from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_rows, quantize_weight
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe import expert_products, reference
-from tests.engine.interpreter import KINDS, exact_fp8, random
-
-__all__ = ["exact_fp8"]
+from tests.engine.interpreter import KINDS, random
 
 # tokens, experts, per_token: also more experts than rows, and all experts of each token
 ROUTES = [(1, 8, 2), (7, 3, 1), (5, 128, 8), (33, 6, 6), (130, 60, 4)]

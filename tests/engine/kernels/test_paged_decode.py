@@ -16,9 +16,7 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.models.batch import Batch
-from tests.engine.interpreter import DEVICES, INTERPRETED, exact_fp8
-
-__all__ = ["exact_fp8"]
+from tests.engine.interpreter import DEVICES, INTERPRETED
 
 PAGE = 16
 SHAPES = {

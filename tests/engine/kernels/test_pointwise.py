@@ -6,9 +6,7 @@ import torch
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm, fused, reference
-from tests.engine.interpreter import KINDS, exact_fp8, random
-
-__all__ = ["exact_fp8"]
+from tests.engine.interpreter import KINDS, random
 
 sizes = pytest.mark.parametrize("tokens", [1, 7])
 

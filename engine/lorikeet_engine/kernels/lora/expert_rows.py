@@ -20,7 +20,7 @@ _TILED_FROM = 8  # rows a run: with fewer, tiles multiply mostly zeros
 
 
 def list_owners(segments: Segments, routed: RoutedRows) -> torch.Tensor:
-    """ExpertStep's owners."""
+    """The slot and the expert of each row [rows, 2] int32: ExpertStep's owners."""
     rows = len(routed.pairs)
     owners = torch.empty((rows, 2), dtype=torch.int32, device=routed.pairs.device)
     if rows:

@@ -91,7 +91,7 @@ class FollowingArena(DeviceArena):
 
 @dataclass(frozen=True, slots=True)
 class _InAllRanks:
-    """A CopyEvent."""
+    """The CopyEvent of a copy that is made in all ranks."""
 
     own: CopyEvent | None
     others: RankCopies

@@ -111,13 +111,13 @@ def key_of(key_id: str, row: Json) -> KeyRecord:
 
 
 def pin_row(pin: PinRecord) -> Json:
-    """A pin."""
+    """A pin as a row of JSON."""
     promise = [pin.selector, str(pin.tier), pin.replicas, pin.priority, pin.reason, pin.expires]
     return [pin.tenant, pin.name, *promise, pin.created, pin.actor]
 
 
 def pin_of(row: Json) -> PinRecord:
-    """What pin_row wrote."""
+    """The pin in a row that pin_row wrote."""
     tenant, name, selector, tier, *rest = row
     return PinRecord(tenant, name, selector, Residency[tier.upper()], *rest)
 

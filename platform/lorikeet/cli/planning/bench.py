@@ -175,7 +175,7 @@ def isolation(
 
 
 def _read_keys(file: Path) -> dict[str, str]:
-    """Raises typer.BadParameter."""
+    """Each tenant's key, from a JSON file. Raises typer.BadParameter."""
     try:
         keys = json.loads(file.read_text())
     except (OSError, ValueError) as error:

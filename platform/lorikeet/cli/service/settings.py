@@ -66,7 +66,7 @@ def settings(
 
 
 def page() -> str:
-    """docs/settings.md."""
+    """The text of docs/settings.md."""
     rows = (
         f"| `{_PREFIX}{name.upper()}` | {_quoted(as_written(field, field.default))} "
         f"| {field.description} |"

@@ -195,7 +195,7 @@ def _begin(uploads: Uploads, wanted: BeginUpload, actor: str) -> Json:
 
 
 def _check_part(part: Path, size: int, md5: str | None) -> None:
-    """Raises InvalidInput."""
+    """Compare a part with the size and MD5 that its sender gave. Raises InvalidInput."""
     if part.stat().st_size != size:
         raise InvalidInput(f"the part has {part.stat().st_size} bytes: want {size}")
     if md5 is not None:
