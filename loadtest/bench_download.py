@@ -8,6 +8,7 @@ takes a quarter of a second of one CPU, so anything else that runs here costs us
 Usage: python -m loadtest.bench_download. Ends with status 1 below 80% of curl's rate.
 """
 
+import argparse
 import hashlib
 import os
 import statistics
@@ -33,6 +34,7 @@ LEAST = 0.8
 
 def main() -> int:
     """Print both rates and their ratio; the exit status."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with radosgw("bench", "bench") as address, tempfile.TemporaryDirectory() as name:
         os.environ |= {
             "AWS_ENDPOINT_URL_S3": address,
