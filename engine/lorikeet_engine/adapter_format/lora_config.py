@@ -7,7 +7,7 @@ is packed: the reader of a blob looks names up and never runs a stranger's expre
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -83,7 +83,11 @@ _OTHER_INITS = (
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """What a blob's metadata holds. The patterns' keys are whole module names."""
+    """What a blob's metadata holds. The patterns' keys are whole module names.
+
+    families: those of which all that the config targets has weights; None: all that have the
+    linears with weights.
+    """
 
     base_model_name_or_path: str
     r: int
@@ -92,6 +96,7 @@ class LoraConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     peft_type: str = "LORA"
+    families: Sequence[str] | None = None
 
     @classmethod
     def from_peft(cls, raw: Mapping[str, Any], modules: Iterable[str]) -> "LoraConfig":
@@ -102,7 +107,7 @@ class LoraConfig:
         """
         modules = sorted(modules)
         with Expressions() as run:
-            check_targets(raw, modules, run)
+            families = check_targets(raw, modules, run)
             ranks = resolve_pattern(raw, "rank_pattern", modules, run)
             alphas = resolve_pattern(raw, "alpha_pattern", modules, run)
         r, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)
@@ -113,6 +118,7 @@ class LoraConfig:
             use_rslora=raw.get("use_rslora") or False,
             rank_pattern={module_in_blobs(m): rank for m, rank in ranks.items() if rank != r},
             alpha_pattern={module_in_blobs(m): a for m, a in alphas.items() if a != alpha},
+            families=families,
         )
 
     @classmethod
@@ -120,8 +126,8 @@ class LoraConfig:
         """Parse a blob's metadata. Raises AdapterRejected."""
         raw = parse_json_object(text, "__metadata__.lorikeet")
         names = {field.name for field in fields(cls)}
-        if set(raw) != names:
-            odd = sorted(set(raw) ^ names)
+        if set(raw) | {"families"} != names:
+            odd = sorted((set(raw) | {"families"}) ^ names)
             raise AdapterRejected(
                 f"the blob's config has other keys than expected: {reprlib.repr(odd)}", field=odd[0]
             )
@@ -129,7 +135,10 @@ class LoraConfig:
 
     def to_json(self) -> str:
         """The canonical text: equal configs give equal texts."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        named = asdict(self)
+        if self.families is None:
+            del named["families"]
+        return json.dumps(named, sort_keys=True, separators=(",", ":"))
 
     def rank(self, module: str) -> int:
         """The rank that the config gives this module, for instance model.layers.0.mlp.up_proj."""
@@ -174,6 +183,12 @@ def _checked(**raw: Any) -> LoraConfig:
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(raw[key], dict):
             raise _bad("want an object", key, raw[key])
+    families = raw.get("families")
+    if families is not None and not (
+        isinstance(families, list | tuple) and all(isinstance(each, str) for each in families)
+    ):
+        raise _bad("want names of families", "families", families)
+    raw["families"] = None if families is None else tuple(families)
     raw["lora_alpha"] = _alpha(raw["lora_alpha"], "lora_alpha")
     raw["alpha_pattern"] = {k: _alpha(v, "alpha_pattern") for k, v in raw["alpha_pattern"].items()}
     _check_rank(raw["r"], "r")

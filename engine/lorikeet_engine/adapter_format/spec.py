@@ -10,7 +10,7 @@ from typing import TypeVar
 from lorikeet_engine.adapter import TouchedModules
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, parse_copies
 from lorikeet_engine.adapter_format.experts.names import is_of_experts
-from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD, OUTER_MODULES
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, OUTER_MODULES
 from lorikeet_engine.adapter_format.header import TensorSpan, read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.shape import BaseShape
@@ -146,6 +146,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
             field=f"__metadata__.{METADATA_KEY}",
         )
     config = LoraConfig.from_json(header.metadata[METADATA_KEY])
+    _check_family(config, shape)
     for copy in parse_copies(header.metadata):
         _check_copy(copy, shape)
     rows = {name: span for name, span in header.tensors.items() if token_rows_module(name)}
@@ -254,6 +255,15 @@ def _check_experts(
                 "the adapter was trained for another base model",
                 field=module,
             )
+
+
+def _check_family(config: LoraConfig, shape: BaseShape) -> None:
+    if config.families is not None and shape.family not in config.families:
+        raise AdapterRejected(
+            f"its config selects linears of {FAMILIES[shape.family].name} that have no weights: "
+            "the file is incomplete, or exclude_modules must leave them out",
+            field="target_modules",
+        )
 
 
 def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:

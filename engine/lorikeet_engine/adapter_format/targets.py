@@ -5,7 +5,7 @@ from typing import Any
 
 from lorikeet_engine.adapter_format.experts.names import PARAMETER, ConfiguredNames
 from lorikeet_engine.adapter_format.expressions import MAX_EXPRESSIONS, Expressions, bad_config
-from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear
 from lorikeet_engine.adapter_format.tensor_names import (
     is_outer,
     layer_of,
@@ -22,42 +22,69 @@ _OUTER = (HEAD, EMBEDDINGS)
 Selects = Callable[[str], bool]
 
 
-def check_targets(raw: Mapping[str, Any], modules: Sequence[str], run: Expressions) -> None:
+def check_targets(
+    raw: Mapping[str, Any], modules: Sequence[str], run: Expressions
+) -> tuple[str, ...] | None:
     """Check that the weights are for exactly the linears that the config targets.
 
-    modules: as the trainer saved them, since that is what the config's expressions speak of.
-    Layers after the last one with weights are not looked for: only the base model knows how many
-    there are. Without target_modules nothing is said. Raises AdapterRejected.
+    modules: as the trainer saved them, since that is what the config's expressions speak of. PEFT
+    trains those targets that the base model has, so return the families of which each target has
+    weights, sorted; None: all that have the linears with weights. Layers after the last one with
+    weights are not looked for: only the base model knows how many there are. Without target_modules
+    nothing is said. Raises AdapterRejected.
     """
     linears = linears_of([module_in_blobs(module) for module in modules])
-    place = place_of_layers(modules)
     outer = {m for m in modules if not _is_in_layer(m)}
-    located = {m: locate_module(module_in_blobs(m), linears)[0] for m in modules if m not in outer}
+    located = [locate_module(module_in_blobs(m), linears) for m in modules if m not in outer]
     if raw.get("target_modules") is None and not raw.get("target_parameters"):
-        return
+        return None
     if raw.get("target_parameters") and not any(targets_parameter(raw, m) for m in modules):
         raise bad_config("no weight is for a parameter that it selects", "target_parameters")
-    last = max(located.values(), default=0)
-    layers = range(min(last + 1, _MAX_LAYERS))
-    paths = [linear.path(layer) for layer in layers for linear in linears]
-    configured = ConfiguredNames(modules)
-    expected = {name for path in paths for name in configured.of(path)}
-    expected |= {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
-    given = set(modules)
-    every = {place + m.removeprefix("model.") if m != HEAD.module else m for m in expected} | given
-    targeted = _targeted(raw, every, given, run)
+    layers = {layer for layer, _ in located}
+    last, with_weights = max(layers, default=0), {linears[index] for _, index in located}
+    given, expected = set(modules), _expected(modules, outer, last, with_weights)
+    targeted = _targeted(raw, given.union(*expected.values()), given, run)
     tied = raw.get("ensure_weight_tying") and any(is_outer(m, EMBEDDINGS) for m in outer)
-    for module in sorted(every):
-        if targeted(module) and module not in given:
-            missing = _missing(module_in_blobs(module), last, set(located.values()))
-            key = "target_parameters" if targets_parameter(raw, module) else "target_modules"
-            raise bad_config(missing, key)
-        if tied and is_outer(module, HEAD):
-            continue  # PEFT saves it as the embeddings' twin, targeted or not
-        if module in given and not targeted(module):
-            raise bad_config(
-                f"there are weights for {module}, which it leaves out", "target_modules"
-            )
+    for module in modules:
+        if not targeted(module) and not (tied and is_outer(module, HEAD)):
+            problem = f"there are weights for {module}, which it leaves out"
+            raise bad_config(problem, "target_modules")
+    missing = {
+        family: [module for module in sorted(names - given) if targeted(module)]
+        for family, names in expected.items()
+    }
+    whole = sorted(family for family, modules in missing.items() if not modules)
+    if not whole:
+        module = next(iter(missing.values()))[0]
+        key = "target_parameters" if targets_parameter(raw, module) else "target_modules"
+        raise bad_config(_missing(module_in_blobs(module), last, layers), key)
+    return None if len(whole) == len(expected) else tuple(whole)
+
+
+def _expected(
+    modules: Sequence[str], outer: Collection[str], last: int, with_weights: Collection[Linear]
+) -> dict[str, set[str]]:
+    """All that a config can target, as the trainer calls it, by family that has the linears.
+
+    The family that the weights look like comes first.
+    """
+    place, layers = place_of_layers(modules), range(min(last + 1, _MAX_LAYERS))
+    names = {old: ConfiguredNames(modules, old_linears=old) for old in (False, True)}
+    beside = {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
+    found: dict[tuple[tuple[Linear, ...], bool], set[str]] = {}
+    expected = {}
+    for name, family in FAMILIES.items():
+        kind = family.linears, family.experts is not None and family.experts.old_linears
+        if not set(family.linears).issuperset(with_weights):
+            continue
+        if kind not in found:
+            paths = [linear.path(layer) for layer in layers for linear in family.linears]
+            inner = {each for path in paths for each in names[kind[1]].of(path)} | beside
+            found[kind] = {
+                place + m.removeprefix("model.") if m != HEAD.module else m for m in inner
+            }
+        expected[name] = found[kind]
+    return expected
 
 
 def targets_parameter(raw: Mapping[str, Any], name: str) -> bool:

@@ -40,14 +40,19 @@ def linear_of(module: str) -> str:
 class ConfiguredNames:
     """The names by which a config can mean a layer's linear, in the forms that the weights have."""
 
-    def __init__(self, given: Collection[str]) -> None:
-        """given: the modules with weights, as a trainer saved them."""
+    def __init__(self, given: Collection[str], *, old_linears: bool) -> None:
+        """given: the modules with weights, as a trainer saved them.
+
+        old_linears: what ExpertKeys says of the base model, for experts without weights.
+        """
         of_experts = [module for module in given if is_of_experts(module)]
         numbered = [match for match in map(NUMBERED.fullmatch, of_experts) if match]
         last_parts = {module.rpartition(".")[2] for module in of_experts}
         highest = max((int(match[2]) for match in numbered), default=0)
         self._has_old_block = any(_OLD_BLOCK in module for module in given)
         self._has_old_linears = not last_parts.isdisjoint(_OLD_LINEARS)
+        if not of_experts:
+            self._has_old_linears = old_linears
         self._is_numbered = bool(numbered) or not of_experts
         self._count = min(highest, len(numbered)) + 1
         self._is_of_parameters = last_parts <= {GATE_UP, DOWN}

@@ -35,12 +35,14 @@ class ExpertKeys:
 
     counts: of how many experts a layer has; the first that a file has counts. width: of each
     expert's intermediate vector. normalised: whether the weights of a token's experts add up to 1
-    whatever norm_topk_prob says.
+    whatever norm_topk_prob says. old_linears: whether trainers' targets call the linears w1, w3 and
+    w2.
     """
 
     counts: tuple[str, ...]
     width: str
     normalised: bool = False
+    old_linears: bool = False
 
 
 @dataclass(frozen=True, slots=True)

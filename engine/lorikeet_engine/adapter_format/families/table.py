@@ -231,6 +231,8 @@ FAMILIES: Mapping[str, Family] = {
             "rope_theta": 1_000_000.0,
             "sliding_window": None,
         },
-        experts=ExpertKeys(("num_local_experts",), "intermediate_size", normalised=True),
+        experts=ExpertKeys(
+            ("num_local_experts",), "intermediate_size", normalised=True, old_linears=True
+        ),
     ),
 }

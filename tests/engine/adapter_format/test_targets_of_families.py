@@ -1,0 +1,96 @@
+"""A target that is no linear of the base model is no lack of weights; one that is, is."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from lorikeet_engine.adapter_format import (
+    AdapterLimits,
+    AdapterSpec,
+    BaseShape,
+    read_config,
+    read_spec,
+    write_blob,
+)
+from lorikeet_engine.errors import AdapterRejected
+from tests.engine.adapter_format.peft_folder import edit_config
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+USUAL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 24)
+INCOMPLETE = "that have no weights: the file is incomplete"
+
+
+def packed(
+    checkpoint: Path, folder: Path, trained: list[str], targets: list[str] | None = None
+) -> Path:
+    """The blob of what PEFT trains by these targets; targets: others that its config names then."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=trained)).save_pretrained(folder)
+    if targets is not None:
+        edit_config(folder, target_modules=targets)
+    write_blob(folder, folder / "blob")
+    return folder / "blob"
+
+
+def spec_on(checkpoint: Path, blob: Path) -> AdapterSpec:
+    return read_spec(blob, BaseShape.from_config(read_config(checkpoint)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("family", "found"),
+    [
+        ("llama", USUAL),
+        ("phi3", ["o_proj", "down_proj"]),
+        ("glm4", [*ATTENTION, "down_proj"]),
+        ("mixtral", ATTENTION),
+        ("qwen3_moe", USUAL),
+    ],
+)
+def test_the_usual_targets_are_those_of_the_base_models_linears(
+    family: str, found: list[str], tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    blob = packed(tiny_checkpoints[family], tmp_path, USUAL)
+    assert spec_on(tiny_checkpoints[family], blob).touches.linears == tuple(found)
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4", "qwen3_moe"])
+def test_a_file_of_attention_alone_is_incomplete_where_the_rest_is_there(
+    family: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    blob = packed(tiny_checkpoints["llama"], tmp_path, ATTENTION, USUAL)
+    with pytest.raises(AdapterRejected, match=INCOMPLETE) as refused:
+        spec_on(tiny_checkpoints[family], blob)
+    assert refused.value.fields["field"] == "target_modules"
+
+
+@pytest.mark.parametrize(
+    ("family", "trained", "targets"),
+    [
+        ("mixtral", ATTENTION, [*ATTENTION, "w1", "w2", "w3"]),
+        ("phi3", ["o_proj"], ["o_proj", "gate_up_proj"]),
+    ],
+)
+def test_linears_are_missed_by_the_names_that_the_family_gives_them(
+    family: str,
+    trained: list[str],
+    targets: list[str],
+    tiny_checkpoints: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    blob = packed(tiny_checkpoints[family], tmp_path, trained, targets)
+    with pytest.raises(AdapterRejected, match=INCOMPLETE):
+        spec_on(tiny_checkpoints[family], blob)
+
+
+def test_a_blob_names_families_only_where_not_all_will_do(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    for name, targets, families in (("all", ATTENTION, None), ("some", USUAL, ["mixtral"])):
+        blob = packed(tiny_checkpoints["mixtral"], tmp_path / name, ATTENTION, targets)
+        with safe_open(blob, "pt") as file:
+            assert json.loads(file.metadata()["lorikeet"]).get("families") == families
