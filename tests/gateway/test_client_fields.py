@@ -227,10 +227,52 @@ def test_fields_that_change_nothing_are_taken(gateway: Gateway) -> None:
         service_tier="priority",
         metadata={"a": "b"},
         store=False,
+        extra_body={"prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h"},
     )
     assert answer.choices == plain.choices
     assert answer.service_tier == "default"
     assert error_of(gateway.post(CHAT, chat(store=True)), 400)["param"] == "store"
+    for tier in ("fast", "ultrafast"):
+        assert gateway.post(CHAT, chat(service_tier=tier)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "kind"),
+    [
+        (chat(content=[{"type": "image_url"}]), "messages[0].content", "image_url"),  # type: ignore[arg-type]
+        (chat(tools=[{"type": "custom", "custom": {"name": "f"}}]), "tools[0]", "custom"),
+        (chat(tools=[{"type": "web", "function": {"name": "f"}}]), "tools[0]", "web"),
+        (chat(tool_choice={"type": "allowed_tools"}), "tool_choice", "allowed_tools"),
+    ],
+)
+def test_other_kinds_than_text_and_functions_are_refused_by_name(
+    unchanged: Gateway, fields: Any, param: str, kind: str
+) -> None:
+    error = error_of(unchanged.post(CHAT, fields), 400)
+    assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+    assert f"({kind})" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"context_management": []},
+        {"prompt_cache_options": {"mode": "explicit"}},
+        {"reasoning": {"context": "auto", "mode": "standard"}},
+        {"tools": [{"type": "function", "name": "f", "allowed_callers": ["direct"]}]},
+        {
+            "input": [
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+                | {"caller": {"type": "direct"}},
+                {"type": "function_call_output", "call_id": "c", "output": "x"},
+            ]
+        },
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_values_of_a_response_that_ask_for_nothing_are_taken(gateway: Gateway, fields: Any) -> None:
+    answer = gateway.post("/v1/responses", {"model": "tiny", "input": "hi"} | fields)
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_prompt_alone_is_echoed(gateway: Gateway, replica: ScriptedReplica) -> None:

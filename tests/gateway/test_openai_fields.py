@@ -171,7 +171,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     (with_schema(strict=1), "response_format.json_schema.strict", "boolean"),
     ({"tools": {}}, "tools", "array"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
-    ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools[0].type", "function"),
+    ({"tools": [{"type": 5, "function": {"name": "f"}}]}, "tools[0].type", "function"),
     (function(name="é"), "tools[0].function.name", "pattern"),
     (function(parameters="x"), "tools[0].function.parameters", "object"),
     (function(description=5), "tools[0].function.description", "string"),
@@ -244,7 +244,7 @@ def test_a_bad_value_of_a_completion_is_named(
     ("path", "fields", "param"),
     [
         (CHAT, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].custom"),
+        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
         (CHAT, {"messages": [TURN | {"audio": {"id": "a"}}]}, "messages[0].audio"),
         (COMPLETIONS, {"echo": True, "logprobs": 0, "stream": True}, "echo"),
         (COMPLETIONS, {"n": 2, "best_of": 3}, "best_of"),

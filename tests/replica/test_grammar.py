@@ -342,8 +342,11 @@ class TestRefusals:
         impatient = replace(self.CALL, scheduling=SchedulingParams(max_queue_s=0.05))
         stop(sandbox)
         try:
-            with pytest.raises(EngineOverloaded, match=r"within the 0\.05 s .* send it again"):
+            with pytest.raises(
+                EngineOverloaded, match=r"within the 0\.05 s .* send it again"
+            ) as late:
                 asyncio.run(sandbox.check(impatient, "start: /b/"))
+            assert late.value.fields["retry_after_s"] == 0.05
         finally:
             os.kill(sandbox._process.pid, signal.SIGCONT)
         asyncio.run(sandbox.check(self.CALL, "start: /b/"))

@@ -54,7 +54,8 @@ class GrammarSandbox:
         except TimeoutError:
             raise EngineOverloaded(
                 "this replica could not try the request's JSON schema within the "
-                f"{max_queue_s:g} s that it may wait: send it again, or use fewer schemas at once"
+                f"{max_queue_s:g} s that it may wait: send it again, or use fewer schemas at once",
+                retry_after_s=max_queue_s,  # by then what waits now was tried or has given up
             ) from None
         if problem is not None:
             of_tools = call.tools is not None and (call.tools.forced or call.format is None)

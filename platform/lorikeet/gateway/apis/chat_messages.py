@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, mod
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
+from lorikeet.gateway.apis.fields import refuse_kind
 from lorikeet.gateway.body import Body, NoOps, ValueBudget, misfit
 
 MAX_MESSAGES = 4096
@@ -35,7 +36,9 @@ def _parse_text(value: object) -> object:
     if not isinstance(value, list):
         return value
     for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else None
+        refuse_kind(kind, ("text",), "want text alone")
+        if kind != "text":
             raise ValueError('want a string or a list of {"type": "text", "text": "…"} parts')
         if not isinstance(part.get("text"), str):
             raise ValueError('want a string as "text" of every part')

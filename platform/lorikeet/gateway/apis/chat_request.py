@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, model_validator
@@ -92,12 +93,18 @@ class TemplateFields(Body):
         return known | self.chat_template_kwargs
 
 
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
+
+
 class IgnoredFields(Body):
     """Fields that are taken and change nothing; prefixes are cached by what they say."""
 
+    dropped: ClassVar[Collection[str]] = {"prompt_cache_options"}
+
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    service_tier: ServiceTier | None = None
 
 
 class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):

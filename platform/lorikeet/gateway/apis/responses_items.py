@@ -18,7 +18,7 @@ from lorikeet.gateway.apis.chat_messages import (
 )
 from lorikeet.gateway.apis.fields import refuse_kind
 from lorikeet.gateway.apis.responses_tools import dotted
-from lorikeet.gateway.body import Body, misfit
+from lorikeet.gateway.body import Body, NoOps, misfit
 
 REFERENCE = "item_reference"
 _KINDS = ("message", "function_call", "function_call_output", "reasoning", REFERENCE)
@@ -71,6 +71,7 @@ class InputItem(Body):
     its text, have no effect.
     """
 
+    no_ops: ClassVar[NoOps] = {"caller": ({"type": "direct"},)}
     dropped: ClassVar[Collection[str]] = CLIENT_SIDE_FIELDS
 
     type: Annotated[

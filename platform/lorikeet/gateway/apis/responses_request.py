@@ -77,7 +77,12 @@ class TextSettings(Body):
 
 
 class ReasoningSettings(Body):
-    """How to think. effort: for chat templates that read it. summary: taken, without effect."""
+    """How to think. effort: for chat templates that read it. summary: taken, without effect.
+
+    Past reasoning is the chat template's to show, whose `context` is thus `auto`.
+    """
+
+    no_ops: ClassVar[NoOps] = {"context": ("auto",), "mode": ("standard",)}
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -104,8 +109,12 @@ def _parse_include(value: object) -> object:
 class ResponsesRequest(IgnoredFields, OpenAIRequest):
     """POST /v1/responses. Without max_output_tokens an answer may fill the context."""
 
-    no_ops: ClassVar[NoOps] = {"background": (False,), "truncation": ("disabled",)}
-    dropped: ClassVar[Collection[str]] = {"client_metadata"}  # Codex's
+    no_ops: ClassVar[NoOps] = {
+        "background": (False,),
+        "context_management": ([],),
+        "truncation": ("disabled",),
+    }
+    dropped: ClassVar[Collection[str]] = {*IgnoredFields.dropped, "client_metadata"}  # Codex's
     hints: ClassVar[dict[str, str]] = {
         "conversation": ": send previous_response_id, or the earlier turns as items of input",
         "prompt": ": prompts are not stored here; send instructions and input",
@@ -136,7 +145,6 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     store: bool | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> "ResponsesRequest":

@@ -8,10 +8,15 @@ from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.chat_messages import FunctionName
 from lorikeet.gateway.apis.fields import KIND, refuse_kind
-from lorikeet.gateway.apis.tools import MAX_TOOLS, Function, Mode, Tool, limited
+from lorikeet.gateway.apis.tools import (
+    FUNCTIONS_ALONE,
+    MAX_TOOLS,
+    Function,
+    Mode,
+    Tool,
+    limited,
+)
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
-
-_FUNCTIONS_ALONE = "functions are the only tools here"
 
 
 def dotted(namespace: str | None, name: str) -> str:
@@ -22,7 +27,11 @@ def dotted(namespace: str | None, name: str) -> str:
 class FunctionTool(Body):
     """A function that the model may call. strict: absent means that it is not."""
 
-    no_ops: ClassVar[NoOps] = {"defer_loading": (False,), "async": (False,)}
+    no_ops: ClassVar[NoOps] = {
+        "allowed_callers": (["direct"],),
+        "async": (False,),
+        "defer_loading": (False,),
+    }
     hints: ClassVar[dict[str, str]] = {"function": ": its name and parameters stand beside type"}
 
     type: Literal["function"]
@@ -81,7 +90,7 @@ def _parse_choice(value: object) -> str | FunctionChoice:
         case {"type": "function", "name": str(name)}:
             return FunctionChoice(type="function", name=name)
         case {"type": str(kind)} if kind != "function":
-            refuse_kind(kind, (), _FUNCTIONS_ALONE)
+            refuse_kind(kind, (), FUNCTIONS_ALONE)
     raise ValueError('want "none", "auto", "required" or {"type": "function", "name": "…"}')
 
 
@@ -111,7 +120,7 @@ def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
         raise misfit("tools", f"want at most {MAX_TOOLS} functions in all")
     for index, tool in enumerate(tools):
         if isinstance(tool, OtherTool) and not functions:
-            raise unsupported(f"tools[{index}].type", hint=f" ({tool.type}): {_FUNCTIONS_ALONE}")
+            raise unsupported(f"tools[{index}].type", hint=f" ({tool.type}): {FUNCTIONS_ALONE}")
     return functions
 
 

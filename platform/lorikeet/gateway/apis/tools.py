@@ -9,12 +9,15 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.chat_messages import FunctionName
-from lorikeet.gateway.body import Body, misfit, unsupported
+from lorikeet.gateway.apis.fields import refuse_kind
+from lorikeet.gateway.body import Body, misfit
 from lorikeet.protocol.messages import Format, ToolUse
 
 MAX_TOOLS = 128
 MAX_SCHEMAS_LENGTH = 2**20
 """Characters of the JSON text of all tools, and of a response format's schema."""
+
+FUNCTIONS_ALONE = "functions are the only tools here"
 
 Mode = Literal["none", "auto", "required"]
 
@@ -41,6 +44,14 @@ class Tool(Body):
     type: Literal["function"]
     function: Function
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known_kind(cls, data: Any) -> Any:
+        """Refuse another kind of tool by its type, before one of its fields is."""
+        if isinstance(data, dict):
+            refuse_kind(data.get("type"), ("function",), FUNCTIONS_ALONE)
+        return data
+
 
 class NamedFunction(TypedDict):
     """The name of a function."""
@@ -61,8 +72,8 @@ def _parse_choice(value: object) -> str | NamedTool:
     match value:
         case {"type": "function", "function": {"name": str(name)}}:
             return NamedTool(type="function", function=NamedFunction(name=name))
-        case {"type": "allowed_tools" | "custom"}:
-            raise unsupported()
+        case {"type": str(kind)}:
+            refuse_kind(kind, ("function",), FUNCTIONS_ALONE)
     raise ValueError(
         'want "none", "auto", "required" or {"type": "function", "function": {"name": "…"}}'
     )
