@@ -17,7 +17,8 @@ MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 KIND = "^[a-z0-9_]{1,40}$"
-"""What a `type` looks like, so that it can be quoted."""
+"""What a `type` can look like."""
+_WORDS = re.compile(r"[a-z]+\d{0,2}(_([a-z]+\d{0,2}|\d+))*")  # such as bash_20250124
 
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 Prompt = str | tuple[int, ...]
@@ -81,8 +82,14 @@ def _parse_metadata(value: object) -> dict[str, str]:
 
 
 def refuse_kind(value: object, known: Sequence[str], instead: str) -> object:
-    """Refuse a `type` by its name, if it is none of these and looks like one."""
-    if isinstance(value, str) and value not in known and re.fullmatch(KIND, value):
+    """Refuse a `type` by its name, if it is none of these and looks like one.
+
+    What does not is not quoted: it could be anything that a client has, such as a key.
+    """
+    looks_like_one = (
+        isinstance(value, str) and re.fullmatch(KIND, value) and _WORDS.fullmatch(value)
+    )
+    if looks_like_one and value not in known:
         raise unsupported(hint=f" ({value}): {instead}")
     return value
 
