@@ -11,6 +11,7 @@ import transformers
 
 from lorikeet.gateway.services import ServedModel
 from lorikeet_engine.adapter_format import BaseShape, read_json
+from tests.engine.conftest import MOE
 
 HUB_NAME = "acme/Tiny-1.5B-Instruct"
 """What trainers call each of them; the service knows it as an alias of what it serves."""
@@ -35,16 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
 }
-MIXTURES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "head_dim": 32,
-        "moe_intermediate_size": 48,
-        "norm_topk_prob": True,
-        "num_experts": 6,
-        "num_experts_per_tok": 3,
-    },
-}
+MIXTURES: dict[str, dict[str, Any]] = {"qwen3_moe": MOE["qwen3_moe"]}
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,14 @@ Alias = Annotated[
 Tenant = Annotated[
     str | None, typer.Option(parser=parse_tenant, metavar="NAME", help="Of this tenant only.")
 ]
+Expires = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_duration,
+        metavar="DURATION",
+        help="How long it holds, such as 15m, 2h or 90d. Default: for ever.",
+    ),
+]
 
 
 def _checked(check: Callable[[str, str], str], text: str, param: str) -> str:

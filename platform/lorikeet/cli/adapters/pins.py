@@ -9,9 +9,9 @@ from lorikeet.catalog.rules.limits import HIGHEST_PRIORITY
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import (
     AdapterName,
+    Expires,
     parse_bound,
     parse_count,
-    parse_duration,
     parse_pin_target,
     parse_unpin_target,
 )
@@ -43,14 +43,6 @@ Priority = Annotated[
         min=-HIGHEST_PRIORITY,
         max=HIGHEST_PRIORITY,
         help="Where not all pins fit, higher priorities are kept first, then older pins.",
-    ),
-]
-Expires = Annotated[
-    int | None,
-    typer.Option(
-        parser=parse_duration,
-        metavar="DURATION",
-        help="How long it holds, such as 15m, 2h or 7d. Default: for ever.",
     ),
 ]
 

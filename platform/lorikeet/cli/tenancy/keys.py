@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.cli.admin_client import admin
-from lorikeet.cli.arguments import Tenant, parse_duration, parse_key_id, parse_tenant
+from lorikeet.cli.arguments import Expires, Tenant, parse_duration, parse_key_id, parse_tenant
 from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
 from lorikeet.cli.tenancy.limit_options import KEY_LIMIT_OPTIONS, NONE, print_limits, takes_limits
 
@@ -30,14 +30,6 @@ Publish = Annotated[
 ]
 Name = Annotated[
     str, typer.Option(help="Whose or what it is, for `lorikeet keys list`.", show_default=False)
-]
-Expires = Annotated[
-    int | None,
-    typer.Option(
-        parser=parse_duration,
-        metavar="DURATION",
-        help="How long it works, such as 15m, 2h or 90d. Default: for ever.",
-    ),
 ]
 
 app = typer.Typer(no_args_is_help=True)
