@@ -182,7 +182,10 @@ class Settings(BaseModel):
     adapter_disk: Bytes = Field(
         4 * 2**30, description="disk cache, shared by the replicas of a machine"
     )
-    cache_dir: Path = Field(Path(".lorikeet/cache"), description="the disk cache's folder")
+    cache_dir: Path = Field(
+        Path(".lorikeet/cache"),
+        description="folder of the disk cache, and of pushed adapters that are on their way",
+    )
     max_rank: int = Field(64, ge=1, description="largest LoRA rank accepted")
     max_adapter_bytes: Bytes = Field(2**30, description="largest adapter upload accepted")
     import_from: Annotated[tuple[str, ...], BeforeValidator(parse_prefixes)] = Field(

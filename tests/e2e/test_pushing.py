@@ -8,6 +8,7 @@ import signal
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import boto3
 import httpx
@@ -17,6 +18,7 @@ import ray
 from demo.fill_catalog import ADAPTERS
 from demo.tasks import TASKS
 from loadtest.real_service.adapters import save_adapter
+from lorikeet.gateway.pushing.push_folders import BLOB
 from lorikeet_engine.adapter_format import BaseShape, write_blob
 from tests.e2e.conftest import REPLICAS, ROOT
 from tests.e2e.faulty_replica import faults
@@ -80,6 +82,17 @@ def ask(service, model):
         },
         timeout=60,
     )
+
+
+def test_replicas_of_the_gateways_machine_take_its_file_and_no_copy(service, key, blob):
+    version = push(service, key, blob(8), name="policy-near", lifetime_s=60).json()
+    cache = Path(os.environ["LORIKEET_CACHE_DIR"])
+    (of_gateway,) = (
+        path
+        for path in cache.glob(f"pushes/*/*/{BLOB}")
+        if path.samefile(cache / version["digest"])
+    )
+    assert of_gateway.stat().st_nlink == 2
 
 
 def test_a_replica_on_another_machine_than_the_gateway_is_sent_the_blob(service, key, blob):

@@ -1,5 +1,6 @@
 """The parts that the gateway's application is built from."""
 
+import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +118,8 @@ class Services:
     replicas of each base model run at once. traces: where traces of ended requests go, if anywhere.
     metrics: this gateway's. metrics_pages: asks each replica and the controller for its part of the
     metrics page. kept_view: the file of the catalog's last view, for starts while the store is
-    away. responses: the stored ones, where storing is on.
+    away. push_folder: for pushed blobs, on the disk cache's file system. responses: the stored
+    ones, where storing is on.
     """
 
     catalog: AdapterCatalog
@@ -141,6 +143,7 @@ class Services:
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     metrics_pages: Callable[[], Awaitable[Sequence[bytes]]] = no_pages
     kept_view: KeptView | None = None
+    push_folder: Path = Path(tempfile.gettempdir())
     responses: ResponseStore | None = None
 
 

@@ -169,11 +169,9 @@ class Gateway:
         self._peers = ServePeers(here.app_name, here.deployment, name)
         with _failure_logged("gateway", settings.catalog):
             store = open_store(settings.catalog)
-            catalog = AdapterCatalog(store)
             kept_view = KeptView(settings.cache_dir, store.url)
-            _check_catalog(catalog, kept_view)
             self._services = Services(
-                catalog=catalog,
+                catalog=_open_catalog(store, kept_view),
                 base_models=read_base_models(settings),
                 limits=AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
                 engines=ServeEngineClient(engines, name),
@@ -189,6 +187,7 @@ class Gateway:
                 traces=_traces(settings, name),
                 metrics=GatewayMetrics(settings.gateways),
                 kept_view=kept_view,
+                push_folder=settings.cache_dir / "pushes",
                 metrics_pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
                 responses=_responses(settings, store),
             )
@@ -237,14 +236,19 @@ def _max_running(settings: Settings) -> dict[str, int]:
     }
 
 
-def _check_catalog(catalog: AdapterCatalog, kept_view: KeptView) -> None:
-    """Raise what the store refuses, unless a view was kept; one away is asked again as we serve."""
+def _open_catalog(store: ObjectStore, kept_view: KeptView) -> AdapterCatalog:
+    """Read the catalog; where its store is away it is asked again as we serve.
+
+    Raises what the store refuses, unless a view was kept.
+    """
+    catalog = AdapterCatalog(store)
     try:
         catalog.refresh()
     except StoreError as error:
         if isinstance(error, StoreRefused) and kept_view.read() is None:
             raise
         log.warning("catalog_unreachable", extra={"error": str(error)})
+    return catalog
 
 
 @contextmanager

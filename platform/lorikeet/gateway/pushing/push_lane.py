@@ -87,7 +87,7 @@ class PushLane:
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._services, self._catalog_view = services, catalog_view
-        self.pushed, self.folders = PushedVersions(), PushFolders()
+        self.pushed, self.folders = PushedVersions(), PushFolders(services.push_folder)
         self._pushes: dict[Key, Push] = {}
         self._receiving = Counter[str]()  # by tenant
         self._tasks = set[asyncio.Task[None]]()
