@@ -30,7 +30,7 @@ def workers() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.mark.parametrize("part_bytes", [1, 65536 - 517, 5 * 2**20])
-@pytest.mark.parametrize("size", [0, 7, 3 * 2**20 + 5])
+@pytest.mark.parametrize("size", [0, 7, 13 * 2**20 + 5])
 def test_all_of_a_body_is_hashed_written_and_looked_at(
     size: int, part_bytes: int, tmp_path: Path, workers: ThreadPoolExecutor
 ) -> None:

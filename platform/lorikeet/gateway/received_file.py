@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lorikeet.errors import StoreError
-from lorikeet_engine.adapter_format import SCAN_ALIGNMENT, ValueScan
+from lorikeet_engine.adapter_format import ValueScan
 
 # Beside a busy event loop a thread mostly waits for the interpreter, some five times for each piece
-# however large; 4 ms are left to do when the last has come. A blob's header is in the first.
-_WRITE_BYTES = 2**22
+# however large; 4 ms are left to do when the last has come. A blob's header is in the first. A
+# multiple of SCAN_ALIGNMENT.
+_PIECE_BYTES = 2**22
 
 
 async def receive_file(
@@ -28,19 +29,24 @@ async def receive_file(
             body = _Body(file, scan)
             writing = loop.create_future()
             writing.set_result(None)
+            # One piece is looked at and written while the other is filled. New memory for each part
+            # would cost as much as copying.
+            filling, other = (memoryview(bytearray(_PIECE_BYTES)) for _ in range(2))
+            filled = 0
             try:
-                held: list[bytes] = []
-                held_bytes = 0
                 async for part in parts:
-                    held.append(part)
-                    held_bytes += len(part)
-                    if held_bytes >= _WRITE_BYTES:  # looked at and written while more comes
-                        await writing
-                        writing = loop.run_in_executor(workers, body.take, held)
-                        held, held_bytes = [], 0
+                    rest = memoryview(part)
+                    while rest:
+                        taken = rest[: _PIECE_BYTES - filled]
+                        filling[filled : filled + len(taken)] = taken
+                        filled, rest = filled + len(taken), rest[len(taken) :]
+                        if filled == _PIECE_BYTES:
+                            await writing
+                            writing = loop.run_in_executor(workers, body.take, filling)
+                            filling, other, filled = other, filling, 0
             finally:
                 await writing
-            return await loop.run_in_executor(workers, body.end, held)
+            return await loop.run_in_executor(workers, body.end, filling[:filled])
     except OSError as error:
         raise StoreError(
             f"the gateway could not keep the upload ({error.strerror}): free space in "
@@ -53,26 +59,16 @@ class _Body:
 
     def __init__(self, file: BinaryIO, scan: ValueScan | None) -> None:
         self._file, self._scan, self._sha256 = file, scan, hashlib.sha256()
-        self._rest = b""  # less than SCAN_ALIGNMENT bytes
 
-    def take(self, parts: list[bytes]) -> None:
+    def take(self, piece: memoryview) -> None:
         """Take in what has come since the last call."""
-        data = b"".join((self._rest, *parts))
-        whole = len(data) - len(data) % SCAN_ALIGNMENT
-        self._rest = data[whole:]
-        self._take(memoryview(data)[:whole])
+        self._sha256.update(piece)
+        self._file.write(piece)
+        if self._scan is not None and piece:
+            self._scan.take(piece)
 
-    def end(self, parts: list[bytes]) -> str:
+    def end(self, piece: memoryview) -> str:
         """Take in the last of it; return the digest."""
-        self.take(parts)
-        self._take(memoryview(self._rest))
+        self.take(piece)
         self._file.flush()
         return self._sha256.hexdigest()
-
-    def _take(self, data: memoryview) -> None:
-        if not data:
-            return
-        self._sha256.update(data)
-        self._file.write(data)
-        if self._scan is not None:
-            self._scan.take(data)
