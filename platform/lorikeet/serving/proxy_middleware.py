@@ -129,11 +129,18 @@ class _Answer:
         self._unread = deque[Message]()
         self._unread_bytes = 0
         self._ready, self._below = asyncio.Event(), asyncio.Event()
-        self._ended = False
+        self._ended, self._body_comes = False, True
         self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def receive(self) -> Message:
-        """Return the client's next message; that it has gone, once the answer is cut."""
+        """Return the client's next message; that it has gone, once the answer is cut.
+
+        Parts of a body come as they are: a task for each would cost a tenth of a large one's time.
+        """
+        if self._body_comes:
+            message = await self._receive()
+            self._body_comes = bool(message.get("more_body"))
+            return message
         receiving = asyncio.ensure_future(self._receive())
         try:
             await asyncio.wait((receiving, self.cut), return_when=asyncio.FIRST_COMPLETED)
