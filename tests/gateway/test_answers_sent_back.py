@@ -75,6 +75,29 @@ def test_what_litellm_adds_to_a_message(gateway: Gateway, replica: ScriptedRepli
     assert gateway.post(CHAT, {"model": "tiny", "messages": [TURN, said, TURN]}).is_success
 
 
+def test_a_call_whose_arguments_no_delta_had(gateway: Gateway, replica: ScriptedReplica) -> None:
+    function = {"name": "Order", "arguments": ""}
+    called = {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
+    }
+    turns = [TURN, called, {"role": "tool", "tool_call_id": "c", "content": "done"}]
+    assert gateway.post(CHAT, {"model": "tiny", "messages": turns}).is_success
+    assert '{"name": "Order", "arguments": {}}' in replica.prompts[0]
+
+
+def test_what_vllm_calls_thinking(gateway: Gateway) -> None:
+    said = {"role": "assistant", "content": "4", "reasoning": "2 and 2."}
+    assert gateway.post(CHAT, {"model": "tiny", "messages": [TURN, said, TURN]}).is_success
+    assert gateway.engines.last.messages[1]["reasoning_content"] == "2 and 2."
+
+
+def test_a_refusal_is_a_text(gateway: Gateway) -> None:
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
+    assert gateway.post(CHAT, {"model": "tiny", "messages": [TURN, said, TURN]}).is_success
+    assert gateway.engines.last.messages[1] == {"role": "assistant", "content": "I will not."}
+
+
 def test_other_fields_of_a_message_are_refused(unchanged: Gateway) -> None:
     said = {"role": "assistant", "content": "hi", "mood": "glad"}
     refused = unchanged.post(CHAT, {"model": "tiny", "messages": [TURN, said, TURN]})

@@ -215,7 +215,8 @@ def test_plain_completions_stay_as_they_were_written(
     assert "completion_tokens_details" not in body["usage"]
 
 
-def test_only_assistants_have_thought(unchanged: Gateway) -> None:
-    turn = {**TURN, "reasoning_content": "Hm."}
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_only_assistants_have_thought(unchanged: Gateway, name: str) -> None:
+    turn = {**TURN, name: "Hm."}
     error = error_of(unchanged.post(CHAT, {"model": "tiny", "messages": [turn]}), 400)
-    assert error["param"] == "messages[0].reasoning_content"
+    assert error["param"] == f"messages[0].{name}"

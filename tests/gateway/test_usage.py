@@ -67,6 +67,15 @@ def test_an_admin_sees_each_adapter_of_each_tenant(used: Gateway) -> None:
     assert rows(used, "tenant=acme") == [base, support]
 
 
+def test_a_tenant_that_used_nothing_is_no_error_and_one_that_is_not_there_is(
+    used: Gateway,
+) -> None:
+    nothing = used.admin("GET", f"/usage?tenant=globex&from={day(9)}&to={day(8)}")
+    assert nothing.json()["data"] == []
+    error = used.request("GET", "/admin/v1/usage?tenant=acmee", used.admin_key)
+    assert (error.status_code, error.json()["error"]["param"]) == (404, "tenant")
+
+
 def test_rows_are_of_what_is_wanted(used: Gateway) -> None:
     by_day = rows(used, "by=day")
     assert [(row["day"], row["output_tokens"]) for row in by_day] == [(day(1), 2), (day(), 54)]

@@ -49,7 +49,7 @@ def admin_routes(
     router.include_router(status_routes(services.engines, catalog_view, pins))
     router.include_router(fleet_routes(FleetView(services.engines, catalog_view, traffic, pins)))
     router.include_router(admin_request_routes(request_log))
-    router.include_router(admin_usage_routes(usage))
+    router.include_router(admin_usage_routes(usage, catalog_view))
     return router
 
 

@@ -12,6 +12,7 @@ from lorikeet.gateway.body import Body, NoOps, ValueBudget, misfit
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128
+_TEXTS = ("text", "refusal")  # types of parts, and the keys of their texts
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 _CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -26,6 +27,13 @@ class TextPart(TypedDict):
     text: str
 
 
+class RefusalPart(TypedDict):
+    """A part of an assistant's message, of a model that refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 def _parse_role(value: object) -> object:
     """Parse a role; `developer` is what newer clients call `system`."""
     return "system" if value == "developer" else value
@@ -37,23 +45,25 @@ def _parse_text(value: object) -> object:
         return value
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
-        refuse_kind(kind, ("text",), "want text alone")
-        if kind != "text":
+        refuse_kind(kind, _TEXTS, "want text alone")
+        if kind not in _TEXTS:
             raise ValueError('want a string or a list of {"type": "text", "text": "…"} parts')
-        if not isinstance(part.get("text"), str):
-            raise ValueError('want a string as "text" of every part')
-    return "".join(part["text"] for part in value)
+        if not isinstance(part.get(kind), str):
+            raise ValueError(f'want a string as "{kind}" of every part')
+    return "".join(part[part["type"]] for part in value)
 
 
 def parse_object(value: object, info: ValidationInfo) -> dict[str, Any]:
     """Parse the JSON text of an object, such as the arguments of a call: templates want the object.
 
+    No text is one of a call without arguments, as some clients put it together of deltas.
     Raises RequestTooLarge where those of a body have too many values together.
     """
     if isinstance(value, str) and isinstance(info.context, ValueBudget):
         info.context.spend(value.encode(errors="replace"))
     try:
-        arguments = from_json(value, allow_inf_nan=False) if isinstance(value, str) else None
+        text = value or "{}" if isinstance(value, str) else "null"
+        arguments = from_json(text, allow_inf_nan=False)
     except ValueError:  # also where it is nested more deeply than a body may be
         arguments = None
     if not isinstance(arguments, dict):
@@ -97,7 +107,10 @@ class Message(Body):
         BeforeValidator(_parse_role, json_schema_input_type=_SentRole),
     ]
     content: Annotated[
-        str | None, BeforeValidator(_parse_text, json_schema_input_type=str | list[TextPart] | None)
+        str | None,
+        BeforeValidator(
+            _parse_text, json_schema_input_type=str | list[TextPart | RefusalPart] | None
+        ),
     ] = None
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     tool_calls: (
@@ -106,6 +119,7 @@ class Message(Body):
     tool_call_id: _CallId | None = None
     function_call: PastFunction | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # what other servers call it
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> "Message":
@@ -113,8 +127,9 @@ class Message(Body):
             raise misfit("tool_calls", "want it only in an assistant's message")
         if self.function_call is not None and (self.role != "assistant" or self.tool_calls):
             raise misfit("function_call", "want it in an assistant's message without tool_calls")
-        if self.reasoning_content is not None and self.role != "assistant":
-            raise misfit("reasoning_content", "want it only in an assistant's message")
+        for name in ("reasoning_content", "reasoning"):
+            if getattr(self, name) is not None and self.role != "assistant":
+                raise misfit(name, "want it only in an assistant's message")
         if self.role == "function" and self.name is None:
             raise misfit("name", "want the function's name in its message")
         if self.content is None and not self.tool_calls and self.function_call is None:
@@ -132,8 +147,8 @@ class Message(Body):
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-        if self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
+        if thought := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = thought
         return message
 
 

@@ -13,6 +13,7 @@ from lorikeet.catalog.names import check_name
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.usage.ledger import day_of
 from lorikeet.usage.reader import UsageReader
 from lorikeet.usage.summary import GroupBy, rows
@@ -80,7 +81,7 @@ def usage_routes(authenticator: RequestAuthenticator, reports: UsageReports) -> 
     return router
 
 
-def admin_usage_routes(reports: UsageReports) -> APIRouter:
+def admin_usage_routes(reports: UsageReports, catalog_view: GatewayCatalogView) -> APIRouter:
     """The admin route of one tenant's usage, and of all."""
     router = APIRouter()
 
@@ -93,6 +94,9 @@ def admin_usage_routes(reports: UsageReports) -> APIRouter:
     ) -> Json:
         if tenant is not None:
             check_name(tenant, "tenant")
-        return await reports.report(first, to, parse_by(by, tuple(GroupBy)), tenant)
+        found = await reports.report(first, to, parse_by(by, tuple(GroupBy)), tenant)
+        if tenant is not None and not found["data"]:  # a name that nobody has, perhaps
+            await catalog_view.ask(lambda state: state.tenant(tenant))
+        return found
 
     return router
