@@ -6,9 +6,11 @@ import time
 
 import pytest
 
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterLoadFailed
+from lorikeet_engine.residency.changes import ResidencyChanges
 from lorikeet_engine.residency.disk.cache import DiskCache
+from lorikeet_engine.residency.disk.watcher import DiskWatcher
 from tests.engine.residency.conftest import KIND, OTHER
 
 
@@ -89,6 +91,26 @@ def test_images_of_another_fingerprint_are_not_used_and_age(cache, refs, shelf, 
     fetch(mine, refs[2])
     other.changed()
     assert not other.holds(refs[0].digest)
+
+
+def test_what_others_put_there_beyond_the_budget_makes_older_ones_go(cache, refs, shelf, tmp_path):
+    disk = cache(room=2)
+    fetch(disk, refs[0])
+    assert pin(disk, refs[0].digest)
+    fetch(disk, refs[1])
+    for age_s, ref in ((5, refs[2]), (0, refs[3])):
+        path = tmp_path / "disk" / ref.digest
+        path.write_bytes(shelf.blob("a").read_bytes())
+        os.utime(path, (time.time() - age_s,) * 2)
+    assert disk.changed() is not None
+    disk.trim()
+    assert kinds(disk, refs, tmp_path) == ["b", "b", "b", "b"], "all are new"
+    for ref in refs[:3]:
+        os.utime(tmp_path / "disk" / ref.digest, (time.time() - 60,) * 2)
+    watcher = DiskWatcher(disk, ResidencyChanges(lambda _: Residency.REMOTE))
+    watcher.close()
+    assert kinds(disk, refs, tmp_path) == ["b", "", "", "b"]
+    assert disk.status().evictions == 2
 
 
 def test_only_what_is_remote_is_fetched(cache, refs, shelf):

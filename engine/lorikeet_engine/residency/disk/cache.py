@@ -30,6 +30,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PART = ".part"
 _LOCK = ".lock"
 _ABANDONED_S = 3600.0
+_NEW_S = 10.0
+"""Who has put a file into the folder needs a moment until it is pinned."""
 
 
 class AdapterSource(Protocol):
@@ -86,6 +88,15 @@ class DiskCache:
         For one thread. Sees other processes' doing, too.
         """
         return self._usage.changed()
+
+    def trim(self) -> None:
+        """Remove what is beyond the budget, of files that others have put into the folder.
+
+        Those put there or used in the last seconds stay. By what `changed` saw last.
+        """
+        if self._usage.bytes > self.budget_bytes:
+            with self._exclusive():
+                self._evict(used_before_ns=time.time_ns() - int(1e9 * _NEW_S))
 
     def status(self) -> TierStatus:
         """What `changed` saw last, and what this process has evicted."""
@@ -254,7 +265,7 @@ class DiskCache:
         finally:
             os.close(descriptor)
 
-    def _evict(self, keep: Path) -> None:
+    def _evict(self, keep: Path | None = None, used_before_ns: float = float("inf")) -> None:
         files = []
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -262,10 +273,10 @@ class DiskCache:
                 if FILE.fullmatch(path.name):
                     files.append((stat.st_mtime_ns, stat.st_size, path))
         excess = sum(size for _, size, _ in files) - self.budget_bytes
-        for _, size, path in sorted(files):
+        for used_ns, size, path in sorted(files):
             if excess <= 0:
                 return
-            if path == keep:
+            if path == keep or used_ns >= used_before_ns:
                 continue
             descriptor = lock_file(path, fcntl.LOCK_EX)
             if descriptor is not None:

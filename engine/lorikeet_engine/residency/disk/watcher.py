@@ -1,4 +1,7 @@
-"""Locks pinned files, and sees what other processes put into the disk cache or remove from it."""
+"""Locks pinned files, and sees what other processes put into the disk cache or remove from it.
+
+What they put there beyond the budget, as replicas do with pushed blobs, makes others go.
+"""
 
 import logging
 import threading
@@ -42,3 +45,4 @@ class DiskWatcher:
         digests = self._disk.changed()
         if digests is not None:
             self._changes.on_disk(digests)
+        self._disk.trim()
