@@ -65,8 +65,8 @@ def soaked(service: Service, s3_bucket: str, tmp_path: Path) -> Iterator[tuple[S
             "LORIKEET_REPLICAS": REPLICAS,
             "LORIKEET_ADAPTER_DISK": str(DISK_BYTES),
             # which are full after some minutes, too: their memory grows until then
-            "LORIKEET_ADAPTER_GPU_MEMORY": "8MiB",
-            "LORIKEET_ADAPTER_HOST_MEMORY": "32MiB",
+            "LORIKEET_ADAPTER_GPU_MEMORY": "2MiB",
+            "LORIKEET_ADAPTER_HOST_MEMORY": "8MiB",
         }
     )
     keys = fill_catalog(settings, tmp_path / "keys")
@@ -208,13 +208,13 @@ def test_tenants_push_and_ask_and_nothing_is_wrong_or_grows(
     answers = sum(tenant.answers for tenant in tenants)
     print(f"{len(ready_s)} pushes, ready after p50 {p50:.2f} s, p99 {p99:.2f} s; {answers} answers")
     for name, sizes in footprint.seen.items():
-        print(f"{name}: first {sizes[0]:,}, last {sizes[-1]:,}, most {max(sizes):,}")
+        every = max(1, len(sizes) // 8)
+        print(f"{name}: {', '.join(f'{size:,}' for size in sizes[::every])}")
+    grown = footprint.grown()
+    print(f"grown: {grown}; disk: most {max(footprint.disk):,}")
     assert [wrong for tenant in tenants for wrong in tenant.wrong] == []
     assert all(tenant.answers > len(tenant.order) for tenant in tenants)
-    print(f"disk: most {max(footprint.disk):,}")
     assert max(footprint.disk) < 1.25 * DISK_BYTES
-    grown = footprint.grown()
-    print(f"grown: {grown}")
     if SECONDS >= STEADY_RUN_S:
         assert grown == []
 
