@@ -162,13 +162,13 @@ class Footprint:
         self._processes = list(_processes())
         self.seen: dict[str, list[int]] = defaultdict(list)
         self.disk: list[int] = []
+        self.bodies: list[int] = []  # at the gateway
 
     def look(self) -> None:
         for name, process in self._processes:
             self.seen[f"{name}: memory"].append(process.memory_info().rss)
             self.seen[f"{name}: open files"].append(process.num_fds())
-        of_gateway = sum(map(_size, self._cache.glob("pushes/**/*")))
-        self.seen["bodies at the gateway: bytes"].append(of_gateway)
+        self.bodies.append(sum(map(_size, self._cache.glob("pushes/**/*"))))
         self.disk.append(sum(map(_size, self._cache.iterdir())))
 
     def grown(self) -> list[str]:
@@ -212,9 +212,11 @@ def test_tenants_push_and_ask_and_nothing_is_wrong_or_grows(
         print(f"{name}: {', '.join(f'{size:,}' for size in sizes[::every])}")
     grown = footprint.grown()
     print(f"grown: {grown}; disk: most {max(footprint.disk):,}")
+    print(f"bodies: most {max(footprint.bodies):,}")
     assert [wrong for tenant in tenants for wrong in tenant.wrong] == []
     assert all(tenant.answers > len(tenant.order) for tenant in tenants)
     assert max(footprint.disk) < 1.25 * DISK_BYTES
+    assert max(footprint.bodies) < DISK_BYTES  # sixteen of each tenant
     if SECONDS >= STEADY_RUN_S:
         assert grown == []
 
