@@ -23,7 +23,7 @@ from engine.benchmarks import harness
 from engine.benchmarks.gpu_time import medians_ms
 from engine.benchmarks.random_model import CONFIGS
 from engine.benchmarks.tune_fp8 import shapes
-from lorikeet_engine.kernels.fp8 import DTYPE, fused
+from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, fused
 from lorikeet_engine.kernels.gemv import GemvConfig, gemv, gemv_act_and_mul, gemv_config
 from lorikeet_engine.kernels.pointwise import add_rms_norm
 from lorikeet_engine.kernels.pointwise.reference import act_and_mul
@@ -84,16 +84,17 @@ class Products:
         size = (shape.d_out, shape.d_in)
         like = {"device": "cuda", "dtype": torch.bfloat16}
         weight = torch.randn(size, generator=random, **like).mul_(shape.d_in**-0.5)
-        scales = None
-        if shape.is_fp8:
-            rounded = fused.quantize_rows(weight)
-            weight, scales = rounded.rows, rounded.scales
-        copies = -(-_BYTES // shape.nbytes)
-        self._scales, self._weights = scales, [weight, *(weight.clone() for _ in range(copies - 1))]
+        rounded = fused.quantize_rows(weight) if shape.is_fp8 else None
+        floats = weight.float() if rounded is None else rounded.floats()
+        copies = range(-(-_BYTES // shape.nbytes))
+        self._weights: list[torch.Tensor | Fp8Rows] = (
+            [weight.clone() for _ in copies]
+            if rounded is None
+            else [Fp8Rows(rounded.rows.clone(), rounded.scales) for _ in copies]
+        )
         self._x = torch.randn(1, shape.d_in, generator=random, **like)
         self._zeros, self._ones = torch.zeros_like(self._x), torch.ones(shape.d_in, **like)
-        y = self._norm().float() @ weight.float().T
-        y = y if scales is None else y * scales
+        y = self._norm().float() @ floats.T
         self._want = act_and_mul(y) if self._gated else y
         self._norms_us = self._us(lambda _: self._norm())
 
@@ -109,10 +110,10 @@ class Products:
     def _norm(self) -> torch.Tensor:
         return add_rms_norm(self._x, self._zeros, self._ones, 1e-5)
 
-    def _multiply(self, weight: torch.Tensor, config: GemvConfig) -> torch.Tensor:
-        return multiply(self._norm(), weight, self._scales, config, gated=self._gated)
+    def _multiply(self, weight: torch.Tensor | Fp8Rows, config: GemvConfig) -> torch.Tensor:
+        return multiply(self._norm(), weight, config, gated=self._gated)
 
-    def _us(self, call: Callable[[torch.Tensor], object]) -> float:
+    def _us(self, call: Callable[[torch.Tensor | Fp8Rows], object]) -> float:
         call(self._weights[0])
         weights = self._weights * -(-_PRODUCTS // len(self._weights))
         graph = torch.cuda.CUDAGraph()
@@ -124,17 +125,12 @@ class Products:
 
 
 def multiply(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor | None,
-    config: GemvConfig,
-    *,
-    gated: bool,
+    x: torch.Tensor, weight: torch.Tensor | Fp8Rows, config: GemvConfig, *, gated: bool
 ) -> torch.Tensor:
     """One product."""
     if gated:
-        return gemv_act_and_mul(x, weight, None, scales, config, gelu=False)
-    return gemv(x, weight, None, scales, config)
+        return gemv_act_and_mul(x, weight, None, config, gelu=False)
+    return gemv(x, weight, None, config)
 
 
 def candidates(shape: Shape) -> Iterator[GemvConfig]:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
 from lorikeet_engine.kernels.lora.expand_act import activated
 
 
@@ -50,26 +51,24 @@ def gemv_config(d_in: int, *, is_fp8: bool) -> GemvConfig:
 
 def gemv(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Fp8Rows,
     bias: torch.Tensor | None,
-    scales: torch.Tensor | None = None,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
     """x·Wᵀ + b as `linear` of kernels/lora/linear.py has it, which calls this; x [1, d_in].
 
-    scales [d_out] float32: of the weight's rows, which then are FP8. Sums are float32, rounded
-    once. config: other than gemv_config's.
+    With an FP8 weight, too, x is multiplied as it is; blocks that have scales are as wide as a
+    multiple of 16. Sums are float32, rounded once. config: other than gemv_config's.
     """
-    y = x.new_empty((1, len(weight)))
-    _launch(x, weight, bias, scales, y, config, gated=False, gelu=False)
+    y = x.new_empty((1, _d_out(weight)))
+    _launch(x, weight, bias, y, config, gated=False, gelu=False)
     return y
 
 
 def gemv_act_and_mul(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Fp8Rows,
     bias: torch.Tensor | None,
-    scales: torch.Tensor | None = None,
     config: GemvConfig | None = None,
     *,
     gelu: bool,
@@ -78,29 +77,33 @@ def gemv_act_and_mul(
 
     What is gated is rounded to x's dtype before, as between the two.
     """
-    y = x.new_empty((1, len(weight) // 2))
-    _launch(x, weight, bias, scales, y, config, gated=True, gelu=gelu)
+    y = x.new_empty((1, _d_out(weight) // 2))
+    _launch(x, weight, bias, y, config, gated=True, gelu=gelu)
     return y
+
+
+def _d_out(weight: torch.Tensor | Fp8Rows) -> int:
+    return len(weight.rows if isinstance(weight, Fp8Rows) else weight)
 
 
 def _launch(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Fp8Rows,
     bias: torch.Tensor | None,
-    scales: torch.Tensor | None,
     y: torch.Tensor,
     config: GemvConfig | None,
     *,
     gated: bool,
     gelu: bool,
 ) -> None:
-    d_out, d_in = weight.shape
+    matrix, scales, high, wide = kernel_arguments(weight)
+    d_out, d_in = matrix.shape
     c = config or gemv_config(d_in, is_fp8=scales is not None)
     row = triton.next_power_of_2(d_in)
     block = row if c.programs else min(c.columns, row)
     tiles = triton.cdiv(d_out, c.rows)
     _gemv[(min(c.programs, tiles) or tiles,)](
-        x, weight, bias, scales, y, d_out, d_in, bias is not None, gated, gelu,
+        x, matrix, bias, scales, y, d_out, d_in, high, wide, bias is not None, gated, gelu,
         c.rows, block, min(c.summed, block), c.stages, c.programs > 0,
         num_warps=c.warps,
     )  # fmt: skip
@@ -115,6 +118,8 @@ def _gemv(
     y: tl.tensor,
     d_out: tl.constexpr,
     d_in: tl.constexpr,
+    high: tl.constexpr,
+    wide: tl.constexpr,
     biased: tl.constexpr,
     gated: tl.constexpr,
     gelu: tl.constexpr,
@@ -124,7 +129,10 @@ def _gemv(
     stages: tl.constexpr,
     shared: tl.constexpr,
 ) -> None:
-    """Compute some of y's elements; shared: others, too, until none are left."""
+    """Compute some of y's elements; shared: others, too, until none are left.
+
+    high, wide: of the blocks that have scales; wide is 0 where rows have them.
+    """
     first = tl.program_id(0)
     column = tl.arange(0, block)
     if shared:
@@ -133,8 +141,9 @@ def _gemv(
             row = _row(tile, d_out, gated, rows)
             line = weight + row[:, None].to(tl.int64) * d_in
             products = _weights(line, column, 0, d_in, block) * values[None, :]
-            out = tl.sum(_added_up(products, rows, block, summed), 1)
-            _store(out, bias, scales, y, tile, row, d_out, biased, gated, gelu, rows)
+            sums = _added_up(products, rows, block, summed)
+            out = tl.sum(scaled(sums, scales, row, 0, d_in, high, wide, block, summed), 1)
+            _store(out, bias, scales, y, tile, row, d_out, wide, biased, gated, gelu, rows)
     else:
         row = _row(first, d_out, gated, rows)
         line = weight + row[:, None].to(tl.int64) * d_in
@@ -143,9 +152,10 @@ def _gemv(
             weights = _weights(line, column, start, d_in, block)
             inside = start + column < d_in
             values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-            total += _added_up(weights * values[None, :], rows, block, summed)
+            sums = _added_up(weights * values[None, :], rows, block, summed)
+            total += scaled(sums, scales, row, start, d_in, high, wide, block, summed)
         out = tl.sum(total, 1)
-        _store(out, bias, scales, y, first, row, d_out, biased, gated, gelu, rows)
+        _store(out, bias, scales, y, first, row, d_out, wide, biased, gated, gelu, rows)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -186,6 +196,26 @@ def _added_up(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def scaled(
+    sums: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    start: tl.tensor,
+    d_in: tl.constexpr,
+    high: tl.constexpr,
+    wide: tl.constexpr,
+    block: tl.constexpr,
+    summed: tl.constexpr,
+) -> tl.tensor:
+    """Neighbours' sums from a column on, times the scales of their blocks where these have some."""
+    if wide:
+        column = start + tl.arange(0, block // summed) * summed
+        place = (row // high)[:, None] * tl.cdiv(d_in, wide) + (column // wide)[None, :]
+        sums *= tl.load(scales + place, mask=(column < d_in)[None, :], other=0.0)
+    return sums
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _store(
     out: tl.tensor,
     bias: tl.tensor,
@@ -194,13 +224,14 @@ def _store(
     tile: tl.tensor,
     row: tl.tensor,
     d_out: tl.constexpr,
+    wide: tl.constexpr,
     biased: tl.constexpr,
     gated: tl.constexpr,
     gelu: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
     """Scale a tile's sums, add the bias, gate, and store."""
-    if scales is not None:
+    if scales is not None and wide == 0:
         out *= tl.load(scales + row)
     if biased:
         out += tl.load(bias + row).to(tl.float32)

@@ -27,7 +27,7 @@ from lorikeet_engine.models.stored_tensors import (
     instead_of,
 )
 from lorikeet_engine.models.weight_formats import weight_format
-from lorikeet_engine.models.weight_formats.fp8 import UNUSED, Fp8
+from lorikeet_engine.models.weight_formats.fp8 import UNUSED, Fp8, check_on_cuda
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 
@@ -108,41 +108,28 @@ class Checkpoint:
         """What is kept of the weights of linears that are fused, rounded if that is asked for.
 
         Of FP8 the rows are those of a matrix, whatever dimensions the tensors have.
-        Linears that are stored as FP8 stay so. Scales of blocks become scales of rows, for which
-        weights are rounded a second time; linears that are not all FP8 get their exact values.
+        Linears that are stored as FP8 stay so; those that are not all FP8 get their exact values.
         Rounded to FP8 is what is kept, to NF4 all, whose scales depend on it. Raises what `read`
         does.
         """
         stored, rounding = self._weight_format, self.rounding
         weight: Weight
         if isinstance(stored, Fp8) and all(map(self._is_quantized, names)):
-            whole_rows = stored.stored.block is None
-            weight = (
-                self._read_fp8(names, cuts, stored) if whole_rows else self._to_fp8(names, cuts)
-            )
+            weight = self._read_fp8(names, cuts, stored)
         elif rounding is Quantization.FP8:
             weight = self._to_fp8(names, cuts)
         elif rounding is Quantization.NF4:
             weight = self._to_nf4(names, cuts)
         else:
             weight = self._read(names, cuts)
-        if isinstance(weight, Fp8Rows):
-            self._check_sides(names[0], *weight.rows.shape)
+        if isinstance(weight, Fp8Rows) and self.device.type == "cuda":
+            check_on_cuda(names[0], weight)
         self.nbytes += weight.nbytes
         return weight
 
     def leave(self, names: Sequence[str]) -> None:
         """Count tensors as read that another process of the model has."""
         self._unread.difference_update(names)
-
-    def _check_sides(self, name: str, d_out: int, d_in: int) -> None:
-        """Raise ModelError where CUDA has no product of an FP8 weight of these sides."""
-        if self.device.type == "cuda" and (d_out % 16 or d_in % 16):
-            raise ModelError(
-                f"{name} [{d_out}, {d_in}]: FP8 on a GPU wants both sides to be multiples of 16: "
-                "want a checkpoint of floats, with weight_dtype=auto",
-                field=name,
-            )
 
     def part(self, name: str, dtype: str, *shape: int) -> torch.Tensor:
         """A tensor as it is stored; on the meta device without its values.
@@ -225,12 +212,11 @@ class Checkpoint:
 
     def _read_fp8(self, names: Sequence[str], cuts: Sequence[Cut], stored: Fp8) -> Fp8Rows:
         out, parts = stack(cuts, self.device, fp8.DTYPE)
-        scales = []
+        block, scales = stored.block(cuts), []
         for name, part, cut in zip(names, parts, cuts, strict=True):
             self._copy(name, part, ("F8_E4M3",), cut)
-            of_all = stored.row_scales(name, cut.shape[0], self)
-            scales.append(of_all[cut.rows.start : cut.rows.stop])
-        return Fp8Rows(out, torch.cat(scales))
+            scales.append(stored.scales(name, cut, block, self))
+        return Fp8Rows(out, torch.cat(scales), block)
 
     def _to_fp8(self, names: Sequence[str], cuts: Sequence[Cut]) -> Fp8Rows:
         weight = self._read(names, cuts)

@@ -94,7 +94,6 @@ def _read(
         names = [stacked] * len(names)
     weight = checkpoint.read_linear(names, cuts)
     if isinstance(weight, Fp8Rows):
-        return Fp8Rows(
-            weight.rows.view(count, -1, cut.kept_shape[1]), weight.scales.view(count, -1)
-        )
+        scales = weight.scales.view(count, -1, *weight.scales.shape[1:])
+        return Fp8Rows(weight.rows.view(count, -1, cut.kept_shape[1]), scales, weight.block)
     return weight.view(count, -1, cut.kept_shape[1])

@@ -35,7 +35,7 @@ ERRORS = {
     ("bf16", "nf4"): (0.08, 0.11),
     ("fp8 dynamic", "auto"): (0.02, 0.04),
     ("fp8 static", "auto"): (0.02, 0.04),
-    ("fp8 blocks", "auto"): (0.02, 0.05),  # rounded twice
+    ("fp8 blocks", "auto"): (0.02, 0.04),
     ("nf4", "auto"): (0.08, 0.11),
     ("awq", "auto"): (0.08, 0.13),
     ("gptq", "auto"): (0.08, 0.13),

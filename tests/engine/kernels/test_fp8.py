@@ -44,7 +44,21 @@ def nearest(scaled):
 
 
 def floats(rounded):
-    return rounded.rows.double() * rounded.scales[:, None]
+    if rounded.block is None:
+        return rounded.rows.double() * rounded.scales[:, None]
+    height, width = rounded.block
+    rows, columns = (torch.arange(side, device=rounded.rows.device) for side in rounded.rows.shape)
+    scales = rounded.scales[rows[:, None] // height, columns[None, :] // width]
+    return rounded.rows.double() * scales
+
+
+def in_blocks(d_out, d_in, block, device="cpu"):
+    """A weight whose blocks have scales of very different sizes."""
+    random = torch.Generator().manual_seed(d_in)
+    rows = torch.randn(d_out, d_in, generator=random).mul_(60).clamp_(-448, 448).to(DTYPE)
+    counts = [-(-side // size) for side, size in zip((d_out, d_in), block, strict=True)]
+    scales = 4.0 ** torch.randn(counts, generator=random) * d_in**-0.5 / 60
+    return Fp8Rows(rows.to(device), scales.to(device), block)
 
 
 def assert_rounded(got, x):
@@ -95,6 +109,17 @@ def test_a_linear_multiplies_the_rounded_numbers(tokens, biased, dtype):
     assert ((got - want).abs() <= error).all()
 
 
+@pytest.mark.parametrize("block", [(32, 48), (8, 96), (1, 16)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_linear_multiplies_numbers_whose_blocks_have_scales(tokens, block):
+    x, weight = numbers(tokens, 112), in_blocks(40, 112, block)
+    want = floats(reference.quantize_rows(x)) @ floats(weight).T
+    got = linear(x, weight)
+    # the reference adds up a hundred products in float32
+    assert ((got - want).abs() <= 112 * EPS * want.abs().amax(1, keepdim=True)).all()
+    assert torch.equal(weight.floats().double(), floats(weight).float().double())
+
+
 @pytest.mark.parametrize(("device", "dtype"), KINDS)
 @pytest.mark.parametrize("width", [16, 100, 4096, 14336])
 def test_the_kernel_rounds_rows_as_the_reference_does(device, dtype, width):
@@ -136,10 +161,25 @@ def test_rows_that_are_rounded_already_are_multiplied_as_they_are():
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("d_out", "d_in"), [(8, 64), (7, 100), (33, 2048), (5, 3000)])
 def test_one_row_is_multiplied_unrounded(device, dtype, d_out, d_in, biased):
-    x, bias = numbers(1, d_in).to(device, dtype), torch.randn(d_out).to(device, dtype)
     weight = reference.quantize_weight(numbers(d_out, d_in, seed=1).to(device))
+    assert_multiplied_unrounded(weight, device, dtype, biased)
+
+
+@pytest.mark.parametrize(("device", "dtype"), KINDS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("block", [(128, 128), (4, 32)])
+@pytest.mark.parametrize(("d_out", "d_in"), [(8, 64), (132, 112), (33, 2048), (5, 3008)])
+def test_one_row_is_multiplied_by_numbers_whose_blocks_have_scales(
+    device, dtype, d_out, d_in, block, biased
+):
+    assert_multiplied_unrounded(in_blocks(d_out, d_in, block, device), device, dtype, biased)
+
+
+def assert_multiplied_unrounded(weight, device, dtype, biased):
+    d_out, d_in = weight.rows.shape
+    x, bias = numbers(1, d_in).to(device, dtype), torch.randn(d_out).to(device, dtype)
     bias = bias if biased else None
-    got = gemv(x, weight.rows, bias, weight.scales)
+    got = gemv(x, weight, bias)
     want = x.double() @ floats(weight).T
     want = want if bias is None else want + bias
     atol = 2 * torch.finfo(dtype).eps * want.abs().max().item()
@@ -157,6 +197,26 @@ def few(device, dtype, tokens, d_out, d_in):
     bias = torch.randn(d_out, generator=SEEDED).to(device, dtype)
     want = reference.linear(x.rows.to(torch.float32), weight, bias, x)
     return x, weight, bias, want
+
+
+@pytest.mark.parametrize(("device", "dtype"), KINDS)
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("block", [(128, 128), (20, 96), (1, 32)])
+@pytest.mark.parametrize(("tokens", "d_out", "d_in"), [(2, 64, 512), (33, 200, 336)])
+def test_numbers_whose_blocks_have_scales_are_multiplied(
+    device, dtype, tokens, d_out, d_in, block, split
+):
+    x, _, bias, _ = few(device, dtype, tokens, d_out, d_in)
+    weight = in_blocks(d_out, d_in, block, device)
+    want = (floats(x) @ floats(weight).T).float() + bias.float()
+    config = ProductConfig(64, 32, split, warps=4, stages=3)
+    assert_near(few_tokens.multiply(x, weight, bias, dtype, config), want, d_in)
+
+
+@pytest.mark.parametrize(("device", "dtype"), KINDS)
+def test_more_tokens_than_a_program_takes_are_multiplied(device, dtype):
+    x, weight, bias, want = few(device, dtype, 300, 160, 96)
+    assert_near(few_tokens.multiply(x, weight, bias, dtype, few_tokens.UNTUNED), want, 96)
 
 
 def assert_near(got, want, d_in):
@@ -200,11 +260,24 @@ def test_cuda_multiplies_what_the_reference_does(d_out, d_in, tokens, biased):
     x = torch.randn(tokens, d_in).to("cuda", dtype)
     bias = torch.randn(d_out).to("cuda", dtype) if biased else None
     weight = reference.quantize_weight(torch.randn(d_out, d_in, device="cuda") * d_in**-0.5)
+    assert_multiplied(x, weight, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 17, 128, 255, 1000])
+@pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336), (4096, 1792), (160, 96)])
+def test_cuda_multiplies_numbers_whose_blocks_have_scales(d_out, d_in, tokens):
+    x = torch.randn(tokens, d_in).to("cuda", torch.bfloat16)
+    bias = torch.randn(d_out).to("cuda", torch.bfloat16)
+    assert_multiplied(x, in_blocks(d_out, d_in, (128, 128), "cuda"), bias)
+
+
+def assert_multiplied(x, weight, bias):
     got, want = fp8.linear(x, weight, bias), reference.linear(x.float(), weight, bias)
-    if tokens == 1:  # x itself is multiplied
+    if len(x) == 1:  # x itself is multiplied
         want = x.float() @ floats(weight).float().T
         want = want if bias is None else want + bias
-    assert_near(got, want, d_in)
+    assert_near(got, want, x.shape[1])
 
 
 @pytest.mark.gpu
@@ -260,11 +333,35 @@ def test_a_product_that_was_not_measured_on_this_gpu_is_left_to_cublas(
     monkeypatch, gpu, tokens, known
 ):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
-    device = torch.device("cuda", 0)
-    config = few_tokens.product_config(4096, 14336, tokens, device)
+    device, scales = torch.device("cuda", 0), torch.empty(4096, device="meta")
+    weight, other = (
+        Fp8Rows(torch.empty(4096, d_in, dtype=DTYPE, device="meta"), scales)
+        for d_in in (14336, 14320)
+    )
+    config = few_tokens.product_config(weight, tokens, device)
     assert (config is not None) == known
-    assert few_tokens.product_config(4096, 14335, tokens, device) is None
-    assert few_tokens.product_config(4096, 14336, tokens, torch.device("cpu")) is None
+    assert few_tokens.product_config(other, tokens, device) is None
+    assert few_tokens.product_config(weight, tokens, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(("capability", "block", "d_in", "cublas"), [
+    ((9, 0), (128, 128), 14336, True),
+    ((9, 0), (128, 128), 14208, False),
+    ((9, 0), (64, 128), 14336, False),
+    ((8, 9), (128, 128), 14336, False),
+])  # fmt: skip
+def test_many_tokens_and_scales_of_blocks_are_cublas_where_it_has_such_products(
+    monkeypatch, capability, block, d_in, cublas
+):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    scales = torch.empty(4096 // block[0], d_in // block[1], device="meta")
+    weight = Fp8Rows(torch.empty(4096, d_in, dtype=DTYPE, device="meta"), scales, block)
+    device = torch.device("cuda", 0)
+    assert (few_tokens.product_config(weight, 129, device) is None) == cublas
+    for tokens in few_tokens.TOKENS:
+        config = few_tokens.product_config(weight, tokens, device)
+        assert block[1] % config.block_in == 0
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,9 @@ def test_one_row_however_it_is_launched(kind, config, d_out, d_in):
     weight *= d_in**-0.5
     want = F.linear(x.double(), weight.double(), bias.double())
     atol = 2 * torch.finfo(dtype).eps * want.abs().max().item()
-    got = gemv(x, weight, bias, None, config)
+    got = gemv(x, weight, bias, config)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
-    gated = gemv_act_and_mul(x, weight, bias, None, config, gelu=False)
+    gated = gemv_act_and_mul(x, weight, bias, config, gelu=False)
     want = F.silu(want[:, :d_out]) * want[:, d_out:]
     torch.testing.assert_close(gated.double(), want, rtol=0, atol=8 * atol)
 
@@ -73,18 +73,17 @@ def test_one_row_gated(kind, biased, gelu, is_fp8, width, d_in):
     x = torch.randn(1, d_in, generator=random).to(device, dtype)
     weight = (torch.randn(2 * width, d_in, generator=random) * 2 * d_in**-0.5).to(device, dtype)
     bias = torch.randn(2 * width, generator=random).to(device, dtype) if biased else None
-    scales, floats = None, weight.double()
+    floats = weight.double()
     if is_fp8:
-        rounded = quantize_weight(weight)
-        weight, scales = rounded.rows, rounded.scales
-        floats = weight.double() * scales.double()[:, None]
-    got = gemv_act_and_mul(x, weight, bias, scales, gelu=gelu)
+        weight = quantize_weight(weight)
+        floats = weight.rows.double() * weight.scales.double()[:, None]
+    got = gemv_act_and_mul(x, weight, bias, gelu=gelu)
     y = F.linear(x.double(), floats, bias.double() if biased else None)
     gates, values = y.chunk(2, dim=1)
     want = (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * values
     assert got.shape == (1, width)
     atol = 4 * torch.finfo(dtype).eps * max(want.abs().max().item(), y.abs().max().item() ** 2)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
-    in_two = act_and_mul(gemv(x, weight, bias, scales), gelu=gelu)
+    in_two = act_and_mul(gemv(x, weight, bias), gelu=gelu)
     rtol = 0.0 if INTERPRETED else torch.finfo(dtype).eps
     torch.testing.assert_close(got, in_two, rtol=rtol, atol=0)

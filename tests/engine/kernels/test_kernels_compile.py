@@ -220,11 +220,14 @@ def test_mixture_of_experts(
     assert compiled == {"choose", "sort_by_expert", "_products", "sum_weighed"}
 
 
+@pytest.mark.parametrize("block", [None, (128, 128)])
 @pytest.mark.parametrize("is_fp8", [False, True])
-def test_the_experts_of_one_token(compiled: set[str], is_fp8: bool) -> None:
+def test_the_experts_of_one_token(
+    compiled: set[str], is_fp8: bool, block: tuple[int, int] | None
+) -> None:
     weights: list[Any] = [empty(128, 1536, 2048), empty(128, 2048, 768)]
     if is_fp8:
-        weights = [Fp8Rows(w.to(DTYPE), empty(*w.shape[:2], dtype=torch.float32)) for w in weights]
+        weights = [fp8_weight(*weight.shape, block=block) for weight in weights]
     y = moe.experts_of_one(
         empty(1, 2048), *weights, empty(1, 128), None, 8, normalised=True, gelu=False
     )
@@ -247,17 +250,28 @@ def test_experts_that_adapters_leave_alone_cost_no_launch(
     assert compiled - before == launched
 
 
+def fp8_weight(*shape: int, block: tuple[int, int] | None = None) -> Fp8Rows:
+    """A weight, or one of each expert; block: which has a scale, if rows have not."""
+    *experts, d_out, d_in = shape
+    counts = (d_out,) if block is None else (-(-d_out // block[0]), -(-d_in // block[1]))
+    scales = empty(*experts, *counts, dtype=torch.float32)
+    return Fp8Rows(empty(*shape, dtype=DTYPE), scales, block)
+
+
+@pytest.mark.parametrize("block", [None, (128, 128)])
 @pytest.mark.parametrize("tokens", [1, 256, 2048, 8192])
 @pytest.mark.parametrize(("experts", "per_token", "inner"), [(128, 8, 768), (8, 2, 14336)])
 def test_fp8_experts(
-    compiled: set[str], tokens: int, experts: int, per_token: int, inner: int
+    compiled: set[str],
+    tokens: int,
+    experts: int,
+    per_token: int,
+    inner: int,
+    block: tuple[int, int] | None,
 ) -> None:
-    def fp8_weight(d_out: int, d_in: int) -> Fp8Rows:
-        rows = empty(experts, d_out, d_in, dtype=DTYPE)
-        return Fp8Rows(rows, empty(experts, d_out, dtype=torch.float32))
-
     routed = moe.route(empty(tokens, experts), per_token, None, normalised=True)
-    gate_up, down = fp8_weight(2 * inner, 2048), fp8_weight(2048, inner)
+    gate_up = fp8_weight(experts, 2 * inner, 2048, block=block)
+    down = fp8_weight(experts, 2048, inner, block=block)
     y = moe.expert_products(empty(tokens, 2048), gate_up, routed, gathered=True)
     y = moe.expert_products(fused.act_and_mul_fp8(y), down, routed)
     assert y.shape == (tokens * per_token, 2048)
@@ -284,8 +298,8 @@ def test_a_product_of_one_row(compiled: set[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert linear.linear(empty(1, 4096), empty(6144, 4096)).shape == (1, 6144)
     assert compiled == {"_gemv"}
-    fp8 = Fp8Rows(empty(28672, 4096, dtype=DTYPE), empty(28672, dtype=torch.float32))
-    for weight in (empty(28672, 4096), fp8):
+    blocks = fp8_weight(28672, 4096, block=(128, 128))
+    for weight in (empty(28672, 4096), fp8_weight(28672, 4096), blocks):
         for gelu in (False, True):
             gated = linear.linear_act_and_mul(empty(1, 4096), weight, None, gelu=gelu)
             assert gated.shape == (1, 14336)
@@ -294,7 +308,7 @@ def test_a_product_of_one_row(compiled: set[str], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336), (8192, 28672)])
 def test_products_of_fp8(compiled: set[str], d_out: int, d_in: int) -> None:
-    weight = Fp8Rows(empty(d_out, d_in, dtype=DTYPE), empty(d_out, dtype=torch.float32))
+    weight = fp8_weight(d_out, d_in)
     for tokens, kernel in ((1, "_gemv"), (17, "_quantize_rows")):
         for bias in (None, empty(d_out)):
             assert fp8_fused.linear(empty(tokens, d_in), weight, bias).shape == (tokens, d_out)
@@ -305,14 +319,19 @@ def test_products_of_fp8(compiled: set[str], d_out: int, d_in: int) -> None:
 def test_fp8_products_of_few_tokens(compiled: set[str], tokens: int) -> None:
     for name, configs in json.loads(few_tokens.PATH.read_text())["NVIDIA H200"].items():
         config, (d_out, d_in) = configs[str(tokens)], map(int, name.split("x"))
-        x, weight = (
-            Fp8Rows(empty(rows, d_in, dtype=DTYPE), empty(rows, dtype=torch.float32))
-            for rows in (tokens, d_out)
-        )
+        x, weight = fp8_weight(tokens, d_in), fp8_weight(d_out, d_in)
         if config is not None:
             config = few_tokens.ProductConfig(**config)
             y = few_tokens.multiply(x, weight, empty(d_out), torch.bfloat16, config)
             assert y.shape == (tokens, d_out)
+    assert compiled == {"_multiply"}
+
+
+@pytest.mark.parametrize("tokens", [16, 128, 8192])
+def test_fp8_products_of_blocks(compiled: set[str], tokens: int) -> None:
+    x, weight = fp8_weight(tokens, 4096), fp8_weight(6144, 4096, block=(128, 128))
+    y = few_tokens.multiply(x, weight, empty(6144), torch.bfloat16, few_tokens.UNTUNED)
+    assert y.shape == (tokens, 6144)
     assert compiled == {"_multiply"}
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
+from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_rows, quantize_weight
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe import expert_products, reference
@@ -124,8 +124,20 @@ def test_products_of_every_tile(kind, rows):
 def random_fp8(kind, experts, d_out, d_in):
     """Weights of experts with scales of very different sizes."""
     sizes = 4.0 ** random(kind, experts, d_out, 1)
-    weight = quantize_weight((random(kind, experts, d_out, d_in) * sizes).flatten(0, 1))
-    return Fp8Rows(weight.rows.view(experts, d_out, d_in), weight.scales.view(experts, d_out))
+    return quantized_in_rows(random(kind, experts, d_out, d_in) * sizes)
+
+
+def quantized_in_rows(weight):
+    rounded = quantize_weight(weight.flatten(0, 1))
+    return Fp8Rows(rounded.rows.view(weight.shape), rounded.scales.view(weight.shape[:2]))
+
+
+def quantized_in_blocks(weight, height=16, width=96):
+    """With scales of blocks that have little to do with one another."""
+    sides = [-(-side // size) for side, size in zip(weight.shape[1:], (height, width), strict=True)]
+    scales = 4.0 ** random((weight.device, torch.float32), len(weight), *sides) / 400
+    of = Fp8Rows(torch.ones_like(weight, dtype=DTYPE), scales, (height, width)).floats()
+    return Fp8Rows((weight / of).clamp(-448, 448).to(DTYPE), scales, (height, width))
 
 
 def rounded_rows(x):
@@ -182,6 +194,26 @@ def test_fp8_products(kind, d_out, d_in, spread, given, gathered):
     got = fused.expert_products(inputs, weight, routed, gathered=gathered)
     assert got.dtype == kind[1]
     assert_fp8_products(got, rounded, weight, routed, gathered)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(("d_out", "d_in"), [(48, 64), (80, 304)])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_fp8_products_of_numbers_whose_blocks_have_scales(kind, d_out, d_in, spread, gathered):
+    from lorikeet_engine.kernels.moe import fused
+
+    routed, tokens, rows, experts = spread_rows(kind, spread)
+    x = random(kind, tokens if gathered else rows, d_in)
+    rounded = rounded_rows(x)
+    weight = quantized_in_blocks(random(kind, experts, d_out, d_in))
+    got = fused.expert_products(Activations(x, rounded), weight, routed, gathered=gathered)
+    floats = [each.floats().double() for each in (rounded, weight)]
+    want = reference.expert_products(*floats, routed, gathered=gathered)
+    lost = 0.0 if got.device.type == "cpu" else -(-d_in // 32) * 2.0**-13
+    eps = lost + torch.finfo(got.dtype).eps + 8 * torch.finfo(torch.float32).eps
+    assert ((got.double() - want).abs() <= eps * want.abs().amax(1, keepdim=True)).all()
 
 
 @pytest.mark.usefixtures("exact_fp8")
@@ -275,12 +307,12 @@ def test_torchs_product_is_given_no_sides_that_it_refuses_or_pads(d_out, d_in, t
 
 @pytest.mark.usefixtures("exact_fp8")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("stored", ["floats", "fp8", "blocks"])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
-    ("experts", "per_token", "hidden", "width"), [(5, 1, 64, 48), (9, 3, 100, 33), (16, 8, 48, 300)]
+    ("experts", "per_token", "hidden", "width"), [(5, 1, 64, 48), (9, 3, 112, 32), (16, 8, 48, 304)]
 )
-def test_the_experts_of_one_token(kind, experts, per_token, hidden, width, is_fp8, adapted):
+def test_the_experts_of_one_token(kind, experts, per_token, hidden, width, stored, adapted):
     from lorikeet_engine.kernels.moe import fused
 
     (x, logits), lora = (random(kind, 1, size) for size in (hidden, experts)), None
@@ -290,13 +322,10 @@ def test_the_experts_of_one_token(kind, experts, per_token, hidden, width, is_fp
         one = torch.ones(1, dtype=torch.int32, device=kind[0])
         lora = LoraDelta(3 * random(kind, experts, 1).T.contiguous(), one)
     floats = gate_up.double(), down.double()
-    if is_fp8:
-        rounded = [quantize_weight(each.flatten(0, 1)) for each in (gate_up, down)]
-        gate_up, down = (
-            Fp8Rows(part.rows.view(each.shape), part.scales.view(each.shape[:2]))
-            for part, each in zip(rounded, (gate_up, down), strict=True)
-        )
-        floats = [each.rows.double() * each.scales.double()[..., None] for each in (gate_up, down)]
+    if stored != "floats":
+        quantize = quantized_in_blocks if stored == "blocks" else quantized_in_rows
+        gate_up, down = quantize(gate_up), quantize(down)
+        floats = [each.floats().double() for each in (gate_up, down)]
     given = (x, gate_up, down, logits, lora, per_token)
     got = fused.experts_of_one(*given, normalised=True, gelu=False)
     routed = reference.route(logits, per_token, lora, normalised=True)

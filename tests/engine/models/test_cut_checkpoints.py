@@ -68,13 +68,9 @@ def test_rows_of_fused_linears(case, monkeypatch):
 
 def assert_rows_kept(case, names, cuts):
     got, wholes = pair(case, names, cuts)
-    for part, whole, cut in zip(split(got, [48, 48]), wholes, cuts, strict=True):
-        if isinstance(whole, Fp8Rows):
-            assert isinstance(part, Fp8Rows)
-            assert torch.equal(part.rows.float(), cut.of(whole.rows.float()))
-            assert torch.equal(part.scales, whole.scales[cut.rows.start : cut.rows.stop])
-        else:
-            assert torch.equal(part, cut.of(whole))
+    for part, whole, cut in zip(floats(got).split(48), wholes, cuts, strict=True):
+        assert torch.equal(part, cut.of(floats(whole)))
+    assert isinstance(got, Fp8Rows) == isinstance(wholes[0], Fp8Rows)
 
 
 def test_runs_of_rows_of_a_linear_that_stores_two(fused):
@@ -84,18 +80,8 @@ def test_runs_of_rows_of_a_linear_that_stores_two(fused):
 def test_columns_of_a_linear(case, monkeypatch):
     monkeypatch.setattr(staging, "STAGING_BYTES", 1 << 10)
     got, (whole,) = pair(case, DOWN, COLUMNS)
-    if case[0] == "blocks":  # rounded once more, to the largest of the columns that are kept
-        assert isinstance(got, Fp8Rows)
-        assert isinstance(whole, Fp8Rows)
-        want = COLUMNS[0].of(whole.rows.float() * whole.scales[:, None])
-        error = got.rows.float() * got.scales[:, None] - want
-        assert error.abs().max() <= 2**-3 * want.abs().max()
-    elif isinstance(whole, Fp8Rows):
-        assert isinstance(got, Fp8Rows)
-        assert torch.equal(got.rows.float(), COLUMNS[0].of(whole.rows.float()))
-        assert torch.equal(got.scales, whole.scales)
-    else:
-        assert torch.equal(got, COLUMNS[0].of(whole))
+    assert torch.equal(floats(got), COLUMNS[0].of(floats(whole)))
+    assert isinstance(got, Fp8Rows) == isinstance(whole, Fp8Rows)
 
 
 def test_the_stored_tensor_is_checked_whatever_is_kept_of_it(tiny_checkpoints):
@@ -104,11 +90,8 @@ def test_the_stored_tensor_is_checked_whatever_is_kept_of_it(tiny_checkpoints):
         read(tiny_checkpoints["llama"], "floats", DOWN, wrong)
 
 
-def split(weight: Weight, heights: list[int]) -> list[Weight]:
-    if isinstance(weight, Fp8Rows):
-        parts = zip(weight.rows.split(heights), weight.scales.split(heights), strict=True)
-        return [Fp8Rows(rows, scales) for rows, scales in parts]
-    return list(weight.split(heights))
+def floats(weight: Weight) -> torch.Tensor:
+    return weight.floats() if isinstance(weight, Fp8Rows) else weight
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """Linears of FP8 (E4M3): 8-bit floats with 4 bits of exponent and 3 of fraction, up to 448.
 
-A weight has a scale for each output, and a product's input is rounded to FP8 as well, with a scale
-for each token, that of its largest element ("W8A8"). What adapters add reads the input as it was.
+A weight has a scale for each output, or for each of its blocks, as checkpoints of DeepSeek's kind
+have it. A product's input is rounded to FP8 as well, with a scale for each token, that of its
+largest element ("W8A8"). What adapters add reads the input as it was.
 
 `reference` is the equation in torch and runs on the CPU; `fused` is the product on CUDA, with the
 same signature, where a single row is multiplied unrounded (kernels/gemv.py).
@@ -25,6 +26,7 @@ __all__ = [
     "Activations",
     "Fp8Rows",
     "check_device",
+    "kernel_arguments",
     "linear",
     "rounds",
 ]
@@ -42,10 +44,14 @@ class Fp8Rows:
 
     rows [rows, width] FP8, dense; scales [rows] float32. Or a matrix of each of a layer's experts:
     rows [experts, rows, width], scales [experts, rows].
+
+    block: the height and width of a weight's blocks, each with a scale of its own, M[r, c] =
+    rows[r, c] · scales[r // height, c // width]; the last dimensions of scales count blocks.
     """
 
     rows: torch.Tensor
     scales: torch.Tensor
+    block: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +60,15 @@ class Fp8Rows:
 
     def __getitem__(self, index: Any) -> "Fp8Rows":
         """Some of the rows, or an expert's, by whatever indexes both tensors."""
-        return Fp8Rows(self.rows[index], self.scales[index])
+        return Fp8Rows(self.rows[index], self.scales[index], self.block)
+
+    def floats(self) -> torch.Tensor:
+        """M in float32."""
+        if self.block is None:
+            return self.rows.float() * self.scales[..., None]
+        height, width = self.block
+        scales = self.scales.repeat_interleave(height, -2).repeat_interleave(width, -1)
+        return self.rows.float() * scales[..., : self.rows.shape[-2], : self.rows.shape[-1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,18 @@ def linear(
     """
     y: torch.Tensor = _operators(x.device.type).linear(x, weight, bias, rounded)
     return y
+
+
+def kernel_arguments(
+    weight: torch.Tensor | Fp8Rows,
+) -> tuple[torch.Tensor, torch.Tensor | None, int, int]:
+    """A weight's numbers, their scales, and the height and width of the blocks that have them.
+
+    The width is 0 where rows have scales, or nothing has.
+    """
+    if isinstance(weight, Fp8Rows):
+        return weight.rows, weight.scales, *(weight.block or (1, 0))
+    return weight, None, 1, 0
 
 
 def rounds(weight: object, tokens: int) -> bool:

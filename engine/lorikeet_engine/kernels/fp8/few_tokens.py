@@ -1,5 +1,7 @@
 """FP8 products of few tokens, in Triton: a stream of weights that are read once.
 
+Of many, too, where blocks of a weight have scales and cuBLASLt has no such product.
+
 A decode step's products wait for their weights alone. Llama-3.1-8B's for 32 tokens take 72 µs a
 layer on an H200 (3.0 TB/s), cuBLASLt's 106. A program has some outputs, the rows of the tensor
 cores' products, of which these have at least 64; tokens are the columns, of which 16 are enough.
@@ -8,24 +10,27 @@ apart, and the one that ends last adds them in the order of the columns. Which o
 from run to run, what it adds does not.
 
 How a product is launched is read from tuning.json, by GPU, weight and tokens; the file's entry of a
-GPU is written by `engine/benchmarks/tune_fp8.py` there. What is not in it cuBLASLt multiplies.
+GPU is written by `engine/benchmarks/tune_fp8.py` there. What is not in it cuBLASLt multiplies, but
+few tokens with scales of blocks: it takes up to twice as long for them.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.fp8 import Fp8Rows
+from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
 
 PATH = Path(__file__).with_name("tuning.json")
 TOKENS = (16, 32, 64, 128)
 """The most tokens of a product, for each of which a weight has a config."""
 _MOST_TILES = 1 << 14  # of a weight: a million outputs
+_BLOCK_TOKENS = 128  # multiplied by one program
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +47,37 @@ class ProductConfig:
     stages: int
 
 
-def product_config(
-    d_out: int, d_in: int, tokens: int, device: torch.device
-) -> ProductConfig | None:
+UNTUNED = ProductConfig(block_out=64, block_in=128, split=1, warps=4, stages=4)
+"""Where a weight's blocks have scales, and no config is known."""
+
+
+def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> ProductConfig | None:
     """How to multiply N tokens by a weight [d_out, d_in]; None: by cuBLASLt."""
-    if device.type != "cuda" or tokens > TOKENS[-1]:
+    if device.type != "cuda":
         return None
-    most = next(count for count in TOKENS if count >= tokens)
-    return _configs(torch.cuda.get_device_name(device)).get((f"{d_out}x{d_in}", str(most)))
+    most = next((count for count in TOKENS if count >= tokens), None)
+    if most is None:
+        return None if weight.block is None or _has_cublas(weight, device) else UNTUNED
+    d_out, d_in = weight.rows.shape
+    config = _configs(torch.cuda.get_device_name(device)).get((f"{d_out}x{d_in}", str(most)))
+    if weight.block is None:
+        return config
+    return _within_blocks(config or UNTUNED, weight.block)
+
+
+def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConfig:
+    """A config whose columns have one scale, as many bytes of them under way."""
+    columns = gcd(config.block_in, block[1])
+    stages = config.stages * config.block_in // columns
+    return replace(config, block_in=columns, stages=stages)
+
+
+def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
+    """Whether cuBLASLt multiplies by a weight whose blocks have scales: on Hopper alone."""
+    d_out, d_in = weight.rows.shape
+    # it reads scales of four blocks at once
+    fits = weight.block == (128, 128) and d_out % 128 == 0 and d_in % 512 == 0
+    return fits and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
@@ -70,26 +98,29 @@ def multiply(
     dtype: torch.dtype,
     config: ProductConfig,
 ) -> torch.Tensor:
-    """tokens·Wᵀ + b → [tokens, d_out] of dtype; one to 128 tokens, d_in a multiple of 16.
+    """tokens·Wᵀ + b → [tokens, d_out] of dtype; d_in a multiple of 16.
 
-    A program's sums stay in the tensor cores, as fused.linear has it.
+    Up to 128 tokens if programs share outputs. A program's sums stay in the tensor cores, as
+    fused.linear has it; where a weight's blocks have scales, those of the columns of one block do,
+    which the config's block_in divides.
     """
     (count, d_in), d_out, device = tokens.rows.shape, len(weight.rows), tokens.rows.device
     y = torch.empty((count, d_out), dtype=dtype, device=device)
-    block_tokens, tiles = (
-        max(16, triton.next_power_of_2(count)),
-        triton.cdiv(d_out, config.block_out),
-    )
+    block_tokens = min(_BLOCK_TOKENS, max(16, triton.next_power_of_2(count)))
+    tiles = triton.cdiv(d_out, config.block_out)
     parts = arrived = None
     if config.split > 1:
         size = (tiles, config.split, config.block_out, block_tokens)
         parts = torch.empty(size, dtype=torch.float32, device=device)
         arrived = _arrived(device)
-    _multiply[(tiles, config.split)](
-        tokens.rows, tokens.scales, weight.rows, weight.scales, bias, y, parts, arrived,
+    matrix, scales, high, wide = kernel_arguments(weight)
+    # programs that run at the same time read the same weights
+    _multiply[(triton.cdiv(count, block_tokens), tiles, config.split)](
+        tokens.rows, tokens.scales, matrix, scales, bias, y, parts, arrived,
         count, d_out, d_in,
         d_in % config.block_in == 0,
         device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
+        high, wide,
         block_tokens, config.block_out, config.block_in, config.split, config.stages,
         num_warps=config.warps,
     )  # fmt: skip
@@ -117,23 +148,27 @@ def _multiply(
     d_in: tl.tensor,
     even: tl.constexpr,
     upcast: tl.constexpr,
+    high: tl.constexpr,
+    wide: tl.constexpr,
     block_tokens: tl.constexpr,
     block_out: tl.constexpr,
     block_in: tl.constexpr,
     split: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """Compute a tile, some outputs of all tokens, or one part of its columns.
+    """Compute a tile, some outputs of some tokens, or one part of its columns.
 
-    even: d_in is a multiple of block_in.
+    even: d_in is a multiple of block_in. high, wide: of the blocks that have scales; wide is 0
+    where rows have them.
     """
-    tile, part = tl.program_id(0), tl.program_id(1)
-    m, n, k = tl.arange(0, block_out), tl.arange(0, block_tokens), tl.arange(0, block_in)
+    tile, part = tl.program_id(1), tl.program_id(2)
+    m, k = tl.arange(0, block_out), tl.arange(0, block_in)
+    n = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
     row = tile * block_out + m
     steps = tl.cdiv(d_in, block_in)
     # The last row stands in for those behind it, which are not stored.
     w_at = weight + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in + k[None, :]
-    x_at = x + tl.minimum(n, count - 1)[:, None] * d_in + k[None, :]
+    x_at = x + tl.minimum(n, count - 1)[:, None].to(tl.int64) * d_in + k[None, :]
     sums = tl.zeros((block_out, block_tokens), tl.float32)
     for step in tl.range(part * steps // split, (part + 1) * steps // split, num_stages=stages):
         column = step * block_in
@@ -147,7 +182,11 @@ def _multiply(
             tokens = tl.load(x_at + column, mask=inside, other=0.0)
         if upcast:
             weights, tokens = weights.to(tl.float32), tokens.to(tl.float32)
-        sums = tl.dot(weights, tokens.T, sums)
+        if wide:
+            block = tl.minimum(row, d_out - 1) // high * tl.cdiv(d_in, wide) + column // wide
+            sums += tl.dot(weights, tokens.T) * tl.load(w_scales + block)[:, None]
+        else:
+            sums = tl.dot(weights, tokens.T, sums)
     if split > 1:
         place = m[:, None] * block_tokens + n[None, :]
         size: tl.constexpr = block_out * block_tokens
@@ -162,10 +201,11 @@ def _multiply(
             sums += tl.load(of_tile + other * size, cache_modifier=".cg")
         tl.store(arrived + tile, 0)
     real = row < d_out
-    out = sums * tl.load(w_scales + row, mask=real, other=0.0)[:, None]
-    out *= tl.load(x_scales + n, mask=n < count, other=0.0)[None, :]
+    out = sums * tl.load(x_scales + n, mask=n < count, other=0.0)[None, :]
+    if not wide:
+        out *= tl.load(w_scales + row, mask=real, other=0.0)[:, None]
     if bias is not None:
         out += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)[:, None]
-    at = n[None, :] * d_out + row[:, None]
+    at = n[None, :].to(tl.int64) * d_out + row[:, None]
     mask = real[:, None] & (n < count)[None, :]
     tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)

@@ -3,10 +3,13 @@
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional as F
 
 from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, LEAST_SCALE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.gemv import gemv
+
+_TOKENS_OF_BLOCKS = 4
 
 
 def linear(
@@ -20,13 +23,13 @@ def linear(
     Both sides of a weight are multiples of 16. Sums stay in the tensor cores, some 14 bits wide
     (use_fast_accum): the report on DeepSeek-V3, §3.3.2, saw errors up to 2% of 4,096 products' sum.
     To add them up in float32 every few products takes time, and rounding to FP8 changes each of
-    the two factors by up to 6%.
+    the two factors by up to 6%. Where blocks of the weight have scales, a block's columns alone
+    are added up so.
     """
     if len(x) == 1:
-        return gemv(x, weight.rows, bias, weight.scales)
+        return gemv(x, weight, bias)
     tokens = rounded or quantize_rows(x)
-    d_out, d_in = weight.rows.shape
-    config = few_tokens.product_config(d_out, d_in, len(x), x.device)
+    config = few_tokens.product_config(weight, len(x), x.device)
     if config is not None:
         return few_tokens.multiply(tokens, weight, bias, x.dtype, config)
     return multiply(tokens, weight, bias, x.dtype)
@@ -36,16 +39,37 @@ def multiply(
     tokens: Fp8Rows, weight: Fp8Rows, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """tokens·Wᵀ + b by cuBLASLt → [tokens, d_out] of dtype."""
-    y: torch.Tensor = torch._scaled_mm(
-        tokens.rows,
-        weight.rows.t(),
-        scale_a=tokens.scales[:, None],
-        scale_b=weight.scales[None, :],
-        out_dtype=dtype,
-        use_fast_accum=True,
-    )
+    y: torch.Tensor
+    if weight.block is None:
+        y = torch._scaled_mm(
+            tokens.rows,
+            weight.rows.t(),
+            scale_a=tokens.scales[:, None],
+            scale_b=weight.scales[None, :],
+            out_dtype=dtype,
+            use_fast_accum=True,
+        )
+    else:
+        y = _multiply_blocks(tokens, weight, dtype)
     # Not with its own bias: cuBLASLt has no such product for some shapes (4,096 x 14,336).
     return y if bias is None else y.add_(bias)
+
+
+def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
+    """tokens·Wᵀ, where blocks of 128 x 128 have scales: also a token's, which here are all alike.
+
+    Such products want tokens by fours: there are rows of zeros behind others.
+    """
+    count, missing = len(tokens.rows), -len(tokens.rows) % _TOKENS_OF_BLOCKS
+    rows, scales = tokens.rows, tokens.scales
+    if missing:
+        rows = F.pad(rows.view(torch.uint8), (0, 0, 0, missing)).view(DTYPE)
+        scales = F.pad(scales, (0, missing))
+    each = scales.expand(weight.scales.shape[1], -1).contiguous().t()  # [tokens, blocks]
+    y: torch.Tensor = torch._scaled_mm(
+        rows, weight.rows.t(), scale_a=each, scale_b=weight.scales.t(), out_dtype=dtype
+    )
+    return y[:count]
 
 
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:

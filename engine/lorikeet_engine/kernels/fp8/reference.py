@@ -16,7 +16,7 @@ def linear(
 ) -> torch.Tensor:
     """Compute what kernels.fp8.linear does: the product of the rounded numbers in float32."""
     tokens = rounded or quantize_rows(x)
-    y = F.linear(tokens.rows.float(), weight.rows.float()) * tokens.scales[:, None] * weight.scales
+    y = F.linear(tokens.rows.float(), weight.floats()) * tokens.scales[:, None]
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 

@@ -71,10 +71,7 @@ def linear_act_and_mul(
     rows = rows_of(x)
     if not _is_gemv(rows):
         return act_and_mul(linear(x, weight, bias), gelu=gelu)
-    matrix, scales = weight, None
-    if isinstance(weight, Fp8Rows):
-        matrix, scales = weight.rows, weight.scales
-    y: torch.Tensor = _cuda("gemv").gemv_act_and_mul(rows, matrix, bias, scales, gelu=gelu)
+    y: torch.Tensor = _cuda("gemv").gemv_act_and_mul(rows, weight, bias, gelu=gelu)
     return y
 
 
@@ -196,7 +193,7 @@ def _is_of_few_tokens(weight: Weight, rows: torch.Tensor) -> bool:
     if not isinstance(weight, Fp8Rows):
         return False
     config_of = _cuda("fp8.few_tokens").product_config
-    return config_of(*weight.rows.shape, len(rows), rows.device) is not None
+    return config_of(weight, len(rows), rows.device) is not None
 
 
 def replace_logits(

@@ -3,7 +3,8 @@
 Cut into tiles as `grouped` cuts them. The outputs are the rows of the tensor cores' products, of
 which these have at least 64; an expert's rows are the columns, of which 16 are enough. A tile's
 sums stay in the tensor cores until its end (kernels/fp8/fused.linear says what that loses), then
-are multiplied by the scales of the expert's outputs and of the rows.
+are multiplied by the scales of the expert's outputs and of the rows. Where a weight's blocks have
+scales, only the sums of a block's columns stay there.
 
 TILES is the one place that says how products are cut; `engine/benchmarks/experts.py --weight-dtype
 fp8` times others on a GPU.
@@ -15,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.fp8 import Fp8Rows
+from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
 from lorikeet_engine.kernels.moe.grouped import TileConfig, tile_at
 from lorikeet_engine.kernels.moe.types import RoutedRows
 
@@ -45,17 +46,19 @@ def products(
 ) -> torch.Tensor:
     """See kernels.moe.expert_products → [rows, d_out] of dtype. config: other than tile_config's.
 
-    weight: rows [experts, d_out, d_in], scales [experts, d_out].
+    weight: rows [experts, d_out, d_in].
     """
-    (experts, d_out, d_in), device = weight.rows.shape, x.rows.device
+    matrices, scales, high, wide = kernel_arguments(weight)
+    (experts, d_out, d_in), device = matrices.shape, x.rows.device
     rows = len(routed.pairs)
     c = config or tile_config(rows, experts)
     tiles = rows // c.rows + min(rows, experts)
     y = torch.empty((rows, d_out), dtype=dtype, device=device)
     inputs = min(c.inputs, max(_LEAST_INPUTS, triton.next_power_of_2(d_in)))
+    inputs = math.gcd(inputs, wide)
     _products_fp8[(tiles, triton.cdiv(d_out, c.outputs))](
-        x.rows, x.scales, weight.rows, weight.scales, routed.pairs, routed.starts, y,
-        experts, d_out, d_in, routed.per_token, gathered,
+        x.rows, x.scales, matrices, scales, routed.pairs, routed.starts, y,
+        experts, d_out, d_in, high, wide, routed.per_token, gathered,
         device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
         triton.next_power_of_2(experts), c.rows, c.outputs, inputs,
         num_warps=c.warps, num_stages=c.stages,
@@ -75,6 +78,8 @@ def _products_fp8(
     experts: tl.constexpr,
     d_out: tl.constexpr,
     d_in: tl.constexpr,
+    high: tl.constexpr,
+    wide: tl.constexpr,
     per_token: tl.constexpr,
     gathered: tl.constexpr,
     upcast: tl.constexpr,
@@ -107,8 +112,14 @@ def _products_fp8(
             values = tl.load(at_x + first, mask=inside, other=0.0)
         if upcast:
             weights, values = weights.to(tl.float32), values.to(tl.float32)
-        sums = tl.dot(weights, values.T, sums)
-    sums *= tl.load(w_scales + line)[:, None] * tl.load(x_scales + token)[None, :]
+        if wide:
+            scales = tl.load(w_scales + line // high * tl.cdiv(d_in, wide) + first // wide)
+            sums += tl.dot(weights, values.T) * scales[:, None]
+        else:
+            sums = tl.dot(weights, values.T, sums)
+    if not wide:
+        sums *= tl.load(w_scales + line)[:, None]
+    sums *= tl.load(x_scales + token)[None, :]
     at_y = y + row[None, :].to(tl.int64) * d_out + output[:, None]
     mask = (output < d_out)[:, None] & (row < end)[None, :]
     tl.store(at_y, sums.to(y.dtype.element_ty), mask=mask)

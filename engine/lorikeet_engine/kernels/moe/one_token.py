@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.fp8 import Fp8Rows
-from lorikeet_engine.kernels.gemv import GemvConfig
+from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
+from lorikeet_engine.kernels.gemv import GemvConfig, scaled
 from lorikeet_engine.kernels.lora.expand_act import activated
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe.routing import choose_experts
@@ -48,12 +48,12 @@ def gate_up_of(
     gelu: bool,
 ) -> torch.Tensor:
     """act_and_mul of each chosen expert's product with x [1, d_in] → [experts, d_out / 2]."""
-    matrices, scales = _parts(weight)
+    matrices, scales, high, wide = kernel_arguments(weight)
     _, d_out, d_in = matrices.shape
     y = x.new_empty((chosen.shape[1], d_out // 2))
     block = min(config.columns, triton.next_power_of_2(d_in))
     _gate_up[(triton.cdiv(d_out, config.rows), len(y))](
-        x, matrices, scales, chosen, y, d_out, d_in, gelu,
+        x, matrices, scales, chosen, y, d_out, d_in, high, wide, gelu,
         config.rows, block, min(config.summed, block),
         num_warps=config.warps,
     )  # fmt: skip
@@ -72,22 +72,18 @@ def down_of(
     What is summed is rounded before, as between two launches → [1, d_out]. config: other than the
     one for the weight's dtype.
     """
-    matrices, scales = _parts(weight)
+    matrices, scales, high, wide = kernel_arguments(weight)
     if config is None:
         config = DOWN if scales is None else FP8_DOWN
     _, d_out, d_in = matrices.shape
     y = x.new_empty((1, d_out))
     block = min(config.columns, triton.next_power_of_2(d_in))
     _down[(triton.cdiv(d_out, config.rows),)](
-        x, matrices, scales, chosen, shares, y, d_out, d_in,
+        x, matrices, scales, chosen, shares, y, d_out, d_in, high, wide,
         len(x), triton.next_power_of_2(len(x)), config.rows, block, min(config.summed, block),
         num_warps=config.warps,
     )  # fmt: skip
     return y
-
-
-def _parts(weight: torch.Tensor | Fp8Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (weight.rows, weight.scales) if isinstance(weight, Fp8Rows) else (weight, None)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -99,6 +95,8 @@ def _gate_up(
     y: tl.tensor,
     d_out: tl.constexpr,
     d_in: tl.constexpr,
+    high: tl.constexpr,
+    wide: tl.constexpr,
     gelu: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
@@ -117,9 +115,10 @@ def _gate_up(
         weights = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
         values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
         products = weights * values[None, :]
-        total += tl.sum(tl.reshape(products, (rows, block // summed, summed)), 2)
+        sums = tl.sum(tl.reshape(products, (rows, block // summed, summed)), 2)
+        total += scaled(sums, scales, row, start, d_in, high, wide, block, summed)
     out = tl.sum(total, 1)
-    if scales is not None:
+    if scales is not None and wide == 0:
         out *= tl.load(scales + row)
     rounded = out.to(y.dtype.element_ty).to(tl.float32)
     gates, values = tl.split(tl.reshape(rounded, (rows // 2, 2)))
@@ -139,6 +138,8 @@ def _down(
     y: tl.tensor,
     d_out: tl.constexpr,
     d_in: tl.constexpr,
+    high: tl.constexpr,
+    wide: tl.constexpr,
     experts: tl.constexpr,
     expert_block: tl.constexpr,
     rows: tl.constexpr,
@@ -160,9 +161,16 @@ def _down(
         weights = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(x + of_expert, mask=inside, other=0.0).to(tl.float32)
         products = tl.reshape(weights * values, (expert_block, rows, block // summed, summed))
-        total += tl.sum(products, 3)
+        sums = tl.sum(products, 3)
+        if wide:
+            first = start + tl.arange(0, block // summed) * summed
+            place = (line // high)[:, :, None] * tl.cdiv(d_in, wide) + (first // wide)[
+                None, None, :
+            ]
+            sums *= tl.load(scales + place, mask=(first < d_in)[None, None, :], other=0.0)
+        total += sums
     out = tl.sum(total, 2)  # [experts, rows]
-    if scales is not None:
+    if scales is not None and wide == 0:
         out *= tl.load(scales + line)
     out = share[:, None] * out.to(y.dtype.element_ty).to(tl.float32)
     place = tl.program_id(0) * rows + tl.arange(0, rows)

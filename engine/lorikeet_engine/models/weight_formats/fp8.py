@@ -1,11 +1,16 @@
 """Checkpoints of FP8 linears (E4M3), with scales of rows, of blocks or of whole matrices."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from lorikeet_engine.adapter_format import QuantizedLinears
+from lorikeet_engine.errors import ModelError
+from lorikeet_engine.kernels.fp8 import Fp8Rows
+from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.weight_formats.protocol import PartReader
 
 # What belongs to activations: these are not rounded with fixed scales here.
@@ -21,25 +26,63 @@ class Fp8:
     stored: QuantizedLinears
     marks: ClassVar[tuple[str, ...]] = _SCALES
 
-    def row_scales(self, weight: str, d_out: int, parts: PartReader) -> torch.Tensor:
-        """The scales of a weight's rows [d_out], float32, where it has no blocks.
+    def block(self, cuts: Sequence[Cut]) -> tuple[int, int] | None:
+        """Height and width of blocks with a scale each into which what is kept divides evenly.
+
+        None where rows have scales.
+        """
+        if self.stored.block is None:
+            return None
+        high, wide = self.stored.block
+        heights = [side for cut in cuts for side in (cut.rows.start, len(cut.rows))]
+        starts = [cut.columns.start for cut in cuts if cut.columns]
+        return math.gcd(high, *heights), math.gcd(wide, *starts)
+
+    def scales(
+        self, weight: str, cut: Cut, block: tuple[int, int] | None, parts: PartReader
+    ) -> torch.Tensor:
+        """The scales of what is kept of a weight, float32, as Fp8Rows has them; block: block's.
 
         A matrix's one scale is that of all its rows. Raises ModelError.
         """
-        shapes = (d_out, 1), (d_out,), (1,), ()
-        scales = parts.scales(_scales_of(weight, parts), *shapes)
-        return scales.float().flatten().expand(d_out)
+        d_out, d_in = cut.matrix_shape
+        if self.stored.block is None or block is None:
+            shapes = (d_out, 1), (d_out,), (1,), ()
+            of_rows = parts.scales(_scales_of(weight, parts), *shapes).float()
+            return of_rows.flatten().expand(d_out)[cut.rows.start : cut.rows.stop]
+        (high, wide), (height, width) = self.stored.block, block
+        blocks = -(-d_out // high), -(-d_in // wide)
+        scales = parts.scales(_scales_of(weight, parts), blocks).float()
+        scales = scales.repeat_interleave(high // height, 0).repeat_interleave(wide // width, 1)
+        rows, columns = cut.rows, cut.columns or range(d_in)
+        return scales[
+            rows.start // height : -(-rows.stop // height),
+            columns.start // width : -(-columns.stop // width),
+        ]
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
         """The weight's exact values, [d_out, d_in], in float32. Raises ModelError."""
-        values = parts.part(weight, "F8_E4M3", d_out, d_in).float()
-        if self.stored.block is None:
-            return values * self.row_scales(weight, d_out, parts)[:, None]
-        high, wide = self.stored.block
-        blocks = -(-d_out // high), -(-d_in // wide)
-        scales = parts.scales(_scales_of(weight, parts), blocks).float()
-        of_rows = scales.repeat_interleave(high, 0)[:d_out]
-        return values * of_rows.repeat_interleave(wide, 1)[:, :d_in]
+        values = parts.part(weight, "F8_E4M3", d_out, d_in)
+        block, whole = self.stored.block, Cut.whole(d_out, d_in)
+        return Fp8Rows(values, self.scales(weight, whole, block, parts), block).floats()
+
+
+def check_on_cuda(name: str, weight: Fp8Rows) -> None:
+    """Raise ModelError where CUDA has no product of a weight, which is named so."""
+    d_out, d_in = weight.rows.shape
+    if d_out % 16 or d_in % 16:
+        raise ModelError(
+            f"{name} [{d_out}, {d_in}]: FP8 on a GPU wants both sides to be multiples of 16: "
+            "want a checkpoint of floats, with weight_dtype=auto",
+            field=name,
+        )
+    if weight.block is not None and weight.block[1] % 32:
+        raise ModelError(
+            f"{name}: of the columns that this GPU has, each {weight.block[1]} share a scale: FP8 "
+            "on a GPU wants a multiple of 32: want another number of GPUs a replica "
+            "(LORIKEET_TENSOR_PARALLEL), or a checkpoint of floats",
+            field=name,
+        )
 
 
 def _scales_of(weight: str, parts: PartReader) -> str:
