@@ -172,7 +172,7 @@ def _weight(
 
 def _floats(weight: torch.Tensor | Fp8Rows, expert: torch.Tensor) -> torch.Tensor:
     of = weight[int(expert)]
-    return of.rows.float() * of.scales[:, None] if isinstance(of, Fp8Rows) else of.float()
+    return of.floats() if isinstance(of, Fp8Rows) else of.float()
 
 
 def _us(run: Callable[[int], object]) -> float:

@@ -77,10 +77,7 @@ class Products:
         copies = max(2, min(32, _COPIES_BYTES // (d_out * d_in)))
         self._weights = [_rounded(d_out, d_in, i) for i in range(copies)]
         self._x = _rounded(tokens, d_in, copies)
-        x, weight = (
-            part.rows.float() * part.scales[:, None] for part in (self._x, self._weights[0])
-        )
-        self._want = x @ weight.T
+        self._want = self._x.floats() @ self._weights[0].floats().T
 
     def cublas_us(self) -> float:
         """CuBLASLt's time."""

@@ -27,7 +27,7 @@ from lorikeet_engine.models.stored_tensors import (
     instead_of,
 )
 from lorikeet_engine.models.weight_formats import weight_format
-from lorikeet_engine.models.weight_formats.fp8 import UNUSED, Fp8, check_on_cuda
+from lorikeet_engine.models.weight_formats.fp8 import UNUSED, Fp8
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 
@@ -109,27 +109,39 @@ class Checkpoint:
 
         Of FP8 the rows are those of a matrix, whatever dimensions the tensors have.
         Linears that are stored as FP8 stay so; those that are not all FP8 get their exact values.
-        Rounded to FP8 is what is kept, to NF4 all, whose scales depend on it. Raises what `read`
-        does.
+        Where blocks of what is kept are too narrow for FP8 products, it is rounded a second time,
+        to scales of rows. Rounded to FP8 is what is kept, to NF4 all, whose scales depend on it.
+        Raises what `read` does.
         """
         stored, rounding = self._weight_format, self.rounding
         weight: Weight
         if isinstance(stored, Fp8) and all(map(self._is_quantized, names)):
-            weight = self._read_fp8(names, cuts, stored)
+            block = stored.block(cuts)
+            is_narrow = block is not None and block[1] % fp8.BLOCK_WIDTHS
+            weight = self._to_fp8(names, cuts) if is_narrow else self._read_fp8(names, cuts, stored)
         elif rounding is Quantization.FP8:
             weight = self._to_fp8(names, cuts)
         elif rounding is Quantization.NF4:
             weight = self._to_nf4(names, cuts)
         else:
             weight = self._read(names, cuts)
-        if isinstance(weight, Fp8Rows) and self.device.type == "cuda":
-            check_on_cuda(names[0], weight)
+        if isinstance(weight, Fp8Rows):
+            self._check_sides(names[0], *weight.rows.shape)
         self.nbytes += weight.nbytes
         return weight
 
     def leave(self, names: Sequence[str]) -> None:
         """Count tensors as read that another process of the model has."""
         self._unread.difference_update(names)
+
+    def _check_sides(self, name: str, d_out: int, d_in: int) -> None:
+        """Raise ModelError where CUDA has no product of an FP8 weight of these sides."""
+        if self.device.type == "cuda" and (d_out % 16 or d_in % 16):
+            raise ModelError(
+                f"{name} [{d_out}, {d_in}]: FP8 on a GPU wants both sides to be multiples of 16: "
+                "want a checkpoint of floats, with weight_dtype=auto",
+                field=name,
+            )
 
     def part(self, name: str, dtype: str, *shape: int) -> torch.Tensor:
         """A tensor as it is stored; on the meta device without its values.

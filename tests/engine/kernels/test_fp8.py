@@ -26,6 +26,7 @@ KINDS = [
 ]
 SEEDED = torch.Generator().manual_seed(7)
 EPS = torch.finfo(torch.float32).eps
+CUDA = torch.device("cuda", 0)
 
 
 def numbers(*shape, seed=0):
@@ -265,11 +266,14 @@ def test_cuda_multiplies_what_the_reference_does(d_out, d_in, tokens, biased):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 17, 128, 255, 1000])
-@pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336), (4096, 1792), (160, 96)])
-def test_cuda_multiplies_numbers_whose_blocks_have_scales(d_out, d_in, tokens):
+@pytest.mark.parametrize(("d_out", "d_in", "block"), [
+    (6144, 4096, (128, 128)), (4096, 14336, (128, 128)), (4096, 1792, (128, 128)),
+    (4096, 6848, (128, 64)), (160, 96, (16, 32)),
+])  # fmt: skip
+def test_cuda_multiplies_numbers_whose_blocks_have_scales(d_out, d_in, block, tokens):
     x = torch.randn(tokens, d_in).to("cuda", torch.bfloat16)
     bias = torch.randn(d_out).to("cuda", torch.bfloat16)
-    assert_multiplied(x, in_blocks(d_out, d_in, (128, 128), "cuda"), bias)
+    assert_multiplied(x, in_blocks(d_out, d_in, block, "cuda"), bias)
 
 
 def assert_multiplied(x, weight, bias):
@@ -344,24 +348,49 @@ def test_a_product_that_was_not_measured_on_this_gpu_is_left_to_cublas(
     assert few_tokens.product_config(weight, tokens, torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize(("capability", "block", "d_in", "cublas"), [
-    ((9, 0), (128, 128), 14336, True),
-    ((9, 0), (128, 128), 14208, False),
-    ((9, 0), (64, 128), 14336, False),
-    ((8, 9), (128, 128), 14336, False),
+@pytest.mark.parametrize(("capability", "cuda", "block", "d_in", "cublas"), [
+    ((9, 0), "12.9", (128, 128), 14336, True),
+    ((9, 0), "13.0", (128, 128), 1792, True),
+    ((9, 0), "13.0", (128, 128), 14320, False),
+    ((9, 0), "13.0", (64, 128), 14336, False),
+    ((9, 0), "12.8", (128, 128), 14336, False),
+    ((8, 9), "13.0", (128, 128), 14336, False),
 ])  # fmt: skip
 def test_many_tokens_and_scales_of_blocks_are_cublas_where_it_has_such_products(
-    monkeypatch, capability, block, d_in, cublas
+    monkeypatch, capability, cuda, block, d_in, cublas
 ):
+    on_gpu(monkeypatch, capability, cuda)
+    weight = in_blocks(4096, d_in, block, "meta")
+    assert (few_tokens.product_config(weight, 129, CUDA) is None) == cublas
+
+
+def test_few_tokens_and_scales_of_blocks_are_cublas_where_it_was_faster(monkeypatch):
+    for capability, cublas in (((9, 0), True), ((8, 9), False)):
+        on_gpu(monkeypatch, capability, "13.0")
+        weight = in_blocks(28672, 4096, (128, 128), "meta")
+        configs = [few_tokens.product_config(weight, tokens, CUDA) for tokens in few_tokens.TOKENS]
+        assert [config is None for config in configs] == [False, False, False, cublas]
+        # unknown, and not measured
+        assert few_tokens.product_config(in_blocks(4096, 96, (128, 128), "meta"), 16, CUDA)
+
+
+@pytest.mark.parametrize("tokens", [2, 130])
+@pytest.mark.parametrize("block", [(64, 64), (32, 96)])
+def test_narrow_blocks_are_multiplied_by_the_config_they_get(monkeypatch, block, tokens):
+    if not INTERPRETED:
+        pytest.skip("not interpreted")
+    on_gpu(monkeypatch, (9, 0), "13.0")
+    x, weight = reference.quantize_rows(numbers(tokens, 416)), in_blocks(70, 416, block)
+    config = few_tokens.product_config(weight, tokens, CUDA)
+    got = few_tokens.multiply(x, weight, None, torch.float32, config)
+    want = floats(x) @ floats(weight).T
+    assert ((got - want).abs() <= 416 * EPS * want.abs().amax(1, keepdim=True)).all()
+
+
+def on_gpu(monkeypatch, capability, cuda):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    scales = torch.empty(4096 // block[0], d_in // block[1], device="meta")
-    weight = Fp8Rows(torch.empty(4096, d_in, dtype=DTYPE, device="meta"), scales, block)
-    device = torch.device("cuda", 0)
-    assert (few_tokens.product_config(weight, 129, device) is None) == cublas
-    for tokens in few_tokens.TOKENS:
-        config = few_tokens.product_config(weight, tokens, device)
-        assert block[1] % config.block_in == 0
+    monkeypatch.setattr(torch.version, "cuda", cuda)
 
 
 @pytest.mark.parametrize(

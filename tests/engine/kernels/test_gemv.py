@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_weight
 from lorikeet_engine.kernels.gemv import GemvConfig, gemv, gemv_act_and_mul
 from lorikeet_engine.kernels.pointwise.fused import act_and_mul
@@ -65,18 +66,21 @@ def test_one_row_however_it_is_launched(kind, config, d_out, d_in):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("stored", ["floats", "fp8", "blocks"])
 @pytest.mark.parametrize(("width", "d_in"), [(8, 64), (7, 112), (33, 2048), (5, 3008), (2, 8192)])
-def test_one_row_gated(kind, biased, gelu, is_fp8, width, d_in):
+def test_one_row_gated(kind, biased, gelu, stored, width, d_in):
     device, dtype = kind
     random = torch.Generator().manual_seed(d_in)
     x = torch.randn(1, d_in, generator=random).to(device, dtype)
     weight = (torch.randn(2 * width, d_in, generator=random) * 2 * d_in**-0.5).to(device, dtype)
     bias = torch.randn(2 * width, generator=random).to(device, dtype) if biased else None
     floats = weight.double()
-    if is_fp8:
+    if stored != "floats":
         weight = quantize_weight(weight)
-        floats = weight.rows.double() * weight.scales.double()[:, None]
+        if stored == "blocks":
+            scales = torch.rand(-(-2 * width // 4), -(-d_in // 32), generator=random) * d_in**-0.5
+            weight = Fp8Rows(weight.rows, scales.to(device) / 100, (4, 32))
+        floats = weight.floats().double()
     got = gemv_act_and_mul(x, weight, bias, gelu=gelu)
     y = F.linear(x.double(), floats, bias.double() if biased else None)
     gates, values = y.chunk(2, dim=1)

@@ -220,13 +220,11 @@ def test_mixture_of_experts(
     assert compiled == {"choose", "sort_by_expert", "_products", "sum_weighed"}
 
 
-@pytest.mark.parametrize("block", [None, (128, 128)])
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_the_experts_of_one_token(
-    compiled: set[str], is_fp8: bool, block: tuple[int, int] | None
-) -> None:
+@pytest.mark.parametrize("stored", ["floats", "fp8", "blocks"])
+def test_the_experts_of_one_token(compiled: set[str], stored: str) -> None:
     weights: list[Any] = [empty(128, 1536, 2048), empty(128, 2048, 768)]
-    if is_fp8:
+    if stored != "floats":
+        block = (128, 128) if stored == "blocks" else None
         weights = [fp8_weight(*weight.shape, block=block) for weight in weights]
     y = moe.experts_of_one(
         empty(1, 2048), *weights, empty(1, 128), None, 8, normalised=True, gelu=False

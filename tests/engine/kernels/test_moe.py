@@ -310,7 +310,8 @@ def test_torchs_product_is_given_no_sides_that_it_refuses_or_pads(d_out, d_in, t
 @pytest.mark.parametrize("stored", ["floats", "fp8", "blocks"])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
-    ("experts", "per_token", "hidden", "width"), [(5, 1, 64, 48), (9, 3, 112, 32), (16, 8, 48, 304)]
+    ("experts", "per_token", "hidden", "width"),
+    [(5, 1, 64, 48), (9, 3, 112, 32), (3, 2, 2304, 32), (16, 8, 48, 304)],
 )
 def test_the_experts_of_one_token(kind, experts, per_token, hidden, width, stored, adapted):
     from lorikeet_engine.kernels.moe import fused

@@ -19,8 +19,9 @@ from tests.engine.models.test_fp8_checkpoints import written
 GATE_UP = [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")]
 DOWN = ["model.layers.0.mlp.down_proj.weight"]
 # of gate and up [96, 64] rows that are no whole blocks of scales, of down [64, 96] columns
-ROWS = [Cut((96, 64), range(40, 88), range(64)), Cut((96, 64), range(8, 56), range(64))]
-COLUMNS = [Cut((64, 96), range(64), range(30, 78))]
+ROWS = [Cut((96, 64), range(40, 90), range(64)), Cut((96, 64), range(8, 56), range(64))]
+COLUMNS = [Cut((64, 96), range(64), range(32, 96))]
+NARROW = [Cut((64, 96), range(64), range(30, 78))]
 FUSED = ["model.layers.0.mlp.gate_up_proj.weight"] * 2
 RUNS = [Cut((192, 64), range(40, 88), range(64)), Cut((192, 64), range(136, 184), range(64))]
 KINDS = ["floats", "nf4", "dynamic", "static", "blocks"]
@@ -68,20 +69,41 @@ def test_rows_of_fused_linears(case, monkeypatch):
 
 def assert_rows_kept(case, names, cuts):
     got, wholes = pair(case, names, cuts)
-    for part, whole, cut in zip(floats(got).split(48), wholes, cuts, strict=True):
+    heights = [len(cut.rows) for cut in cuts]
+    for part, whole, cut in zip(floats(got).split(heights), wholes, cuts, strict=True):
         assert torch.equal(part, cut.of(floats(whole)))
-    assert isinstance(got, Fp8Rows) == isinstance(wholes[0], Fp8Rows)
+    assert_stays_fp8(case, got, *wholes)
+
+
+def assert_stays_fp8(case, *weights):
+    for weight in weights:
+        assert isinstance(weight, Fp8Rows) == (case[0] not in ("floats", "nf4"))
 
 
 def test_runs_of_rows_of_a_linear_that_stores_two(fused):
     assert_rows_kept(fused, FUSED, RUNS)
 
 
-def test_columns_of_a_linear(case, monkeypatch):
+@pytest.mark.parametrize("cuts", [COLUMNS, NARROW])
+def test_columns_of_a_linear(case, cuts, monkeypatch):
     monkeypatch.setattr(staging, "STAGING_BYTES", 1 << 10)
-    got, (whole,) = pair(case, DOWN, COLUMNS)
-    assert torch.equal(floats(got), COLUMNS[0].of(floats(whole)))
-    assert isinstance(got, Fp8Rows) == isinstance(whole, Fp8Rows)
+    got, (whole,) = pair(case, DOWN, cuts)
+    assert_stays_fp8(case, got, whole)
+    want = cuts[0].of(floats(whole))
+    if case[0] == "blocks" and cuts is NARROW:  # rounded once more, to scales of rows
+        assert isinstance(got, Fp8Rows)
+        assert got.block is None
+        assert (floats(got) - want).abs().max() <= 2**-3 * want.abs().max()
+    else:
+        assert torch.equal(floats(got), want)
+
+
+def test_processes_that_share_columns_have_blocks_of_one_size(tiny_checkpoints, tmp_path):
+    kind, folder = written_as("blocks", tiny_checkpoints["llama"], tmp_path)
+    halves = [[Cut((64, 96), range(64), range(b, b + 48))] for b in (0, 48)]
+    first, second = (read(folder, kind, DOWN, cuts) for cuts in halves)
+    assert first.scales.shape == second.scales.shape
+    assert first.block == second.block
 
 
 def test_the_stored_tensor_is_checked_whatever_is_kept_of_it(tiny_checkpoints):

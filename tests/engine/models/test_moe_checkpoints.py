@@ -86,8 +86,11 @@ def test_a_process_reads_its_part_of_every_expert_in_fp8(
     whole, *parts = whole_and_halves(folder, monkeypatch)
     gate_up = joined([part.gate_up.floats() for part in parts])
     assert torch.equal(gate_up, whole.gate_up.floats())
-    down = torch.cat([part.down.floats() for part in parts], dim=2)
-    assert torch.equal(down, whole.down.floats())
+    down, want = torch.cat([part.down.floats() for part in parts], dim=2), whole.down.floats()
+    if kind == "blocks":  # 24 columns are too few for a scale: rounded to scales of rows
+        assert (down - want).abs().max() <= 2**-3 * want.abs().max()
+    else:
+        assert torch.equal(down, want)
 
 
 def whole_and_halves(folder, monkeypatch):

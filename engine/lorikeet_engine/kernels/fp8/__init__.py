@@ -19,6 +19,7 @@ import torch
 from lorikeet_engine.errors import SettingsError
 
 __all__ = [
+    "BLOCK_WIDTHS",
     "DTYPE",
     "FIRST_WITH_FP8",
     "LARGEST",
@@ -36,6 +37,8 @@ FIRST_WITH_FP8 = (8, 9)
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 LEAST_SCALE = 2.0**-100  # of a row of zeros
+BLOCK_WIDTHS = 32
+"""Blocks with scales are as wide as a multiple of this, which tensor cores multiply at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Fp8Rows:
         return self.rows.nbytes + self.scales.nbytes
 
     def __getitem__(self, index: Any) -> "Fp8Rows":
-        """Some of the rows, or an expert's, by whatever indexes both tensors."""
+        """Some of the rows, if these have the scales, or an expert's."""
         return Fp8Rows(self.rows[index], self.scales[index], self.block)
 
     def floats(self) -> torch.Tensor:

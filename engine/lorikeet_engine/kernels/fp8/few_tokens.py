@@ -55,12 +55,12 @@ def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> Produc
     """How to multiply N tokens by a weight [d_out, d_in]; None: by cuBLASLt."""
     if device.type != "cuda":
         return None
-    most = next((count for count in TOKENS if count >= tokens), None)
-    if most is None:
-        return None if weight.block is None or _has_cublas(weight, device) else UNTUNED
-    d_out, d_in = weight.rows.shape
-    config = _configs(torch.cuda.get_device_name(device)).get((f"{d_out}x{d_in}", str(most)))
-    if weight.block is None:
+    config, most = None, next((count for count in TOKENS if count >= tokens), None)
+    if most is not None:
+        d_out, d_in = weight.rows.shape
+        known = _configs(torch.cuda.get_device_name(device))
+        config = known.get((f"{d_out}x{d_in}", str(most)), UNTUNED if weight.block else None)
+    if weight.block is None or (config is None and _has_cublas(weight, device)):
         return config
     return _within_blocks(config or UNTUNED, weight.block)
 
@@ -73,21 +73,20 @@ def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConf
 
 
 def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
-    """Whether cuBLASLt multiplies by a weight whose blocks have scales: on Hopper alone."""
+    """Whether cuBLASLt multiplies by a weight whose blocks have scales: 12.9's, on Hopper."""
     d_out, d_in = weight.rows.shape
-    # it reads scales of four blocks at once
-    fits = weight.block == (128, 128) and d_out % 128 == 0 and d_in % 512 == 0
-    return fits and torch.cuda.get_device_capability(device) == (9, 0)
+    fits = weight.block == (128, 128) and d_out % 128 == 0 and d_in % 128 == 0
+    version = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    return fits and version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
-def _configs(gpu: str) -> dict[tuple[str, str], ProductConfig]:
-    """What tuning.json has of a GPU, by weight and tokens."""
+def _configs(gpu: str) -> dict[tuple[str, str], ProductConfig | None]:
+    """What tuning.json has of a GPU, by weight and tokens; None: cuBLASLt was faster."""
     return {
-        (weight, tokens): ProductConfig(**config)
+        (weight, tokens): config and ProductConfig(**config)
         for weight, configs in json.loads(PATH.read_text()).get(gpu, {}).items()
         for tokens, config in configs.items()
-        if config is not None
     }
 
 

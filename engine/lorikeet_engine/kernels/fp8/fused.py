@@ -9,8 +9,6 @@ from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, LEAST_SCALE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.gemv import gemv
 
-_TOKENS_OF_BLOCKS = 4
-
 
 def linear(
     x: torch.Tensor,
@@ -58,16 +56,22 @@ def multiply(
 def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
     """tokens·Wᵀ, where blocks of 128 x 128 have scales: also a token's, which here are all alike.
 
-    Such products want tokens by fours: there are rows of zeros behind others.
+    Such products want tokens by fours: there are rows of zeros behind others. They want rows of
+    scales to begin at every fourth, too.
     """
-    count, missing = len(tokens.rows), -len(tokens.rows) % _TOKENS_OF_BLOCKS
+    count, missing = len(tokens.rows), -len(tokens.rows) % 4
     rows, scales = tokens.rows, tokens.scales
     if missing:
         rows = F.pad(rows.view(torch.uint8), (0, 0, 0, missing)).view(DTYPE)
         scales = F.pad(scales, (0, missing))
-    each = scales.expand(weight.scales.shape[1], -1).contiguous().t()  # [tokens, blocks]
+    blocks = weight.scales.shape[1]
+    of_blocks = weight.scales if blocks % 4 == 0 else F.pad(weight.scales, (0, -blocks % 4))
     y: torch.Tensor = torch._scaled_mm(
-        rows, weight.rows.t(), scale_a=each, scale_b=weight.scales.t(), out_dtype=dtype
+        rows,
+        weight.rows.t(),
+        scale_a=scales.expand(blocks, -1).contiguous().t(),  # [tokens, blocks]
+        scale_b=of_blocks[:, :blocks].t(),
+        out_dtype=dtype,
     )
     return y[:count]
 

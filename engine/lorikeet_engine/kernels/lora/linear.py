@@ -170,7 +170,7 @@ def linear_and_lora(
     main, side = torch.cuda.current_stream(rows.device), _side_stream(rows.device)
     tiles = step.tiles
     # Our own products have many small programs, which LoRA's can run among.
-    own = len(rows) == 1 or _is_of_few_tokens(weight, rows)
+    own = len(rows) == 1 or _is_own_product(weight, rows)
     sms = 0 if own else tiles.config.sms_for_lora(tiles.segments * tiles.max_rank)
     side.wait_stream(main)
     if sms:
@@ -188,7 +188,7 @@ def linear_and_lora(
     return y, shrunk
 
 
-def _is_of_few_tokens(weight: Weight, rows: torch.Tensor) -> bool:
+def _is_own_product(weight: Weight, rows: torch.Tensor) -> bool:
     """Whether the kernel of kernels/fp8/few_tokens.py multiplies, and not a library."""
     if not isinstance(weight, Fp8Rows):
         return False

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from lorikeet_engine.adapter_format import QuantizedLinears
-from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.weight_formats.protocol import PartReader
@@ -27,16 +26,21 @@ class Fp8:
     marks: ClassVar[tuple[str, ...]] = _SCALES
 
     def block(self, cuts: Sequence[Cut]) -> tuple[int, int] | None:
-        """Height and width of blocks with a scale each into which what is kept divides evenly.
+        """Height and width of blocks with a scale each, into which what is kept divides evenly.
 
-        None where rows have scales.
+        The same for all processes that share linears evenly; None where rows have scales.
         """
         if self.stored.block is None:
             return None
         high, wide = self.stored.block
         heights = [side for cut in cuts for side in (cut.rows.start, len(cut.rows))]
-        starts = [cut.columns.start for cut in cuts if cut.columns]
-        return math.gcd(high, *heights), math.gcd(wide, *starts)
+        widths = [
+            side
+            for cut in cuts
+            if cut.columns and len(cut.columns) < cut.shape[-1]
+            for side in (cut.columns.start, len(cut.columns))
+        ]
+        return math.gcd(high, *heights), math.gcd(wide, *widths)
 
     def scales(
         self, weight: str, cut: Cut, block: tuple[int, int] | None, parts: PartReader
@@ -65,24 +69,6 @@ class Fp8:
         values = parts.part(weight, "F8_E4M3", d_out, d_in)
         block, whole = self.stored.block, Cut.whole(d_out, d_in)
         return Fp8Rows(values, self.scales(weight, whole, block, parts), block).floats()
-
-
-def check_on_cuda(name: str, weight: Fp8Rows) -> None:
-    """Raise ModelError where CUDA has no product of a weight, which is named so."""
-    d_out, d_in = weight.rows.shape
-    if d_out % 16 or d_in % 16:
-        raise ModelError(
-            f"{name} [{d_out}, {d_in}]: FP8 on a GPU wants both sides to be multiples of 16: "
-            "want a checkpoint of floats, with weight_dtype=auto",
-            field=name,
-        )
-    if weight.block is not None and weight.block[1] % 32:
-        raise ModelError(
-            f"{name}: of the columns that this GPU has, each {weight.block[1]} share a scale: FP8 "
-            "on a GPU wants a multiple of 32: want another number of GPUs a replica "
-            "(LORIKEET_TENSOR_PARALLEL), or a checkpoint of floats",
-            field=name,
-        )
 
 
 def _scales_of(weight: str, parts: PartReader) -> str:
