@@ -27,6 +27,17 @@ def test_a_request_goes_where_its_adapter_is_and_nearer_is_better(gateway):
         assert gateway.firsts() == {name}
 
 
+def test_gateways_that_know_the_same_do_not_all_send_to_the_same_replica():
+    gateways = [Gateway(seed=seed) for seed in range(80)]
+    for gateway in gateways:
+        for name in NAMES:
+            live = replace(IDLE, decoding=10 if name == "r0" else 11)
+            gateway.receive(name, live, moved={REF.digest: Residency.GPU})
+    sent = Counter(gateway.first() for gateway in gateways)
+    assert sent.keys() == set(NAMES)
+    assert sent.most_common(1)[0][1] < 60
+
+
 def test_an_adapter_that_is_nowhere_goes_to_its_first_rendezvous_candidate(gateway):
     gateway.receive_all()
     assert gateway.firsts() == {by_preference(REF.digest, NAMES)[0]}

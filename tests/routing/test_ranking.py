@@ -170,6 +170,13 @@ def test_a_sample_has_holders_on_gpu_and_off_it_and_two_at_random_once_each():
             assert set(few[:from_residents]) <= set(residents)
 
 
+def test_of_replicas_that_all_have_it_on_the_gpu_two_are_looked_at():
+    rng, everyone = Random(1), list(range(4))
+    samples = [sample(everyone, (), everyone, rng) for _ in range(200)]
+    assert {len(set(few)) for few in samples} == {2}
+    assert len({frozenset(few) for few in samples}) == 6  # each pair
+
+
 def test_of_two_replicas_both_are_looked_at():
     assert all(len(candidate_sample(None, [0, 1], Random(seed))) == 2 for seed in range(50))
     assert candidate_sample(None, [0], Random(1)) == [0]

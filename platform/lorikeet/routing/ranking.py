@@ -15,7 +15,7 @@ from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens
 
 R = TypeVar("R", bound=Hashable)
 
-MOST_ON_GPU = 4
+MOST_ON_GPU = 2
 MOST_OFF_GPU = 2
 """Replicas of a sample that have the adapter on the GPU, and that have it on host or disk."""
 
@@ -185,17 +185,21 @@ class Holders(NamedTuple, Generic[R]):
 def candidate_sample(holders: Holders[R] | None, everyone: Sequence[R], rng: Random) -> list[R]:
     """The few replicas to look at, each once: however many there are, a request costs the same.
 
-    Some with the adapter on the GPU, some with it on host or disk, and two at random: the better of
-    two is almost as good as the best of all (Mitzenmacher, "The power of two choices", 2001).
-    holders: None for the base model.
+    Two with the adapter on the GPU, two with it on host or disk, and those without it on the GPU of
+    two at random: the better of two is almost as good as the best of all (Mitzenmacher, "The power
+    of two choices", 2001). Of more it is worse: gateways learn late what others send, and all would
+    send to the one that was the best. holders: None for the base model.
     """
     few: list[R] = []
+    on_gpu: Sequence[R] = ()
     if holders is not None:
+        on_gpu = holders.on_gpu
         off_gpu = holders.off_gpu if holders.on_gpu or holders.off_gpu else holders.rendezvous()
         few = _some(holders.on_gpu, MOST_ON_GPU, rng) + _some(off_gpu, MOST_OFF_GPU, rng)
     one = int(rng.random() * len(everyone))
     other = (one + 1 + int(rng.random() * (len(everyone) - 1))) % len(everyone)
-    return list(dict.fromkeys([*few, everyone[one], everyone[other]]))
+    drawn = (each for each in (everyone[one], everyone[other]) if each not in on_gpu)
+    return list(dict.fromkeys([*few, *drawn]))
 
 
 def rank_by_cost(work: Work, options: Iterable[ReplicaOption[R]]) -> list[Candidate[R]]:

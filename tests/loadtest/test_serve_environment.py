@@ -1,0 +1,21 @@
+"""A load program's service is the product's, however the program is started."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+_SHOW = """
+import loadtest.{program}
+from ray.serve._private.handle_options import DynamicHandleOptions
+print(DynamicHandleOptions()._by_reference)
+"""
+
+
+@pytest.mark.parametrize("program", ["bench_http", "bench_gateway"])
+def test_gateways_call_replicas_by_grpc_without_the_makefile(program):
+    environment = {name: value for name, value in os.environ.items() if "RAY_" not in name}
+    show = [sys.executable, "-c", _SHOW.format(program=program)]
+    shown = subprocess.run(show, env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout == "False\n"
