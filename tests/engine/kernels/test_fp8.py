@@ -350,8 +350,8 @@ def test_a_product_that_was_not_measured_on_this_gpu_is_left_to_cublas(
 
 @pytest.mark.parametrize(("capability", "cuda", "block", "d_in", "cublas"), [
     ((9, 0), "12.9", (128, 128), 14336, True),
-    ((9, 0), "13.0", (128, 128), 1792, True),
-    ((9, 0), "13.0", (128, 128), 14320, False),
+    ((9, 0), "13.0", (128, 128), 1536, True),
+    ((9, 0), "13.0", (128, 128), 1792, False),
     ((9, 0), "13.0", (64, 128), 14336, False),
     ((9, 0), "12.8", (128, 128), 14336, False),
     ((8, 9), "13.0", (128, 128), 14336, False),
@@ -372,6 +372,28 @@ def test_few_tokens_and_scales_of_blocks_are_cublas_where_it_was_faster(monkeypa
         assert [config is None for config in configs] == [False, False, False, cublas]
         # unknown, and not measured
         assert few_tokens.product_config(in_blocks(4096, 96, (128, 128), "meta"), 16, CUDA)
+
+
+@pytest.mark.parametrize("tokens", [130, 144])
+def test_cublas_is_given_scales_of_blocks_as_it_wants_them(monkeypatch, tokens):
+    def scaled_mm(rows, weight, scale_a, scale_b, out_dtype):
+        """As torch._scaled_mm checks and computes it, where a token's blocks have scales."""
+        (count, d_in), d_out = rows.shape, weight.shape[1]
+        assert count % 16 == 0
+        assert scale_a.shape == (count, d_in // 128)
+        assert scale_a.stride() == (1, count)
+        assert scale_b.shape == (d_in // 128, d_out // 128)
+        assert scale_b.stride() == (1, d_in // 128)
+        x = Fp8Rows(rows, scale_a.contiguous(), (1, 128)).floats()
+        return (x @ Fp8Rows(weight.t(), scale_b.t(), (128, 128)).floats().t()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    x, weight = reference.quantize_rows(numbers(tokens, 512)), in_blocks(256, 512, (128, 128))
+    bias = torch.randn(256)
+    got = fused.multiply(x, weight, bias, torch.float32)
+    want = floats(x) @ floats(weight).T + bias
+    assert got.shape == want.shape
+    assert ((got - want).abs() <= 512 * EPS * want.abs().amax(1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize("tokens", [2, 130])

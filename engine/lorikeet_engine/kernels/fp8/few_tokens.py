@@ -75,7 +75,8 @@ def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConf
 def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
     """Whether cuBLASLt multiplies by a weight whose blocks have scales: 12.9's, on Hopper."""
     d_out, d_in = weight.rows.shape
-    fits = weight.block == (128, 128) and d_out % 128 == 0 and d_in % 128 == 0
+    # releases of torch want other strides of scales where blocks do not come by fours
+    fits = weight.block == (128, 128) and d_out % 128 == 0 and d_in % 512 == 0
     version = tuple(map(int, (torch.version.cuda or "0").split(".")))
     return fits and version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
 

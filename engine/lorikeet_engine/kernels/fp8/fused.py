@@ -56,21 +56,18 @@ def multiply(
 def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
     """tokens·Wᵀ, where blocks of 128 x 128 have scales: also a token's, which here are all alike.
 
-    Such products want tokens by fours: there are rows of zeros behind others. They want rows of
-    scales to begin at every fourth, too.
+    Behind tokens there are rows of zeros up to a multiple of 16; for two there was no such product.
     """
-    count, missing = len(tokens.rows), -len(tokens.rows) % 4
+    count, missing = len(tokens.rows), -len(tokens.rows) % 16
     rows, scales = tokens.rows, tokens.scales
     if missing:
         rows = F.pad(rows.view(torch.uint8), (0, 0, 0, missing)).view(DTYPE)
         scales = F.pad(scales, (0, missing))
-    blocks = weight.scales.shape[1]
-    of_blocks = weight.scales if blocks % 4 == 0 else F.pad(weight.scales, (0, -blocks % 4))
     y: torch.Tensor = torch._scaled_mm(
         rows,
         weight.rows.t(),
-        scale_a=scales.expand(blocks, -1).contiguous().t(),  # [tokens, blocks]
-        scale_b=of_blocks[:, :blocks].t(),
+        scale_a=scales.expand(weight.scales.shape[1], -1).contiguous().t(),  # [tokens, blocks]
+        scale_b=weight.scales.t(),
         out_dtype=dtype,
     )
     return y[:count]
