@@ -167,13 +167,13 @@ def test_one_row_is_multiplied_unrounded(device, dtype, d_out, d_in, biased):
 
 
 @pytest.mark.parametrize(("device", "dtype"), KINDS)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("block", [(128, 128), (4, 32)])
-@pytest.mark.parametrize(("d_out", "d_in"), [(8, 64), (132, 112), (33, 2048), (5, 3008)])
+@pytest.mark.parametrize(("d_out", "d_in", "block"), [
+    (132, 112, (128, 128)), (33, 112, (4, 32)), (5, 3008, (4, 32)),
+])  # fmt: skip
 def test_one_row_is_multiplied_by_numbers_whose_blocks_have_scales(
-    device, dtype, d_out, d_in, block, biased
+    device, dtype, d_out, d_in, block
 ):
-    assert_multiplied_unrounded(in_blocks(d_out, d_in, block, device), device, dtype, biased)
+    assert_multiplied_unrounded(in_blocks(d_out, d_in, block, device), device, dtype, biased=True)
 
 
 def assert_multiplied_unrounded(weight, device, dtype, biased):
@@ -202,8 +202,8 @@ def few(device, dtype, tokens, d_out, d_in):
 
 @pytest.mark.parametrize(("device", "dtype"), KINDS)
 @pytest.mark.parametrize("split", [1, 3])
-@pytest.mark.parametrize("block", [(128, 128), (20, 96), (1, 32)])
-@pytest.mark.parametrize(("tokens", "d_out", "d_in"), [(2, 64, 512), (33, 200, 336)])
+@pytest.mark.parametrize("block", [(128, 128), (20, 96)])
+@pytest.mark.parametrize(("tokens", "d_out", "d_in"), [(33, 200, 336)])
 def test_numbers_whose_blocks_have_scales_are_multiplied(
     device, dtype, tokens, d_out, d_in, block, split
 ):

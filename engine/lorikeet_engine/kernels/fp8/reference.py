@@ -16,7 +16,11 @@ def linear(
 ) -> torch.Tensor:
     """Compute what kernels.fp8.linear does: the product of the rounded numbers in float32."""
     tokens = rounded or quantize_rows(x)
-    y = F.linear(tokens.rows.float(), weight.floats()) * tokens.scales[:, None]
+    x_rows, x_scales = tokens.rows.float(), tokens.scales[:, None]
+    if weight.block is None:
+        y = F.linear(x_rows, weight.rows.float()) * x_scales * weight.scales
+    else:
+        y = F.linear(x_rows, weight.floats()) * x_scales
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
