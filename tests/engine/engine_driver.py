@@ -78,7 +78,7 @@ class RecordingRunner:
 class Answers:
     """What came out of an engine, collected by request and choice."""
 
-    def __init__(self, engine: Engine, within_s: float = 20.0) -> None:
+    def __init__(self, engine: Engine, within_s: float = 60.0) -> None:
         """within_s: how long `until` and `all` wait."""
         self.engine, self._within_s = engine, within_s
         self.tokens: dict[tuple[str, int], list[int]] = {}

@@ -23,6 +23,7 @@ FILES = (
 )
 
 
+@pytest.mark.timeout(900)  # minutes, and more of them beside other tests
 @pytest.mark.parametrize("marks", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
 def test_every_case_of_the_kernels_holds_in_tritons_interpreter(marks: str) -> None:
     files = [Path(__file__).with_name(name) for name in FILES]
