@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorikeet.errors import RequestTimeout
 from lorikeet.gateway import body
 from tests.gateway.conftest import Gateway, chat, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
@@ -55,30 +54,6 @@ def test_a_body_that_does_not_come_is_given_up(
         error = error_of(answer_on(connection), 408)
     assert (error["code"], error["type"]) == ("request_timeout", "invalid_request_error")
     assert "1 bytes have come in time: send all of it within 0.5 s" in error["message"]
-
-
-def test_bodies_that_began_together_are_not_given_up_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(body, "BODY_S", 0.4)
-
-    async def never() -> AsyncIterator[bytes]:
-        yield b"{"
-        await asyncio.Event().wait()
-
-    async def ends_s() -> float:
-        began_s = time.monotonic()
-        with pytest.raises(RequestTimeout):
-            async for _ in body.in_time(never()):
-                pass
-        return time.monotonic() - began_s
-
-    async def all_end_s() -> list[float]:
-        return await asyncio.gather(*(ends_s() for _ in range(50)))
-
-    ended_s = asyncio.run(all_end_s())
-    assert min(ended_s) >= 0.39
-    assert max(ended_s) - min(ended_s) > 0.1  # of 0.2
 
 
 def test_what_the_gateway_needs_for_a_part_is_not_the_senders_time(

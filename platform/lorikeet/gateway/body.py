@@ -1,7 +1,6 @@
 """Request bodies: read within a size and a time, and into a schema."""
 
 import asyncio
-import random
 import re
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from functools import cache
@@ -16,12 +15,7 @@ from lorikeet.errors import InvalidInput, RequestTimeout, RequestTooLarge, Unsup
 
 MAX_JSON_BYTES = 8 * 2**20
 BODY_S = 10.0
-"""A JSON body has so long to come, and a second more for each LEAST_BYTES_PER_S that have.
-
-Up to _SPREAD of it more, at random: bodies that began together and do not come would otherwise end
-together, and their clients would come again together.
-"""
-_SPREAD = 0.5
+"""A JSON body has so long to come, and a second more for each LEAST_BYTES_PER_S that have."""
 LEAST_BYTES_PER_S = 64 * 2**10
 MAX_VALUES = 2**16
 """Most values and keys of a JSON body, about: 8 MiB of [] would hold up a gateway for 3 s."""
@@ -170,7 +164,7 @@ async def in_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     The time that their taker needs does not count.
     """
     loop = asyncio.get_running_loop()
-    received, due_s = 0, loop.time() + BODY_S * random.uniform(1.0, 1.0 + _SPREAD)
+    received, due_s = 0, loop.time() + BODY_S
     while True:
         try:
             async with asyncio.timeout_at(due_s + received / LEAST_BYTES_PER_S):

@@ -191,11 +191,10 @@ def candidate_sample(holders: Holders[R] | None, everyone: Sequence[R], rng: Ran
     send to the one that was the best. holders: None for the base model.
     """
     few: list[R] = []
-    on_gpu: Sequence[R] = ()
+    on_gpu = holders.on_gpu if holders is not None else ()
     if holders is not None:
-        on_gpu = holders.on_gpu
-        off_gpu = holders.off_gpu if holders.on_gpu or holders.off_gpu else holders.rendezvous()
-        few = _some(holders.on_gpu, MOST_ON_GPU, rng) + _some(off_gpu, MOST_OFF_GPU, rng)
+        off_gpu = holders.off_gpu if on_gpu or holders.off_gpu else holders.rendezvous()
+        few = _some(on_gpu, MOST_ON_GPU, rng) + _some(off_gpu, MOST_OFF_GPU, rng)
     one = int(rng.random() * len(everyone))
     other = (one + 1 + int(rng.random() * (len(everyone) - 1))) % len(everyone)
     drawn = (each for each in (everyone[one], everyone[other]) if each not in on_gpu)
