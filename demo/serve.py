@@ -68,6 +68,7 @@ def _run(
     raise_when_terminated()
     service = ServiceProcess(command, environ)
     try:
+        service.start()
         if _wait_until_ready(service, public):
             _greet(keys, public, admin)
             while not service.ends_within(1):

@@ -11,6 +11,8 @@ from types import FrameType
 
 import psutil
 
+_TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+
 
 class Terminated(BaseException):
     """SIGTERM or SIGHUP has come, or nobody reads the output any more."""
@@ -27,29 +29,47 @@ class ServiceProcess:
     """A command in a session of its own, in which all that it starts stays too."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._command, self._environ = command, environ
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, where what signals raise is caught: one that comes meanwhile raises at the end.
+
+        Before, nobody would know the process that is to be stopped.
+        """
+        came: list[int] = []
         # A shell's & ignores SIGINT, and children would inherit that: `serve run` ends well on it.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        heeded = [each for each in _TERMINATING if signal.getsignal(each) is not signal.SIG_IGN]
+        before = {
+            each: signal.signal(each, lambda number, _: came.append(number))
+            for each in (signal.SIGINT, *heeded)
+        }
         try:
             self._process = subprocess.Popen(
-                command,
-                env=environ,
+                self._command,
+                env=self._environ,
                 start_new_session=True,  # Ctrl-C reaches it once, from here, and no worker directly
             )
         finally:
-            signal.signal(signal.SIGINT, before)
+            for each, handler in before.items():
+                signal.signal(each, handler)
+        for number in came:
+            signal.raise_signal(number)
 
     def ends_within(self, seconds: float) -> bool:
         """Whether it ends by itself. Raises Terminated if nobody reads the output any more."""
         if _output_is_lost():
             raise Terminated
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        return self._process.returncode is not None
+            self._started.wait(seconds)
+        return self._started.returncode is not None
 
     def stop(self, within_s: float) -> int:
         """End it as Ctrl-C does, or by force after `within_s`; the exit status is for the shell."""
-        for late in (signal.SIGTERM, signal.SIGHUP):  # make and a shell may both pass them on
+        for late in _TERMINATING:  # make and a shell may both pass them on
             signal.signal(late, signal.SIG_IGN)
+        if self._process is None:
+            return 0
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             say("\nStopping… (Ctrl-C again kills it)")
@@ -64,11 +84,17 @@ class ServiceProcess:
         say("Stopped.")
         return 0
 
+    @property
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("start() has not been called")
+        return self._process
+
     def _kill_session(self) -> None:
         """Kill what is left of it; Ray's workers have process groups of their own."""
         for pid in psutil.pids():
             with suppress(OSError):  # it has just ended
-                if os.getsid(pid) == self._process.pid:
+                if os.getsid(pid) == self._started.pid:
                     os.kill(pid, signal.SIGKILL)
 
 

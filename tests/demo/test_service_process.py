@@ -24,13 +24,24 @@ except KeyboardInterrupt:
     time.sleep({stops_s})
 """
 
+# With a third argument SIGTERM comes to it while the service starts.
 RUNNER = """
-import os, sys
+import os, psutil, signal, subprocess, sys
 from demo.service_process import ServiceProcess, Terminated, raise_when_terminated, say
 
+class TerminatedMeanwhile(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        while not psutil.Process(self.pid).children():
+            pass
+        signal.raise_signal(signal.SIGTERM)
+
+if len(sys.argv) > 3:
+    subprocess.Popen = TerminatedMeanwhile
 raise_when_terminated()
 service = ServiceProcess([sys.executable, "-c", sys.argv[1]], os.environ)
 try:
+    service.start()
     while not service.ends_within(0.1):
         pass
     say("ended by itself")
@@ -46,10 +57,10 @@ class Run:
     ignored: signals that it inherits as ignored.
     """
 
-    def __init__(self, output, ignored=(), sleeps_s=60, stops_s=0, within_s=9):
+    def __init__(self, output, ignored=(), sleeps_s=60, stops_s=0, within_s=9, arguments=()):
         service = SERVICE.format(sleeps_s=sleeps_s, stops_s=stops_s)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUNNER, service, str(within_s)],
+            [sys.executable, "-c", RUNNER, service, str(within_s), *arguments],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=output,
             stderr=output,
@@ -105,6 +116,13 @@ def test_a_service_in_a_scripts_background_ends_well_by_sigterm(piped):
     run, worker = piped(ignored=[signal.SIGINT])
     assert run.send(signal.SIGTERM) == 0
     assert is_gone(worker)
+
+
+def test_sigterm_while_it_starts_leaves_no_workers(piped):
+    run, worker = piped(arguments=["terminated"], stops_s=60, within_s=2)
+    assert run.process.wait(30) == 1
+    assert is_gone(worker)
+    assert b"Killed." in run.process.stdout.read()
 
 
 def test_nohup_keeps_it(piped):
