@@ -79,7 +79,8 @@ def check(engine: Engine, answers: Series[Answer]) -> float:
         found = [_shortfall(answer, _logits_of_ranks(engine, answer)) for answer in answers]
     else:
         found = shortfalls(model, engine._tiers, answers)
-    most = tolerance(model.dtype, engine._settings.rounding)
+    stored = model.config.quantized_linears
+    most = tolerance(model.dtype, engine._settings.rounding or (stored and stored.format))
     if model.config.experts_per_token:
         most *= _MOE_TOLERANCES
     if engine._settings.kv_dtype == "fp8":

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, Fp8Rows
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut, stack
@@ -35,6 +36,11 @@ LLAMA_3_1_8B: dict[str, Any] = {
         "original_max_position_embeddings": 8192,
     },
 }
+
+LLAMA_3_1_8B_FP8_BLOCKS: Mapping[str, Any] = LLAMA_3_1_8B | {
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+}
+"""Its layers' linears as DeepSeek's and Qwen's FP8 checkpoints have them."""
 
 LLAMA_3_1_70B: Mapping[str, Any] = LLAMA_3_1_8B | {
     "hidden_size": 8192,
@@ -105,6 +111,7 @@ GEMMA_3_12B: Mapping[str, Any] = {
 }
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
+    "llama-3.1-8b-fp8-blocks": LLAMA_3_1_8B_FP8_BLOCKS,
     "llama-3.1-70b": LLAMA_3_1_70B,
     "qwen3-8b": QWEN3_8B,
     "phi-4": PHI_4,
@@ -127,7 +134,9 @@ class RandomCheckpoint(Checkpoint):
         rounding: Quantization | None = None,
         seed: int = 0,
         shard: Shard = WHOLE,
+        block: tuple[int, int] | None = None,
     ) -> None:
+        """block: as of Fp8Rows, where linears are rounded to FP8."""
         self.device = device
         self.shard = shard
         self.dtype = dtype
@@ -136,6 +145,7 @@ class RandomCheckpoint(Checkpoint):
         self.rounding = rounding
         self._staging = None
         self._seed = seed
+        self._block = block
         self._random = torch.Generator(device)
 
     def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
@@ -147,6 +157,16 @@ class RandomCheckpoint(Checkpoint):
             self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
             part.normal_(0.0, self.deviation(name, cut), generator=self._random)
         return out
+
+    def _to_fp8(self, names: Sequence[str], cuts: Sequence[Cut]) -> Fp8Rows:
+        if self._block is None:
+            return super()._to_fp8(names, cuts)
+        height, width = self._block
+        weight = self._read(names, cuts).flatten(0, -2)
+        blocks = weight.unflatten(-1, (-1, width)).unflatten(0, (-1, height))
+        scales = blocks.abs().amax(dim=(1, 3)).float() / LARGEST
+        rows = (blocks / scales[:, None, :, None]).to(DTYPE).reshape(weight.shape)
+        return Fp8Rows(rows, scales, self._block)
 
     def deviation(self, _name: str, cut: Cut) -> float:
         """The standard deviation of a matrix's numbers."""
@@ -172,7 +192,12 @@ def random_model(
     """What load_model gives for a folder that holds a config.json alone."""
     config = ModelConfig.from_folder(folder, max_context)
     shard = WHOLE if ranks is None else ranks.shard
-    return LlamaModel(config, RandomCheckpoint(device, dtype, rounding, shard=shard), ranks)
+    stored = config.quantized_linears
+    block = None
+    if stored is not None:
+        rounding, block = stored.format, stored.block
+    checkpoint = RandomCheckpoint(device, dtype, rounding, shard=shard, block=block)
+    return LlamaModel(config, checkpoint, ranks)
 
 
 def write_config(folder: Path, config: Mapping[str, Any] = LLAMA_3_1_8B) -> Path:

@@ -23,6 +23,7 @@ from engine.benchmarks.offline import Run, Work, generate
 from engine.benchmarks.predicted import WORK as PREDICTED
 from engine.benchmarks.predicted import Roofline, predicted_tokens_per_s, read_llama
 from engine.benchmarks.random_adapters import Targets, empty_device
+from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.traffic import Zipf
@@ -133,9 +134,10 @@ def main() -> None:
 
 
 def _roofline(engine: Engine) -> Roofline:
-    settings = engine._settings
-    fp8_weights, fp8_kv = (d == "fp8" for d in (settings.weight_dtype, settings.kv_dtype))
-    return Roofline(engine._runner.model.config, fp8_weights, fp8_kv)
+    settings, config = engine._settings, engine._runner.model.config
+    stored = config.quantized_linears
+    is_fp8 = Quantization.FP8 in (settings.rounding, stored and stored.format)
+    return Roofline(config, is_fp8, settings.kv_dtype == "fp8")
 
 
 def _rows(

@@ -16,7 +16,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.sampling.sampler import Sampler
 from lorikeet_engine.traffic import Zipf
 from tests.engine.engine_driver import RecordingRunner
-from tests.engine.tiny_engine import SETTINGS, tiny_engine
+from tests.engine.tiny_engine import CONFIG, SETTINGS, tiny_engine
 
 BASE = Work("base", 20, 6, requests=5)
 WARM = Work("3 adapters", 20, 6, adapters=3, requests=5)
@@ -45,6 +45,19 @@ def test_every_row_is_checked_and_timed(engine, capsys):
     printed = capsys.readouterr().out
     assert "3 adapters 20/6" in printed
     assert f"{rows[1].of_base:.4g}" in printed
+
+
+def test_weights_in_fp8_with_scales_of_blocks_are_checked_and_timed(tmp_path):
+    blocks = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    config = CONFIG | {"quantization_config": blocks}
+    engine = random_engine(tmp_path, adapters=3, room=3, config=config, settings=SETTINGS)
+    try:
+        rows = throughput.measure_all(engine, [BASE, WARM])
+        assert engine.info.quantization == "fp8"
+        assert engine._runner.model._layers[0].attention.o.weight.block == (32, 32)
+        assert all(row.tokens_per_s[0] > 0 for row in rows)
+    finally:
+        engine.close()
 
 
 def test_wrong_tokens_are_not_timed(engine, monkeypatch):
