@@ -34,7 +34,7 @@ def fleet_of(scenario, router="lorikeet", policy=None):
 
 def fixed_lengths(monkeypatch, prompt, answer):
     draws = {"conv": _Fixed(prompt, answer)}
-    monkeypatch.setattr("lorikeet.simulator.traffic.LENGTHS", draws)
+    monkeypatch.setattr("lorikeet.simulator.traffic.LENGTH_MODELS", draws)
 
 
 class _Fixed:

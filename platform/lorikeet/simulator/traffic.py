@@ -9,8 +9,7 @@ import numpy as np
 
 from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients, capacity_per_s
 from lorikeet_engine.traffic import (
-    AZURE_CODE,
-    AZURE_CONV,
+    LENGTH_MODELS,
     Floats,
     GammaArrivals,
     Ints,
@@ -24,7 +23,6 @@ from lorikeet_engine.traffic import (
 
 BYTES_PER_RANK = 5_242_880  # Llama-3.1-8B, all 7 linears, bf16
 BASE_MODEL = -1  # among the adapters of requests
-LENGTHS = {"conv": AZURE_CONV, "code": AZURE_CODE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class Scenario:
 
     popularity: as parse_popularity reads it. load: share of what the replicas could answer with
     full batches; rate_per_s goes before it. cv: of the arrivals' gaps. trace: recorded traffic
-    instead, as TrafficTrace.read reads it. lengths: a name in LENGTHS, or a model. gpu_room,
+    instead, as TrafficTrace.read reads it. lengths: a name in LENGTH_MODELS, or a model. gpu_room,
     host_room, disk_room: of each replica, as shares of all adapters' bytes; each disk begins full,
     of some. hot_share: of the requests, for one adapter; base_share: for none. The others are as in
     FleetSetup.
@@ -168,5 +166,5 @@ class Scenario:
         return Requests(times_s, adapters, prompts, answers)
 
     def _draw_lengths(self, rng: np.random.Generator, requests: int) -> tuple[Ints, Ints]:
-        model = LENGTHS[self.lengths] if isinstance(self.lengths, str) else self.lengths
+        model = LENGTH_MODELS[self.lengths] if isinstance(self.lengths, str) else self.lengths
         return model.draw(rng, requests)
