@@ -74,7 +74,7 @@ def object_id(key: str) -> UsageObjectId | None:
 
 
 def compacted_key(day: date, number: int) -> str:
-    """number: from 1; the highest one holds all that the others do."""
+    """The key of a day's compacted object. number: from 1; the highest holds all the others do."""
     return f"{day_prefix(day)}compacted-{number:06d}.json"
 
 
