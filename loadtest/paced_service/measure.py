@@ -9,12 +9,13 @@ from statistics import median
 import numpy as np
 
 from loadtest.client import Server, Session, encode_requests, send_all
-from loadtest.paced_service.adapters import FilledCatalog, model_name, number_of
+from loadtest.cluster import ROOT
 from loadtest.paced_service.pacing import Pace
-from loadtest.paced_service.service import OURS, ROOT
 from loadtest.ports import free_port
+from loadtest.real_service.adapters import FilledCatalog, model_name, number_of
 from loadtest.report import all_whole, lateness_s, ttfts_s
 from loadtest.simulator.baselines import PowerOfTwo
+from loadtest.simulator.goals import OURS
 from loadtest.simulator.trials import measure
 from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from lorikeet.routing.ranking import H200_LLAMA_8B
@@ -66,7 +67,7 @@ def pace_of(scenario: Scenario, stock: FilledCatalog, router: str, folder: Path)
     return Pace(
         scenario.costs.steps,
         scenario.costs.loads,
-        dict(zip(stock.digests, scenario.sizes.tolist(), strict=True)),
+        dict(zip((ref.digest for ref in stock.refs), scenario.sizes.tolist(), strict=True)),
         disk_bytes=int(scenario.sizes.sum() * scenario.disk_room),
         lru=router != OURS,
         notes=folder,

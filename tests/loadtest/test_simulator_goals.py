@@ -22,7 +22,7 @@ def all_alike(**ours):
     """Outcomes in which everybody does equally well, but for ours."""
     found = {}
     for name, router in trials():
-        found.setdefault(name, {})[router] = EVEN
+        found.setdefault(name, {})[router] = replace(EVEN, router=router)
     return {name: {**of, OURS: replace(EVEN, **ours)} for name, of in found.items()}
 
 
