@@ -23,13 +23,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lorikeet.catalog import AdapterCatalog, BlobFacts, CatalogState, open_store
+from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.log import Log
-from lorikeet.catalog.records import AdapterRecord, Limits, TenantRecord, TenantState, VersionRecord
+from lorikeet.catalog.records import (
+    AdapterRecord,
+    BlobFacts,
+    Limits,
+    TenantRecord,
+    TenantState,
+    VersionRecord,
+)
 from lorikeet.catalog.snapshots.partition_format import encode_tenant
 from lorikeet.catalog.snapshots.snapshots import Snapshots
-from lorikeet.catalog.state import PARTITIONS, Partition, partition_of
+from lorikeet.catalog.state import PARTITIONS, CatalogState, Partition, partition_of
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.catalog.view import SNAPSHOT_EVERY
 from tests.ministack import ministack
 
