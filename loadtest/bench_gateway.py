@@ -48,8 +48,9 @@ from loadtest.real_service.service import CpuUsage
 from loadtest.replay_replica import BareApp, ReplayReplica
 from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
 from loadtest.streamed_answer import MESSAGES, RESPONSES, LoadRequest, StreamedAnswer
+from lorikeet.addresses import Address
 from lorikeet.serving.deployments import controller, engine, gateway
-from lorikeet.settings import Address, Settings
+from lorikeet.settings import Settings
 
 MOST_ADDED_MS = 4.0
 MOST_LATER_MS = 0.3

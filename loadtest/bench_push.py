@@ -153,15 +153,12 @@ def measure(
 
 def stage_times(times: Sequence[PushTimes]) -> list[StageTimes]:
     """Each of PushTimes, over all pushes."""
-    found = {name: [getattr(each, name) for each in times] for name in PushTimes.__slots__}
-    return [
-        StageTimes(
-            name,
-            *(round(float(np.percentile(took_s, p)), 4) for p in (50, 99)),
-            round(max(took_s), 4),
-        )
-        for name, took_s in found.items()
-    ]
+    rows = []
+    for name in PushTimes.__slots__:
+        took_s = [getattr(each, name) for each in times]
+        p50, p99, most = (round(float(np.percentile(took_s, p)), 4) for p in (50, 99, 100))
+        rows.append(StageTimes(name, p50, p99, most))
+    return rows
 
 
 def _gaps(pushes: bool, found_s: Sequence[float]) -> StreamGaps:

@@ -18,8 +18,9 @@ from loadtest.simulator.baselines import PowerOfTwo
 from loadtest.simulator.goals import OURS
 from loadtest.simulator.trials import measure
 from loadtest.streamed_answer import LoadRequest, StreamedAnswer
+from lorikeet.addresses import Address
 from lorikeet.routing.ranking import H200_LLAMA_8B
-from lorikeet.settings import Address, Settings
+from lorikeet.settings import Settings
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.outcome import Outcome, summarize
 from lorikeet.simulator.traffic import Requests, Scenario

@@ -27,7 +27,7 @@ class PacedReplica(EngineReplica):
     """An EngineReplica with a paced engine."""
 
     def __init__(self, base_model: str, settings: Settings, pace: Pace) -> None:
-        replica.build_engine = partial(paced_engine, pace)
+        replica.build_engine = partial(paced_engine, pace)  # type: ignore[attr-defined]
         super().__init__(base_model, settings)
 
 

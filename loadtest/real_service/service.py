@@ -2,7 +2,7 @@
 
 import runpy
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ class CpuUsage:
     """
 
     def __init__(self) -> None:
-        self._spent: Counter[str] = Counter()
+        self._spent = defaultdict[str, float](float)
 
     def __enter__(self) -> Self:
         self._before = _spent_s()

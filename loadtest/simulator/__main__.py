@@ -18,7 +18,8 @@ from pathlib import Path
 from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.changes import columns, rows, timelines
 from loadtest.simulator.goals import USUAL, goals, goals_table, scenarios, trials
-from loadtest.simulator.trials import COLUMNS, ORACLE, measure, measure_all, table
+from loadtest.simulator.oracle import ORACLE
+from loadtest.simulator.trials import COLUMNS, measure, measure_all, table
 from loadtest.workload import DATA
 from lorikeet.simulator.outcome import Outcome
 from lorikeet.simulator.traffic import Scenario

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from loadtest.simulator.trials import ALL_RESIDENT, ORACLE, Trial, table
+from loadtest.simulator.oracle import ORACLE
+from loadtest.simulator.trials import ALL_RESIDENT, Trial, table
 from lorikeet.simulator.outcome import Outcome
 from lorikeet.simulator.traffic import Scenario
 

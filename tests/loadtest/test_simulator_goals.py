@@ -10,7 +10,8 @@ import pytest
 from loadtest.simulator import __main__ as command
 from loadtest.simulator import figures
 from loadtest.simulator.goals import HOT, OURS, goals, scenario_name, scenarios, trials
-from loadtest.simulator.trials import ALL_RESIDENT, ORACLE, measure
+from loadtest.simulator.oracle import ORACLE
+from loadtest.simulator.trials import ALL_RESIDENT, measure
 from lorikeet.simulator.outcome import Outcome, summarize
 from lorikeet.simulator.traffic import Scenario
 
