@@ -27,8 +27,8 @@ from loadtest.paced_service.scenario import SCENARIOS, WEIGHTS, lasting, slowed
 from loadtest.paced_service.service import ROUTERS, service
 from loadtest.real_service.adapters import fill_catalog
 from loadtest.simulator.goals import HOT, goals_table
+from loadtest.simulator.scenario import Scenario
 from loadtest.simulator.trials import COLUMNS, table
-from lorikeet.simulator.traffic import Scenario
 
 # What the goals compare: sticky routing where one adapter is hot, the others where none is.
 _NOT_COMPARED = {("multiplexing", name) for name in SCENARIOS if name != HOT}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from loadtest.paced_service.measure import RunNotes
 from loadtest.simulator.goals import HOT, OURS, Goal, fewer_loads, sooner_first_tokens
-from lorikeet.simulator.outcome import Outcome
+from loadtest.simulator.outcome import Outcome
 
 _CLOSE = 0.15
 _FEWER_LOADS = {"zipf 0.8": 1.5, "zipf 1.0": 1.5, "zipf 1.2": 2.0, "zipf 1.5": 2.0}

@@ -16,14 +16,15 @@ from loadtest.real_service.adapters import FilledCatalog, model_name, number_of
 from loadtest.report import all_whole, lateness_s, ttfts_s
 from loadtest.simulator.baselines import PowerOfTwo
 from loadtest.simulator.goals import OURS
+from loadtest.simulator.outcome import Outcome, summarize
+from loadtest.simulator.scenario import Scenario
 from loadtest.simulator.trials import measure
 from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from lorikeet.addresses import Address
 from lorikeet.routing.ranking import H200_LLAMA_8B
 from lorikeet.settings import Settings
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.outcome import Outcome, summarize
-from lorikeet.simulator.traffic import Requests, Scenario
+from lorikeet.simulator.traffic import Requests
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 from lorikeet_engine.traffic import Floats

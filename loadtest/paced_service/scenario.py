@@ -12,8 +12,8 @@ import torch
 
 from loadtest.real_service.adapters import AdapterWeights
 from loadtest.simulator.goals import HOT
+from loadtest.simulator.scenario import Scenario
 from lorikeet.routing.ranking import CostCoefficients
-from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.costs import LoadCosts, RowsTime, StepCosts
 from lorikeet_engine.traffic import AZURE_CONV, LengthModel
 

@@ -19,10 +19,10 @@ from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.changes import columns, rows, timelines
 from loadtest.simulator.goals import USUAL, goals, goals_table, scenarios, trials
 from loadtest.simulator.oracle import ORACLE
+from loadtest.simulator.outcome import Outcome
+from loadtest.simulator.scenario import Scenario
 from loadtest.simulator.trials import COLUMNS, measure, measure_all, table
 from loadtest.workload import DATA
-from lorikeet.simulator.outcome import Outcome
-from lorikeet.simulator.traffic import Scenario
 
 # A tenth of a percent of the adapters is room for 100 on each GPU: 16 GB.
 LARGE = Scenario(

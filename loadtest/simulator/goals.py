@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from loadtest.simulator.oracle import ORACLE
+from loadtest.simulator.outcome import Outcome
+from loadtest.simulator.scenario import Scenario
 from loadtest.simulator.trials import ALL_RESIDENT, Trial, table
-from lorikeet.simulator.outcome import Outcome
-from lorikeet.simulator.traffic import Scenario
 
 EXPONENTS = (0.8, 1.0, 1.2, 1.5)
 OURS = "lorikeet"

@@ -11,9 +11,9 @@ from loadtest.simulator import __main__ as command
 from loadtest.simulator import figures
 from loadtest.simulator.goals import HOT, OURS, goals, scenario_name, scenarios, trials
 from loadtest.simulator.oracle import ORACLE
+from loadtest.simulator.outcome import Outcome, summarize
+from loadtest.simulator.scenario import Scenario
 from loadtest.simulator.trials import ALL_RESIDENT, measure
-from lorikeet.simulator.outcome import Outcome, summarize
-from lorikeet.simulator.traffic import Scenario
 
 SMALL = Scenario(adapters=100, replicas=2, duration_s=40.0, warm_up_s=10.0)
 EVEN = Outcome("any", 100, 0.9, 100, 10.0, 0.1, 0.2, 1.1, 1.2)
