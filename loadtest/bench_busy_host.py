@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -147,16 +146,13 @@ def measure_all(server: Server, traffic: Traffic, given: argparse.Namespace) -> 
 def main() -> int:
     """Measure and print; 1 if spinning processes cost more than they may."""
     given = _arguments()
-    noted, variables = facts(given.commit), _variables(given)
+    noted = facts(given.commit)
+    variables = settings_of_traffic(given, _OWN, inter_token_goal_ms=given.goal_ms)
     with warm_service(given, variables) as (server, traffic):
         rows = show(measure_all(server, traffic, given))
     write(given.json, noted, busy_host=rows, settings=variables)
     (spinning,) = (row for row in rows if row.host is HostLoad.SPINNING)
     return 0 if spinning.gap_p99_of_quiet <= MOST_OF_QUIET else 1
-
-
-def _variables(given: argparse.Namespace) -> dict[str, Any]:
-    return settings_of_traffic(given, _OWN) | {"LORIKEET_INTER_TOKEN_GOAL_MS": given.goal_ms}
 
 
 def _arguments() -> argparse.Namespace:

@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,15 +23,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loadtest.ports import free_port
-from lorikeet.catalog import AdapterCatalog, BlobFacts, CatalogState, open_store
+from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.log import Log
-from lorikeet.catalog.records import AdapterRecord, Limits, TenantRecord, TenantState, VersionRecord
+from lorikeet.catalog.records import (
+    AdapterRecord,
+    BlobFacts,
+    Limits,
+    TenantRecord,
+    TenantState,
+    VersionRecord,
+)
 from lorikeet.catalog.snapshots.partition_format import encode_tenant
 from lorikeet.catalog.snapshots.snapshots import Snapshots
-from lorikeet.catalog.state import PARTITIONS, Partition, partition_of
+from lorikeet.catalog.state import PARTITIONS, CatalogState, Partition, partition_of
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.catalog.view import SNAPSHOT_EVERY
+from tests.ministack import ministack
 
 TAIL = SNAPSHOT_EVERY // 2
 REPEATS = 5
@@ -165,38 +172,19 @@ def _measured(url: str, what: str) -> Measured:
 
 
 @contextmanager
-def ministack() -> Iterator[str]:
+def empty_bucket() -> Iterator[str]:
     """The url of an empty bucket on a server of its own."""
     import boto3
 
-    port = free_port()
-    os.environ |= {
-        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    own = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
-    with tempfile.TemporaryDirectory() as folder:
-        server = subprocess.Popen(
-            [Path(sys.executable).with_name("ministack")],
-            cwd=folder,
-            env=os.environ | own | {"IOT_MTLS_ENABLED": "0"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            while server.poll() is None:
-                try:
-                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                    break
-                except OSError:
-                    time.sleep(0.1)
-            boto3.session.Session().client("s3").create_bucket(Bucket="bench")
-            yield "s3://bench/catalog"
-        finally:
-            server.terminate()
-            server.wait()
+    with ministack() as address:
+        os.environ |= {
+            "AWS_ENDPOINT_URL_S3": address,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        boto3.session.Session().client("s3").create_bucket(Bucket="bench")
+        yield "s3://bench/catalog"
 
 
 def run(url: str, tenants: int, adapters: int) -> None:
@@ -235,7 +223,7 @@ def main() -> None:
     elif given.at:
         run(given.at, given.tenants, given.adapters)
     else:
-        with ministack() as url:
+        with empty_bucket() as url:
             run(url, given.tenants, given.adapters)
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import boto3
 
-from lorikeet.catalog import blob_key, open_store
+from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.catalog.store.parallel_download import CONNECTIONS
 from lorikeet.replica.engine_process import CatalogAdapterSource
 from lorikeet_engine.adapter import AdapterRef

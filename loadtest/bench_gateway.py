@@ -22,7 +22,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +29,6 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 from ray import serve
 
 from loadtest.client import (
@@ -43,14 +41,16 @@ from loadtest.client import (
     send_all,
     send_on,
 )
-from loadtest.paced_service.adapters import fill_catalog, model_name
-from loadtest.paced_service.service import ROOT, cluster
+from loadtest.cluster import PROXIES, ROOT, cluster, settle
 from loadtest.ports import free_port
+from loadtest.real_service.adapters import fill_catalog, model_name
+from loadtest.real_service.service import CpuUsage
 from loadtest.replay_replica import BareApp, ReplayReplica
 from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
 from loadtest.streamed_answer import MESSAGES, RESPONSES, LoadRequest, StreamedAnswer
+from lorikeet.addresses import Address
 from lorikeet.serving.deployments import controller, engine, gateway
-from lorikeet.settings import Address, Settings
+from lorikeet.settings import Settings
 
 MOST_ADDED_MS = 4.0
 MOST_LATER_MS = 0.3
@@ -61,8 +61,6 @@ BARE = "/bare"
 TEXT = "word " * 50
 ALONE = 1_000  # requests to each, one after the other
 WARM_UP_S = 4.0
-SETTLING_S = 4.0  # HAProxy begins anew, dropping connections, when an application comes
-PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
 
 
 class Asked(NamedTuple):
@@ -88,11 +86,12 @@ async def measure_streams(
     sessions, start_s = [Session(0.0, (request,))] * streams, time.monotonic()
     sending = asyncio.create_task(send_all(url, sessions, {request: encoded}, start_s))
     await asyncio.sleep(WARM_UP_S)
-    began_s, cpu_s = time.monotonic() - start_s, _cpu_s()
-    await asyncio.sleep(seconds)
+    began_s, client_s = time.monotonic() - start_s, time.process_time()
+    with CpuUsage() as cores:
+        await asyncio.sleep(seconds)
     ended_s = time.monotonic() - start_s
     took_s = ended_s - began_s
-    shares = {name: (spent_s - cpu_s[name]) / took_s for name, spent_s in _cpu_s().items()}
+    shares = {"client": (time.process_time() - client_s) / took_s} | cores.used(took_s)
     tokens, deltas = 0, 0
     answers = all_whole(await sending)
     for answer in answers:
@@ -131,22 +130,8 @@ def of_every_api(server: Server, one: LoadRequest) -> dict[str, Asked]:
     }
 
 
-def _cpu_s() -> Counter[str]:
-    """CPU seconds of this process and those it started, by what they are."""
-    spent: Counter[str] = Counter()
-    here = psutil.Process()
-    for process in [here, *here.children(recursive=True)]:
-        try:
-            times, title = process.cpu_times(), " ".join(process.cmdline())
-        except psutil.Error:  # it has just ended
-            continue
-        name = next((name for name in ("Proxy", "gateway", "engine") if name in title), "the rest")
-        spent["client" if process == here else name.lower()] += times.user + times.system
-    return spent
-
-
 @contextmanager
-def service(settings: Settings, pace: float) -> Iterator[str]:
+def service(settings: Settings, pace: float, proxy: str) -> Iterator[str]:
     """The gateway over the replay, and the bare application; their address."""
     deployment: Any = engine(settings, BASE_MODEL)._bound_deployment.options(
         func_or_class=ReplayReplica
@@ -155,10 +140,10 @@ def service(settings: Settings, pace: float) -> Iterator[str]:
     bare = serve.deployment(name="bare", ray_actor_options={"num_cpus": 0.1})(
         serve.ingress()(BareApp)
     )
-    with cluster() as url:
+    with cluster(proxy) as url:
         serve.run(gateway(settings, engines, controller(settings, engines)))
         serve.run(bare.bind(), name="bare", route_prefix=BARE)
-        time.sleep(SETTLING_S)
+        settle(proxy)
         yield url
 
 
@@ -181,8 +166,6 @@ def main() -> int:
 
 def measure(proxy: str, given: argparse.Namespace) -> dict[str, Any]:
     """Both measurements behind one proxy, printed."""
-    os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = PROXIES[proxy]
-    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"  # nobody else waits for it
     with tempfile.TemporaryDirectory(prefix="lorikeet-bench-") as folder:
         settings = Settings(
             catalog=f"{folder}/catalog",
@@ -194,7 +177,7 @@ def measure(proxy: str, given: argparse.Namespace) -> dict[str, Any]:
         key = fill_catalog(settings, [8]).key
         one = LoadRequest(model_name(0), 0, 1, seed=0)
         many = replace(one, output_tokens=int(given.pace * (given.seconds + 2 * WARM_UP_S)))
-        with service(settings, given.pace) as url:
+        with service(settings, given.pace, proxy) as url:
             server = Server(url, key, vocabulary=0)
             took = measure_first_tokens(url, of_every_api(server, one))
             request = chat_request(server, many, TEXT)

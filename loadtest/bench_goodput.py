@@ -141,11 +141,13 @@ def _print_stages(rows: Sequence[Mapping[str, Any]], best_per_s: float) -> None:
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
     """The service's settings."""
-    return settings_of_traffic(given, _OWN) | {
-        "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
-        "LORIKEET_MAX_RUNNING": str(min(256, given.batch_tokens)),
-        "LORIKEET_INTER_TOKEN_GOAL_MS": given.goal_ms,
-    }
+    return settings_of_traffic(
+        given,
+        _OWN,
+        max_batch_tokens=given.batch_tokens,
+        max_running=min(256, given.batch_tokens),
+        inter_token_goal_ms=given.goal_ms,
+    )
 
 
 def _arguments() -> argparse.Namespace:

@@ -12,7 +12,6 @@ Tokens per second: all tokens of a run_sessions over the time until the last ans
 """
 
 import argparse
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,10 +21,11 @@ from typing import Any
 
 from engine.benchmarks.harness import arguments, facts, write
 from loadtest.client import Server, run_sessions
+from loadtest.cluster import PROXIES
 from loadtest.real_service.adapters import TENANT, FilledCatalog, fill_catalog, image_bytes
 from loadtest.real_service.offline import Job, run_beside
 from loadtest.real_service.random_models import SHAPES, add_model_arguments, settings_of_model
-from loadtest.real_service.service import PROXIES, CpuUsage, RunningService, service
+from loadtest.real_service.service import CpuUsage, RunningService, service
 from loadtest.real_service.stage_times import stage_lines, stages_ms
 from loadtest.real_service.work import Work
 from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
@@ -45,7 +45,6 @@ _STREAMS_PER_SPARE = 4
 def main() -> int:
     """Measure and print; 1 if the goal is missed."""
     given = _arguments()
-    shutil.rmtree(given.folder / _OWN, ignore_errors=True)
     noted, rows = facts(given.commit), list[dict[str, Any]]()
     variables = _variables(given)
     stock = _stock(Settings.from_env(variables), given)
@@ -109,18 +108,18 @@ def _stock(settings: Settings, given: argparse.Namespace) -> FilledCatalog:
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
     """The service's settings; the sizes of a step are those of the offline benchmarks."""
-    model = settings_of_model(given.folder, given.shape, given.device, _OWN)
     adapter = image_bytes(given.shape, given.rank, given.device)
-    return model | {
-        "LORIKEET_REPLICAS": str(given.replicas),
-        "LORIKEET_MAX_CONTEXT": "2048",
-        "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
-        "LORIKEET_MAX_RUNNING": str(max(2, given.streams + given.streams // _STREAMS_PER_SPARE)),
-        "LORIKEET_KV_CACHE_MEMORY": given.kv,
-        "LORIKEET_ADAPTER_GPU_MEMORY": str((given.adapters + 2) * adapter),
-        "LORIKEET_ADAPTER_HOST_MEMORY": str(16 * adapter),
-        "LORIKEET_ADAPTER_DISK": "200GiB",
-    }
+    return settings_of_model(
+        given,
+        _OWN,
+        replicas=given.replicas,
+        max_context=2048,
+        max_batch_tokens=given.batch_tokens,
+        max_running=max(2, given.streams + given.streams // _STREAMS_PER_SPARE),
+        adapter_gpu_memory=(given.adapters + 2) * adapter,
+        adapter_host_memory=16 * adapter,
+        adapter_disk="200GiB",
+    )
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -150,7 +149,6 @@ def _arguments() -> argparse.Namespace:
     add("--streams", type=int, default=256, help="of each replica; default 256")
     add("--rounds", type=int, default=3, help="requests of each stream; default 3")
     add("--batch-tokens", type=int, default=8192, help="of one step; default 8192")
-    add("--kv", default="20GiB", help="KV cache of each replica; default 20GiB")
     return parser.parse_args()
 
 

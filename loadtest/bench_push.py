@@ -33,6 +33,7 @@ from ray.serve.deployment import Application
 
 from engine.benchmarks.harness import arguments, facts, show, write
 from loadtest.client import Server, Session, run_sessions
+from loadtest.cluster import PROXIES
 from loadtest.real_service.adapters import (
     TENANT,
     fill_catalog,
@@ -49,7 +50,7 @@ from loadtest.real_service.pushing import (
     PushTimes,
 )
 from loadtest.real_service.random_models import SHAPES, add_model_arguments, settings_of_model
-from loadtest.real_service.service import PROXIES, service
+from loadtest.real_service.service import service
 from loadtest.report import all_whole, gaps_s
 from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from lorikeet.catalog.catalog import AdapterCatalog
@@ -104,7 +105,6 @@ def spreading_app(replica: type[EngineReplica]) -> Application:
 def main() -> int:
     """Measure and print; 1 if a goal is missed."""
     given = _arguments()
-    shutil.rmtree(given.folder / _OWN, ignore_errors=True)
     noted, variables = facts(given.commit), _variables(given)
     settings = Settings.from_env(variables)
     stock = fill_catalog(settings, [given.rank] * given.adapters)
@@ -153,15 +153,12 @@ def measure(
 
 def stage_times(times: Sequence[PushTimes]) -> list[StageTimes]:
     """Each of PushTimes, over all pushes."""
-    found = {name: [getattr(each, name) for each in times] for name in PushTimes.__slots__}
-    return [
-        StageTimes(
-            name,
-            *(round(float(np.percentile(took_s, p)), 4) for p in (50, 99)),
-            round(max(took_s), 4),
-        )
-        for name, took_s in found.items()
-    ]
+    rows = []
+    for name in PushTimes.__slots__:
+        took_s = [getattr(each, name) for each in times]
+        p50, p99, most = (round(float(np.percentile(took_s, p)), 4) for p in (50, 99, 100))
+        rows.append(StageTimes(name, p50, p99, most))
+    return rows
 
 
 def _gaps(pushes: bool, found_s: Sequence[float]) -> StreamGaps:
@@ -199,7 +196,7 @@ def _version(given: argparse.Namespace) -> NewVersions:
     """The adapter's first blob. It stays in memory alone."""
     folder = given.folder / _OWN / "trained"
     shape = BaseShape.from_config(SHAPES[given.shape])
-    save_adapter(folder, shape, given.rank, alpha=FIRST_ALPHA)
+    save_adapter(folder, shape, given.rank, FIRST_ALPHA)
     write_blob(folder, folder / "blob")
     version = NewVersions((folder / "blob").read_bytes())
     shutil.rmtree(folder)
@@ -207,19 +204,19 @@ def _version(given: argparse.Namespace) -> NewVersions:
 
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
-    model = settings_of_model(given.folder, given.shape, given.device, _OWN)
-    adapter = image_bytes(given.shape, given.rank, given.device)
-    return model | {
-        "LORIKEET_REPLICAS": str(given.replicas),
-        "LORIKEET_GATEWAYS": str(given.gateways),
-        "LORIKEET_MAX_CONTEXT": "2048",
-        "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
-        "LORIKEET_MAX_RUNNING": str(2 * given.streams + given.replicas),
-        "LORIKEET_KV_CACHE_MEMORY": given.kv,
-        "LORIKEET_ADAPTER_GPU_MEMORY": str((given.adapters + 8) * adapter),
-        "LORIKEET_ADAPTER_HOST_MEMORY": str((given.adapters + 8) * adapter),
-        "LORIKEET_ADAPTER_DISK": str(max(2**30, 4 * (given.adapters + 8) * adapter)),
-    }
+    room = (given.adapters + 8) * image_bytes(given.shape, given.rank, given.device)
+    return settings_of_model(
+        given,
+        _OWN,
+        replicas=given.replicas,
+        gateways=given.gateways,
+        max_context=2048,
+        max_batch_tokens=given.batch_tokens,
+        max_running=2 * given.streams + given.replicas,
+        adapter_gpu_memory=room,
+        adapter_host_memory=room,
+        adapter_disk=max(2**30, 4 * room),
+    )
 
 
 def _arguments() -> argparse.Namespace:
@@ -239,7 +236,6 @@ def _arguments() -> argparse.Namespace:
     add("--periods", type=int, default=3, help="with pushes, and as many without; default 3")
     add("--every", type=float, default=1.0, help="seconds between two pushes; default 1")
     add("--batch-tokens", type=int, default=2048, help="of one step; default 2048")
-    add("--kv", default="20GiB", help="KV cache; default 20GiB")
     return parser.parse_args()
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from loadtest.cluster import cluster
 from loadtest.report import quantiles_ms
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint
 from lorikeet.replica.status_feed import StatusFeed
@@ -34,7 +34,6 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats
 from lorikeet_engine.traffic import Zipf
 
-PORT = 8017
 REPLICAS = 4
 ADAPTERS = 10_000
 ON_GPU = 1_000  # of each replica
@@ -152,14 +151,9 @@ def main() -> int:
         },
     )
     gateway = serve.deployment(name="gateway", ray_actor_options={"num_cpus": 0.1})(Gateway)
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 * 2**20)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+    with cluster() as url:
         serve.run(gateway.bind(ours=ours, serves=_deployment("serves")))
-        took = httpx.get(f"http://127.0.0.1:{PORT}/", timeout=900).raise_for_status().json()
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+        took = httpx.get(url, timeout=900).raise_for_status().json()
     print(f"{CALLERS} callers, {CALLS * CALLERS} calls a router in turn, {os.cpu_count()} CPUs")
     quantiles = {router: quantiles_ms(seconds) for router, seconds in took.items()}
     for router, ms in quantiles.items():

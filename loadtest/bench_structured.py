@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import shutil
 import sys
 import time
 from collections import defaultdict
@@ -40,9 +39,10 @@ from loadtest.client import (
     send_all,
     structured_request,
 )
+from loadtest.cluster import PROXIES
 from loadtest.real_service.adapters import fill_catalog
 from loadtest.real_service.random_models import SHAPES, add_model_arguments, settings_of_model
-from loadtest.real_service.service import PROXIES, service
+from loadtest.real_service.service import service
 from loadtest.report import all_whole
 from loadtest.schemas import SCHEMAS, Schema
 from loadtest.streamed_answer import LoadRequest
@@ -134,7 +134,6 @@ class StructuredLoad:
 def main() -> int:
     """Measure and print; 1 if a goal is missed."""
     given = _arguments()
-    shutil.rmtree(given.folder / _OWN, ignore_errors=True)
     noted, variables = facts(given.commit), _variables(given)
     key = fill_catalog(Settings.from_env(variables), ranks=[]).key
     with service(variables, given.proxy) as running:
@@ -213,15 +212,15 @@ def shortest_answer(server: Server, model: str, schema: Schema, count: int) -> i
 
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
-    model = settings_of_model(given.folder, given.shape, given.device, _OWN)
-    return model | {
-        "LORIKEET_REPLICAS": "1",
-        "LORIKEET_GATEWAYS": str(given.gateways),
-        "LORIKEET_MAX_CONTEXT": "2048",
-        "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
-        "LORIKEET_MAX_RUNNING": str(max(given.streams, given.checked)),
-        "LORIKEET_KV_CACHE_MEMORY": given.kv,
-    }
+    return settings_of_model(
+        given,
+        _OWN,
+        replicas=1,
+        gateways=given.gateways,
+        max_context=2048,
+        max_batch_tokens=given.batch_tokens,
+        max_running=max(given.streams, given.checked),
+    )
 
 
 def _arguments() -> argparse.Namespace:
@@ -237,7 +236,6 @@ def _arguments() -> argparse.Namespace:
     add("--spread", type=float, default=1.0, help="seconds in which streams begin; default 1")
     add("--repeats", type=int, default=3, help="of every run; default 3")
     add("--batch-tokens", type=int, default=8192, help="of one step; default 8192")
-    add("--kv", default="20GiB", help="KV cache; default 20GiB")
     return parser.parse_args()
 
 

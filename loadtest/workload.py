@@ -11,12 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from lorikeet_engine.traffic import (
-    AZURE_CODE,
-    AZURE_CONV,
+    LENGTH_MODELS,
     Floats,
     GammaArrivals,
     Ints,
-    LengthModel,
     TrafficTrace,
     choose_adapters,
     cut_to_context,
@@ -25,7 +23,6 @@ from lorikeet_engine.traffic import (
 )
 
 DATA = Path(__file__).parent / "data"
-LENGTH_MODELS: Mapping[str, LengthModel] = {"conv": AZURE_CONV, "code": AZURE_CODE}
 TRACES = ("conv", "code")
 
 

@@ -4,22 +4,16 @@ import functools
 import gc
 import os
 import random
-import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx._transports.default as transports
 import pytest
 
-from loadtest.ports import free_port
 from tests.ceph import radosgw
+from tests.ministack import ministack
 
 # Several tests run at a time: torch's threads would only wait for each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -111,7 +105,7 @@ def _walk_s(keys: list[str]) -> float:
 
 
 @pytest.fixture(scope="session")
-def s3_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def s3_bucket() -> Iterator[str]:
     """The s3:// url of an empty bucket; AWS_ variables lead boto3 to its server.
 
     The server is MiniStack, or with TEST_S3=radosgw Ceph's.
@@ -121,7 +115,7 @@ def s3_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     bucket = f"lorikeet-{uuid.uuid4().hex[:12]}"
     ceph = os.environ.get("TEST_S3") == "radosgw"
-    server = radosgw("test", "test") if ceph else _ministack(tmp_path_factory.mktemp("ministack"))
+    server = radosgw("test", "test") if ceph else ministack()
     with server as address, pytest.MonkeyPatch.context() as environment:
         for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"):
             environment.delenv(name, raising=False)
@@ -133,47 +127,3 @@ def s3_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         environment.setattr("botocore.session.create_loader", functools.cache(create_loader))
         boto3.session.Session().client("s3").create_bucket(Bucket=bucket)
         yield f"s3://{bucket}"
-
-
-@contextmanager
-def _ministack(folder: Path) -> Iterator[str]:
-    port = free_port()
-    server = subprocess.Popen(
-        [_program("ministack")],
-        cwd=folder,
-        env=os.environ
-        | {
-            "BIND_HOST": "127.0.0.1",
-            "GATEWAY_PORT": str(port),
-            "SERVICES": "s3",
-            "IOT_MTLS_ENABLED": "0",  # its port is fixed
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_for_port(port, server)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.kill()  # nothing is kept; asked to end, it waits for idle connections
-        server.wait()
-
-
-def _program(name: str) -> str:
-    """A console script of the environment that runs the tests."""
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
-    assert found is not None, f"{name} is not installed: install the dev group"
-    return found
-
-
-def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert server.poll() is None, f"the S3 server ended with status {server.returncode}"
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError("the S3 server did not start in 60 s")

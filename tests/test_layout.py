@@ -51,7 +51,7 @@ def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
         "lorikeet.placement.prefetcher",
         "lorikeet.placement.scaling",
         "lorikeet.routing.fleet",
-        "lorikeet.simulator.outcome",
+        "lorikeet.simulator.capacity",
     ],
 )
 def test_what_needs_no_tensors_loads_no_torch_no_ray_and_no_telemetry(module):

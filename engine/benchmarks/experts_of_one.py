@@ -12,7 +12,6 @@ belongs into one_token.py. Takes about a minute; many processes compile at first
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from multiprocessing import get_context
 
@@ -95,7 +94,7 @@ class OneToken:
         got, us = run(0, config), None
         off = ((got.float() - want).norm() / want.norm()).item()
         if off < _NEAR or "several" in name:  # of FP8 they round what they read
-            us = _us(partial(run, config=config))
+            us = _us(lambda routing: run(routing, config))
         else:
             print(f"{name}, {config}: off by {off:.3g}", flush=True)
         tb_s = us and nbytes / us / 1e6

@@ -19,7 +19,7 @@ import torch
 from engine.benchmarks import harness
 from lorikeet_engine.kernels.attention import hopper_prefill
 from lorikeet_engine.kernels.attention.flashinfer import FlashInferAttention
-from lorikeet_engine.kernels.attention.prefixes import PlannedSequences
+from lorikeet_engine.kernels.attention.prefixes import PlannedSequences, cut_prefixes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 
@@ -103,12 +103,11 @@ class Backends:
         """FA3's kernels as they are."""
         hopper = self.served._hopper
         assert hopper is not None, "this GPU is not Hopper"
-        cut_prefixes = hopper_prefill.cut_prefixes
-        hopper_prefill.cut_prefixes = lambda *_: None
+        hopper_prefill.cut_prefixes = lambda *_: None  # type: ignore[attr-defined]
         torch.cuda.synchronize()  # plans are copied from pinned buffers
         hopper.plan(chunk.batch)
         torch.cuda.synchronize()
-        hopper_prefill.cut_prefixes = cut_prefixes
+        hopper_prefill.cut_prefixes = cut_prefixes  # type: ignore[attr-defined]
         return lambda layer: hopper.attend(chunk.q, chunk.kv[layer], None)
 
 

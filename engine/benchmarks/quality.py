@@ -140,7 +140,7 @@ class Sample:
         rng = np.random.default_rng(1)
         self.tokens = rng.integers(0, config.vocab_size, (SEQUENCES, PROMPT + DECODES))
         chosen = [i % len(refs) for i in range(SEQUENCES)] if refs else []
-        self.refs = [refs[i] for i in chosen] or [None] * SEQUENCES
+        self.refs: list[AdapterRef | None] = [refs[i] for i in chosen] or [None] * SEQUENCES
         scalings = [random_scaling(i) for i in chosen] or [0.0] * SEQUENCES
         device = truth.device
         tokens = torch.from_numpy(self.tokens).to(device)

@@ -67,7 +67,7 @@ class _Shards(RandomCheckpoint):
         """Write the last shard, and the index that says which tensor is where."""
         if self._shard:
             self._write()
-        total, file_of = len(self._written), {}
+        total, file_of = len(self._written), dict[str, str]()
         for number, names in enumerate(self._written, 1):
             file = f"model-{number:05}-of-{total:05}.safetensors"
             (self.folder / f"{number}.part").rename(self.folder / file)

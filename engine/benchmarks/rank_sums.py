@@ -148,7 +148,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        torch.multiprocessing.spawn(_run, (options.gpus, folder), nprocs=options.gpus)
+        spawn = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+        spawn(_run, (options.gpus, folder), nprocs=options.gpus)
         found = json.loads((folder / "rows.json").read_text())
     facts, gpus = harness.facts(options.commit), options.gpus
     sums = harness.show(Row(**row) for row in found["sums"])

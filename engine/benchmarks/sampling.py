@@ -167,7 +167,8 @@ def _draw(
     logits: torch.Tensor, params: list[SamplingParams], made: list[list[int]]
 ) -> tuple[list[int], dict[int, TokenLogprobs]]:
     """The tokens drawn for rows with so much output, and by row the log probabilities."""
-    penalties = Penalties(*logits.shape, logits.device)
+    slots, vocab = logits.shape
+    penalties = Penalties(slots, vocab, logits.device)
     rows = [
         SamplingRow(
             one,

@@ -162,10 +162,11 @@ def compile_one(case: tuple[Shape, GemvConfig]) -> None:
     """Launch a config once: the next process finds it compiled."""
     shape, config = case
     dtype, like = DTYPE if shape.is_fp8 else torch.bfloat16, {"device": "cuda"}
-    weight = torch.empty(shape.d_out, shape.d_in, dtype=dtype, **like)
-    scales = torch.empty(shape.d_out, **like) if shape.is_fp8 else None
+    weight: torch.Tensor | Fp8Rows = torch.empty(shape.d_out, shape.d_in, dtype=dtype, **like)
+    if shape.is_fp8:
+        weight = Fp8Rows(weight, torch.empty(shape.d_out, **like))
     x = torch.empty(1, shape.d_in, dtype=torch.bfloat16, **like)
-    multiply(x, weight, scales, config, gated=shape.gated)
+    multiply(x, weight, config, gated=shape.gated)
     torch.cuda.synchronize()
 
 
@@ -199,7 +200,7 @@ def main() -> None:
         cases = [(shape, config) for shape in asked for config in candidates(shape)]
         list(pool.map(compile_one, cases, chunksize=2))
     rows = harness.show(row for shape in asked for row in measure(shape))
-    best = {}
+    best = dict[str, Row]()
     for row in rows:
         if row.us is not None and (row.linear not in best or row.us < best[row.linear].us):
             best[row.linear] = row

@@ -77,7 +77,7 @@ def _changed(config: LaunchConfig, knob: str, value: int) -> LaunchConfig:
 
 def _cost(config: LaunchConfig, rows: list[Row], steps: list[Pass]) -> float:
     """Return what tuning makes small, infinity for a config that the GPU has no room for."""
-    tiles.launch_config = lambda _regime, _device: config
+    tiles.launch_config = lambda _regime, _device: config  # type: ignore[attr-defined,assignment]
     shares = []
     for row, step in zip(rows, steps, strict=True):
         try:

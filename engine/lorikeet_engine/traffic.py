@@ -109,7 +109,7 @@ class GammaArrivals:
     """
 
     rate_per_s: float
-    cv: float = 1.0
+    cv: float
 
     def times(self, rng: np.random.Generator, duration_s: float) -> Floats:
         """Seconds from the start, rising, all below duration_s; a gap comes first."""
@@ -149,6 +149,7 @@ class LengthModel:
 # Fitted to the Azure LLM inference traces of 2023 (Patel et al., Splitwise, ISCA 2024).
 AZURE_CONV = LengthModel(6.63, 0.99, 5.02, 0.86)
 AZURE_CODE = LengthModel(7.00, 1.36, 2.79, 0.85)
+LENGTH_MODELS = {"conv": AZURE_CONV, "code": AZURE_CODE}
 
 
 def cut_to_context(inputs: Ints, outputs: Ints, context: int) -> tuple[Ints, Ints]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from loadtest.paced_service.adapters import fill_catalog
+from loadtest.cluster import cluster
 from loadtest.paced_service.goals import RealAndSimulated, goals
 from loadtest.paced_service.measure import (
     measure_overhead_s,
@@ -23,11 +23,12 @@ from loadtest.paced_service.measure import (
     router_options,
     settings_of,
 )
-from loadtest.paced_service.scenario import SCENARIOS, lasting, slowed
-from loadtest.paced_service.service import ROUTERS, cluster, service
-from loadtest.simulator.goals import HOT, Goal
+from loadtest.paced_service.scenario import SCENARIOS, WEIGHTS, lasting, slowed
+from loadtest.paced_service.service import ROUTERS, service
+from loadtest.real_service.adapters import fill_catalog
+from loadtest.simulator.goals import HOT, goals_table
+from loadtest.simulator.scenario import Scenario
 from loadtest.simulator.trials import COLUMNS, table
-from lorikeet.simulator.traffic import Scenario
 
 # What the goals compare: sticky routing where one adapter is hot, the others where none is.
 _NOT_COMPARED = {("multiplexing", name) for name in SCENARIOS if name != HOT}
@@ -44,7 +45,7 @@ def main() -> int:
             pairs.append(pair)
             print(f"{_table(pairs[-1:])}\n{_remarks(pair)}\n", flush=True)
     results = list(goals(pairs))
-    print(f"\n{_table(pairs)}\n\n{_verdicts(results)}")
+    print(f"\n{_table(pairs)}\n\n{goals_table(results)}")
     print(f"\ntook {time.perf_counter() - began_s:.0f} s")
     if options.json:
         runs, found = [asdict(pair) for pair in pairs], [asdict(goal) for goal in results]
@@ -58,7 +59,7 @@ def _run(
     """Run all scenarios of each router on one service."""
     any_scenario = next(iter(wanted.values()))
     settings = settings_of(any_scenario, folder)
-    stock = fill_catalog(settings, any_scenario.ranks.tolist())
+    stock = fill_catalog(settings, any_scenario.ranks.tolist(), WEIGHTS)
     with cluster() as url:
         for router in routers:
             compared = {n: s for n, s in wanted.items() if (router, n) not in _NOT_COMPARED}
@@ -95,18 +96,6 @@ def _remarks(pair: RealAndSimulated) -> str:
         f"{pair.overhead_s * 1e3:.0f} ms on its way; {pair.remarks.prefetches} adapters were "
         "prefetched"
     )
-
-
-def _verdicts(results: Iterable[Goal]) -> str:
-    rows = [
-        (goal.against, goal.where, goal.what, goal.wanted, f"{goal.value:.2f}", _verdict(goal))
-        for goal in results
-    ]
-    return table(rows, ("against", "where", "what", "wanted", "measured", ""))
-
-
-def _verdict(goal: Goal) -> str:
-    return "" if goal.met else "**missed**"
 
 
 def _arguments() -> argparse.Namespace:

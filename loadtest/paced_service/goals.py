@@ -1,12 +1,11 @@
 """What routing and the simulator must reach on the real service, and whether they do."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from loadtest.paced_service.measure import RunNotes
-from loadtest.paced_service.service import OURS
-from loadtest.simulator.goals import HOT, Goal
-from lorikeet.simulator.outcome import Outcome
+from loadtest.simulator.goals import HOT, OURS, Goal, fewer_loads, sooner_first_tokens
+from loadtest.simulator.outcome import Outcome
 
 _CLOSE = 0.15
 _FEWER_LOADS = {"zipf 0.8": 1.5, "zipf 1.0": 1.5, "zipf 1.2": 2.0, "zipf 1.5": 2.0}
@@ -35,40 +34,20 @@ def goals(pairs: Sequence[RealAndSimulated]) -> Iterator[Goal]:
             continue
         mine = ours[where]
         if other.router == "power of two" and where in _FEWER_LOADS:
-            yield _less(mine, other, where, "cold loads ÷", _loads, _FEWER_LOADS[where])
+            yield fewer_loads(mine, other, where, _FEWER_LOADS[where])
         if other.router == "bounded hashing":
-            yield _less(mine, other, where, "cold loads ÷", _loads, 1.0)
-            yield _less(mine, other, where, "p99 TTFT ÷", _p99_s, 1.0)
+            yield fewer_loads(mine, other, where, 1.0)
+            yield sooner_first_tokens(mine, other, where, 1.0)
         if other.router == "multiplexing" and where == HOT:
-            yield _less(mine, other, where, "p99 TTFT ÷", _p99_s, 2.0)
+            yield sooner_first_tokens(mine, other, where, 2.0)
             yield Goal(other.router, where, "max/mean load", mine.balance, most=1.25)
 
 
 def _agreement(pair: RealAndSimulated) -> Iterator[Goal]:
     real, simulated = pair.real, pair.simulated
-    for what, of in (("p50 TTFT off by", _p50_s), ("p99 TTFT off by", _p99_s)):
-        off = abs(of(real) / of(simulated) - 1.0)
-        yield Goal("simulator", pair.scenario, what, off, most=_CLOSE)
-
-
-def _less(
-    mine: Outcome,
-    other: Outcome,
-    where: str,
-    what: str,
-    of: Callable[[Outcome], float],
-    least: float,
-) -> Goal:
-    return Goal(other.router, where, what, of(other) / of(mine), least=least)
-
-
-def _loads(outcome: Outcome) -> float:
-    return float(outcome.cold_loads)
-
-
-def _p50_s(outcome: Outcome) -> float:
-    return outcome.ttft_p50_s
-
-
-def _p99_s(outcome: Outcome) -> float:
-    return outcome.ttft_p99_s
+    ratios = {
+        "p50 TTFT off by": real.ttft_p50_s / simulated.ttft_p50_s,
+        "p99 TTFT off by": real.ttft_p99_s / simulated.ttft_p99_s,
+    }
+    for what, ratio in ratios.items():
+        yield Goal("simulator", pair.scenario, what, abs(ratio - 1.0), most=_CLOSE)

@@ -9,19 +9,22 @@ from statistics import median
 import numpy as np
 
 from loadtest.client import Server, Session, encode_requests, send_all
-from loadtest.paced_service.adapters import FilledCatalog, model_name, number_of
+from loadtest.cluster import ROOT
 from loadtest.paced_service.pacing import Pace
-from loadtest.paced_service.service import OURS, ROOT
 from loadtest.ports import free_port
+from loadtest.real_service.adapters import FilledCatalog, model_name, number_of
 from loadtest.report import all_whole, lateness_s, ttfts_s
 from loadtest.simulator.baselines import PowerOfTwo
+from loadtest.simulator.goals import OURS
+from loadtest.simulator.outcome import Outcome, summarize
+from loadtest.simulator.scenario import Scenario
 from loadtest.simulator.trials import measure
 from loadtest.streamed_answer import LoadRequest, StreamedAnswer
+from lorikeet.addresses import Address
 from lorikeet.routing.ranking import H200_LLAMA_8B
-from lorikeet.settings import Address, Settings
+from lorikeet.settings import Settings
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.outcome import Outcome, summarize
-from lorikeet.simulator.traffic import Requests, Scenario
+from lorikeet.simulator.traffic import Requests
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 from lorikeet_engine.traffic import Floats
@@ -66,7 +69,7 @@ def pace_of(scenario: Scenario, stock: FilledCatalog, router: str, folder: Path)
     return Pace(
         scenario.costs.steps,
         scenario.costs.loads,
-        dict(zip(stock.digests, scenario.sizes.tolist(), strict=True)),
+        dict(zip((ref.digest for ref in stock.refs), scenario.sizes.tolist(), strict=True)),
         disk_bytes=int(scenario.sizes.sum() * scenario.disk_room),
         lru=router != OURS,
         notes=folder,

@@ -162,7 +162,7 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
     # What it measured, all replicas at once on a few cores, says little of its paced steps.
     engine.info = replace(engine.info, step_costs=pace.steps)
     if pace.lru:
-        engine._tiers._residents._policy = LeastRecentlyUsed()
+        engine._tiers._gpu._policy = LeastRecentlyUsed()
     logger = logging.getLogger("lorikeet_engine.residency.gpu.adapters")
     logger.addHandler(_LoadsFile(pace.notes / "loads"))
     return engine

@@ -8,13 +8,18 @@ and the work behind them is small beside what they are made to take.
 import math
 from dataclasses import asdict, replace
 
-from loadtest.paced_service.adapters import BYTES_PER_RANK
+import torch
+
+from loadtest.real_service.adapters import AdapterWeights
 from loadtest.simulator.goals import HOT
+from loadtest.simulator.scenario import Scenario
 from lorikeet.routing.ranking import CostCoefficients
-from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.costs import LoadCosts, RowsTime, StepCosts
 from lorikeet_engine.traffic import AZURE_CONV, LengthModel
 
+WEIGHTS = AdapterWeights(linears=("q_proj",), layers=1, dtype=torch.float32)
+"""The adapters' weights for the demo's model."""
+_BYTES_PER_RANK = (256 + 256) * 4  # of such an adapter's image
 _SHORTER = 40
 _STEPS = StepCosts(
     rows=(RowsTime(1, 40e-3), RowsTime(32, 60e-3), RowsTime(64, 180e-3)),
@@ -55,7 +60,7 @@ USUAL = Scenario(
     host_room=0.10,
     disk_room=0.30,
     gateways=1,
-    bytes_per_rank=BYTES_PER_RANK,
+    bytes_per_rank=_BYTES_PER_RANK,
     costs=COSTS,
 )
 

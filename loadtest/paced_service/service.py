@@ -1,24 +1,19 @@
 """The service as `serve_app` composes it, with paced engines and a router of choice."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve.deployment import Application
 
 from loadtest.paced_service.pacing import Pace, paced_engine
-from loadtest.ports import free_port
+from loadtest.simulator.goals import OURS
 from lorikeet.replica import replica
 from lorikeet.serving.deployments import EngineReplica, controller, engine, gateway
 from lorikeet.settings import Settings
 
-ROOT = Path(__file__).parents[2]
-OURS = "lorikeet"
 ROUTERS = {
     OURS: "ScaledCosts",
     "power of two": "PowerOfTwo",
@@ -27,22 +22,12 @@ ROUTERS = {
 }
 """The product's router, and what serves in its place with LRU eviction and without prefetches."""
 
-_ENVIRONMENT = {  # as the Makefile's
-    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "platform", "engine")),
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_PROXY_USE_GRPC": "1",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy_middleware:middlewares",
-    "RAY_worker_niceness": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-
 
 class PacedReplica(EngineReplica):
     """An EngineReplica with a paced engine."""
 
     def __init__(self, base_model: str, settings: Settings, pace: Pace) -> None:
-        replica.build_engine = partial(paced_engine, pace)
+        replica.build_engine = partial(paced_engine, pace)  # type: ignore[attr-defined]
         super().__init__(base_model, settings)
 
 
@@ -51,26 +36,6 @@ class UnplannedReplica(PacedReplica):
 
     async def apply_plan(self, *_: Any) -> None:
         """Ignore placement decisions."""
-
-
-@contextmanager
-def cluster() -> Iterator[str]:
-    """Ray and Serve on this machine; the address where the service will be."""
-    port = free_port()
-    os.environ.update(_ENVIRONMENT)
-    ray.init(
-        "local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=200 * 2**20,
-        log_to_driver=False,
-    )
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
 
 
 @contextmanager

@@ -6,7 +6,6 @@ the Azure conversation trace's and whose adapters fall by Zipf's law.
 """
 
 import argparse
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadtest.client import Server, Session, run_sessions
-from loadtest.real_service.adapters import fill_catalog, model_name
+from loadtest.cluster import PROXIES
+from loadtest.real_service.adapters import AdapterWeights, fill_catalog, model_name
 from loadtest.real_service.random_models import (
     LINEARS,
     SHAPES,
     add_model_arguments,
     settings_of_model,
 )
-from loadtest.real_service.service import PROXIES, service
+from loadtest.real_service.service import service
 from loadtest.report import all_whole
 from loadtest.streamed_answer import LoadRequest
 from lorikeet.settings import Settings
@@ -91,7 +91,7 @@ class Traffic:
 
 def add_traffic_arguments(parser: argparse.ArgumentParser, adapters: int, seconds: float) -> None:
     """Ask for what settings_of_traffic and warm_service take. adapters, seconds: the defaults."""
-    add_model_arguments(parser)
+    add_model_arguments(parser, kv="40GiB")
     add = parser.add_argument
     add("--adapters", type=int, default=adapters, help=f"default {adapters}")
     add("--ranks", type=int, nargs="+", default=list(RANKS), help="dealt round")
@@ -102,28 +102,24 @@ def add_traffic_arguments(parser: argparse.ArgumentParser, adapters: int, second
     add("--gateways", type=int, default=4, help="default 4")
     add("--clients", type=int, default=4, help="processes that ask; default 4")
     add("--proxy", choices=PROXIES, default="HAProxy")
-    add("--kv", default="40GiB", help="KV cache; default 40GiB")
     add("--gpu", default="12GiB", help="memory for adapters on the GPU; default 12GiB")
     add("--host", default="24GiB", help="and on the host; default 24GiB")
     add("--disk", default="48GiB", help="and on the disk; default 48GiB")
 
 
-def settings_of_traffic(given: argparse.Namespace, own: str) -> dict[str, str]:
-    """The service's settings that add_traffic_arguments asked for; the others have defaults.
-
-    own: the folder in `given.folder` of the catalog and the cache, which are made anew.
-    """
-    shutil.rmtree(given.folder / own, ignore_errors=True)
-    model = settings_of_model(given.folder, given.shape, given.device, own)
-    return model | {
-        "LORIKEET_REPLICAS": "1",
-        "LORIKEET_GATEWAYS": str(given.gateways),
-        "LORIKEET_MAX_CONTEXT": str(given.context),
-        "LORIKEET_KV_CACHE_MEMORY": given.kv,
-        "LORIKEET_ADAPTER_GPU_MEMORY": given.gpu,
-        "LORIKEET_ADAPTER_HOST_MEMORY": given.host,
-        "LORIKEET_ADAPTER_DISK": given.disk,
-    }
+def settings_of_traffic(given: argparse.Namespace, own: str, **others: object) -> dict[str, str]:
+    """settings_of_model's, with what add_traffic_arguments asked for."""
+    return settings_of_model(
+        given,
+        own,
+        replicas=1,
+        gateways=given.gateways,
+        max_context=given.context,
+        adapter_gpu_memory=given.gpu,
+        adapter_host_memory=given.host,
+        adapter_disk=given.disk,
+        **others,
+    )
 
 
 @contextmanager
@@ -132,7 +128,7 @@ def warm_service(
 ) -> Iterator[tuple[Server, Traffic]]:
     """Run a service with these settings, all of whose adapters have been asked for once."""
     ranks = deal_ranks(given.adapters, given.ranks).tolist()
-    stock = fill_catalog(Settings.from_env(variables), ranks, given.linears)
+    stock = fill_catalog(Settings.from_env(variables), ranks, AdapterWeights(given.linears))
     order = np.random.default_rng(0).permutation(given.adapters)
     traffic = Traffic(order, given.context, given.temperature)
     with service(variables, given.proxy) as running:

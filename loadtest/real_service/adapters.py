@@ -39,6 +39,18 @@ _DELTA = 0.1  # of what a linear says, in the root of the mean square
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """What adapters have weights for: linears of the first `layers` layers; None: of all."""
+
+    linears: Sequence[str] = LINEARS
+    layers: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+
+EVERY_LINEAR = AdapterWeights()
+
+
+@dataclass(frozen=True, slots=True)
 class FilledCatalog:
     """refs: the adapters, by number. key: their tenant's. admin_key: an administrator's."""
 
@@ -52,13 +64,18 @@ def model_name(adapter: int) -> str:
     return f"{TENANT}/a{adapter}"
 
 
+def number_of(model: str) -> int:
+    """The adapter's number: of `bench/a12` or `bench/a12@1`: 12."""
+    return int(model.removeprefix(f"{TENANT}/a").partition("@")[0])
+
+
 def fill_catalog(
-    settings: Settings, ranks: Sequence[int], linears: Sequence[str] = LINEARS
+    settings: Settings, ranks: Sequence[int], weights: AdapterWeights = EVERY_LINEAR
 ) -> FilledCatalog:
     """Make the catalog of these settings, with one adapter of each of these ranks.
 
-    They are for the one base model. linears: those of each layer that they touch. On a local
-    store blobs are written where they are to lie; they take ranks × the base's widths × 2 bytes.
+    They are for the one base model. On a local store blobs are written where they are to lie; they
+    take ranks × the base's widths × 2 bytes.
     """
     store = open_store(settings.catalog)
     catalog = AdapterCatalog.init(store, actor=TENANT)
@@ -74,8 +91,8 @@ def fill_catalog(
         folder = Path(name)
         (base,) = read_base_models(settings).values()
         for rank in set(ranks):
-            save_matrices(folder / str(rank), base.shape, rank, linears)
-        pack = partial(_pack, folder, settings, linears)
+            _save_matrices(folder / str(rank), base.shape, rank, weights)
+        pack = partial(_pack, folder, settings, weights)
         for adapter, (blob, facts) in enumerate(threads.map(pack, range(len(ranks)), ranks)):
             if local:
                 place = Path(store.url, blob_key(facts.digest))
@@ -87,29 +104,16 @@ def fill_catalog(
 
 
 def save_adapter(
-    folder: Path, shape: BaseShape, rank: int, linears: Sequence[str] = LINEARS, alpha: float = 0.0
+    folder: Path,
+    shape: BaseShape,
+    rank: int,
+    alpha: float,
+    weights: AdapterWeights = EVERY_LINEAR,
 ) -> Path:
-    """A folder as PEFT's save_pretrained leaves it. alpha: the rank, if it is 0."""
-    save_matrices(folder, shape, rank, linears)
-    _save_config(folder, rank, linears, alpha or rank)
+    """Write a folder as PEFT's save_pretrained leaves it; return it."""
+    _save_matrices(folder, shape, rank, weights)
+    _save_config(folder, rank, alpha, weights)
     return folder
-
-
-def save_matrices(folder: Path, shape: BaseShape, rank: int, linears: Sequence[str]) -> None:
-    """The weights alone, in bfloat16; the same for the same arguments."""
-    random = torch.Generator().manual_seed(rank)
-    tensors = {}
-    for layer in range(shape.layers):
-        for linear in linears:
-            index = shape.index(linear)
-            d_in, d_out = shape.dims(index)
-            path = f"base_model.model.{shape.linears[index].path(layer)}"
-            a = torch.randn(rank, d_in, generator=random) * d_in**-0.5
-            b = torch.randn(d_out, rank, generator=random) * (_DELTA * rank**-0.5)
-            tensors[f"{path}.lora_A.weight"] = a.bfloat16()
-            tensors[f"{path}.lora_B.weight"] = b.bfloat16()
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / WEIGHTS_FILE)
 
 
 def image_bytes(shape: str, rank: int, device: str, linears: Sequence[str] = LINEARS) -> int:
@@ -119,14 +123,31 @@ def image_bytes(shape: str, rank: int, device: str, linears: Sequence[str] = LIN
     return base.layers * widths * rank * (2 if device == "cuda" else 4)
 
 
+def _save_matrices(folder: Path, shape: BaseShape, rank: int, weights: AdapterWeights) -> None:
+    """Write the matrices alone; the same for the same arguments."""
+    random = torch.Generator().manual_seed(rank)
+    tensors = {}
+    for layer in range(weights.layers or shape.layers):
+        for linear in weights.linears:
+            index = shape.index(linear)
+            d_in, d_out = shape.dims(index)
+            path = f"base_model.model.{shape.linears[index].path(layer)}"
+            a = torch.randn(rank, d_in, generator=random) * d_in**-0.5
+            b = torch.randn(d_out, rank, generator=random) * (_DELTA * rank**-0.5)
+            tensors[f"{path}.lora_A.weight"] = a.to(weights.dtype)
+            tensors[f"{path}.lora_B.weight"] = b.to(weights.dtype)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS_FILE)
+
+
 def _pack(
-    folder: Path, settings: Settings, linears: Sequence[str], adapter: int, rank: int
+    folder: Path, settings: Settings, weights: AdapterWeights, adapter: int, rank: int
 ) -> tuple[Path, BlobFacts]:
     """The blob of one adapter, and what validation finds out about it."""
     own = folder / f"a{adapter}"
     own.mkdir()
     (own / WEIGHTS_FILE).hardlink_to(folder / str(rank) / WEIGHTS_FILE)
-    _save_config(own, rank, linears, rank * (1 + adapter / 4096))
+    _save_config(own, rank, rank * (1 + adapter / 4096), weights)
     blob = folder / f"a{adapter}.blob"
     write_blob(own, blob)
     bases = read_base_models(settings)
@@ -134,11 +155,13 @@ def _pack(
     return blob, validate_blob(blob, bases, limits, next(iter(bases)), adapter_memory(settings))
 
 
-def _save_config(folder: Path, rank: int, linears: Sequence[str], alpha: float) -> None:
+def _save_config(folder: Path, rank: int, alpha: float, weights: AdapterWeights) -> None:
+    layers = None if weights.layers is None else list(range(weights.layers))
     config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": alpha,
-        "target_modules": list(linears),
+        "target_modules": list(weights.linears),
+        "layers_to_transform": layers,
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config))

@@ -21,6 +21,7 @@ from typing import Any
 from engine.benchmarks import plain
 from engine.benchmarks.offline import generate
 from loadtest.client import random_prompt
+from loadtest.cluster import ROOT
 from loadtest.real_service.work import Work
 from loadtest.streamed_answer import LoadRequest
 from lorikeet.replica.engine_process import build_engine
@@ -29,7 +30,6 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import Request, SamplingParams
 
-ROOT = Path(__file__).parents[2]
 _LOADED_WITHIN_S = 300.0
 
 

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import shutil
 import string
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -73,25 +74,31 @@ def write_model(folder: Path, shape: str, device: str) -> Path:
     return model
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Ask for what settings_of_model takes: --folder, --shape and --device."""
+def add_model_arguments(parser: argparse.ArgumentParser, kv: str = "20GiB") -> None:
+    """Ask for what settings_of_model takes. kv: the default of --kv."""
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="for the model, adapters and caches")
     add("--shape", choices=SHAPES, default="llama-3.1-8b")
     add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--kv", default=kv, help=f"KV cache of each replica; default {kv}")
 
 
-def settings_of_model(folder: Path, shape: str, device: str, own: str) -> dict[str, str]:
-    """Write the checkpoint; return what lets a service serve it, catalog and cache in folder / own.
+def settings_of_model(given: argparse.Namespace, own: str, **others: object) -> dict[str, str]:
+    """Write the checkpoint; return the LORIKEET_ variables of a service of it.
 
-    shape, device: as write_model's; the service runs on that device, too.
+    own: the folder in `given.folder` of the catalog and the cache, which are made anew. others:
+    more settings, by their names in lower case.
     """
-    return {
-        "LORIKEET_BASE_MODELS": f"{shape}={write_model(folder, shape, device)}",
-        "LORIKEET_CATALOG": str(folder / own / "catalog"),
-        "LORIKEET_CACHE_DIR": str(folder / own / "cache"),
-        "LORIKEET_DEVICE": device,
+    shutil.rmtree(given.folder / own, ignore_errors=True)
+    settings = {
+        "base_models": f"{given.shape}={write_model(given.folder, given.shape, given.device)}",
+        "catalog": given.folder / own / "catalog",
+        "cache_dir": given.folder / own / "cache",
+        "device": given.device,
+        "kv_cache_memory": given.kv,
+        **others,
     }
+    return {f"LORIKEET_{name.upper()}": str(value) for name, value in settings.items()}
 
 
 def random_vocabulary(size: int) -> Tokenizer:

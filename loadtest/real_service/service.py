@@ -1,41 +1,21 @@
 """Runs the service as `serve run serve_app:app` does, on ports of its own."""
 
-import os
 import runpy
-import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import httpx
 import psutil
-import ray
-import torch
 from ray import serve
 from ray.serve.deployment import Application
 
+from loadtest.cluster import ROOT, cluster, settle
 from loadtest.ports import free_port
 
-ROOT = Path(__file__).parents[2]
-PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
-_SETTLING_S = 4.0  # HAProxy begins anew, dropping connections, when an application comes
-_NICENESS = "RAY_worker_niceness"
-_ENVIRONMENT = {  # as the Makefile's
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_PROXY_USE_GRPC": "1",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy_middleware:middlewares",
-    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**27),
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody else waits for it
-    _NICENESS: os.environ.get(_NICENESS, "0"),
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-    # A virtual machine's memory may grow as it is used: what is said to be free tells Ray nothing.
-    "RAY_memory_monitor_refresh_ms": "0",
-}
 _PARTS = {  # by what is in a process's command line
     "lorikeet_engine.process.server": "engines",
     "engine-": "replicas",
@@ -91,23 +71,11 @@ def service(
     compose: makes the application, in the service's environment. Raises RuntimeError when it does
     not start; its processes' logs tell why.
     """
-    public, admin = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    host, port = public.split(":")
-    with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
-        environment = {
-            **_ENVIRONMENT,
-            **variables,
-            **_haproxy(Path(folder)),
-            "RAY_SERVE_ENABLE_HA_PROXY": PROXIES[proxy],
-            "LORIKEET_ADMIN_ADDRESS": admin,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        }
-        with _environment(environment), _cluster():
-            serve.start(http_options={"host": host, "port": int(port)})
-            serve.run(compose())
-            if proxy == "HAProxy":
-                time.sleep(_SETTLING_S)
-            yield RunningService(f"http://{public}", f"http://{admin}")
+    admin = f"127.0.0.1:{free_port()}"
+    with cluster(proxy, {**variables, "LORIKEET_ADMIN_ADDRESS": admin}) as url:
+        serve.run(compose())
+        settle(proxy)
+        yield RunningService(url, f"http://{admin}")
 
 
 class CpuUsage:
@@ -117,7 +85,7 @@ class CpuUsage:
     """
 
     def __init__(self) -> None:
-        self._spent: Counter[str] = Counter()
+        self._spent = defaultdict[str, float](float)
 
     def __enter__(self) -> Self:
         self._before = _spent_s()
@@ -153,51 +121,3 @@ def _spent_s() -> dict[int, tuple[str, float]]:
 
 def _part(title: str) -> str:
     return next((part for key, part in _PARTS.items() if key in title), "the rest")
-
-
-@contextmanager
-def _cluster() -> Iterator[None]:
-    ray.init(
-        "local",
-        num_cpus=4,  # shares of these, which bind nobody
-        num_gpus=torch.cuda.device_count(),
-        include_dashboard=False,
-        object_store_memory=200 * 2**20,
-        log_to_driver=False,
-    )
-    try:
-        yield
-    finally:  # at once: stopping in good order takes half a minute
-        started = psutil.Process().children(recursive=True)
-        ray.shutdown()
-        for process in started:
-            with suppress(psutil.NoSuchProcess):
-                if process.name() == "haproxy":  # Ray's workers end with Ray
-                    process.terminate()
-
-
-def _haproxy(folder: Path) -> dict[str, str]:
-    """Its files and ports, which are fixed otherwise."""
-    return {
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(8, os.cpu_count() or 1)),
-    }
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables, and of LORIKEET_ none but these, until the end of the block."""
-    before = dict(os.environ)
-    for name in [name for name in os.environ if name.startswith("LORIKEET_")]:
-        del os.environ[name]
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -17,11 +17,12 @@ from pathlib import Path
 
 from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.changes import columns, rows, timelines
-from loadtest.simulator.goals import USUAL, goals, scenarios, trials
-from loadtest.simulator.trials import COLUMNS, ORACLE, measure, measure_all, table
+from loadtest.simulator.goals import USUAL, goals, goals_table, scenarios, trials
+from loadtest.simulator.oracle import ORACLE
+from loadtest.simulator.outcome import Outcome
+from loadtest.simulator.scenario import Scenario
+from loadtest.simulator.trials import COLUMNS, measure, measure_all, table
 from loadtest.workload import DATA
-from lorikeet.simulator.outcome import Outcome
-from lorikeet.simulator.traffic import Scenario
 
 # A tenth of a percent of the adapters is room for 100 on each GPU: 16 GB.
 LARGE = Scenario(
@@ -62,11 +63,7 @@ def _goals(path: Path | None, processes: int) -> int:
         if len(found[name]) == len(planned) // len(scenarios()):
             print(f"\n{name}\n\n{_outcomes(found[name].values())}", flush=True)
     results = list(goals(found))
-    rows = [
-        (goal.against, goal.where, goal.what, goal.wanted, f"{goal.value:.2f}", _verdict(goal.met))
-        for goal in results
-    ]
-    print(f"\n{table(rows, ('against', 'where', 'what', 'wanted', 'measured', ''))}")
+    print(f"\n{goals_table(results)}")
     outcomes = [{"where": name, **asdict(one)} for name, of in found.items() for one in of.values()]
     _write(path, {"outcomes": outcomes, "goals": [asdict(goal) for goal in results]})
     return 0 if all(goal.met for goal in results) else 1
@@ -77,10 +74,6 @@ def _changes(path: Path | None, processes: int) -> int:
     print(table([row for course in found for row in rows(course)], columns()))
     _write(path, [asdict(course) for course in found])
     return 0
-
-
-def _verdict(met: bool) -> str:
-    return "" if met else "**missed**"
 
 
 def _outcomes(outcomes: Iterable[Outcome]) -> str:

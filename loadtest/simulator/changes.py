@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadtest.simulator.goals import USUAL
+from loadtest.simulator.placement import SimulatedPlacement
+from loadtest.simulator.scenario import Scenario
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.placement import SimulatedPlacement
 from lorikeet.simulator.router import LeastCostRouter
-from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 
 AT_S = 300.0

@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib as mpl
 
 from loadtest.simulator.goals import EXPONENTS, OURS, scenario_name
-from loadtest.simulator.trials import ORACLE
+from loadtest.simulator.oracle import ORACLE
 
 mpl.use("agg")
 from matplotlib import pyplot as plt

@@ -1,11 +1,12 @@
 """What routing must reach against others, and whether it does."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from loadtest.simulator.trials import ALL_RESIDENT, ORACLE, Trial
-from lorikeet.simulator.outcome import Outcome
-from lorikeet.simulator.traffic import Scenario
+from loadtest.simulator.oracle import ORACLE
+from loadtest.simulator.outcome import Outcome
+from loadtest.simulator.scenario import Scenario
+from loadtest.simulator.trials import ALL_RESIDENT, Trial, table
 
 EXPONENTS = (0.8, 1.0, 1.2, 1.5)
 OURS = "lorikeet"
@@ -83,14 +84,14 @@ def goals(outcomes: Outcomes) -> Iterator[Goal]:
         where = scenario_name(16, exponent)
         found = outcomes[where]
         if exponent >= 1.0:
-            yield _fewer(found, "power of two", where, "cold loads ÷", _loads, 5.0)
-            yield _fewer(found, "power of two", where, "p99 TTFT ÷", _p99, 3.0)
+            yield fewer_loads(found[OURS], found["power of two"], where, 5.0)
+            yield sooner_first_tokens(found[OURS], found["power of two"], where, 3.0)
     for exponent in EXPONENTS:
         where = scenario_name(4, exponent)
-        least = 2.0 if exponent >= 1.2 else 1.5
-        yield _fewer(outcomes[where], "power of two", where, "cold loads ÷", _loads, least)
+        found, least = outcomes[where], 2.0 if exponent >= 1.2 else 1.5
+        yield fewer_loads(found[OURS], found["power of two"], where, least)
     hot = outcomes[HOT]
-    yield _fewer(hot, "multiplexing", HOT, "p99 TTFT ÷", _p99, 2.0)
+    yield sooner_first_tokens(hot[OURS], hot["multiplexing"], HOT, 2.0)
     yield Goal("multiplexing", HOT, "max/mean load", hot[OURS].balance, most=1.25)
     where = scenario_name(16, 1.0)
     share = outcomes[where][OURS].hit_rate / outcomes[where][ORACLE].hit_rate
@@ -98,25 +99,35 @@ def goals(outcomes: Outcomes) -> Iterator[Goal]:
     for replicas in (16, 4):
         for exponent in EXPONENTS:
             where = scenario_name(replicas, exponent)
+            found = outcomes[where]
             for hashing in (HASHING, HASHING_OUR_EVICTION):
-                yield _fewer(outcomes[where], hashing, where, "cold loads ÷", _loads, 1.0)
-                yield _fewer(outcomes[where], hashing, where, "p99 TTFT ÷", _p99, 1.0)
+                yield fewer_loads(found[OURS], found[hashing], where, 1.0)
+                yield sooner_first_tokens(found[OURS], found[hashing], where, 1.0)
 
 
-def _fewer(
-    found: Mapping[str, Outcome],
-    against: str,
-    where: str,
-    what: str,
-    of: Callable[[Outcome], float],
-    least: float,
-) -> Goal:
-    return Goal(against, where, what, of(found[against]) / of(found[OURS]), least=least)
+def fewer_loads(ours: Outcome, other: Outcome, where: str, least: float) -> Goal:
+    """The goal that another router has at least so many times our cold loads."""
+    ratio = other.cold_loads / ours.cold_loads
+    return Goal(other.router, where, "cold loads ÷", ratio, least=least)
 
 
-def _loads(outcome: Outcome) -> float:
-    return float(outcome.cold_loads)
+def sooner_first_tokens(ours: Outcome, other: Outcome, where: str, least: float) -> Goal:
+    """The goal that another router's p99 to the first token is at least so many times ours."""
+    ratio = other.ttft_p99_s / ours.ttft_p99_s
+    return Goal(other.router, where, "p99 TTFT ÷", ratio, least=least)
 
 
-def _p99(outcome: Outcome) -> float:
-    return outcome.ttft_p99_s
+def goals_table(results: Iterable[Goal]) -> str:
+    """Goals, and which of them are missed, as a table of Markdown."""
+    rows = [
+        (
+            goal.against,
+            goal.where,
+            goal.what,
+            goal.wanted,
+            f"{goal.value:.2f}",
+            "" if goal.met else "**missed**",
+        )
+        for goal in results
+    ]
+    return table(rows, ("against", "where", "what", "wanted", "measured", ""))

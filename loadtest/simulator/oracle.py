@@ -5,8 +5,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from lorikeet.simulator.outcome import Outcome
-from lorikeet.simulator.traffic import BASE_MODEL, Scenario
+from loadtest.simulator.outcome import Outcome
+from loadtest.simulator.scenario import Scenario
+from lorikeet.simulator.traffic import BASE_MODEL
 from lorikeet_engine.traffic import Ints
 
 ORACLE = "oracle"

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.oracle import ORACLE, oracle
+from loadtest.simulator.outcome import Outcome, summarize
+from loadtest.simulator.scenario import Scenario
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.outcome import Outcome, summarize
-from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.residency.eviction_score import (
     EvictionPolicy,
     LeastRecentlyUsed,

@@ -242,11 +242,9 @@ class RateLimited(LorikeetError):
 
     code = "rate_limit_exceeded"
 
-    def __init__(
-        self, message: str, *, retry_after_s: float, limits: Sequence[LimitStatus] = ()
-    ) -> None:
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
-        self.limits = limits
+        self.limits: Sequence[LimitStatus] = ()
 
 
 class InsufficientQuota(RateLimited):

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from botocore.config import Config
 
-from lorikeet.catalog import AdapterCatalog, BlobFacts, ObjectStore, VersionRecord, open_store
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import BlobFacts, VersionRecord
 from lorikeet.catalog.store import s3
+from lorikeet.catalog.store.object_store import ObjectStore, open_store
 
 Register = Callable[..., VersionRecord]
 

@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from lorikeet.catalog import ObjectStore
+from lorikeet.catalog.store.object_store import ObjectStore
 
 
 class Crash(BaseException):

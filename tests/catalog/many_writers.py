@@ -19,7 +19,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lorikeet.catalog import AdapterCatalog, BlobFacts, ObjectStore, open_store
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import BlobFacts
+from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import Conflict
 
 TENANTS = ("acme", "globex")

@@ -10,7 +10,9 @@ import tempfile
 from itertools import count, islice
 from pathlib import Path
 
-from lorikeet.catalog import AdapterCatalog, BlobFacts, open_store
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import BlobFacts
+from lorikeet.catalog.store.object_store import open_store
 
 
 def main(url: str, name: str, versions: int) -> None:

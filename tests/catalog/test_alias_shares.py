@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, VersionRecord
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import VersionRecord
 from lorikeet.errors import Conflict, InvalidInput, NotFound
 
 Register = Callable[..., VersionRecord]

@@ -5,7 +5,6 @@ from collections.abc import Collection
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from lorikeet.catalog import AdapterRecord, BlobFacts, CatalogState
 from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.changes import (
     CatalogCreated,
@@ -16,12 +15,19 @@ from lorikeet.catalog.log.changes import (
     TenantOptionsSet,
 )
 from lorikeet.catalog.log.log_format import object_from_json, object_to_json
-from lorikeet.catalog.records import Scope
+from lorikeet.catalog.records import AdapterRecord, BlobFacts, Scope
 from lorikeet.catalog.rules import adapters as adapter_rules
 from lorikeet.catalog.rules import tenants_and_keys as tenant_rules
 from lorikeet.catalog.rules.limits import TenantOptions
 from lorikeet.catalog.snapshots.snapshots import partition_from_bytes, partition_to_bytes
-from lorikeet.catalog.state import COMMON, PARTITIONS, Partition, UnreadPartition, partition_of
+from lorikeet.catalog.state import (
+    COMMON,
+    PARTITIONS,
+    CatalogState,
+    Partition,
+    UnreadPartition,
+    partition_of,
+)
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import LorikeetError
 from lorikeet_engine.adapter import Residency

@@ -4,14 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lorikeet.catalog import (
-    AdapterCatalog,
-    CatalogState,
-    ObjectStore,
-    Scope,
-    VersionRecord,
-    secret_sha256,
-)
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope, VersionRecord, secret_sha256
+from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import (
     Conflict,
     InvalidInput,

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from lorikeet.catalog import (
-    AdapterCatalog,
-    BlobFacts,
-    ObjectStore,
-    blob_key,
-)
+from lorikeet.catalog.catalog import AdapterCatalog, blob_key
+from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from tests.catalog.crashing_store import Crash, Mortal
 
 WRITER = Path(__file__).with_name("one_writer.py")

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, ObjectStore, VersionRecord, blob_key
+from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.garbage_collection import GarbageCollector
+from lorikeet.catalog.records import VersionRecord
 from lorikeet.catalog.snapshots.snapshots import MANIFESTS, PARTITIONS_PREFIX, Snapshots
 from lorikeet.catalog.store.gc_protection import MARKS, protect
 from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.catalog.uploads import Uploads
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
 from tests.catalog.test_crash import Crash, Mortal

@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, Scope, VersionRecord, open_store
+from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.history import HistoryQuery
 from lorikeet.catalog.log.log import BLOCK
+from lorikeet.catalog.records import Scope, VersionRecord
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import Conflict, InvalidInput, UnknownModel
 from lorikeet_engine.adapter import Residency

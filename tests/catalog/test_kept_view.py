@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, Scope
+from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
+from lorikeet.catalog.records import Scope
 from lorikeet.catalog.state import UnreadPartition
 from lorikeet.catalog.store.local import LocalStore
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, secret_sha256
-from lorikeet.catalog.records import Limits, TenantRecord
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Limits, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.rules.limits import KeyOptions
 from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict, InvalidInput, StoreError
 
 TERMS: dict[str, Any] = {

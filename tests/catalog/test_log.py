@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, ObjectStore
+from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.log.changes import CatalogCreated, Entry, KeyRevoked, TenantCreated
 from lorikeet.catalog.log.log import BLOCK, Log
 from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict, StoreError
 
 

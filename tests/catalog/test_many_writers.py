@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, blob_key, open_store
+from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.changes import AliasMoved, Entry, VersionRegistered
 from lorikeet.catalog.log.log import Log
 from lorikeet.catalog.snapshots.snapshots import partition_to_bytes
 from lorikeet.catalog.state import PARTITIONS, CatalogState, Partition
+from lorikeet.catalog.store.object_store import open_store
 
 MANY_WRITERS = Path(__file__).with_name("many_writers.py")
 

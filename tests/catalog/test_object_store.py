@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog import ObjectStore, open_store
+from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import InvalidSetting, ObjectExists, ObjectNotFound, StoreError
 
 

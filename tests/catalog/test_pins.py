@@ -4,13 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lorikeet.catalog import (
-    AdapterCatalog,
-    CatalogState,
-    PinRecord,
-    VersionRecord,
-)
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import PinRecord, VersionRecord
 from lorikeet.catalog.rules.pin_budget import versions_kept
+from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import (
     Conflict,
     InvalidInput,

@@ -6,7 +6,8 @@ from threading import Barrier, Thread
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, BlobFacts
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.rules.quota import QuotaUsage, quota_usage
 from lorikeet.errors import Conflict
 from tests.catalog.conftest import Register

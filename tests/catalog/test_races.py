@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, VersionRecord
+from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.records import Scope, VersionRecord
 from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict, StoreError
 
 Register = Callable[..., VersionRecord]

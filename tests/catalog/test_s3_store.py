@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from botocore.config import Config
 
-from lorikeet.catalog import AdapterCatalog, ObjectStore, open_store
+from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import s3
+from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import NotFound, ObjectNotFound, StoreError, StoreRefused
 from lorikeet.responses.store import ResponseStore, StoredResponse
 from tests.s3_proxy import proxied

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, VersionRecord, secret_sha256
+from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.records import Scope, VersionRecord, secret_sha256
 from lorikeet.catalog.snapshots.snapshots import Snapshots, partition_to_bytes
 from lorikeet.catalog.state import (
     PARTITIONS,
@@ -18,6 +19,7 @@ from lorikeet.catalog.state import (
     partition_of,
 )
 from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import StoreError, StoreRefused, UnknownModel
 from tests.catalog.crashing_store import Crash, Mortal

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorikeet.catalog import ObjectStore, blob_key, open_store
+from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.catalog.uploads import Upload, Uploads
 from lorikeet.errors import Conflict, InvalidAdapter, NotFound, StoreError
 

@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog import (
-    AdapterCatalog,
-    BlobFacts,
-    ObjectStore,
-    VersionRecord,
-    blob_key,
-)
+from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.log.changes import VersionRegistered
 from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.records import BlobFacts, VersionRecord
 from lorikeet.catalog.snapshots.partition_format import decode_tenant, encode_tenant
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import (
     Conflict,
     InvalidInput,

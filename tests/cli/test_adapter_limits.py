@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lorikeet.catalog import AdapterCatalog
+from lorikeet.catalog.catalog import AdapterCatalog
 from tests.cli.conftest import Lorikeet
 from tests.cli.peft_folders import peft_folder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from lorikeet.catalog import AdapterCatalog
+from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.cli import app
 

@@ -18,6 +18,7 @@ import transformers
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.models.batch import Batch
+from tests.engine.peft_adapters import BlobShelf
 
 SIZES = {
     "vocab_size": 256,
@@ -203,6 +204,11 @@ def tied_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
 def variant_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoint folders in float32 of what occurs in several families."""
     return save_all(VARIANTS, tmp_path_factory.mktemp("variants"))
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> BlobShelf:
+    return BlobShelf(tmp_path / "blobs")
 
 
 @pytest.fixture

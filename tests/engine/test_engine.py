@@ -27,7 +27,7 @@ from tests.engine.engine_driver import (
     nothing_is_held,
     prompt,
 )
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,6 @@ def peft_folders(tiny_checkpoints, tmp_path_factory):
         name: save_adapter(tiny_checkpoints["llama"], folder / name, seed, r=rank, **lora)
         for seed, (name, rank) in enumerate((("a", 8), ("b", 16), ("c", 4)))
     }
-
-
-@pytest.fixture
-def shelf(tmp_path):
-    return BlobShelf(tmp_path / "blobs")
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, open_store
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.generate import SESSION_HEADER
 from lorikeet.gateway.services import Services

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadtest.real_service.adapters import save_adapter
+from loadtest.real_service.adapters import AdapterWeights, save_adapter
 from loadtest.real_service.random_models import LINEARS, SHAPES, write_model
 from loadtest.real_service.service import service
 from lorikeet.catalog.catalog import AdapterCatalog
@@ -66,7 +66,7 @@ def adapters(shape: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """PEFT's folders by name."""
     root, base = tmp_path_factory.mktemp("adapters"), BaseShape.from_config(SHAPES[shape])
     return {
-        f"r{rank}": save_adapter(root / f"r{rank}", base, rank, linears, 2 * rank)
+        f"r{rank}": save_adapter(root / f"r{rank}", base, rank, 2 * rank, AdapterWeights(linears))
         for rank, linears in ADAPTERS[shape].items()
     }
 

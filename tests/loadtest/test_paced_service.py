@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from loadtest.paced_service.adapters import number_of
 from loadtest.paced_service.scenario import SCENARIOS, USUAL, lasting, slowed
+from loadtest.real_service.adapters import model_name, number_of
 from loadtest.simulator.trials import measure
 
 
@@ -65,4 +65,4 @@ def test_slow_motion_changes_times_and_nothing_else():
 
 
 def test_adapters_are_known_by_the_names_that_requests_and_logs_use():
-    assert number_of("fleet/a12") == number_of("fleet/a12@1") == 12
+    assert number_of(model_name(12)) == number_of(f"{model_name(12)}@1") == 12

@@ -8,10 +8,10 @@ import pytest
 
 from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.oracle import oracle
+from loadtest.simulator.scenario import Scenario
 from lorikeet.routing.ranking import H200_LLAMA_8B, RoutingStatus
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.memory import Arena, Link
-from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed, LeastUsedForItsSize
 from lorikeet_engine.traffic import Zipf
 from tests.simulator.idle import idle
@@ -34,7 +34,7 @@ def fleet_of(scenario, router="lorikeet", policy=None):
 
 def fixed_lengths(monkeypatch, prompt, answer):
     draws = {"conv": _Fixed(prompt, answer)}
-    monkeypatch.setattr("lorikeet.simulator.traffic.LENGTHS", draws)
+    monkeypatch.setattr("loadtest.simulator.scenario.LENGTH_MODELS", draws)
 
 
 class _Fixed:

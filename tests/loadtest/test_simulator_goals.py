@@ -10,9 +10,10 @@ import pytest
 from loadtest.simulator import __main__ as command
 from loadtest.simulator import figures
 from loadtest.simulator.goals import HOT, OURS, goals, scenario_name, scenarios, trials
-from loadtest.simulator.trials import ALL_RESIDENT, ORACLE, measure
-from lorikeet.simulator.outcome import Outcome, summarize
-from lorikeet.simulator.traffic import Scenario
+from loadtest.simulator.oracle import ORACLE
+from loadtest.simulator.outcome import Outcome, summarize
+from loadtest.simulator.scenario import Scenario
+from loadtest.simulator.trials import ALL_RESIDENT, measure
 
 SMALL = Scenario(adapters=100, replicas=2, duration_s=40.0, warm_up_s=10.0)
 EVEN = Outcome("any", 100, 0.9, 100, 10.0, 0.1, 0.2, 1.1, 1.2)
@@ -22,7 +23,7 @@ def all_alike(**ours):
     """Outcomes in which everybody does equally well, but for ours."""
     found = {}
     for name, router in trials():
-        found.setdefault(name, {})[router] = EVEN
+        found.setdefault(name, {})[router] = replace(EVEN, router=router)
     return {name: {**of, OURS: replace(EVEN, **ours)} for name, of in found.items()}
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog import AdapterCatalog, BlobFacts
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.placement.pinned_versions import PinResolver, ResolvedPins
 

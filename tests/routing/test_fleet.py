@@ -15,11 +15,6 @@ from lorikeet_engine.telemetry.status import EvictionCandidate
 from tests.routing.gateway import ASK, BASE, BUSY, IDLE, MB, NAMES, OTHER, REF, Gateway
 
 
-@pytest.fixture
-def gateway():
-    return Gateway()
-
-
 def test_a_request_goes_where_its_adapter_is_and_nearer_is_better(gateway):
     gateway.receive_all()
     for name, tier in zip(NAMES[1:], (Residency.DISK, Residency.HOST, Residency.GPU), strict=True):

@@ -2,19 +2,12 @@
 
 from collections import Counter
 
-import pytest
-
 from lorikeet.rendezvous import by_preference
 from lorikeet.routing.fleet import LOST_S
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.routing.tracked_replica import FETCH_PAUSE_S, STALE_S
 from lorikeet_engine.adapter import Residency
-from tests.routing.gateway import ASK, BASE, BUSY, IDLE, NAMES, OTHER, REF, Gateway
-
-
-@pytest.fixture
-def gateway():
-    return Gateway()
+from tests.routing.gateway import ASK, BASE, BUSY, IDLE, NAMES, OTHER, REF
 
 
 def test_a_lost_replica_is_out_of_the_order_until_its_next_status(gateway):

@@ -3,17 +3,10 @@
 from random import Random
 from threading import Thread
 
-import pytest
-
 from lorikeet.routing.ranking import H200_LLAMA_8B
 from lorikeet.routing.tracked_replica import STALE_S, TrackedReplica
 from lorikeet_engine.adapter import Residency
 from tests.routing.gateway import ASK, BASE, NAMES, OTHER, REF, Gateway
-
-
-@pytest.fixture
-def gateway():
-    return Gateway()
 
 
 def test_counts_return_to_zero(gateway):

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from loadtest.simulator.scenario import Scenario
 from lorikeet.rendezvous import by_preference
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCostRouter
-from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from tests.simulator.idle import idle

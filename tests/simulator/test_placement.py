@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from loadtest.simulator.placement import SimulatedPlacement
+from loadtest.simulator.scenario import Scenario
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.memory import Arena
-from lorikeet.simulator.placement import SimulatedPlacement
 from lorikeet.simulator.router import LeastCostRouter
-from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from tests.simulator.idle import idle

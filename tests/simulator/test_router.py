@@ -5,13 +5,13 @@ from random import Random
 
 import pytest
 
+from loadtest.simulator.scenario import Scenario
 from lorikeet.routing.fleet import Fleet as GatewaysFleet
 from lorikeet.routing.ranking import RoutingRequest, Work
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.router import LeastCostRouter
-from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from lorikeet_engine.telemetry.status import EvictionCandidate, LiveStats

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from loadtest.simulator.scenario import Scenario
 from lorikeet.routing.ranking import H200_LLAMA_8B
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCostRouter
-from lorikeet.simulator.traffic import Requests, Scenario
+from lorikeet.simulator.traffic import Requests
 from lorikeet_engine.costs import seen_tokens
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 

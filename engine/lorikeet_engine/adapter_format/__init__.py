@@ -65,7 +65,6 @@ from lorikeet_engine.adapter_format.spec import (
     aligned,
     read_spec,
 )
-from lorikeet_engine.adapter_format.token_rows import TokenRows
 from lorikeet_engine.adapter_format.trtllm import has_pair, read_pair
 from lorikeet_engine.adapter_format.values import SCAN_ALIGNMENT, ValueScan, check_values
 
@@ -94,7 +93,6 @@ __all__ = [
     "QuantizedLinears",
     "Tensor",
     "TensorSpan",
-    "TokenRows",
     "ValueScan",
     "aligned",
     "base_copies",

@@ -49,7 +49,7 @@ class SavedTensor(TensorSpan):
         return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
 
     def pieces(self) -> Iterator[bytes]:
-        """Its bytes in blob_dtype, a few MiB at once. Raises AdapterRejected."""
+        """The tensor's bytes in blob_dtype, a few MiB at once. Raises AdapterRejected."""
         if self.transposed and self.begin < self.end:
             yield self._transposed(b"".join(self._pieces()))
         else:

@@ -145,7 +145,7 @@ class _Writer:
         return fits and len(self._spans) == 1 and not shared
 
     def _matrix(self, run: Sequence[StagedLayer], matrix: TensorSpan) -> torch.Tensor:
-        """One of the first layer's, and of all others, [layers, experts, rows, columns]."""
+        """A matrix of each layer of the run, [layers, experts, rows, columns]."""
         typed, bytes_each = self._typed[matrix.dtype], DTYPE_BYTES[matrix.dtype]
         at, stride = run[0].places[matrix] // bytes_each, run[0].size // bytes_each
         experts, rows, columns = (*(matrix.shape[:-2] or (1,)), *matrix.shape[-2:])

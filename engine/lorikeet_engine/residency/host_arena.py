@@ -184,7 +184,7 @@ class HostArena:
 
 
 def host_memory(
-    elements: int, dtype: torch.dtype, pin: bool, shared: SharedMemory | None = None
+    elements: int, dtype: torch.dtype, pin: bool, shared: SharedMemory | None
 ) -> torch.Tensor:
     """Memory for images, pinned in this process on request; the shared memory's where it is given.
 

@@ -19,11 +19,11 @@ class LoadResult:
 
     ref: AdapterRef
     residency: Residency
-    error: AdapterError | None = None
-    frees: int = 0
-    elements: int | None = None
-    read_s: float = 0.0
-    download_s: float | None = None
+    error: AdapterError | None
+    frees: int
+    elements: int | None
+    read_s: float
+    download_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

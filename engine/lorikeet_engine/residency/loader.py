@@ -56,7 +56,7 @@ class Loader:
         host: HostArena,
         gpu_elements: int,
         on_result: Callable[[], None],
-        world: int = 1,
+        world: int,
     ) -> None:
         self._shape, self._limits, self._world = shape, limits, world
         self._disk, self._host = disk, host

@@ -142,7 +142,7 @@ class ResidencyStats:
 @dataclass(slots=True)
 class _Seen:
     ref: AdapterRef
-    elements: int | None = None
+    elements: int | None
 
 
 class SeenAdapters:

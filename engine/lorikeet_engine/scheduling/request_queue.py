@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class InputProcessor:
     """Refuses requests that could never run; makes a sequence for each choice of the others."""
 
-    def __init__(self, info: EngineInfo, page_size: int, grammars: Grammars | None = None) -> None:
+    def __init__(self, info: EngineInfo, page_size: int, grammars: Grammars | None) -> None:
         self._info = info
         self._page_size = page_size
         self._grammars = grammars

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from pydantic_core import from_json
 
+from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs import SampledToken
 from lorikeet.answer_stream.openai_format import CallDelta, Choice
 from lorikeet.dialects import anthropic_error_body
@@ -83,11 +84,11 @@ class MessageEventStream:
         if reasoning:
             if self._open_block != "thinking":
                 self._open("thinking", _thinking("", ""))
-            self._add_delta(b'{"type":"thinking_delta","thinking":%s}' % _dump(reasoning))
+            self._add_delta(b'{"type":"thinking_delta","thinking":%s}' % dump(reasoning))
         if text:
             if self._open_block != "text":
                 self._open("text", b'{"type":"text","text":""}')
-            self._add_delta(b'{"type":"text_delta","text":%s}' % _dump(text))
+            self._add_delta(b'{"type":"text_delta","text":%s}' % dump(text))
         for call in calls:
             self._call_tool(call)
         if finish is not None:
@@ -99,7 +100,7 @@ class MessageEventStream:
         """Return the last events: why the message stopped and what it took, then its end."""
         stop = self._progress.stop_string(0)
         reason = _stop_reason(self._call, self._finish, stop, usage, called=self._called)
-        delta = _dump(_stopped(reason, stop)), _dump(_usage(usage))
+        delta = dump(_stopped(reason, stop)), dump(_usage(usage))
         self._events.append(_event("message_delta", b'"delta":%s,"usage":%s' % delta))
         self._events.append(_event("message_stop"))
         return self._take()
@@ -109,7 +110,7 @@ class MessageEventStream:
             self._called = True
             self._open("tool_use", _tool_use([delta], b"{}"))
         if delta.arguments:
-            part = _dump(delta.arguments)
+            part = dump(delta.arguments)
             self._add_delta(b'{"type":"input_json_delta","partial_json":%s}' % part)
 
     def _open(self, kind: str, block: bytes) -> None:
@@ -123,7 +124,7 @@ class MessageEventStream:
     def _close(self) -> None:
         if self._open_block is not None:
             if self._open_block == "thinking":
-                self._add_delta(_dump({"type": "signature_delta", "signature": _SIGNATURE}))
+                self._add_delta(dump({"type": "signature_delta", "signature": _SIGNATURE}))
             self._events.append(_event("content_block_stop", b'"index":%d' % self._blocks))
             self._blocks += 1
             self._open_block = None
@@ -141,7 +142,7 @@ def message_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
     """Return the whole answer of a call without `stream`: its thinking, its text, its calls."""
     blocks = [_thinking(choice.reasoning, _SIGNATURE)] if choice.reasoning else []
     if choice.text:
-        blocks.append(_dump({"type": "text", "text": choice.text}))
+        blocks.append(dump({"type": "text", "text": choice.text}))
     for _, deltas in groupby(choice.calls, lambda delta: delta.index):
         parts = list(deltas)
         blocks.append(_tool_use(parts, _input("".join(part.arguments for part in parts))))
@@ -154,7 +155,7 @@ def message_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
 
 def failed_message_event(call: Call, code: str, message: str) -> bytes:
     """Return the event that ends a stream which failed after its first byte."""
-    body = _dump(anthropic_error_body(code, message, call.request_id))
+    body = dump(anthropic_error_body(code, message, call.request_id))
     return b"event: error\ndata: " + body + b"\n\n"
 
 
@@ -185,7 +186,7 @@ def _message(
         **_stopped(reason, stop),
         "usage": usage,
     }
-    return b'%s,"content":%s}' % (_dump(head)[:-1], content)
+    return b'%s,"content":%s}' % (dump(head)[:-1], content)
 
 
 def _stopped(reason: str | None, stop: str | None) -> dict[str, str | None]:
@@ -204,11 +205,11 @@ def _usage(usage: FinalUsage) -> dict[str, Any]:
 
 
 def _thinking(text: str, signature: str) -> bytes:
-    return _dump({"type": "thinking", "thinking": text, "signature": signature})
+    return dump({"type": "thinking", "thinking": text, "signature": signature})
 
 
 def _tool_use(deltas: Sequence[CallDelta], arguments: bytes) -> bytes:
-    head = _dump({"type": "tool_use", "id": deltas[0].id, "name": deltas[0].name})
+    head = dump({"type": "tool_use", "id": deltas[0].id, "name": deltas[0].name})
     return b'%s,"input":%s}' % (head[:-1], arguments)
 
 
@@ -239,7 +240,3 @@ def _event(kind: str, members: bytes = b"") -> bytes:
         name,
         b"," + members if members else b"",
     )
-
-
-def _dump(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode("ascii")

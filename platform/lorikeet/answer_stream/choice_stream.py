@@ -23,10 +23,10 @@ class OutputDelta:
     """
 
     text: str
-    calls: Sequence[CallDelta] = ()
-    logprobs: Sequence[SampledToken] = ()
-    reasoning: str = ""
-    token_ids: Sequence[int] = ()
+    calls: Sequence[CallDelta]
+    logprobs: Sequence[SampledToken]
+    reasoning: str
+    token_ids: Sequence[int]
 
 
 class ChoiceStream:
@@ -41,13 +41,13 @@ class ChoiceStream:
     def __init__(
         self,
         text: Detokenizer,
-        parser: ToolCallParser | ForcedCallParser | None = None,
-        vocabulary: Vocabulary | None = None,
-        echo: str | None = None,
-        reasoning: ReasoningParser | None = None,
+        parser: ToolCallParser | ForcedCallParser | None,
+        vocabulary: Vocabulary | None,
+        echo: str | None,
+        reasoning: ReasoningParser | None,
         *,
-        thinking_shown: bool = True,
-        tells_tokens: bool = False,
+        thinking_shown: bool,
+        tells_tokens: bool,
     ) -> None:
         self._text = text
         self._parser = parser
@@ -103,7 +103,7 @@ class ChoiceStream:
         # none behind a stop string
         token_ids = output.token_ids[: self.tokens - begin] if self._tells_tokens else ()
         if self._vocabulary is None:
-            return OutputDelta(text, calls, reasoning=thought, token_ids=token_ids)
+            return OutputDelta(text, calls, (), thought, token_ids)
         self._sampled += zip(output.token_ids, output.logprobs, strict=True)
         if self._tells_tokens:
             vocabulary, new = self._vocabulary, range(begin, self.tokens)

@@ -4,12 +4,12 @@ Bytes are ASCII JSON: a raw U+2028 inside an event splits it in clients that cut
 str.splitlines does.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs import SampledToken, chat_logprobs, completion_logprobs
 from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.dialects import error_body
@@ -74,7 +74,7 @@ class EventStream:
         self._started: set[int] = set()
         self._called: set[int] = set()
         head = _head(call, "chat.completion.chunk" if self._chat else "text_completion")
-        self._open = b"data: " + _dump(head)[:-1] + b',"choices":['
+        self._open = b"data: " + dump(head)[:-1] + b',"choices":['
         usage = b',"usage":null' if call.include_usage else b""
         self._close = b"]" + usage + b"}\n\n"
 
@@ -97,8 +97,8 @@ class EventStream:
         if not self._chat:
             if not (text or finish or logprobs or token_ids):
                 return b""
-            known = _dump(completion_logprobs(logprobs)) if logprobs else b"null"
-            return self._event(choice, _dump(text), finish, known, token_ids)
+            known = dump(completion_logprobs(logprobs)) if logprobs else b"null"
+            return self._event(choice, dump(text), finish, known, token_ids)
         events = b""
         if choice not in self._started:
             self._started.add(choice)
@@ -106,14 +106,14 @@ class EventStream:
             role = b'{"role":"assistant","content":' + content + b',"refusal":null}'
             events += self._event(choice, role)
         if reasoning:
-            events += self._event(choice, b'{"reasoning_content":' + _dump(reasoning) + b"}")
+            events += self._event(choice, b'{"reasoning_content":' + dump(reasoning) + b"}")
         if text or logprobs or token_ids:
-            known = _dump(chat_logprobs(logprobs)) if logprobs else b"null"
-            content = b'{"content":' + _dump(text) + b"}"
+            known = dump(chat_logprobs(logprobs)) if logprobs else b"null"
+            content = b'{"content":' + dump(text) + b"}"
             events += self._event(choice, content, None, known, token_ids)
         for call in calls:
             self._called.add(choice)
-            events += self._event(choice, _dump(_call_delta(call, functions=self._functions)))
+            events += self._event(choice, dump(_call_delta(call, functions=self._functions)))
         if finish is not None:
             events += self._event(choice, b"{}", finish)
         return events
@@ -136,7 +136,7 @@ class EventStream:
         called = choice in self._called
         reason = b"null"
         if finish is not None:
-            reason = _dump(_reason(finish, called=called, functions=self._functions))
+            reason = dump(_reason(finish, called=called, functions=self._functions))
         event = b'{"index":%d' % choice, field, delta, b',"logprobs":', logprobs
         close = self._close
         if self._choice_usage is not None:
@@ -155,7 +155,7 @@ class EventStream:
         return of_choice, close[:1] + prompt + close[1:]
 
     def _close_with(self, usage: FinalUsage, adapter: bytes = b"") -> bytes:
-        return b"]" + adapter + b',"usage":' + _dump(_usage(usage, chat=self._chat)) + b"}\n\n"
+        return b"]" + adapter + b',"usage":' + dump(_usage(usage, chat=self._chat)) + b"}\n\n"
 
 
 def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
@@ -164,10 +164,10 @@ def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes
     choices: in order of index; choice i continues prompt i // n.
     """
     chat = call.endpoint is Endpoint.CHAT
-    head = _dump(_head(call, "chat.completion" if chat else "text_completion"))
+    head = dump(_head(call, "chat.completion" if chat else "text_completion"))
     functions = _has_functions(call)
     bodies = [_choice(chat, functions, index, choice) for index, choice in enumerate(choices)]
-    used = _dump(_usage(usage, chat=chat))
+    used = dump(_usage(usage, chat=chat))
     prompt = _of_prompt(choices[0]) if chat else b""
     known = (head[:-1], b",".join(bodies), prompt, _adapter(call), used)
     return b'%s,"choices":[%s]%s%s,"usage":%s}' % known
@@ -180,12 +180,12 @@ def _adapter(call: Call) -> bytes:
         return b""
     version = ref.version if call.is_recorded else None
     known = {"name": f"{ref.tenant}/{ref.name}", "version": version, "digest": ref.digest}
-    return b',"adapter":' + _dump(known)
+    return b',"adapter":' + dump(known)
 
 
 def failed_completion_event(code: str, message: str, param: str | None = None) -> bytes:
     """Return the event that ends a stream which failed; nothing follows it."""
-    return b"data: " + _dump(error_body(code, message, param)) + b"\n\n"
+    return b"data: " + dump(error_body(code, message, param)) + b"\n\n"
 
 
 def _has_functions(call: Call) -> bool:
@@ -195,12 +195,12 @@ def _has_functions(call: Call) -> bool:
 
 def _choice(chat: bool, functions: bool, index: int, choice: Choice) -> bytes:
     text = (
-        b'"message":' + _dump(_message(choice, functions))
+        b'"message":' + dump(_message(choice, functions))
         if chat
-        else b'"text":' + _dump(choice.text)
+        else b'"text":' + dump(choice.text)
     )
     logprobs = b"null" if choice.logprobs is None else choice.logprobs.json()
-    reason = _dump(_reason(choice.finish, called=bool(choice.calls), functions=functions))
+    reason = dump(_reason(choice.finish, called=bool(choice.calls), functions=functions))
     prompt = b"" if chat else _of_prompt(choice)
     known = (index, text, logprobs, prompt, reason, _member("token_ids", choice.token_ids))
     return b'{"index":%d,%s,"logprobs":%s%s,"finish_reason":%s%s}' % known
@@ -214,7 +214,7 @@ def _of_prompt(choice: Choice) -> bytes:
 
 def _member(name: str, token_ids: Sequence[int] | None) -> bytes:
     """Return token ids as one more member of an object; none for None."""
-    return b"" if token_ids is None else b",%s:%s" % (_dump(name), _dump(token_ids))
+    return b"" if token_ids is None else b",%s:%s" % (dump(name), dump(token_ids))
 
 
 def _message(choice: Choice, functions: bool) -> dict[str, Any]:
@@ -274,7 +274,3 @@ def _head(call: Call, kind: str) -> dict[str, Any]:
         "model": call.model,
         **({"service_tier": "default"} if chat else {}),
     }
-
-
-def _dump(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode("ascii")

@@ -15,6 +15,7 @@ own. Bytes are ASCII JSON, as in openai_format.py.
 from collections.abc import Sequence
 from itertools import groupby
 
+from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs import SampledToken
 from lorikeet.answer_stream.openai_format import CallDelta, Choice
 from lorikeet.answer_stream.responses_output import (
@@ -24,7 +25,6 @@ from lorikeet.answer_stream.responses_output import (
     MessageItem,
     OutputItem,
     ReasoningItem,
-    dump,
 )
 from lorikeet.dialects import error_body
 from lorikeet.protocol.messages import Call, FinalUsage

@@ -11,17 +11,15 @@ These events come between an item's response.output_item.added and .done:
 Reasoning is the model's own text, in `content`; nothing sums it up.
 """
 
-import json
 from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs import SampledToken, response_logprobs
 from lorikeet.answer_stream.openai_format import CallDelta
 from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.protocol.messages import Call, Endpoint
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"))  # which json.dumps would make for each value
 
 
 class ItemStatus(Enum):
@@ -145,11 +143,6 @@ class FunctionCallItem:
 
 
 OutputItem = ReasoningItem | MessageItem | FunctionCallItem
-
-
-def dump(value: object) -> bytes:
-    """Return a value as compact ASCII JSON."""
-    return _ENCODER.encode(value).encode("ascii")
 
 
 def _of_part(kind: str, members: bytes) -> ItemEvent:

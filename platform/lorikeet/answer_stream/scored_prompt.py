@@ -1,9 +1,9 @@
 """A prompt in an answer: how likely the model thought its tokens, as JSON that grows with them."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.detokenizer import Detokenizer, Vocabulary
 from lorikeet.answer_stream.logprobs import finite
 from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
@@ -42,7 +42,7 @@ class ScoredPrompt:
             )
         if (count := self._tells) is not None:
             shaped = [_told(vocabulary, *one, count) for one in scored]
-            self._told.append(json.dumps(shaped, separators=(",", ":"))[1:-1].encode("ascii"))
+            self._told.append(dump(shaped)[1:-1])
 
     def json(self) -> bytes | None:
         """Return the answer's `prompt_logprobs`, vLLM's field; None if not asked for."""

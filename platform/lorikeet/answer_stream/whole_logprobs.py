@@ -1,9 +1,9 @@
 """The log probabilities of a choice that is not streamed, encoded as they come."""
 
-import json
 from collections.abc import Sequence
 from copy import copy
 
+from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs import (
     SampledToken,
     chat_logprobs,
@@ -38,7 +38,7 @@ class WholeLogprobs:
         if tokens:
             shaped = self._shape(tokens)
             for field, parts in self._lists.items():
-                parts.append(_dump(shaped[field])[1:-1])
+                parts.append(dump(shaped[field])[1:-1])
 
     def before(self, later: "WholeLogprobs") -> "WholeLogprobs":
         """Return these with those of later tokens behind them."""
@@ -48,14 +48,10 @@ class WholeLogprobs:
 
     def json(self) -> bytes:
         """Return the choice's `logprobs`."""
-        fields = [_dump(name) + b":" + self.values(name) for name in self._lists]
+        fields = [dump(name) + b":" + self.values(name) for name in self._lists]
         refusal = [b'"refusal":null'] if self._shape is chat_logprobs else []
         return b"{%s}" % b",".join(fields + refusal)
 
     def values(self, field: str) -> bytes:
         """Return one of the lists that `logprobs` has."""
         return b"[%s]" % b",".join(self._lists[field])
-
-
-def _dump(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode("ascii")

@@ -11,33 +11,3 @@ folder or S3.
 
 The gateway serves from it and its admin API changes it; the controller reads pins from it.
 """
-
-from lorikeet.catalog.catalog import AdapterCatalog, blob_key
-from lorikeet.catalog.records import (
-    AdapterRecord,
-    BlobFacts,
-    KeyRecord,
-    PinRecord,
-    Scope,
-    TenantRecord,
-    VersionRecord,
-    secret_sha256,
-)
-from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.store.object_store import ObjectStore, open_store
-
-__all__ = [
-    "AdapterCatalog",
-    "AdapterRecord",
-    "BlobFacts",
-    "CatalogState",
-    "KeyRecord",
-    "ObjectStore",
-    "PinRecord",
-    "Scope",
-    "TenantRecord",
-    "VersionRecord",
-    "blob_key",
-    "open_store",
-    "secret_sha256",
-]

@@ -32,14 +32,13 @@ def check_alias(value: str, param: str = "alias") -> str:
     return value
 
 
-def check_digest(value: str, param: str = "digest") -> str:
-    """Return a blob's SHA-256 as it is. Raises InvalidInput."""
+def check_digest(value: str) -> None:
+    """Check a blob's SHA-256. Raises InvalidInput."""
     if not is_digest(value):
         raise InvalidInput(
-            f"{param}={_shown(value)}: want a SHA-256, 64 lower-case hexadecimal digits",
-            param=param,
+            f"digest={_shown(value)}: want a SHA-256, 64 lower-case hexadecimal digits",
+            param="digest",
         )
-    return value
 
 
 def is_digest(value: str) -> bool:

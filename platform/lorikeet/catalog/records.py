@@ -260,7 +260,7 @@ class PinRecord:
 
     @property
     def key(self) -> PinKey:
-        """There is one pin with this key."""
+        """What there is one pin for: an adapter, or a tenant."""
         return PinKey(self.tenant, self.name)
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 from lorikeet.doctor.cuda import Cuda, Version
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
-from lorikeet.doctor.versions import lacks, requirement_of_extra
+from lorikeet.doctor.versions import cuda_requirement, lacks
 
 _FLASHINFER = "flashinfer-python"
 _FIRST_WITH_FP8: Version = (8, 9)
@@ -45,7 +45,7 @@ def check_kernels(planned: PlannedStart) -> Iterator[Finding]:
     """FlashInfer, and what it and Triton compile with, where engines run on CUDA here."""
     if planned.device == "cpu" or planned.gpu_memory:
         return
-    wanted = requirement_of_extra(_FLASHINFER, "cuda")
+    wanted = cuda_requirement(_FLASHINFER)
     lack = lacks(wanted) if wanted else None
     if lack is not None:
         yield problem(

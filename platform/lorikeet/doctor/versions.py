@@ -41,12 +41,12 @@ def lacks(requirement: Requirement) -> str | None:
     return None
 
 
-def requirement_of_extra(name: str, extra: str) -> Requirement | None:
-    """What an extra of Lorikeet's asks for of a package."""
+def cuda_requirement(name: str) -> Requirement | None:
+    """What Lorikeet's extra `cuda` asks for of a package."""
     for text in metadata.requires(_PACKAGE) or []:
         requirement = Requirement(text)
         marker = requirement.marker
-        if requirement.name == name and marker is not None and marker.evaluate({"extra": extra}):
+        if requirement.name == name and marker is not None and marker.evaluate({"extra": "cuda"}):
             return requirement
     return None
 

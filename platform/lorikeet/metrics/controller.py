@@ -26,7 +26,7 @@ def controller_metrics(
     yield from _pins(list(pins))
     family = GaugeMetricFamily(
         "lorikeet_replicas",
-        "ReplicaCount of a base model: those desired at least, and those that report.",
+        "Replicas of a base model: those desired at least, and those that report.",
         labels=["base_model", "state"],
     )
     for base_model, count in replicas.items():

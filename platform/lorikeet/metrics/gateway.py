@@ -1,4 +1,4 @@
-"""A gateway's metrics: requests and their times, tenants, the busiest adapters."""
+"""A gateway's metrics: requests and their times, tenants, the busiest adapters, pushes."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,7 +7,6 @@ from prometheus_client.core import Metric
 
 from lorikeet.metrics.metric_builders import residency_label
 from lorikeet.metrics.named_counters import BusiestNameCounters, NamedCounter
-from lorikeet.metrics.pushes import PushMetrics
 from lorikeet.request_log.record import RequestRecord
 
 OUTCOMES = ("finished", "refused", "failed", "cancelled")
@@ -19,6 +18,7 @@ _TENANTS_OF_ALL = 2_000
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _QUEUE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_PUSH_S = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class GatewayMetrics:
@@ -117,6 +117,43 @@ class GatewayMetrics:
             self._queue.labels(model, residency).observe(queue_s)
         if request.usage is not None and request.code is None:
             self._total.labels(model, residency).observe(request.until_s)
+
+
+class PushMetrics:
+    """What one gateway counts of pushes. For its event loop."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._taken = Counter(
+            "lorikeet_pushes_total",
+            "Pushed versions that were checked and taken.",
+            registry=registry,
+        )
+        self._bytes = Counter("lorikeet_pushed_bytes_total", "Their bytes.", registry=registry)
+        self._ready = Histogram(
+            "lorikeet_push_ready_seconds",
+            "From the end of a pushed version's check until all replicas have it.",
+            buckets=_PUSH_S,
+            registry=registry,
+        )
+        self._durable = Histogram(
+            "lorikeet_push_durable_seconds",
+            "From the end of a pushed version's check until it is in the store.",
+            buckets=_PUSH_S,
+            registry=registry,
+        )
+
+    def taken(self, size_bytes: int) -> None:
+        """Count a version that was checked and taken."""
+        self._taken.inc()
+        self._bytes.inc(size_bytes)
+
+    def ready(self, took_s: float) -> None:
+        """Count a version that all replicas have."""
+        self._ready.observe(took_s)
+
+    def durable(self, took_s: float) -> None:
+        """Count a version that is in the store."""
+        self._durable.observe(took_s)
 
 
 def _tenants(most: int) -> BusiestNameCounters:

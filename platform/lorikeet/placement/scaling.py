@@ -36,7 +36,7 @@ class ScalingDelays:
 
 
 class ScalingState(NamedTuple):
-    """ScalingState when, in seconds of the caller's clock, there has been pressure, or calm."""
+    """Since when, in seconds of the caller's clock, there has been pressure, or calm."""
 
     pressed_since_s: float | None = None
     calm_since_s: float | None = None

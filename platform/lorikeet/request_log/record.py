@@ -138,9 +138,9 @@ class RequestTrace:
         request_id: str,
         running: Callable[["RequestTrace"], None],
         ended: Callable[[RequestRecord], None],
-        path: str = "",
-        traceparent: str | None = None,
-        method: str = "POST",
+        path: str,
+        traceparent: str | None,
+        method: str,
     ) -> None:
         self._record = RequestRecord(request_id, path, traceparent, time.time(), method=method)
         self._running, self._ended = running, ended

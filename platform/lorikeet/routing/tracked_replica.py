@@ -50,7 +50,7 @@ class InFlightRequest:
     at_s: float
     tokens: int
     bytes: int
-    candidates: Sequence[Candidate[str]] = ()
+    candidates: Sequence[Candidate[str]]
     accepted_s: float | None = None
     has_first_byte: bool = False
 

@@ -121,17 +121,17 @@ class Allowance:
             self._tokens.count(tokens, now)
 
     def begin(self, now: float) -> None:
-        """One more runs."""
+        """Count a request that begins."""
         self.share(now).running += 1
 
     def end(self, now: float, took_s: float | None) -> None:
-        """One of those that run has ended; took_s: None where no replica was asked."""
+        """Count a request that has ended. took_s: None where no replica was asked."""
         if took_s is not None:
             self._usual_s += _NEWEST * (took_s - self._usual_s)
         self.share(now).running -= 1
 
     def idle(self, now: float) -> bool:
-        """Whether a new one would be the same."""
+        """Whether a new allowance of these limits would be the same."""
         return not self.share(now).running and all(
             limit.full_in_s(now) <= 0 for limit in self._per_minute()
         )

@@ -12,7 +12,7 @@ gateway that is silent, but not known to be gone, keeps its part: the others onl
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 FLOOR = 0.1
@@ -81,7 +81,7 @@ class LimitShare:
 @dataclass(slots=True)
 class _Peer:
     received_s: float
-    claims: Mapping[Subject, ShareClaim] = field(default_factory=dict)
+    claims: Mapping[Subject, ShareClaim]
 
 
 class LimitShares:

@@ -45,20 +45,20 @@ class QueueTimeEstimator:
             )
 
     def enter(self, tenant: str, weight: float, now: float) -> None:
-        """A request of this tenant begins to wait."""
+        """Count a request of this tenant, which begins to wait."""
         self._pass_until(now)
         self._under_way += 1
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
         self._weights[tenant] = weight
 
     def begin(self, tenant: str, now: float) -> None:
-        """The first token of one that waits is there."""
+        """End the wait of a request whose first token is there."""
         self._pass_until(now)
         self._first_tokens += self._full
         self._wait_no_more(tenant)
 
     def leave(self, tenant: str, now: float, *, begun: bool) -> None:
-        """One has ended."""
+        """Count a request no more, which has ended."""
         self._pass_until(now)
         self._under_way -= 1
         if not begun:

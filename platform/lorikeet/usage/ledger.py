@@ -88,10 +88,10 @@ class UsageLedger:
 
 
 def add_to(sums: dict[K, UsageCounts], key: K, counts: UsageCounts) -> None:
-    """One more for this key."""
+    """Add counts to those of this key."""
     sums[key] = sums.get(key, NOTHING) + counts
 
 
 def day_of(unix_s: float) -> date:
-    """Days begin at midnight UTC."""
+    """The day of this time, which begins at midnight UTC."""
     return datetime.fromtimestamp(unix_s, UTC).date()

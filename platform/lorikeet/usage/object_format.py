@@ -29,7 +29,7 @@ _COMPACTED = re.compile(r"usage/[0-9-]{10}/compacted-([0-9]{6,})\.json")
 
 
 class UsageObjectId(NamedTuple):
-    """UsageObjectId `number`, from 0, of what a process wrote for a day."""
+    """The object with this number, from 0, of those that a process wrote for a day."""
 
     writer: str
     number: int
@@ -53,7 +53,10 @@ def day_prefix(day: date) -> str:
 
 
 def object_key(day: date, written: UsageObjectId, made: float) -> str:
-    """made: Unix seconds. A day may be over when a object of it is made: it then comes last."""
+    """The key of an object that was made at this time, Unix seconds.
+
+    A day may be over when an object of it is made, which then comes last.
+    """
     return f"{object_prefix(day, made)}{written.writer}-{written.number:06d}.json"
 
 
@@ -71,7 +74,7 @@ def object_id(key: str) -> UsageObjectId | None:
 
 
 def compacted_key(day: date, number: int) -> str:
-    """number: from 1; the highest one holds all that the others do."""
+    """The key of a day's compacted object. number: from 1; the highest holds all the others do."""
     return f"{day_prefix(day)}compacted-{number:06d}.json"
 
 

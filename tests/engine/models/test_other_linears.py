@@ -69,11 +69,6 @@ def shape(checkpoint: Path) -> BaseShape:
     return ModelConfig.from_folder(checkpoint).shape
 
 
-@pytest.fixture
-def shelf(tmp_path: Path) -> BlobShelf:
-    return BlobShelf(tmp_path / "blobs")
-
-
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_image_holds_each_matrix_once_and_is_read_back_from_its_file(
     folders: dict[str, Path], shape: BaseShape, shelf: BlobShelf, tmp_path: Path, name: str

@@ -13,7 +13,7 @@ from lorikeet_engine.process import server
 from lorikeet_engine.process.server import EngineLoop
 from lorikeet_engine.request import Failed, SchedulingParams
 from tests.engine.engine_driver import RecordingRunner, build, greedy, prompt
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 from tests.waiting import eventually
 
 
@@ -42,11 +42,6 @@ class Received:
     def until(self, holds, timeout_s=20):
         with self.changed:
             assert self.changed.wait_for(holds, timeout_s)
-
-
-@pytest.fixture
-def shelf(tmp_path):
-    return BlobShelf(tmp_path / "blobs")
 
 
 @pytest.fixture

@@ -33,11 +33,6 @@ OUTER = {(SHAPE.outer_layer, SHAPE.index(name)): 6 for name in ("lm_head", "embe
 UNEVEN = {(0, 0): 3, (0, 2): 5, (0, 6): 1, (1, 4): 8, (1, 5): 2}
 
 
-@pytest.fixture
-def shelf(tmp_path):
-    return Shelf(tmp_path)
-
-
 def packed(shelf, name, dtype=torch.float32, shape=SHAPE, world=1):
     spec = read_spec(shelf.blob(name), shape, LIMITS)
     layout = PackedLayout.of(spec, shape, world)

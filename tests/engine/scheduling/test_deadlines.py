@@ -12,14 +12,9 @@ from lorikeet_engine.errors import AdapterNotReady, EngineOverloaded
 from lorikeet_engine.request import SchedulingParams
 from lorikeet_engine.scheduling.deadlines import Deadlines
 from tests.engine.engine_driver import PAGE, Answers, build, greedy, prompt
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def shelf(tmp_path):
-    return BlobShelf(tmp_path / "blobs")
 
 
 @pytest.fixture

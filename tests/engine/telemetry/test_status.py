@@ -8,12 +8,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import seen_tokens
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.engine.engine_driver import Answers, build, greedy, prompt
-from tests.engine.peft_adapters import BlobShelf, save_adapter
-
-
-@pytest.fixture
-def shelf(tmp_path):
-    return BlobShelf(tmp_path / "blobs")
+from tests.engine.peft_adapters import save_adapter
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class ExpertTensor:
         return self.sources[0].blob_dtype
 
     def pieces(self) -> Iterator[bytes]:
-        """Its bytes in blob_dtype, a source's at once. Raises AdapterRejected."""
+        """The tensor's bytes in blob_dtype, a source's at once. Raises AdapterRejected."""
         for source in self.sources:
             yield self.arrange(_words(source)).tobytes()
 

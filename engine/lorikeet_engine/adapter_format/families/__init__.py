@@ -5,7 +5,6 @@ they are found.
 """
 
 from lorikeet_engine.adapter_format.families.family import (
-    ExpertKeys,
     Family,
     LayerNorms,
     QkNormKind,
@@ -24,7 +23,6 @@ from lorikeet_engine.adapter_format.families.table import FAMILIES
 from lorikeet_engine.adapter_format.families.vision_language import (
     TEXT_DECODERS,
     VISION_LANGUAGE,
-    TextDecoder,
 )
 
 __all__ = [
@@ -36,12 +34,10 @@ __all__ = [
     "OUTER_MODULES",
     "TEXT_DECODERS",
     "VISION_LANGUAGE",
-    "ExpertKeys",
     "Family",
     "LayerNorms",
     "Linear",
     "Parallel",
     "QkNormKind",
-    "TextDecoder",
     "Width",
 ]

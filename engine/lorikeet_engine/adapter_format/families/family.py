@@ -1,7 +1,7 @@
 """What families of base models differ in."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -60,7 +60,7 @@ class Family:
 
     name: str
     linears: tuple[Linear, ...]
-    switches: Mapping[str, Any] = field(default_factory=dict)
+    switches: Mapping[str, Any]
     qkv_bias: bool = False
     o_bias: str | None = "attention_bias"
     norms: LayerNorms = LayerNorms()

@@ -18,20 +18,6 @@ import torch
 
 from lorikeet_engine.errors import SettingsError
 
-__all__ = [
-    "BLOCK_WIDTHS",
-    "DTYPE",
-    "FIRST_WITH_FP8",
-    "LARGEST",
-    "LEAST_SCALE",
-    "Activations",
-    "Fp8Rows",
-    "check_device",
-    "kernel_arguments",
-    "linear",
-    "rounds",
-]
-
 FIRST_WITH_FP8 = (8, 9)
 """The first GPUs that have it, Ada and Hopper, by compute capability."""
 DTYPE = torch.float8_e4m3fn

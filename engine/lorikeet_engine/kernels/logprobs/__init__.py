@@ -15,8 +15,6 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["LogprobRows", "likeliest", "set_given"]
-
 ROW, COUNT, SCALE, FIELDS = range(4)
 """The columns of `wanted` [n, FIELDS] int64.
 

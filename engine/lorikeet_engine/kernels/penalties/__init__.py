@@ -11,8 +11,6 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["PenaltyState", "penalise"]
-
 REPETITION, FREQUENCY, PRESENCE, PENALTIES = range(4)
 """The columns of PenaltyState.penalties."""
 IN_PROMPT, IN_OUTPUT = 1, 2

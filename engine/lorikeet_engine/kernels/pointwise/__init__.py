@@ -19,17 +19,6 @@ from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.parallel.row_exchange import RowExchange
 
-__all__ = [
-    "QkNorm",
-    "act_and_mul",
-    "act_and_mul_fp8",
-    "add_delta",
-    "add_rms_norm",
-    "add_rms_norm_fp8",
-    "mean_squares",
-    "rotary_and_store_kv",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:

@@ -25,8 +25,6 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["draw_tokens"]
-
 ROW, UNIFORM, SCALE, TOP_K, TOP_P, LEAST, DRAW_FIELDS = range(7)
 """The columns of `draws` [rows, DRAW_FIELDS] int64.
 

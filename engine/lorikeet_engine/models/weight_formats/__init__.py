@@ -9,8 +9,6 @@ from lorikeet_engine.models.weight_formats.int4 import Int4
 from lorikeet_engine.models.weight_formats.nf4 import Nf4
 from lorikeet_engine.models.weight_formats.protocol import WeightFormat
 
-__all__ = ["weight_format"]
-
 
 def weight_format(stored: QuantizedLinears, names: Iterable[str]) -> WeightFormat:
     """What reads linears that are stored so.

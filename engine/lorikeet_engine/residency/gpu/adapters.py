@@ -254,7 +254,7 @@ class GpuAdapters:
             self._held.pop(adapter.ref.digest, None)
 
     def _evictable(self, below: float = math.inf) -> Iterator[GpuAdapter]:
-        """GpuAdapters of a lower score that may go, the lowest first; evict none meanwhile.
+        """Adapters of a lower score that may go, the lowest first; evict none meanwhile.
 
         On another thread than the engine's, the first may just have become another.
         """

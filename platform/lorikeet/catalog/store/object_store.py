@@ -44,7 +44,7 @@ class ObjectStore(Protocol):
 
     @property
     def parts(self) -> PartStore:
-        """Its way to take objects that arrive in parts."""
+        """The store's way to take objects that arrive in parts."""
         ...
 
     def get(self, key: str) -> bytes:

@@ -63,7 +63,7 @@ _PATIENT = Config(read_timeout=12)
 class S3Store:
     """An ObjectStore under a prefix of a bucket that supports If-None-Match on PUT."""
 
-    def __init__(self, bucket: str, prefix: str = "") -> None:
+    def __init__(self, bucket: str, prefix: str) -> None:
         self._bucket = bucket
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         with self._errors(""):

@@ -74,7 +74,7 @@ def convert(
 
 
 def _base(path: Path) -> tuple[BaseShape, str]:
-    """Its shape, and its name. Raises ModelError."""
+    """The base model's shape and name. Raises ModelError."""
     file = path / "config.json" if path.is_dir() else path
     config = read_json(file)
     return BaseShape.from_config(config), config.get("_name_or_path") or file.parent.name

@@ -40,7 +40,7 @@ _QUANTILES = [column for at in _SHARES for column in (f"#{at} alone", "#shared",
 
 
 class _Metric(NamedTuple):
-    """One of the things that are compared: its name in JSON and in tables, and where it is."""
+    """What is compared: its name in JSON and in tables, and where it is found."""
 
     name: str
     title: str
@@ -48,7 +48,7 @@ class _Metric(NamedTuple):
 
 
 class _Figure(NamedTuple):
-    """One quantile of it, in seconds; None where no answer came."""
+    """A quantile of a metric, alone and beside others, in seconds; None where no answer came."""
 
     alone: float | None
     shared: float | None

@@ -19,9 +19,9 @@ from lorikeet.routing.ranking import CostCoefficients
 from lorikeet.settings import Bytes
 from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
 from lorikeet.simulator.forecast import CapacityGoals, CapacityNeeds, ReplicaMemory
-from lorikeet.simulator.traffic import BYTES_PER_RANK, LENGTHS
+from lorikeet.simulator.traffic import BYTES_PER_RANK
 from lorikeet_engine.costs import LoadCosts, StepCosts
-from lorikeet_engine.traffic import RANKS, LengthModel, parse_popularity
+from lorikeet_engine.traffic import LENGTH_MODELS, RANKS, LengthModel, parse_popularity
 
 _P99 = 2.3263  # standard deviations above the mean
 
@@ -191,7 +191,7 @@ def _needs(asked: _Question) -> CapacityNeeds:
 
 
 def _model(lengths: str | _Lengths) -> LengthModel:
-    return LENGTHS[lengths] if isinstance(lengths, str) else lengths.model()
+    return LENGTH_MODELS[lengths] if isinstance(lengths, str) else lengths.model()
 
 
 def _lognormal(tokens: tuple[float, float]) -> tuple[float, float]:

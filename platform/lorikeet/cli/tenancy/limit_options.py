@@ -39,7 +39,7 @@ class LimitOption:
 
 
 def parse_amount(text: str) -> int:
-    """600, 1M or 2.5k. Raises typer.BadParameter."""
+    """Parse 600, 1M or 2.5k. Raises typer.BadParameter."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([kMG]?)", text)
     amount = round(float(match[1]) * _UNITS[match[2]]) if match else 0
     if amount < 1:
@@ -48,14 +48,14 @@ def parse_amount(text: str) -> int:
 
 
 def parse_weight(text: str) -> float:
-    """More than nothing. Raises typer.BadParameter."""
+    """Parse a weight above 0. Raises typer.BadParameter."""
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) or float(text) <= 0:
         raise typer.BadParameter(f"{text!r}: want a number above 0, such as 2 or 0.5")
     return float(text)
 
 
 def parse_priority(text: str) -> int:
-    """An integer. Raises typer.BadParameter."""
+    """Parse a priority, an integer. Raises typer.BadParameter."""
     if not re.fullmatch(r"-?[0-9]{1,4}", text):
         raise typer.BadParameter(f"{text!r}: want an integer such as 1 or -1")
     return int(text)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lorikeet.answer_stream.responses_output import dump
+from lorikeet.answer_stream.compact_json import dump
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.api_request import CallContext, OpenAIRequest, Tokens
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, FunctionName

@@ -42,7 +42,7 @@ class PushedVersion:
 
     @property
     def key(self) -> Key:
-        """There is one version with this key."""
+        """What there is one version for: tenant, name and digest."""
         return self.tenant, self.name, self.facts.digest
 
     def retired(self, state: CatalogState) -> bool:

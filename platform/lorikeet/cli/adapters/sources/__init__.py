@@ -10,8 +10,6 @@ from lorikeet.cli.adapters.sources.bucket import SCHEME, download
 from lorikeet.cli.adapters.sources.hub import PREFIX, fetch
 from lorikeet.errors import InvalidInput
 
-__all__ = ["check_source", "open_source"]
-
 
 def check_source(source: str, revision: str | None = None) -> str:
     """Return the source as it is if it can be one, and there is one. Raises InvalidInput."""

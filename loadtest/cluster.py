@@ -1,0 +1,103 @@
+"""Ray and Serve on this machine, with the environment of the Makefile, on ports of their own."""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import ray
+import torch
+from ray import serve
+
+from loadtest.ports import free_port
+
+ROOT = Path(__file__).parents[1]
+PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
+_SETTLING_S = 4.0
+_NICENESS = "RAY_worker_niceness"
+_ENVIRONMENT = {  # as the Makefile's
+    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "platform", "engine")),
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy_middleware:middlewares",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**27),
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody else waits for it
+    _NICENESS: os.environ.get(_NICENESS, "0"),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    # A virtual machine's memory may grow as it is used: what is said to be free tells Ray nothing.
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+
+
+@contextmanager
+def cluster(
+    proxy: str = "Serve's proxy", variables: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Run Ray and Serve until the end of the block; yield the address of their proxy.
+
+    proxy: a name in PROXIES. variables: more of the environment, and all LORIKEET_ that there are.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
+        haproxy = _haproxy(Path(folder)) | {"RAY_SERVE_ENABLE_HA_PROXY": PROXIES[proxy]}
+        with _environment({**_ENVIRONMENT, **haproxy, **(variables or {})}), _ray():
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            yield f"http://127.0.0.1:{port}"
+
+
+def settle(proxy: str) -> None:
+    """Wait, after an application has come, until HAProxy has begun anew and drops no connection."""
+    if proxy == "HAProxy":
+        time.sleep(_SETTLING_S)
+
+
+@contextmanager
+def _ray() -> Iterator[None]:
+    ray.init(
+        "local",
+        num_cpus=4,  # shares of these, which bind nobody
+        num_gpus=torch.cuda.device_count(),
+        include_dashboard=False,
+        object_store_memory=200 * 2**20,
+        log_to_driver=False,
+    )
+    try:
+        yield
+    finally:  # at once: stopping in good order takes half a minute
+        started = psutil.Process().children(recursive=True)
+        ray.shutdown()
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                if process.name() == "haproxy":  # Ray's workers end with Ray
+                    process.terminate()
+
+
+def _haproxy(folder: Path) -> dict[str, str]:
+    """Its files and ports, which are fixed otherwise."""
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(8, os.cpu_count() or 1)),
+    }
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these variables, and of LORIKEET_ none but these, until the end of the block."""
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith("LORIKEET_")]:
+        del os.environ[name]
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
