@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict
 from dataclasses import replace
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from loadtest.simulator.baselines import BOUND, HashRing
 from lorikeet.serving.request_router import AdapterAffinityRouter, call_of
@@ -45,24 +45,35 @@ class SeedsChooseReplicas(ScaledCosts):
         return [[ordered[(call.sampling.seed or 0) % len(ordered)]]]
 
 
-class BaselineRouter(RequestRouter):
-    """The base of all routers but the product's."""
+class BaselineRouter(AdapterAffinityRouter):
+    """The base of all routers but the product's, for calls that any replica may take.
 
-    _get_pending_request_matching_internal_request_id = (
-        AdapterAffinityRouter._get_pending_request_matching_internal_request_id
-    )
+    What the product's does for its Fleet stays: a gateway knows by it whose answers to listen to.
+    """
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Serve takes the shortest queue of those chosen; without an adapter, of two at random."""
+        if pending_request is not None and "replica" in pending_request.kwargs:
+            return await super().choose_replicas(candidate_replicas, pending_request)
+        model = _model_of(pending_request)
+        return [self.choose(candidate_replicas, model) if model else two_of(candidate_replicas)]
+
+    def choose(self, replicas: list[RunningReplica], model: str) -> list[RunningReplica]:
+        """Replicas that a call for an adapter may go to. model: its digest."""
+        raise NotImplementedError
 
 
 class PowerOfTwo(BaselineRouter):
     """The less busy of two at random, as Serve's default router is where no model is named."""
 
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,  # noqa: ARG002
-    ) -> list[list[RunningReplica]]:
-        """Serve takes the shorter queue of the two."""
-        return [two_of(candidate_replicas)]
+    def choose(self, replicas: list[RunningReplica], model: str) -> list[RunningReplica]:
+        """Two at random."""
+        del model
+        return two_of(replicas)
 
 
 class Multiplexing(BaselineRouter):
@@ -73,33 +84,25 @@ class Multiplexing(BaselineRouter):
 
     def initialize_state(self, models: int = 1, **_: Any) -> None:
         """models: max_num_models_per_replica, in Serve's words."""
+        super().initialize_state()
         self._most = models
         self._models: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
 
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:
-        """Serve takes the shorter queue of two."""
-        model = _model_of(pending_request)
-        if not model:
-            return [two_of(candidate_replicas)]
-        held = [self._models[one.replica_id.unique_id] for one in candidate_replicas]
-        pairs = list(zip(candidate_replicas, held, strict=True))
+    def choose(self, replicas: list[RunningReplica], model: str) -> list[RunningReplica]:
+        """Two of those with the model, or with the fewest."""
+        held = [self._models[one.replica_id.unique_id] for one in replicas]
+        pairs = list(zip(replicas, held, strict=True))
         free = [one for one, models in pairs if model in models]
         if not free:
             fewest = min(map(len, held))
             free = [one for one, models in pairs if len(models) == fewest]
-        return [two_of(free)]
+        return two_of(free)
 
     def on_request_routed(
-        self,
-        pending_request: PendingRequest,
-        replica_id: ReplicaID,
-        result: object,  # noqa: ARG002
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
         """A replica took it."""
+        super().on_request_routed(pending_request, replica_id, result)
         models, model = self._models[replica_id.unique_id], _model_of(pending_request)
         if not model:
             return
@@ -117,18 +120,12 @@ class BoundedHashing(BaselineRouter):
 
     def initialize_state(self, **_: Any) -> None:
         """Called by Serve once it is built."""
+        super().initialize_state()
         self._ring, self._on_ring = HashRing(()), set[str]()
 
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:
-        """Choose one replica."""
-        model = _model_of(pending_request)
-        if not model:
-            return [two_of(candidate_replicas)]
-        named = {one.replica_id.unique_id: one for one in candidate_replicas}
+    def choose(self, replicas: list[RunningReplica], model: str) -> list[RunningReplica]:
+        """One replica."""
+        named = {one.replica_id.unique_id: one for one in replicas}
         if self._on_ring != named.keys():
             self._ring, self._on_ring = HashRing(named), set(named)
         queues = {
@@ -137,7 +134,7 @@ class BoundedHashing(BaselineRouter):
         }
         bound = math.ceil(BOUND * (sum(queues.values()) + 1) / len(queues))
         names = self._ring.names_from(model)
-        return [[named[next(name for name in names if queues[name] < bound)]]]
+        return [named[next(name for name in names if queues[name] < bound)]]
 
 
 def two_of(replicas: list[RunningReplica]) -> list[RunningReplica]:

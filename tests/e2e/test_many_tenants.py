@@ -7,7 +7,6 @@ MANY_TENANTS_S says for how many seconds; ten minutes unless it is set.
 
 import asyncio
 import itertools
-import json
 import os
 import random
 import statistics
@@ -21,11 +20,11 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from safetensors.numpy import save_file
 
-from lorikeet_engine.adapter_format import write_blob
+from loadtest.real_service.adapters import AdapterWeights, save_adapter
+from lorikeet_engine.adapter_format import BaseShape, read_config, write_blob
 from lorikeet_engine.traffic import poisson
-from tests.e2e.conftest import Service
+from tests.e2e.conftest import ROOT, Service
 from tests.e2e.load import Target
 from tests.waiting import eventually
 
@@ -41,7 +40,7 @@ STEADY = 0.05  # so far may memory stray from its mean once it is warm
 WARM = 0.3  # of the time
 WARM_RUN_S = 300  # a shorter run has no steady part
 LOOK_S = 2.0
-HIDDEN = 256  # the demo model's
+MODEL = ROOT / "demo" / "model"
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(SECONDS + 300)]
 
@@ -55,32 +54,19 @@ def tenants(service: Service, tmp_path_factory: pytest.TempPathFactory) -> list[
         tenant = f"tenant-{number}"
         service.admin("POST", "/tenants", json={"tenant": tenant}).raise_for_status()
         key = service.admin("POST", f"/tenants/{tenant}/keys", json={}).raise_for_status()
-        path = f"/adapters/{tenant}/own/versions"
+        path = f"/adapters/{tenant}/own/versions?base_model=lorikeet-demo"
         service.admin("PUT", path, content=random_blob(folder, number)).raise_for_status()
         made.append(Target(f"{tenant}/own", key.json()["key"]))
     return made
 
 
-def random_blob(folder: Path, seed: int) -> bytes:
-    """A random blob of rank 2 to 8, on two linears of the first layer."""
-    dice = np.random.default_rng(seed)
-    rank = int(dice.choice([2, 4, 8]))
-    linears = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "o_proj")]
-    tensors = {}
-    for linear in linears:
-        for part, shape in (("lora_A", (rank, HIDDEN)), ("lora_B", (HIDDEN, rank))):
-            weights = dice.normal(scale=0.02, size=shape).astype(np.float32)
-            tensors[f"base_model.model.{linear}.{part}.weight"] = weights
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": "lorikeet-demo",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": linears,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    write_blob(folder, folder / "blob")
+def random_blob(folder: Path, number: int) -> bytes:
+    """A random blob of rank 2 to 8, on two linears of the first layer; no two are alike."""
+    shape, rank = BaseShape.from_config(read_config(MODEL)), (2, 4, 8)[number % 3]
+    weights = AdapterWeights(("q_proj", "o_proj"), layers=1)
+    alpha = rank * (1 + number / 4096)
+    saved = save_adapter(folder / str(number), shape, rank, alpha, weights)
+    write_blob(saved, folder / "blob")
     return (folder / "blob").read_bytes()
 
 

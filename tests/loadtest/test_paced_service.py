@@ -1,15 +1,21 @@
 """The real service on paced engines does what the simulator says of it."""
 
+import asyncio
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 
+from loadtest.paced_service import routers
 from loadtest.paced_service.scenario import SCENARIOS, USUAL, lasting, slowed
+from loadtest.paced_service.service import ROUTERS
 from loadtest.real_service.adapters import model_name, number_of
 from loadtest.simulator.trials import measure
+from lorikeet.serving.fleet_registry import fleet_of
 
 
 @pytest.fixture
@@ -66,3 +72,21 @@ def test_slow_motion_changes_times_and_nothing_else():
 
 def test_adapters_are_known_by_the_names_that_requests_and_logs_use():
     assert number_of(model_name(12)) == number_of(f"{model_name(12)}@1") == 12
+
+
+@pytest.mark.parametrize("router", ROUTERS.values())
+def test_under_every_router_a_gateway_reaches_each_replica_by_its_name(router):
+    """So it opens the streams on which their answers come."""
+    deployment = DeploymentID("engine", app_name=router)
+    named = [ReplicaID(name, deployment) for name in ("a", "b", "c")]
+    replicas = [SimpleNamespace(replica_id=one, routing_stats={}) for one in named]
+
+    async def scenario():
+        made = getattr(routers, router)(deployment, DeploymentHandleSource.REPLICA)
+        made.initialize_state()
+        made.update_replicas(replicas)
+        asked = SimpleNamespace(args=(), kwargs={"replica": "b"}, routing_context=SimpleNamespace())
+        return await made.choose_replicas(replicas, asked)
+
+    assert asyncio.run(scenario()) == [[replicas[1]]]
+    assert set(fleet_of(router, "engine").replicas) == {"a", "b", "c"}

@@ -30,7 +30,7 @@ def download(size_bytes: int, path: Path, read: ReadRange) -> str:
     """
     starts = range(0, size_bytes, RANGE_BYTES)
     with path.open("w+b") as file, ThreadPoolExecutor(CONNECTIONS) as connections:
-        written = _Written(starts, size_bytes)
+        written = _Written(starts)
 
         def fetch(number: int) -> None:
             try:
@@ -54,9 +54,8 @@ def download(size_bytes: int, path: Path, read: ReadRange) -> str:
 class _Written:
     """How far the file is written, range by range."""
 
-    def __init__(self, starts: range, size_bytes: int) -> None:
+    def __init__(self, starts: range) -> None:
         self._ends = list(starts)  # of what is written, in each range
-        self._size_bytes = size_bytes
         self._awaited = 0  # the range that is hashed: progress of others wakes nobody
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
