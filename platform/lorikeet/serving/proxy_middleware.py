@@ -1,4 +1,4 @@
-"""Middleware in front of Ray Serve: turns, unread answers, large bodies, ids, what Serve answers.
+"""Middleware in front of Ray Serve: turns, unread answers, reading ahead, ids, what Serve answers.
 
 Serve imports it when
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:middlewares.
@@ -11,6 +11,8 @@ from collections.abc import Awaitable
 from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
 
+from ray import serve
+from ray.serve.exceptions import RayServeException
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
@@ -44,7 +46,7 @@ def middlewares() -> list[Middleware]:
         Middleware(RequestIdMiddleware),
         Middleware(UnavailableMiddleware),
         Middleware(RoutesMiddleware),
-        Middleware(LargeBodyMiddleware),
+        Middleware(ReadAheadMiddleware, in_gateway=_is_gateway()),
     ]
 
 
@@ -248,23 +250,36 @@ class RoutesMiddleware:
         await app(scope, receive, send)
 
 
-class LargeBodyMiddleware:
-    """Lets the body of a PUT, a pushed adapter, wait in its connection until a gateway takes it.
+class ReadAheadMiddleware:
+    """Keeps Serve from reading ahead, to see whether a client leaves, where the gateway looks.
 
-    Serve reads ahead, to see whether the client leaves, into a queue without a bound: a gateway
-    whose disk is slower than the network would hold whole blobs in memory. It does not where it is
-    told not to look, and PushEndpoints looks itself. Serve's own proxy reads ahead all the same.
+    Serve reads into a queue without a bound: with the body of a PUT, a pushed adapter, a gateway
+    whose disk is slower than the network would hold whole blobs in memory. Told not to look, it
+    leaves them in their connections, and PushEndpoints looks itself. (Serve's own proxy reads ahead
+    all the same.) In a gateway's own server, behind HAProxy, Serve has two tasks for each request
+    to that end, of which none needs them: ReplicaResponse looks, and other routes are short. Its
+    proxy must look, for what waits there for a gateway.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, in_gateway: bool = False) -> None:
         self._app = app
+        self._in_gateway = in_gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; a PUT with the word that Serve is not to look."""
-        if scope["type"] == "http" and scope["method"] == "PUT":
+        """Pass the request on, with the word that Serve is not to look where that is so."""
+        if scope["type"] == "http" and (self._in_gateway or scope["method"] == "PUT"):
             others = [each for each in scope["headers"] if each[0] != _NOT_TO_LOOK[0]]
             scope = {**scope, "headers": [*others, _NOT_TO_LOOK]}
         await self._app(scope, receive, send)
+
+
+def _is_gateway() -> bool:
+    """Return whether this process is a gateway's, and not that of Serve's proxy."""
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return False
+    return True
 
 
 async def _refuse(theirs: MutableHeaders, scope: Scope, receive: Receive, send: Send) -> None:
