@@ -135,7 +135,7 @@ class SchedulingParams:
         _require(self.weight > 0.0, "weight", self.weight, "above 0")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """One call: n choices for each prompt; those of one prompt share its KV pages.
 

@@ -90,9 +90,8 @@ class ReplicaResponse(Response):
             header, first = await self._begin(items)
             if self._call.stream:
                 await send(self._start(header, b"text/event-stream; charset=utf-8"))
-                async for chunk in self._chunks(first, items):
-                    await send(_body(chunk, more=True))
-                await send(_body(b"", more=False))
+                async for message in self._bodies(first, items):
+                    await send(message)
             else:
                 body = first + b"".join([self._bytes(item) async for item in items])
                 if self._before_end is not None:
@@ -121,22 +120,27 @@ class ReplicaResponse(Response):
             ) from error
         raise GenerationFailed(_SILENT)
 
-    async def _chunks(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
+    async def _bodies(self, first: bytes, items: Items) -> AsyncGenerator[Message, None]:
+        """Yield a stream's messages; the events behind its FinalUsage, or an error's, are its end.
+
+        Each message is a write to the client's connection.
+        """
         events, last = 0, b""
         try:
             async for chunk in self._all_bytes(first, items):
-                if self._ending and self._before_end is not None:
+                if self._ending:
                     last += chunk
                 else:
-                    yield chunk
+                    yield _body(chunk, more=True)
                     events += chunk.count(EVENT_END)
             if last and self._before_end is not None:
-                yield await self._before_end(last)
+                last = await self._before_end(last)
         except LorikeetError as error:
-            yield failed_event(self._call, events, error)
+            last = failed_event(self._call, events, error)
         except Exception as error:
             log_unexpected("stream_failed", self._call.request_id, error)
-            yield failed_event(self._call, events, GenerationFailed(_SILENT))
+            last = failed_event(self._call, events, GenerationFailed(_SILENT))
+        yield _body(last, more=False)
 
     async def _all_bytes(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
         yield first
