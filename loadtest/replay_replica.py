@@ -101,7 +101,7 @@ class ReplayReplica:
         """Deltas for a gateway, as a replica streams them."""
         assert replica == self._name
         with self._response_streams.opened(gateway) as responses:
-            while not responses.closed.done():
+            while not responses.closed:
                 yield await responses.take()
 
     async def _step(self, step_s: float) -> None:
@@ -114,7 +114,7 @@ class ReplayReplica:
                 if stream.left:
                     stream.responses.put(request_id, (stream.token,))
                     stream.left -= 1
-                    if not stream.left:
+                    if not stream.left and not stream.ended.done():
                         stream.ended.set_result(None)
 
     async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:

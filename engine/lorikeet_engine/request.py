@@ -29,7 +29,7 @@ class LogprobsMode(StrEnum):
     PROCESSED = "processed_logprobs"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens. Validated when built; raises InvalidRequest.
 
@@ -114,7 +114,7 @@ class SamplingParams:
         return self.has_penalties or bool(self.logit_bias)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SchedulingParams:
     """How the scheduler treats a request. Raises InvalidRequest when built.
 
@@ -135,7 +135,7 @@ class SchedulingParams:
         _require(self.weight > 0.0, "weight", self.weight, "above 0")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """One call: n choices for each prompt; those of one prompt share its KV pages.
 
@@ -168,7 +168,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineTimings:
     """How long each phase of one choice took until its newest token, in seconds.
 

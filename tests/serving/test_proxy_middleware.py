@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import httpx
 import pytest
+from ray import serve
 from ray.serve._private.http_util import (
     convert_object_to_asgi_messages,
     parse_disconnect_disabled_header,
@@ -88,22 +89,35 @@ def test_the_gateways_request_id_is_the_only_one() -> None:
 
 
 def test_serves_list_of_applications_is_hidden_and_its_health_check_is_not() -> None:
-    serve = JSONResponse({"/": "default"})
-    hidden = answer(serve, "/-/routes")
+    serves = JSONResponse({"/": "default"})
+    hidden = answer(serves, "/-/routes")
     assert (hidden.status_code, hidden.json()["error"]["code"]) == (404, "not_found")
-    assert answer(serve, "/-/healthz").status_code == 200
+    assert answer(serves, "/-/healthz").status_code == 200
 
 
-@pytest.mark.parametrize(("method", "waits"), [("PUT", True), ("POST", False), ("GET", False)])
-def test_serve_reads_no_pushed_body_ahead(method: str, waits: bool) -> None:
+@pytest.mark.parametrize(
+    ("in_gateway", "method", "waits"),
+    [
+        (False, "PUT", True),
+        (False, "POST", False),
+        (False, "GET", False),
+        (True, "PUT", True),
+        (True, "POST", True),
+    ],
+)
+def test_serve_reads_no_pushed_body_ahead_and_in_a_gateway_none(
+    in_gateway: bool, method: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_gateway:
+        monkeypatch.setattr(serve, "get_replica_context", lambda: "a gateway's")
     seen = list[Headers]()
 
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         seen.append(scope["headers"])
         await Response()(scope, receive, send)
 
-    theirs = {"x-request-disconnect-disabled": "?0"} if method == "PUT" else {}
-    assert answer(serve, method=method, headers=theirs).status_code == 200
+    theirs = {"x-request-disconnect-disabled": "?0"}
+    assert answer(app, method=method, headers=theirs if waits else {}).status_code == 200
     assert parse_disconnect_disabled_header(dict(seen[0])) is waits
 
 

@@ -63,7 +63,7 @@ class EvictionCandidate(NamedTuple):
     uses: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LiveStats:
     """What an engine does at one moment, as far as routing needs it, in a few bytes.
 

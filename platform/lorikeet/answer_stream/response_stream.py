@@ -36,14 +36,15 @@ behind Serve's own proxy.
 class ResponseStream:
     """The new items of all answers to one gateway. Lives on one event loop.
 
-    `closed` is done once the gateway takes no more.
+    closed: whether the gateway takes no more.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[StreamItem]] = {}
         self._ended: set[str] = set()
         self._ready = asyncio.Event()
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unfinished = set[asyncio.Future[None]]()
+        self.closed = False
 
     def put(self, request_id: str, items: Sequence[StreamItem], *, ended: bool = False) -> None:
         """Add new items of an answer; bytes that no message would hold are cut."""
@@ -76,17 +77,22 @@ class ResponseStream:
         return groups
 
     def close(self) -> None:
-        """Wake `take` and all who wait for `closed`."""
-        if not self.closed.done():
-            self.closed.set_result(None)
+        """Wake `take`, and fail answers that have not ended."""
+        self.closed = True
         self._ready.set()
+        for ended in self._unfinished:
+            if not ended.done():
+                ended.set_exception(_unheard())
 
     async def wait_for(self, ended: asyncio.Future[None]) -> None:
         """Wait until an answer has ended. Raises EngineClosed if it cannot reach its gateway."""
-        await asyncio.wait((ended, self.closed), return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
-            raise EngineClosed("the gateway hears this replica no more: send the request again")
-        ended.result()
+        if self.closed and not ended.done():
+            raise _unheard()
+        self._unfinished.add(ended)
+        try:
+            await ended
+        finally:
+            self._unfinished.remove(ended)
 
 
 class ResponseStreams:
@@ -110,13 +116,17 @@ class ResponseStreams:
 
     async def to(self, gateway: str) -> ResponseStream:
         """Return a gateway's stream, waiting for a new gateway to open it. Raises EngineClosed."""
-        try:
-            async with asyncio.timeout(_OPENING_S):
-                while gateway not in self._open:
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            raise EngineClosed("the gateway does not listen: send the request again") from None
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + _OPENING_S
+        while gateway not in self._open:
+            if loop.time() >= due_s:
+                raise EngineClosed("the gateway does not listen: send the request again")
+            await asyncio.sleep(0.01)
         return self._open[gateway]
+
+
+def _unheard() -> EngineClosed:
+    return EngineClosed("the gateway hears this replica no more: send the request again")
 
 
 def _cut(item: bytes) -> list[bytes]:

@@ -68,14 +68,15 @@ class Body(BaseModel):
     def _known_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        no_ops = cls.no_ops
         given = {
             name: value
             for name, value in data.items()
             if (value is not None or name in cls.nulls)
             and name not in cls.dropped
-            and not _among(value, cls.no_ops.get(name, ()))
+            and not (name in no_ops and _among(value, no_ops[name]))
         }
-        fields = {field.alias or name for name, field in cls.model_fields.items()}
+        fields = _field_names(cls)
         unknown = [name for name in given if name not in fields]
         if unknown:  # one error for all: a million unknown fields must not cost a million errors
             names = [name[:_NAME_LENGTH] for name in unknown[:_NAMES_QUOTED]]
@@ -84,6 +85,12 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
+
+
+@cache
+def _field_names(schema: type[Body]) -> frozenset[str]:
+    """Return what its fields are called in JSON."""
+    return frozenset(field.alias or name for name, field in schema.model_fields.items())
 
 
 @cache

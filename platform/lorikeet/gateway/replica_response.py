@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, ExitStack, aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing, suppress
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -90,9 +90,8 @@ class ReplicaResponse(Response):
             header, first = await self._begin(items)
             if self._call.stream:
                 await send(self._start(header, b"text/event-stream; charset=utf-8"))
-                async for chunk in self._chunks(first, items):
-                    await send(_body(chunk, more=True))
-                await send(_body(b"", more=False))
+                async for message in self._bodies(first, items):
+                    await send(message)
             else:
                 body = first + b"".join([self._bytes(item) async for item in items])
                 if self._before_end is not None:
@@ -121,22 +120,27 @@ class ReplicaResponse(Response):
             ) from error
         raise GenerationFailed(_SILENT)
 
-    async def _chunks(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
+    async def _bodies(self, first: bytes, items: Items) -> AsyncGenerator[Message, None]:
+        """Yield a stream's messages; the events behind its FinalUsage, or an error's, are its end.
+
+        Each message is a write to the client's connection.
+        """
         events, last = 0, b""
         try:
             async for chunk in self._all_bytes(first, items):
-                if self._ending and self._before_end is not None:
+                if self._ending:
                     last += chunk
                 else:
-                    yield chunk
+                    yield _body(chunk, more=True)
                     events += chunk.count(EVENT_END)
             if last and self._before_end is not None:
-                yield await self._before_end(last)
+                last = await self._before_end(last)
         except LorikeetError as error:
-            yield failed_event(self._call, events, error)
+            last = failed_event(self._call, events, error)
         except Exception as error:
             log_unexpected("stream_failed", self._call.request_id, error)
-            yield failed_event(self._call, events, GenerationFailed(_SILENT))
+            last = failed_event(self._call, events, GenerationFailed(_SILENT))
+        yield _body(last, more=False)
 
     async def _all_bytes(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
         yield first
@@ -167,22 +171,30 @@ class ReplicaResponse(Response):
 
 
 async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Run `work`; cancel it, and wait for its end, when the client goes away."""
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
+    """Run `work`; cancel it, and wait for its end, when the client goes away.
+
+    As asyncio.timeout does it: `work` needs no task of its own.
+    """
+    here = asyncio.current_task()
+    assert here is not None
+    gone = False
+
+    async def leave_with_the_client() -> None:
+        nonlocal gone
+        with suppress(Exception):  # of a connection that is lost in another way
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        gone = True
+        here.cancel()
+
+    leaving = asyncio.create_task(leave_with_the_client())
     try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-    finally:  # also when the server cancels this request itself
-        working.cancel()
+        await work
+    except asyncio.CancelledError:
+        if not gone or here.uncancel():
+            raise  # the server cancels this request itself
+    finally:
         leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-    if not working.cancelled():
-        working.result()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:

@@ -1,4 +1,8 @@
-"""What a gateway sends to a replica, and what comes back."""
+"""What a gateway sends to a replica, and what comes back.
+
+What each request brings has no slots, here and where these messages get their parts: dataclasses
+that have are pickled by Python's code, field by field, in half as long again.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -66,7 +70,7 @@ class ToolUse:
         return any(tool["function"].get("strict") for tool in self.tools)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One HTTP request, parsed: everything a replica needs to answer it.
 
@@ -122,7 +126,7 @@ class Call:
     work: Work = field(default_factory=lambda: Work(prompt_tokens=1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AnswerHeader:
     """Where an answer runs, and where its adapter was found. An answer has two of them.
 
@@ -145,7 +149,7 @@ class AnswerHeader:
         return self.load_s is None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FinalUsage:
     """What an answer took that was made to its end.
 

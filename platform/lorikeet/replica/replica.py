@@ -140,7 +140,7 @@ class Replica:
         """
         assert replica == self.name
         with self._response_streams.opened(gateway) as stream:
-            while not stream.closed.done():
+            while not stream.closed:
                 yield await stream.take()
 
     async def smoke(self, test: SmokeTest) -> SmokeResult | Refusal:

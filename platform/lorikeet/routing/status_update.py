@@ -11,7 +11,7 @@ from lorikeet_engine.costs import MeasuredCosts
 from lorikeet_engine.telemetry.status import LiveStats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StatusUpdate:
     """A replica's live stats, and what has moved since its update before on the same feed.
 

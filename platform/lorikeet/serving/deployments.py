@@ -51,6 +51,8 @@ _ENGINE_CALLS = 8  # beside two streams to each gateway: plans, reports and so o
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
+_NO_ACCESS_LOG = {"enable_access_log": False}
+"""Serve's own: a line for each call, a thousand of which are written in one pause of 14 ms."""
 _SWITCH_S = 0.5e-3
 """How long replicas' and gateways' event loops wait for the interpreter; 5 ms by default.
 
@@ -68,6 +70,7 @@ def engine(settings: Settings, base_model: str) -> Application:
         name=f"engine-{base_model}",
         max_ongoing_requests=settings.max_ongoing_requests + 2 * settings.gateways + _ENGINE_CALLS,
         ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": gpus},
+        logging_config=_NO_ACCESS_LOG,
         request_router_config={
             "request_router_class": "lorikeet.serving.request_router.AdapterAffinityRouter",
             "request_routing_stats_period_s": 1,
@@ -111,6 +114,7 @@ def gateway(
         max_queued_requests=_most_generations(settings) * settings.gateways,
         backpressure_config=BackpressureConfig(retry_after_s=FULL_PROXY_S),
         ray_actor_options={"num_cpus": _GATEWAY_CPUS},
+        logging_config=_NO_ACCESS_LOG,
         graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
     )(serve.ingress()(Gateway))
     return deployment.bind(settings, adapter_memory(settings), engines, controller)

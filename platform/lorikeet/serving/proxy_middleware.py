@@ -1,4 +1,4 @@
-"""Middleware in front of Ray Serve: turns, unread answers, large bodies, ids, what Serve answers.
+"""Middleware in front of Ray Serve: turns, unread answers, reading ahead, ids, what Serve answers.
 
 Serve imports it when
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:middlewares.
@@ -7,9 +7,12 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:midd
 import asyncio
 import logging
 import math
-from collections import deque
+from collections.abc import Awaitable
+from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
 
+from ray import serve
+from ray.serve.exceptions import RayServeException
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
@@ -21,8 +24,8 @@ from lorikeet.gateway.error_responses import error_response
 
 log = logging.getLogger(__name__)
 
-MOST_UNREAD_BYTES = 2**20
-"""Beyond what the kernel buffers, which is some MiB: a stream of 100 tokens a second takes 40 s."""
+T = TypeVar("T")
+
 STALLED_S = 60.0
 _LEAST_BYTES_PER_S = 2**16
 """A large message has a second more for each multiple of these bytes."""
@@ -43,7 +46,7 @@ def middlewares() -> list[Middleware]:
         Middleware(RequestIdMiddleware),
         Middleware(UnavailableMiddleware),
         Middleware(RoutesMiddleware),
-        Middleware(LargeBodyMiddleware),
+        Middleware(ReadAheadMiddleware, in_gateway=_is_gateway()),
     ]
 
 
@@ -94,98 +97,75 @@ def _key_of(scope: Scope) -> str:
 class UnreadAnswerMiddleware:
     """Sends an answer as its client reads it; cuts it where nothing is read for too long.
 
-    Serve's proxy, or with HAProxy a gateway's own server, takes an answer from the gateway's
-    application as fast as it is made, into a queue without a bound; only then it waits for the
-    client. With this in between, what a client has not read yet waits here, and has a bound: then
-    the application waits too, and what it makes meanwhile is joined in its buffer of that answer.
-    Of an answer that is cut the application is told that the client has gone, and the connection
-    is closed.
+    The application waits while its client does not read, and what it makes meanwhile is joined in
+    its buffer of that answer. Of an answer that is cut the application is told that the client has
+    gone, and the connection is closed.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; send its answer on a task of its own."""
+        """Pass the request on, and its answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(receive, send)
-        writing = asyncio.create_task(answer.write())
-        try:
+        with _Answer(receive, send) as answer:
             await self._app(scope, answer.receive, answer.send)
-            answer.end()
-            await asyncio.wait((writing, answer.cut), return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
-        finally:
-            writing.cancel()
 
 
 class _Answer:
-    """The messages of one answer that its client has not read. cut: done once it is cut.
+    """Sends the messages of one answer, until it is cut; a `with` block holds while it watches.
 
-    One timer watches over all its messages: one for each would cost a tenth of a delta's time.
+    One timer watches over all messages: one for each would cost a tenth of a delta's time. Nor is
+    there a task for them: who sends or receives is woken as asyncio.timeout does it.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self._loop = asyncio.get_running_loop()
         self._due_s = math.inf  # when what is being sent must have been
-        self._unread = deque[Message]()
-        self._unread_bytes = 0
-        self._ready, self._below = asyncio.Event(), asyncio.Event()
-        self._ended, self._body_comes = False, True
-        self.cut: asyncio.Future[None] = self._loop.create_future()
+        self._waiting = set[asyncio.Task[Any]]()
+        self._cut = False
+
+    def __enter__(self) -> Self:
+        """Begin to watch."""
+        self._watch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self._watching.cancel()
 
     async def receive(self) -> Message:
-        """Return the client's next message; that it has gone, once the answer is cut.
-
-        Parts of a body come as they are: a task for each would cost a tenth of a large one's time.
-        """
-        if self._body_comes:
-            message = await self._receive()
-            self._body_comes = bool(message.get("more_body"))
-            return message
-        receiving = asyncio.ensure_future(self._receive())
-        try:
-            await asyncio.wait((receiving, self.cut), return_when=asyncio.FIRST_COMPLETED)
-            return receiving.result() if receiving.done() else {"type": "http.disconnect"}
-        finally:
-            receiving.cancel()
+        """Return the client's next message; that it has gone, once the answer is cut."""
+        message = None if self._cut else await self._unless_cut(self._receive())
+        return message or {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Take a message of the application's, at once unless too much waits for the client."""
-        while self._unread_bytes > MOST_UNREAD_BYTES and not self.cut.done():
-            self._below.clear()
-            await self._below.wait()
-        if not self.cut.done():
-            self._unread.append(message)
-            self._unread_bytes += len(message.get("body", b""))
-            self._ready.set()
-
-    def end(self) -> None:
-        """Let `write` end when it has sent what is there."""
-        self._ended = True
-        self._ready.set()
-
-    async def write(self) -> None:
-        """Send the messages to the client, until they end or the answer is cut."""
-        self._watch()
+        """Send a message to the client; nothing, once the answer is cut."""
+        if self._cut:
+            return
+        size = len(message.get("body", b""))
+        self._due_s = self._loop.time() + STALLED_S + size / _LEAST_BYTES_PER_S
         try:
-            while not self._ended or self._unread:
-                await self._ready.wait()
-                self._ready.clear()
-                while self._unread:
-                    message = self._unread.popleft()
-                    size = len(message.get("body", b""))
-                    self._due_s = self._loop.time() + STALLED_S + size / _LEAST_BYTES_PER_S
-                    await self._send(message)
-                    self._due_s = math.inf
-                    self._unread_bytes -= size
-                    self._below.set()
+            await self._unless_cut(self._send(message))
         finally:
-            self._watching.cancel()
+            self._due_s = math.inf
+
+    async def _unless_cut(self, work: Awaitable[T]) -> T | None:
+        """Return what is awaited; None once the answer is cut."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not self._cut or task.uncancel():
+                raise
+            return None
+        finally:
+            self._waiting.discard(task)
 
     def _watch(self) -> None:
         """Cut the answer if a message has not been sent in time; else look again."""
@@ -193,10 +173,10 @@ class _Answer:
         if now_s < self._due_s:
             self._watching = self._loop.call_at(min(self._due_s, now_s + STALLED_S), self._watch)
             return
-        log.warning("answer_unread", extra={"unread_bytes": self._unread_bytes})
-        self._unread.clear()
-        self.cut.set_result(None)
-        self._below.set()
+        log.warning("answer_unread")
+        self._cut = True
+        for task in self._waiting:
+            task.cancel()
 
 
 class RequestIdMiddleware:
@@ -270,23 +250,36 @@ class RoutesMiddleware:
         await app(scope, receive, send)
 
 
-class LargeBodyMiddleware:
-    """Lets the body of a PUT, a pushed adapter, wait in its connection until a gateway takes it.
+class ReadAheadMiddleware:
+    """Keeps Serve from reading ahead, to see whether a client leaves, where the gateway looks.
 
-    Serve reads ahead, to see whether the client leaves, into a queue without a bound: a gateway
-    whose disk is slower than the network would hold whole blobs in memory. It does not where it is
-    told not to look, and PushEndpoints looks itself. Serve's own proxy reads ahead all the same.
+    Serve reads into a queue without a bound: with the body of a PUT, a pushed adapter, a gateway
+    whose disk is slower than the network would hold whole blobs in memory. Told not to look, it
+    leaves them in their connections, and PushEndpoints looks itself. (Serve's own proxy reads ahead
+    all the same.) In a gateway's own server, behind HAProxy, Serve has two tasks for each request
+    to that end, of which none needs them: ReplicaResponse looks, and other routes are short. Its
+    proxy must look, for what waits there for a gateway.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, in_gateway: bool = False) -> None:
         self._app = app
+        self._in_gateway = in_gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; a PUT with the word that Serve is not to look."""
-        if scope["type"] == "http" and scope["method"] == "PUT":
+        """Pass the request on, with the word that Serve is not to look where that is so."""
+        if scope["type"] == "http" and (self._in_gateway or scope["method"] == "PUT"):
             others = [each for each in scope["headers"] if each[0] != _NOT_TO_LOOK[0]]
             scope = {**scope, "headers": [*others, _NOT_TO_LOOK]}
         await self._app(scope, receive, send)
+
+
+def _is_gateway() -> bool:
+    """Return whether this process is a gateway's, and not that of Serve's proxy."""
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return False
+    return True
 
 
 async def _refuse(theirs: MutableHeaders, scope: Scope, receive: Receive, send: Send) -> None:
