@@ -35,6 +35,17 @@ LAYOUT: "JsonCompileOptions" = {
 }
 _STEP_FUEL = 50_000  # the worst mask takes 0.2 s of a step instead of 1 s; others need far less
 _THREADS = 4
+_IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_IN_STRINGS}{{1,{most}}}" for most in (*range(1, 11), 30)),
+    f"{_IN_STRINGS}+",
+]
+"""Kinds of tokens that a mask takes whole where the grammar allows all such texts.
+
+Others are walked one after another, which takes a hundred times as long. So there is one for each
+of the last characters that a `maxLength` leaves: llguidance's own begin at ten.
+"""
 _MOST_TOLD = 256  # of the tokens that must follow; a step takes fewer
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _OF_LARK = re.compile(
@@ -142,7 +153,8 @@ class ModelGrammars:
     def _tokenizer(self) -> LLTokenizer:
         eos = sorted({*_eos(self._model / "config.json"), *_eos(self._model / _GENERATION)})
         try:
-            return LLTokenizer(str(self._model / "tokenizer.json"), eos_token=eos or None)
+            file = str(self._model / "tokenizer.json")
+            return LLTokenizer(file, eos_token=eos or None, slices=_SLICES)
         except ValueError as error:
             raise InvalidRequest(f"no grammar fits this model's tokenizer: {error}") from error
 
