@@ -22,7 +22,7 @@ from loadtest.real_service.random_models import random_vocabulary
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, Refusal, ToolUse
 from lorikeet.replica import grammar_sandbox
-from lorikeet.replica.grammar import ModelGrammars, grammar_of
+from lorikeet.replica.grammar import ModelGrammars, format_grammar, grammar_of
 from lorikeet.replica.grammar_sandbox import GrammarSandbox
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
@@ -87,6 +87,28 @@ SCHEMAS = {
         "additionalProperties": False,
     },
 }
+
+
+IDLE = [
+    {"uniqueItems": False},
+    {"contains": {"type": "null"}, "minContains": 0},
+    {"minContains": 2, "maxContains": 3},
+    {"unevaluatedItems": True},
+    {"unevaluatedProperties": {}},
+    {"propertyNames": True},
+    {"propertyNames": {"propertyNames": {}}},
+    {"dependentRequired": {}},
+    {"dependentRequired": {"a": []}},
+    {"dependentSchemas": {"a": {"uniqueItems": False}}},
+    {"dependencies": {"a": [], "b": True}},
+    {"if": {"required": ["b"]}},
+    {"if": {"required": ["b"]}, "then": {}, "else": True},
+    {"then": False, "else": False},
+    {"not": False},
+    {"minItems": 0, "minLength": 0, "minProperties": 0, "required": [], "patternProperties": {}},
+    {"readOnly": True, "deprecated": True, "$comment": "c", "examples": [1], "default": 1},
+]
+"""What asks for nothing of any value."""
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +216,27 @@ class TestGrammars:
         for text in ('{"a":  1}', '{"a":\n\n1}', '{"a":\n' + " " * 41 + "1}"):
             assert not says({}, text), text
 
+    @pytest.mark.parametrize("idle", IDLE, ids=json.dumps)
+    def test_a_keyword_whose_value_asks_for_nothing_is_no_reason_to_refuse(
+        self, says, sandbox, idle
+    ):
+        closed = {"properties": {"a": {"type": "array"} | idle}, "additionalProperties": False}
+        for schema in ({"type": "object"} | closed | idle, {"anyOf": [closed | idle, False]}):
+            assert sandbox._problem(grammar_of(json.dumps(schema))) is None
+            assert sandbox._problem(format_grammar(Format(json.dumps(schema)))) is None
+            assert says(schema, '{"a": [1, 1]}')
+            assert not says(schema, '{"b": 1}')
+
+    def test_what_only_has_such_a_keywords_name_stays(self, says):
+        named = {"uniqueItems": {"type": "integer"}, "not": {"const": {"uniqueItems": False}}}
+        schema = {"type": "object", "properties": named, "additionalProperties": False}
+        assert says(schema, '{"uniqueItems": 3, "not": {"uniqueItems": false}}')
+        assert not says(schema, '{"uniqueItems": "a"}')
+        assert not says(schema, '{"not": {}}')
+        for form in ({"enum": [{"uniqueItems": False}]}, {"const": {"uniqueItems": False}}):
+            assert says(form, '{"uniqueItems": false}')
+            assert not says(form, "{}")
+
     def test_a_schema_cannot_loosen_what_it_is_held_to(self, sandbox):
         loose = {"x-guidance": {"lenient": True}, "type": "object", "not": {"required": ["a"]}}
         assert "not" in sandbox._problem(grammar_of(json.dumps(loose)))
@@ -291,6 +334,9 @@ class TestRefusals:
         ({"type": "nope"}, "nope"),
         ({"not": {}}, "not"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": {}, "minContains": 0, "maxContains": 1}, "contains"),
+        ({"if": {"required": ["b"]}, "then": {"required": ["c"]}}, "if"),
+        ({"dependentRequired": {"a": [], "b": ["a"]}}, "dependentRequired"),
         ({"$ref": "https://example.com/schema"}, "example.com"),
         ({"$ref": "#/$defs/none"}, "none"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
