@@ -15,10 +15,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
 from tokenizers import Tokenizer
 
 from engine.benchmarks.random_model import write_config
 from loadtest.real_service.random_models import random_vocabulary
+from loadtest.schemas import SCHEMAS as FORMS
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, Refusal, ToolUse
 from lorikeet.replica import grammar_sandbox
@@ -301,6 +304,29 @@ class TestGrammars:
             min(took_s("x" * length) for _ in range(3)) for length in (10, 91, 93, 95)
         )
         assert max(ending_s) < 3 * free_s, (free_s, ending_s)
+
+    @pytest.mark.parametrize("schema", FORMS.values(), ids=FORMS)
+    def test_a_mask_has_the_tokens_that_it_has_where_all_are_walked(self, tmp_path, schema):
+        size, dice = 4000, np.random.default_rng(7)
+        random_vocabulary(size).save(str(tmp_path / "tokenizer.json"))
+        write_config(tmp_path, {"eos_token_id": size - 1})
+        grammars, grammar = ModelGrammars(tmp_path), grammar_of(json.dumps(schema))
+        walked = LLTokenizer(str(tmp_path / "tokenizer.json"), eos_token=[size - 1], slices=[])
+        ours, theirs = grammars.compile(grammar), LLMatcher(walked, grammar)
+        texts = 0
+        while not ours.must_end:
+            words = np.zeros((1, size // 32), np.int32)
+            fill_next_token_bitmask(theirs, words)
+            allowed = possible(grammars, ours, size)
+            bits = np.unpackbits(words.view(np.uint8)[0], bitorder="little")
+            assert allowed == set(np.flatnonzero(bits)) - {size - 1}
+            if not allowed:
+                break
+            texts += len(allowed) > 3000
+            token = int(dice.choice(sorted(allowed)))
+            ours.accept(token)
+            assert theirs.consume_token(token)
+        assert texts > 0 or schema is FORMS["enums"]
 
     def test_errors_do_not_say_what_was_said(self, grammars, tokenizer):
         matcher = grammars.compile(grammar_of('{"enum": ["planted secret"]}'))
