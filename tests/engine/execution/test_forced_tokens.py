@@ -12,7 +12,7 @@ from lorikeet_engine.scheduling import forced_budget
 from lorikeet_engine.scheduling.forced_budget import SHARE, ForcedBudget
 from tests.engine import hash_model
 from tests.engine.blobs import Shelf
-from tests.engine.engine_driver import Answers
+from tests.engine.engine_driver import Answers, RecordingRunner
 from tests.engine.hash_model import PAGE, predict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -182,6 +182,20 @@ class TestBesideOthers:
         answers = ask(engine, other, *(request(f"r{i}", ids=(1, i + 3)) for i in range(7)))
         forced = sum(sum(came(answers, f"r{i}")) - len(came(answers, f"r{i}")) for i in range(7))
         assert 0 < forced <= SHARE * 8 * steps(answers, "other")
+
+    def test_they_wait_until_they_fill_a_captured_size_and_each_has_its_turn(self, make):
+        engine = make(max_running=8)
+        costs = StepCosts((RowsTime(8, 1.0), RowsTime(108, 3.0)), 0.0, pieces_s=0.0)
+        budget = ForcedBudget(56, costs, (4, 8, 16, 24, 32))  # eight more in every sixth step
+        engine._parts = replace(engine._parts, forced_budget=budget)
+        runner = RecordingRunner(engine)
+        plain = request("plain", None, ids=(4, 5), ignore_eos=True)
+        answers = ask(engine, plain, *(request(f"r{i}", ids=(1, i + 3)) for i in range(7)))
+        widths = [len(batch.token_ids) for batch in runner.batches[2:16]]  # behind prompts
+        assert set(widths) == {8, 16}
+        assert widths.count(16) == 2
+        helped = [i for i in range(7) if max(came(answers, f"r{i}")) > 1]
+        assert len(helped) > 1
 
     def test_what_is_preempted_says_the_same(self, make):
         engine = make(kv_pages=24, max_running=4, max_context=4 * PAGE * 4)
