@@ -237,7 +237,7 @@ class Engine:
 
     def _sample(self, forward: steps.ForwardPass) -> None:
         try:
-            step = steps.sample(self._sampler, forward, self._settings, self._grammars)
+            step = steps.sample(self._sampler, forward, self._parts.forced_budget, self._grammars)
         except Exception as error:
             self._step_failed(forward.chunks, error)
         else:

@@ -122,6 +122,12 @@ ALLOWED = {
         [{}, {"a": None}, {"b": 1}, {"a": 1, "b": 1, "c": 1}],
     ),
     "one that no property names": ({"required": ["a"]}, [{"a": 1}], [{}, {"b": 1}]),
+    "keywords that ask for nothing": (
+        {"properties": {"a": {"type": "array", "uniqueItems": False}}, "propertyNames": {}}
+        | {"minProperties": 0, "patternProperties": {}, "if": {}, "not": False},
+        [{}, {"a": [1, 1]}],
+        [{"b": 1}],
+    ),
     "none or any": (
         {"anyOf": [{"properties": {}, "additionalProperties": False}, {"type": ["object"]}]},
         [{}, {"a": 1}],
@@ -174,7 +180,7 @@ def test_a_schema_that_no_arguments_can_meet_is_refused(demo, wrong):
     [
         ("oneOf", [{"required": ["a"]}]),
         ("not", {"required": ["a"]}),
-        ("if", {}),
+        ("if", {"required": ["a"]}),
         ("const", {"a": 1}),
         ("enum", [{"a": 1}]),
         ("minProperties", 1),
@@ -187,10 +193,10 @@ def test_a_schema_that_no_arguments_can_meet_is_refused(demo, wrong):
 )
 @pytest.mark.parametrize("at", ["the top", "a part"])
 def test_what_cannot_be_held_of_all_arguments_is_refused_by_name(demo, at, keyword, value):
-    said = {"properties": {"a": {}}, keyword: value}
+    said = {"properties": {"a": {}}, "then": {"required": ["b"]}, keyword: value}
     function = {"name": "f", "parameters": said if at == "the top" else {"allOf": [said]}}
     use = ToolUse(({"type": "function", "function": function},), forced=("f",))
-    with pytest.raises(InvalidInput, match=f"{keyword} cannot be held") as refused:
+    with pytest.raises(InvalidInput, match=rf"{keyword}\b.* cannot be held") as refused:
         call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
     assert refused.value.param == "tools"
 

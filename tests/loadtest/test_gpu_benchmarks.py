@@ -117,6 +117,7 @@ def test_structured_streams_are_compared_with_plain_ones(bench):
         assert row["schema"] == four["schema"]
         assert row["plain_kept"] == pytest.approx(row["plain"] / four["plain"])
         assert row["structured_kept"] == pytest.approx(row["structured"] / four["structured"])
+        assert row["of_plain"] == pytest.approx(row["structured"] / row["plain"])
 
 
 def test_pushes_are_timed_stage_by_stage_beside_streams(bench):

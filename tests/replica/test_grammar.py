@@ -15,12 +15,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
 from tokenizers import Tokenizer
 
+from engine.benchmarks.random_model import write_config
+from loadtest.real_service.random_models import random_vocabulary
+from loadtest.schemas import SCHEMAS as FORMS
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, Refusal, ToolUse
 from lorikeet.replica import grammar_sandbox
-from lorikeet.replica.grammar import ModelGrammars, grammar_of
+from lorikeet.replica.grammar import ModelGrammars, format_grammar, grammar_of
 from lorikeet.replica.grammar_sandbox import GrammarSandbox
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
@@ -85,6 +90,28 @@ SCHEMAS = {
         "additionalProperties": False,
     },
 }
+
+
+IDLE = [
+    {"uniqueItems": False},
+    {"contains": {"type": "null"}, "minContains": 0},
+    {"minContains": 2, "maxContains": 3},
+    {"unevaluatedItems": True},
+    {"unevaluatedProperties": {}},
+    {"propertyNames": True},
+    {"propertyNames": {"propertyNames": {}}},
+    {"dependentRequired": {}},
+    {"dependentRequired": {"a": []}},
+    {"dependentSchemas": {"a": {"uniqueItems": False}}},
+    {"dependencies": {"a": [], "b": True}},
+    {"if": {"required": ["b"]}},
+    {"if": {"required": ["b"]}, "then": {}, "else": True},
+    {"then": False, "else": False},
+    {"not": False},
+    {"minItems": 0, "minLength": 0, "minProperties": 0, "required": [], "patternProperties": {}},
+    {"readOnly": True, "deprecated": True, "$comment": "c", "examples": [1], "default": 1},
+]
+"""What asks for nothing of any value."""
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +219,27 @@ class TestGrammars:
         for text in ('{"a":  1}', '{"a":\n\n1}', '{"a":\n' + " " * 41 + "1}"):
             assert not says({}, text), text
 
+    @pytest.mark.parametrize("idle", IDLE, ids=json.dumps)
+    def test_a_keyword_whose_value_asks_for_nothing_is_no_reason_to_refuse(
+        self, says, sandbox, idle
+    ):
+        closed = {"properties": {"a": {"type": "array"} | idle}, "additionalProperties": False}
+        for schema in ({"type": "object"} | closed | idle, {"anyOf": [closed | idle, False]}):
+            assert sandbox._problem(grammar_of(json.dumps(schema))) is None
+            assert sandbox._problem(format_grammar(Format(json.dumps(schema)))) is None
+            assert says(schema, '{"a": [1, 1]}')
+            assert not says(schema, '{"b": 1}')
+
+    def test_what_only_has_such_a_keywords_name_stays(self, says):
+        named = {"uniqueItems": {"type": "integer"}, "not": {"const": {"uniqueItems": False}}}
+        schema = {"type": "object", "properties": named, "additionalProperties": False}
+        assert says(schema, '{"uniqueItems": 3, "not": {"uniqueItems": false}}')
+        assert not says(schema, '{"uniqueItems": "a"}')
+        assert not says(schema, '{"not": {}}')
+        for form in ({"enum": [{"uniqueItems": False}]}, {"const": {"uniqueItems": False}}):
+            assert says(form, '{"uniqueItems": false}')
+            assert not says(form, "{}")
+
     def test_a_schema_cannot_loosen_what_it_is_held_to(self, sandbox):
         loose = {"x-guidance": {"lenient": True}, "type": "object", "not": {"required": ["a"]}}
         assert "not" in sandbox._problem(grammar_of(json.dumps(loose)))
@@ -234,6 +282,52 @@ class TestGrammars:
         matcher = grammars.compile(grammar_of("{}"))
         assert possible(grammars, matcher, vocabulary) == possible(grammars, matcher)
 
+    def test_a_mask_where_a_text_may_have_few_more_characters_takes_no_longer(self, tmp_path):
+        size = 60_000
+        words = random_vocabulary(size)
+        words.save(str(tmp_path / "tokenizer.json"))
+        write_config(tmp_path, {"eos_token_id": size - 1})
+        grammars = ModelGrammars(tmp_path)
+
+        def took_s(text):
+            matcher = grammars.compile(grammar_of('{"type": "string", "maxLength": 100}'))
+            for token in words.encode('"' + text).ids:
+                matcher.accept(token)
+            rows, bits = [matcher.copy() for _ in range(16)], np.zeros((16, size // 8), np.uint8)
+            allowed = possible(grammars, matcher, size)
+            assert max(len(words.decode([token])) for token in allowed) == 5
+            began_s = time.process_time()
+            grammars.fill_bitmasks(rows, bits)
+            return time.process_time() - began_s
+
+        free_s, *ending_s = (
+            min(took_s("x" * length) for _ in range(3)) for length in (10, 91, 93, 95)
+        )
+        assert max(ending_s) < 3 * free_s, (free_s, ending_s)
+
+    @pytest.mark.parametrize("schema", FORMS.values(), ids=FORMS)
+    def test_a_mask_has_the_tokens_that_it_has_where_all_are_walked(self, tmp_path, schema):
+        size, dice = 4000, np.random.default_rng(7)
+        random_vocabulary(size).save(str(tmp_path / "tokenizer.json"))
+        write_config(tmp_path, {"eos_token_id": size - 1})
+        grammars, grammar = ModelGrammars(tmp_path), grammar_of(json.dumps(schema))
+        walked = LLTokenizer(str(tmp_path / "tokenizer.json"), eos_token=[size - 1], slices=[])
+        ours, theirs = grammars.compile(grammar), LLMatcher(walked, grammar)
+        texts = 0
+        while not ours.must_end:
+            words = np.zeros((1, size // 32), np.int32)
+            fill_next_token_bitmask(theirs, words)
+            allowed = possible(grammars, ours, size)
+            bits = np.unpackbits(words.view(np.uint8)[0], bitorder="little")
+            assert allowed == set(np.flatnonzero(bits)) - {size - 1}
+            if not allowed:
+                break
+            texts += len(allowed) > 3000
+            token = int(dice.choice(sorted(allowed)))
+            ours.accept(token)
+            assert theirs.consume_token(token)
+        assert texts > 0 or schema is FORMS["enums"]
+
     def test_errors_do_not_say_what_was_said(self, grammars, tokenizer):
         matcher = grammars.compile(grammar_of('{"enum": ["planted secret"]}'))
         for token in tokenizer.encode('"planted s', add_special_tokens=False).ids:
@@ -266,6 +360,9 @@ class TestRefusals:
         ({"type": "nope"}, "nope"),
         ({"not": {}}, "not"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": {}, "minContains": 0, "maxContains": 1}, "contains"),
+        ({"if": {"required": ["b"]}, "then": {"required": ["c"]}}, "if"),
+        ({"dependentRequired": {"a": [], "b": ["a"]}}, "dependentRequired"),
         ({"$ref": "https://example.com/schema"}, "example.com"),
         ({"$ref": "#/$defs/none"}, "none"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),

@@ -31,6 +31,7 @@ from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.sampling.penalties import Penalties
 from lorikeet_engine.sampling.sampler import Sampler
+from lorikeet_engine.scheduling.forced_budget import ForcedBudget
 from lorikeet_engine.scheduling.step_budget import StepBudget
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.start_up import StartUpStages
@@ -47,7 +48,7 @@ LoadModel = Callable[
 class Assembly:
     """An engine's parts, with all memory allocated and all kernels compiled.
 
-    step_budget: None without an inter-token goal.
+    step_budget: None without an inter-token goal. forced_budget: of tokens that grammars force.
     """
 
     runner: ModelRunner
@@ -56,6 +57,7 @@ class Assembly:
     kv_pages: int
     info: EngineInfo
     step_budget: StepBudget | None
+    forced_budget: ForcedBudget
     ranks: OneRank
 
     def close(self) -> None:
@@ -109,7 +111,9 @@ def _assemble(
     step_budget, goal_s = None, settings.inter_token_goal_s
     if goal_s is not None:
         step_budget = StepBudget(goal_s, step_costs, runner.prompt_sizes)
-    return Assembly(runner, sampler, tiers, kv_pages, info, step_budget, ranks)
+    room = settings.max_batch_tokens - settings.max_running
+    forced_budget = ForcedBudget(room, step_costs, runner.small_sizes)
+    return Assembly(runner, sampler, tiers, kv_pages, info, step_budget, forced_budget, ranks)
 
 
 def load_weights(

@@ -119,6 +119,11 @@ class CudaGraphs:
         self._piecewise = self._capture_piecewise(large, attention)
 
     @property
+    def whole_sizes(self) -> tuple[int, ...]:
+        """How many tokens the passes of small steps have, ascending."""
+        return tuple(self._whole)
+
+    @property
     def piecewise_sizes(self) -> tuple[int, ...]:
         """How many tokens the piecewise passes have, ascending."""
         return tuple(self._piecewise)

@@ -9,11 +9,8 @@ import numpy as np
 from lorikeet_engine.costs import SEEN_IN_PIECES
 from lorikeet_engine.errors import EngineError, InvalidRequest
 from lorikeet_engine.sampling.grammar import Grammars, Matcher, TokenBitmask, grammar_error
+from lorikeet_engine.scheduling.forced_budget import ForcedBudget
 from lorikeet_engine.scheduling.sequence import Sequence
-from lorikeet_engine.settings import EngineSettings
-
-# The most tokens that are forced in a step: up to 128 rows a GPU mostly reads the weights.
-_MOST_FORCED = 128
 
 
 class AllowedTokens(NamedTuple):
@@ -36,18 +33,15 @@ class _Matched(NamedTuple):
 
 
 def allowed_tokens(
-    grammars: Grammars | None,
-    sequences: Mapping[int, Sequence],
-    vocab: int,
-    settings: EngineSettings,
+    grammars: Grammars | None, sequences: list[Sequence], vocab: int, budget: ForcedBudget
 ) -> AllowedTokens:
-    """Ask the grammars of these sequences, by row; rows without a grammar are in no result.
+    """Ask the grammars of a step's sequences, by row; rows without a grammar are in no result.
 
     The matchers must have accepted all tokens before.
     """
     matched = [
         _Matched(row, s, s.matcher)
-        for row, s in sequences.items()
+        for row, s in enumerate(sequences)
         if s.matcher is not None and not s.ended
     ]
     if grammars is None or not matched:
@@ -55,14 +49,14 @@ def allowed_tokens(
     bitmasks = np.zeros((len(matched), -(-vocab // 8)), np.uint8)
     problems = _fill_bitmasks(grammars, matched, bitmasks)
     errors = {m.row: e for m, e in zip(matched, problems, strict=True) if e is not None}
-    room = _ForcedRoom(min(_MOST_FORCED, settings.max_batch_tokens - settings.max_running), vocab)
-    forced = dict[int, tuple[int, ...]]()
-    for m, bitmask in zip(matched, bitmasks, strict=True):
+    room, forced = _ForcedRoom(budget, sequences, vocab), dict[int, tuple[int, ...]]()
+    for m, bitmask in budget.in_turn(list(zip(matched, bitmasks, strict=True))):
         if m.row not in errors:
             try:
                 forced[m.row] = room.take(m, bitmask)
             except BaseException as error:  # as a panic in Rust is
                 errors[m.row] = grammar_error(error, m.sequence.request.request_id)
+    room.close()
     allowed = {m.row: b for m, b in zip(matched, bitmasks, strict=True) if m.row not in errors}
     return AllowedTokens(allowed, errors, forced)
 
@@ -74,8 +68,19 @@ class _ForcedRoom:
     many are taken that the step remains a single graph on CUDA (cuda_graphs.py).
     """
 
-    def __init__(self, tokens: int, vocab: int) -> None:
-        self._tokens, self._seen, self._vocab = tokens, SEEN_IN_PIECES, vocab
+    def __init__(self, budget: ForcedBudget, sequences: list[Sequence], vocab: int) -> None:
+        """sequences: of the step; the next one decodes them."""
+        self._budget, self._vocab = budget, vocab
+        self._beside_others = not all(map(_may_force, sequences))
+        context = sum(sequence.length for sequence in sequences)
+        self._tokens = budget.room(len(sequences), context, beside_others=self._beside_others)
+        self._seen = SEEN_IN_PIECES
+        self._taken = self._taken_see = 0
+
+    def close(self) -> None:
+        """Charge the budget for what was taken."""
+        if self._beside_others and self._taken:
+            self._budget.spend(self._taken, self._taken_see)
 
     def take(self, matched: _Matched, bitmask: TokenBitmask) -> tuple[int, ...]:
         """The tokens to take behind the one that a row samples, if it has no other choice.
@@ -83,8 +88,8 @@ class _ForcedRoom:
         A stop id among them is left to be sampled, and so are all where the device must count each
         or say how likely it is.
         """
-        sequence, params = matched.sequence, matched.sequence.request.sampling
-        if self._tokens <= 0 or params.changes_logits or params.logprobs is not None:
+        sequence = matched.sequence
+        if self._tokens <= 0 or not _may_force(sequence):
             return ()
         length = sequence.length + self._tokens  # at most, when they are computed
         left = sequence.max_tokens - sequence.output_length - 1
@@ -96,7 +101,14 @@ class _ForcedRoom:
         forced = tuple(islice(text, 1, 1 + most))
         self._tokens -= len(forced)
         self._seen -= (1 + len(forced)) * length
+        self._taken += len(forced)
+        self._taken_see += len(forced) * sequence.length
         return forced
+
+
+def _may_force(sequence: Sequence) -> bool:
+    params = sequence.request.sampling
+    return sequence.matcher is not None and not params.changes_logits and params.logprobs is None
 
 
 def _allows_only(token: int, bitmask: TokenBitmask) -> bool:

@@ -26,6 +26,7 @@ from lorikeet_engine.sampling.grammar import Grammars, TokenBitmask
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler
+from lorikeet_engine.scheduling.forced_budget import ForcedBudget
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.scheduling.step_budget import ExpectedStep
 from lorikeet_engine.scheduling.step_counters import StepLaunch
@@ -40,6 +41,8 @@ class ModelRunner:
     products, attention and LoRA kernels in it are those that LlamaModel.forward (models/llama.py)
     launched when it was captured, at start. Nothing of models/ and kernels/ is called by then but
     `logits`, and by a step that is too large for the graphs.
+    small_sizes: how many tokens small steps are padded to, ascending; empty without graphs.
+    prompt_sizes: steps with prompts, but for a few tokens near a prompt's beginning.
     """
 
     def __init__(
@@ -60,19 +63,13 @@ class ModelRunner:
         self._weights = weights
         self.kv = kv
         self._graphs = graphs
+        self.small_sizes = () if graphs is None else graphs.whole_sizes
+        self.prompt_sizes = () if graphs is None else graphs.piecewise_sizes
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
         """The windows of the model's KvGroups."""
         return self.model.config.kv_groups.windows
-
-    @property
-    def prompt_sizes(self) -> tuple[int, ...]:
-        """How many tokens steps with prompts are padded to, ascending; empty without graphs.
-
-        Those with a few tokens near a prompt's beginning may be padded to fewer.
-        """
-        return () if self._graphs is None else self._graphs.piecewise_sizes
 
     def share(
         self,
@@ -233,7 +230,7 @@ def compute(
 
 @torch.inference_mode()
 def sample(
-    sampler: Sampler, forward: ForwardPass, settings: EngineSettings, grammars: Grammars | None
+    sampler: Sampler, forward: ForwardPass, budget: ForcedBudget, grammars: Grammars | None
 ) -> InFlightStep:
     """Sample the next tokens from a forward pass, whose logits are changed in place.
 
@@ -244,7 +241,7 @@ def sample(
     """
     sequences, logits = forward.sequences, forward.logits
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain_sampling}
-    allowed = allowed_tokens(grammars, special, logits.shape[-1], settings)
+    allowed = allowed_tokens(grammars, sequences, logits.shape[-1], budget)
     for sequence in special.values():
         _count_tokens(sampler, sequence)
     rows = [_row(sequence, allowed.bitmasks.get(i)) for i, sequence in enumerate(sequences)]

@@ -127,13 +127,13 @@ def _run(
 
 
 def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]) -> None:
-    """Sample each row; those with penalties also have a grammar that allows all tokens."""
+    """Sample each row under a grammar that allows all tokens."""
     all_tokens = np.full(-(-logits.shape[-1] // 8), 255, np.uint8)
-    rows = [SamplingRow(p, 0, 0, banned=(0,)) for p in params]
+    rows = [SamplingRow(p, 0, 0, banned=(0,), allowed=all_tokens) for p in params]
     for i, p in enumerate(params):
         if p.changes_logits:
             slot = sampler.penalties.begin(p, prompt=(0,), output=(0,))
-            rows[i] = rows[i]._replace(slot=slot, allowed=all_tokens)
+            rows[i] = rows[i]._replace(slot=slot)
     counts = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
     logprobs = Logprobs(logits, counts) if counts else None
     tokens = sampler.sample(logits, rows, ProcessedLogprobs(counts) if counts else None)

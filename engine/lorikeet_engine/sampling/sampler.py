@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import upload
+from lorikeet_engine.kernels.masks import forbid_others
 from lorikeet_engine.kernels.sampling import draw_tokens
 from lorikeet_engine.sampling.draws import SamplingRow, draws_of
 from lorikeet_engine.sampling.penalties import Penalties
@@ -84,10 +85,7 @@ def _mask_banned(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
 
 
 def _mask_by_grammar(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
-    masks = [(i, row.allowed) for i, row in rows.items() if row.allowed is not None]
+    masks = {i: row.allowed for i, row in rows.items() if row.allowed is not None}
     if masks:
-        at = upload(np.array([i for i, _ in masks], np.int64), logits.device)
-        octets = upload(np.stack([bits for _, bits in masks]), logits.device).unsqueeze(-1)
-        allowed = (octets >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
-        allowed = allowed.flatten(1)[:, : logits.shape[-1]].bool()  # [masks, vocab]
-        logits.index_copy_(0, at, logits[at].masked_fill_(~allowed, -torch.inf))
+        at = upload(np.array(list(masks), np.int64), logits.device)
+        forbid_others(logits, at, upload(np.stack(list(masks.values())), logits.device))

@@ -7,8 +7,8 @@ run already or may begin. admission keeps the sequences that wait in their tenan
 by virtual token counters (fairness, throughput), and decides which may begin; kv_cache allocates KV
 pages (page_pool), as many as page_needs says, and finds cached prefixes. Where pages are too few,
 the youngest sequence of the tenant furthest ahead is preempted, and computed again later. With an
-inter-token goal, step_budget bounds the ranks and prompt tokens of steps. step_counters counts
-steps and tokens.
+inter-token goal, step_budget bounds the ranks and prompt tokens of steps; forced_budget bounds the
+tokens that grammars force beside others. step_counters counts steps and tokens.
 
 A request that waits for nothing, on an engine without an inter-token goal, is decided on by
 request_queue, scheduler, admission and kv_cache alone.

@@ -18,6 +18,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Format, FormatKind
+from lorikeet.replica.idle_keywords import without_idle_keywords
 from lorikeet_engine.adapter_format import decoder_config
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.sampling.grammar import Matcher, TokenBitmask
@@ -33,8 +34,20 @@ LAYOUT: "JsonCompileOptions" = {
     "lenient": False,
     "coerce_one_of": False,
 }
+_ANY_OBJECT = {"type": "object"}
 _STEP_FUEL = 50_000  # the worst mask takes 0.2 s of a step instead of 1 s; others need far less
 _THREADS = 4
+_IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_IN_STRINGS}{{1,{most}}}" for most in (*range(1, 11), 30)),
+    f"{_IN_STRINGS}+",
+]
+"""Kinds of tokens that a mask takes whole where the grammar allows all such texts.
+
+Others are walked one after another, which takes a hundred times as long. So there is one for each
+of the last characters that a `maxLength` leaves: llguidance's own begin at ten.
+"""
 _MOST_TOLD = 256  # of the tokens that must follow; a step takes fewer
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _OF_LARK = re.compile(
@@ -56,10 +69,10 @@ def grammar_of(schema: str, param: str = "response_format") -> str:
         if not isinstance(parsed, dict):
             raise ValueError("want an object")
         # its own layout, which need not be JSON's, does not count
-        held = {**(parsed or {"type": "object"}), "x-guidance": LAYOUT}
+        held = {**without_idle_keywords(parsed or _ANY_OBJECT), "x-guidance": LAYOUT}
         return LLMatcher.grammar_from_json_schema(json.dumps(held))
     except RecursionError as error:
-        raise InvalidInput("the schema is nested too deeply", param=param) from error
+        raise _too_deep(param) from error
     except ValueError as error:
         raise InvalidInput(f"this is no JSON schema: {error}", param=param) from error
 
@@ -77,7 +90,10 @@ def format_rule(answer: Format) -> str:
         raise _too_long(answer.text, answer.param)
     match answer.kind:
         case FormatKind.JSON_SCHEMA:
-            schema = json.loads(answer.text) or {"type": "object"}
+            try:
+                schema = without_idle_keywords(json.loads(answer.text) or _ANY_OBJECT)
+            except RecursionError as error:
+                raise _too_deep(answer.param) from error
             return f"%json {json.dumps({**schema, 'x-guidance': LAYOUT})}"
         case FormatKind.REGEX:
             return f"/{_escape_slashes(answer.text)}/"
@@ -95,6 +111,10 @@ def _too_long(text: str, param: str) -> InvalidInput:
     return InvalidInput(
         f"{param} of {len(text)} characters: want at most {_MOST_BYTES}", param=param
     )
+
+
+def _too_deep(param: str) -> InvalidInput:
+    return InvalidInput("the schema is nested too deeply", param=param)
 
 
 class ModelGrammars:
@@ -142,7 +162,8 @@ class ModelGrammars:
     def _tokenizer(self) -> LLTokenizer:
         eos = sorted({*_eos(self._model / "config.json"), *_eos(self._model / _GENERATION)})
         try:
-            return LLTokenizer(str(self._model / "tokenizer.json"), eos_token=eos or None)
+            file = str(self._model / "tokenizer.json")
+            return LLTokenizer(file, eos_token=eos or None, slices=_SLICES)
         except ValueError as error:
             raise InvalidRequest(f"no grammar fits this model's tokenizer: {error}") from error
 

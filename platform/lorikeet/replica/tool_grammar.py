@@ -12,6 +12,7 @@ from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.grammar import LAYOUT, format_rule
+from lorikeet.replica.idle_keywords import without_idle_keywords
 from lorikeet.replica.python_arguments import python_arguments
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -121,7 +122,11 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidInput(
             f"the parameters of {function['name']}: want an object as their type", param="tools"
         )
-    return {**parameters, "type": "object", "x-guidance": {**LAYOUT, **_COMPACT}}
+    try:
+        held = without_idle_keywords(parameters)
+    except RecursionError as error:
+        raise InvalidInput("a function's parameters: nested too deeply", param="tools") from error
+    return {**held, "type": "object", "x-guidance": {**LAYOUT, **_COMPACT}}
 
 
 def _literal(text: str, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:

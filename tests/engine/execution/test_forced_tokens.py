@@ -1,13 +1,18 @@
 """Tokens that a grammar leaves no choice about come without a step for each, and say the same."""
 
+from dataclasses import replace
+
 import pytest
 
+from lorikeet_engine.costs import RowsTime, StepCosts
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.execution import grammar_masks
 from lorikeet_engine.request import FinishReason, Request, SamplingParams
+from lorikeet_engine.scheduling import forced_budget
+from lorikeet_engine.scheduling.forced_budget import SHARE, ForcedBudget
 from tests.engine import hash_model
 from tests.engine.blobs import Shelf
-from tests.engine.engine_driver import Answers
+from tests.engine.engine_driver import Answers, RecordingRunner
 from tests.engine.hash_model import PAGE, predict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,11 +142,11 @@ class TestRoom:
         assert set(came(ask(make(max_running=4, max_batch_tokens=4), request()))) == {1}
 
     def test_a_step_computes_no_more_of_them_than_a_graph_has_rows_for(self, make, monkeypatch):
-        monkeypatch.setattr(grammar_masks, "_MOST_FORCED", 5)
+        monkeypatch.setattr(forced_budget, "_MOST", 5)
         assert came(ask(make(), request()))[:6] == [6, 6, 6, 6, 6, 1]
 
     def test_a_run_that_max_tokens_cuts_leaves_room_to_others(self, make, monkeypatch):
-        monkeypatch.setattr(grammar_masks, "_MOST_FORCED", 20)
+        monkeypatch.setattr(forced_budget, "_MOST", 20)
         asked = [request("cut", max_tokens=3), request("other", ids=(1, 4))]
         answers = ask(make(), *asked)  # both begin in one step
         assert came(answers, "cut") == [3]
@@ -161,6 +166,36 @@ class TestBesideOthers:
         answers = ask(engine, plain, *(request(f"r{i}", ids=(1, i + 3)) for i in range(4)))
         assert set(came(answers, "plain")) == {1}
         assert steps(answers, "plain") == 40
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            request("other", None, ids=(4, 5), ignore_eos=True),
+            request("other", ids=(4, 5), logprobs=0),
+        ],
+        ids=["a plain one", "one by one"],
+    )
+    def test_steps_become_no_longer_than_those_may_lose_by_it(self, make, other):
+        engine = make(max_running=8)
+        costs = StepCosts((RowsTime(1, 1.0), RowsTime(1001, 1001.0)), 0.0, pieces_s=0.0)
+        engine._parts = replace(engine._parts, forced_budget=ForcedBudget(56, costs))
+        answers = ask(engine, other, *(request(f"r{i}", ids=(1, i + 3)) for i in range(7)))
+        forced = sum(sum(came(answers, f"r{i}")) - len(came(answers, f"r{i}")) for i in range(7))
+        assert 0 < forced <= SHARE * 8 * steps(answers, "other")
+
+    def test_they_wait_until_they_fill_a_captured_size_and_each_has_its_turn(self, make):
+        engine = make(max_running=8)
+        costs = StepCosts((RowsTime(8, 1.0), RowsTime(108, 3.0)), 0.0, pieces_s=0.0)
+        budget = ForcedBudget(56, costs, (4, 8, 16, 24, 32))  # eight more in every sixth step
+        engine._parts = replace(engine._parts, forced_budget=budget)
+        runner = RecordingRunner(engine)
+        plain = request("plain", None, ids=(4, 5), ignore_eos=True)
+        answers = ask(engine, plain, *(request(f"r{i}", ids=(1, i + 3)) for i in range(7)))
+        widths = [len(batch.token_ids) for batch in runner.batches[2:16]]  # behind prompts
+        assert set(widths) == {8, 16}
+        assert widths.count(16) == 2
+        helped = [i for i in range(7) if max(came(answers, f"r{i}")) > 1]
+        assert len(helped) > 1
 
     def test_what_is_preempted_says_the_same(self, make):
         engine = make(kv_pages=24, max_running=4, max_context=4 * PAGE * 4)

@@ -13,6 +13,7 @@ FILES = (
     "test_gemv.py",
     "test_logprob_kernels.py",
     "test_lora_triton.py",
+    "test_mask_kernel.py",
     "test_moe.py",
     "test_norms_over_ranks.py",
     "test_paged_decode.py",

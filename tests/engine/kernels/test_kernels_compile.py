@@ -36,6 +36,7 @@ from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.token_rows import place_logits
 from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, LoraWeights, Segments
+from lorikeet_engine.kernels.masks.fused import forbid_others
 from lorikeet_engine.kernels.moe import fused as moe
 from lorikeet_engine.kernels.moe.types import RoutedRows
 from lorikeet_engine.kernels.penalties import PENALTIES, PenaltyState
@@ -356,6 +357,13 @@ def test_penalties(compiled: set[str], dtype: torch.dtype) -> None:
     indices = empty(5, dtype=torch.int64)
     penalise(empty(8, 128256, dtype=dtype), indices, indices, state)
     assert compiled == {"_penalise"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masks(compiled: set[str], dtype: torch.dtype) -> None:
+    rows, allowed = empty(5, dtype=torch.int64), empty(5, 16032, dtype=torch.uint8)
+    forbid_others(empty(8, 128256, dtype=dtype), rows, allowed)
+    assert compiled == {"_forbid_others"}
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,10 @@ def test_what_was_preempted_goes_on_as_in_one_process(engine, alone):
 
 def ask_all_kinds(answers: Answers, world: PeftWorld) -> Answers:
     """Grammars, draws, penalties, scores and choices under adapters."""
+    answers.submit(greedy("forced", prompt(21), grammar=RUN, max_tokens=30))
+    answers.all()  # alone, since beside others it may not force so much in a step
     requests = [
         greedy("grammar", prompt(20), adapter=world.refs["head"], grammar="below 200, end under 9"),
-        greedy("forced", prompt(21), grammar=RUN, max_tokens=30),
         greedy("drawn", prompt(33), adapter=world.refs["patterns"], temperature=1.0, seed=3, n=2),
         greedy("fined", prompt(18), presence_penalty=1.5, frequency_penalty=0.5),
         greedy("scored", prompt(40), adapter=world.refs["head"], prompt_logprobs=2, logprobs=3),

@@ -1,0 +1,29 @@
+"""Forbids tokens that a grammar does not allow.
+
+`reference` is the definition in torch and runs on the CPU; `fused` holds a Triton kernel with the
+same signature.
+"""
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+__all__ = ["forbid_others"]
+
+
+def forbid_others(logits: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor) -> None:
+    """Set what some rows of logits [any, vocab], dense, have of other tokens to -inf, in place.
+
+    rows [rows] int64, each once. allowed [rows, vocab / 8 rounded up] uint8: bit t % 8, from the
+    lowest, of byte t // 8 says whether the row may have token t.
+    """
+    _operators(logits.device.type).forbid_others(logits, rows, allowed)
+
+
+@cache
+def _operators(device_type: str) -> ModuleType:
+    # Triton is imported only here: a machine without a GPU may have none.
+    name = "fused" if device_type == "cuda" else "reference"
+    return import_module(f"lorikeet_engine.kernels.masks.{name}")
