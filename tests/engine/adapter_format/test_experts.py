@@ -81,6 +81,33 @@ def assert_as_peft(checkpoint: Path, folder: Path) -> None:
     assert not ours
 
 
+@pytest.mark.parametrize(
+    ("family", "block"), [("qwen3_moe", "mlp"), ("mixtral", "block_sparse_moe")]
+)
+def test_adapters_of_mlx_change_each_expert_as_in_mlx(
+    family: str, block: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of the router and of SwitchGLU's linears, as mlx_lm.lora trains them by default."""
+    shape, generator, tensors, wanted = (
+        shape_of(tiny_checkpoints[family]),
+        torch.Generator(),
+        {},
+        {},
+    )
+    for name in ("gate", "gate_proj", "up_proj", "down_proj"):
+        linear, (d_in, d_out) = shape.linears[shape.index(name)], shape.dims(shape.index(name))
+        a = torch.randn(shape.experts, 3, d_in, generator=generator)
+        b = torch.randn(shape.experts, d_out, 3, generator=generator)
+        wanted[linear.path(1)] = 2.0 * (b @ a if linear.of_experts else b[0] @ a[0])
+        saved = f"model.layers.1.{block}.{name if name == 'gate' else f'switch_mlp.{name}'}.lora"
+        pair = (a, b) if linear.of_experts else (a[0].T, b[0].T)
+        tensors |= {f"{saved}_{side}": t.contiguous() for side, t in zip("ab", pair, strict=True)}
+    save_file(tensors, tmp_path / "adapters.safetensors")
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 3, "scale": 2.0}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(packed_deltas(tiny_checkpoints[family], tmp_path), wanted)
+
+
 @pytest.mark.parametrize("form", PARAMETERS)
 @pytest.mark.parametrize("family", MOE)
 def test_adapters_on_parameters_change_each_expert_as_in_peft(
