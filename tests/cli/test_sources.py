@@ -134,6 +134,17 @@ def test_a_damaged_archive_is_refused(
         pass
 
 
+def test_tokens_that_were_added_are_not_left_behind_in_an_archive(
+    folder: Path, tmp_path: Path
+) -> None:
+    (folder / "new_embeddings.safetensors").write_bytes(b"")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(folder, arcname=".")
+    says = "new_embeddings.safetensors has embeddings of tokens that were added"
+    with pytest.raises(InvalidInput, match=says), open_source(str(tmp_path / "a.tar")):
+        pass
+
+
 @pytest.mark.parametrize(
     ("kept", "says"),
     [

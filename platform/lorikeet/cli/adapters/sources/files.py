@@ -10,6 +10,7 @@ from lorikeet_engine.adapter_format import (
     MAX_INDEX_BYTES,
     MLX_WEIGHTS_FILE,
     WEIGHTS_FILE,
+    check_beside,
     shard_names,
 )
 from lorikeet_engine.errors import AdapterRejected
@@ -29,6 +30,10 @@ def adapter_files(
     Also those that may have a chat template. sizes: of the files there are beside each other, by
     name, in bytes. read: returns a small one. Raises InvalidInput.
     """
+    try:
+        check_beside(sizes)
+    except AdapterRejected as error:
+        raise InvalidInput(f"{source}: {error.message}") from error
     for weights in (WEIGHTS_FILE, MLX_WEIGHTS_FILE):
         if weights in sizes:
             return _checked(source, sizes, (CONFIG_FILE, weights))
