@@ -22,6 +22,15 @@ def is_of_experts(module: str) -> bool:
     return _EXPERTS.fullmatch(module) is not None
 
 
+def experts_of(module: str) -> str:
+    """The module that all linears of a layer's experts are in, of one of them; of others, itself.
+
+    prime-rl's targets name it; PEFT has no LoRA for it.
+    """
+    match = _EXPERTS.fullmatch(module)
+    return match[1] if match else module
+
+
 def modern(module: str) -> str:
     """The name without Mixtral's old parts."""
     module = module.replace(_OLD_BLOCK, _BLOCK)
