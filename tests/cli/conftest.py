@@ -111,12 +111,15 @@ def serving(
     key: str,
     part_bytes: int = PART_BYTES,
     quantization: str | None = None,
+    chat_template: str | None = None,
 ) -> Iterator[Lorikeet]:
-    """A gateway over a catalog; quantization: of its base model."""
+    """A gateway over a catalog; quantization, chat_template: of its base model."""
     engines = ReportingEngines()
     services = Services(
         catalog=catalog,
-        base_models={"tiny": ServedModel(SHAPE, quantization=quantization)},
+        base_models={
+            "tiny": ServedModel(SHAPE, quantization=quantization, chat_template=chat_template)
+        },
         limits=AdapterLimits(max_rank=16, max_bytes=2**20),
         engines=engines,
         part_bytes=part_bytes,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog.store.local import LocalStore
+from lorikeet.chat_template import template_digest
 from lorikeet_engine.adapter_format import write_blob
 from tests.cli.conftest import Lorikeet, new_catalog, serving
 from tests.cli.peft_folders import peft_folder
@@ -85,6 +86,26 @@ def test_an_adapter_of_a_quantised_copy_is_for_its_original_and_warned_of(
     assert "LORIKEET_WEIGHT_DTYPE=tiny=nf4" in said
     plain = lorikeet.run("register", str(peft_folder(tmp_path / "plain")), "acme/plain")
     assert "Warning" not in plain.stderr
+
+
+def test_an_adapter_that_was_trained_with_another_chat_template_is_warned_of(
+    tmp_path: Path,
+) -> None:
+    folder, template = peft_folder(tmp_path / "peft"), tmp_path / "peft" / "chat_template.jinja"
+    template.write_text("{{ messages }}\n")
+    served = template_digest(folder)
+    with serving(*new_catalog(LocalStore(tmp_path / "catalog")), chat_template=served) as lorikeet:
+
+        def said(name: str) -> str:
+            result = lorikeet.run("register", str(folder), name, "--json")
+            assert result.exit_code == 0, result.stderr
+            return " ".join(result.stderr.split())
+
+        assert "Warning" not in said("acme/same")
+        template.write_text("{{ messages | length }}")
+        assert "Warning: its folder has another chat template than tiny" in said("acme/other")
+        template.unlink()
+        assert "Warning" not in said("acme/none")
 
 
 def test_show_goes_on_to_say_that_an_adapter_meets_other_values_than_in_training(

@@ -24,7 +24,7 @@ from tests.cli.fake_hub import Hub, running_hub
 from tests.cli.peft_folders import peft_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FILES = (CONFIG, WEIGHTS)
+FILES = (CONFIG, WEIGHTS, "tokenizer_config.json")
 
 
 @pytest.fixture
@@ -32,6 +32,7 @@ def folder(tmp_path: Path) -> Path:
     """A PEFT folder with what training leaves beside an adapter."""
     made = peft_folder(tmp_path / "adapter")
     (made / "README.md").write_text("trained on a laptop")
+    (made / "tokenizer_config.json").write_text("{}")  # it may have a chat template
     (made / "tokenizer.py").write_text("raise SystemExit('never run')")
     return made
 
@@ -130,6 +131,17 @@ def test_a_damaged_archive_is_refused(
         tar.add(folder, arcname=".")
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(InvalidInput, match=says), open_source(str(path)):
+        pass
+
+
+def test_tokens_that_were_added_are_not_left_behind_in_an_archive(
+    folder: Path, tmp_path: Path
+) -> None:
+    (folder / "new_embeddings.safetensors").write_bytes(b"")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(folder, arcname=".")
+    says = "new_embeddings.safetensors has embeddings of tokens that were added"
+    with pytest.raises(InvalidInput, match=says), open_source(str(tmp_path / "a.tar")):
         pass
 
 
@@ -283,12 +295,12 @@ def other(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, set[str]]
         save_file(turned, folder / "adapters.safetensors")
         config = {"model": "tiny", "lora_parameters": {"rank": 4, "scale": 2.0}}
         (folder / CONFIG).write_text(json.dumps(config))
-        return folder, {CONFIG, "adapters.safetensors"}
+        return folder, {CONFIG, FILES[-1], "adapters.safetensors"}
     places = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(tensors)}
     for file in set(places.values()):
         save_file({n: t for n, t in tensors.items() if places[n] == file}, folder / file)
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": places}))
-    return folder, {CONFIG, f"{WEIGHTS}.index.json", *places.values()}
+    return folder, {CONFIG, FILES[-1], f"{WEIGHTS}.index.json", *places.values()}
 
 
 def test_another_layout_comes_whole_from_an_archive(

@@ -306,10 +306,22 @@ def another_family(file: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "gemma"}))
 
 
-def dynamic_rope(file: Path) -> None:
+def unknown_rope(file: Path) -> None:
     config = json.loads(file.read_text())
-    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    config["rope_parameters"] = {"rope_type": "xpos", "rope_theta": 10_000.0, "factor": 4.0}
     file.write_text(json.dumps(config))
+
+
+def rope_of_vllm(file: Path) -> None:
+    config = json.loads(file.read_text())
+    config["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.9}
+    file.write_text(json.dumps(config))
+
+
+def own_head(file: Path) -> None:
+    """Store a head of its own, though config.json ties it."""
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": -tensors["model.embed_tokens.weight"]}, file)
 
 
 @pytest.mark.parametrize(
@@ -321,11 +333,13 @@ def dynamic_rope(file: Path) -> None:
         ("config.json", another_family, PROBLEM, "model_type='gemma'", "Llama, Mistral"),
         (
             "config.json",
-            dynamic_rope,
+            unknown_rope,
             PROBLEM,
-            "rope_type='dynamic'",
+            "rope_type='xpos'",
             "take rope_.* out of config.json",
         ),
+        ("config.json", rope_of_vllm, PROBLEM, "attn_factor=0.9", "write attention_factor"),
+        ("model.safetensors", own_head, PROBLEM, "trained lm_head", '"tie_word_embeddings": false'),
         ("tokenizer.json", Path.unlink, PROBLEM, "no tokenizer.json", "save_pretrained"),
         ("chat_template.jinja", Path.unlink, WARNING, "no chat template", r"chat_template\.jinja"),
     ],

@@ -123,6 +123,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
     },
+    "dynamic_rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+    },
     "yarn": {"model_type": "llama", "rope_parameters": YARN},
     "yarn_mscale": {
         "model_type": "qwen3",

@@ -37,7 +37,7 @@ def _files() -> Iterator[Case]:
         ("a Git LFS pointer", f"{CONFIG} is not valid JSON", _POINTER),
         ("empty", f"{CONFIG} is not valid JSON", b""),
         ("an array", f"{CONFIG} is not a JSON object", b"[]"),
-        ("a megabyte", f"{CONFIG} is over 1000000 bytes", b" " * 1_000_001),
+        ("four megabytes", f"{CONFIG} is over 4000000 bytes", b" " * 4_000_001),
         ("nested", f"{CONFIG} is not valid JSON", b'{"r":' * 90_000),
         ("a key twice", "a key appears twice", b'{"r": 8, "r": 16}'),
         ("NaN", "NaN is not a JSON number", b'{"lora_alpha": NaN}'),
@@ -141,7 +141,7 @@ def _targets() -> Iterator[Case]:
             "layers_pattern: want",
             {"layers_to_transform": [0], "layers_pattern": 3},
         ),
-        ("3,000 names", "3000 entries: the limit", {"target_modules": ["x"] * 3000}),
+        ("60,000 names", "60000 entries: the limit", {"target_modules": ["x"] * 60_000}),
     ):
         yield folder(f"targets: {name}", says, config)
     yield folder(

@@ -54,6 +54,7 @@ from lorikeet_engine.adapter_format.saved_weights import (
     INDEX_FILE,
     MAX_INDEX_BYTES,
     WEIGHTS_FILE,
+    check_beside,
     shard_names,
 )
 from lorikeet_engine.adapter_format.shape import BaseShape
@@ -97,6 +98,7 @@ __all__ = [
     "aligned",
     "base_copies",
     "blob_digest",
+    "check_beside",
     "check_values",
     "decoder_config",
     "has_pair",

@@ -60,7 +60,10 @@ def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     outside = {key: raw[key] for key in _OUTSIDE if raw.get(key) is not None}
     config = {**text, **outside}
     decoder = TEXT_DECODERS.get(str(config.get("model_type")))
-    return {**decoder.defaults, **config, "model_type": decoder.family} if decoder else config
+    if decoder is None:
+        return config
+    config = {key: value for key, value in config.items() if key not in decoder.unread}
+    return {**decoder.defaults, **config, "model_type": decoder.family}
 
 
 def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:

@@ -5,6 +5,7 @@ import re
 # In the Hub's cache, models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f2….
 _SNAPSHOT = re.compile(r"(?:^|/)models--(?:[^/]*--)?([^/]+)/snapshots/[^/]+$")
 _FP8 = re.compile(r"-fp8(?:-(?:dynamic|block|kv))?$", re.IGNORECASE)
+_META = re.compile(r"^meta-(?=llama-)")  # Llama 3 and 3.1 were published with and without it
 _QUANTISED = re.compile(rf"-(?:unsloth-)?bnb-4bit$|-[468]bit$|{_FP8.pattern}", re.IGNORECASE)
 
 
@@ -40,4 +41,5 @@ def is_fp8_copy(name: str) -> bool:
 
 def same_model(name: str, other: str) -> bool:
     """Whether two names are of one model, quantised or not."""
-    return original(name).casefold() == original(other).casefold()
+    one, another = (_META.sub("", original(each).casefold()) for each in (name, other))
+    return one == another

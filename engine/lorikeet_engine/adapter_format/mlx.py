@@ -2,7 +2,8 @@
 
 `mlx_lm.lora` saves adapters.safetensors with lora_a [d_in, rank] and lora_b [rank, d_out] for each
 linear, and its whole command line as adapter_config.json. The delta is scale · x · lora_a · lora_b
-(mlx-lm 0.32, tuner/lora.py).
+(mlx-lm 0.32, tuner/lora.py). Those of experts, of mlp.switch_mlp.gate_proj, up_proj and down_proj,
+are as in blobs: lora_a [experts, rank, d_in], lora_b [experts, d_out, rank].
 """
 
 from collections.abc import Mapping
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet_engine.adapter_format.expressions import bad_config
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
 from lorikeet_engine.adapter_format.saved_weights import SavedTensor, tensors_of
 from lorikeet_engine.adapter_format.tensor_names import tensor_name
+from lorikeet_engine.errors import AdapterRejected
 
 MLX_WEIGHTS_FILE = "adapters.safetensors"
 _SIDES = {"lora_a": "A", "lora_b": "B"}
+_EXPERTS = ".switch_mlp."
 
 
 def is_mlx(folder: Path) -> bool:
@@ -24,13 +28,24 @@ def is_mlx(folder: Path) -> bool:
 
 def mlx_tensors(folder: Path) -> dict[str, SavedTensor]:
     """PEFT's tensors by name. Raises AdapterRejected."""
-    tensors = {}
+    tensors, adapted = {}, set()
     for name, tensor in tensors_of([folder / MLX_WEIGHTS_FILE]).items():
         module, _, side = name.rpartition(".")
-        if side in _SIDES:
-            tensors[tensor_name(module, _SIDES[side])] = tensor.transpose()
-        else:
+        adapted.add(module.rpartition(".")[2])
+        if side not in _SIDES:
             tensors[name] = tensor  # to be refused by its name
+        elif _EXPERTS in module:
+            module = module.replace(_EXPERTS, ".experts.")
+            tensors[tensor_name(module, _SIDES[side])] = tensor
+        else:
+            tensors[tensor_name(module, _SIDES[side])] = tensor.transpose()
+    if EMBEDDINGS.name in adapted and HEAD.name not in adapted:
+        raise AdapterRejected(
+            f"{EMBEDDINGS.name}: where a head is tied to the embeddings, MLX adds this to both, "
+            f"and the file does not say whether it is: leave {EMBEDDINGS.name} out of "
+            f"lora_parameters.keys, or add {HEAD.name}, if the base model has one of its own",
+            field=EMBEDDINGS.name,
+        )
     return tensors
 
 

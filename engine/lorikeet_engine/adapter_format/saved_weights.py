@@ -1,6 +1,6 @@
 """The weights in a folder that a trainer left: one safetensors file, or shards with an index."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from lorikeet_engine.errors import AdapterRejected
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+_NEW_TOKENS = ("new_embeddings.safetensors", "new_embeddings.bin")
 _MAX_SHARDS = 100
 # A folder is read by whom it belongs to. Qwen3-30B-A3B has 36,864 matrices of single experts, whose
 # names take 7 MB; in a blob they are 288.
@@ -84,7 +85,22 @@ class SavedTensor(TensorSpan):
 
 def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
     """The tensors of PEFT's folder, by name. Raises AdapterRejected."""
+    check_beside([path.name for path in folder.iterdir()])
     return tensors_of(_files(folder))
+
+
+def check_beside(names: Container[str]) -> None:
+    """Refuse an adapter whose added tokens are in a file of their own, where vLLM once read them.
+
+    names: of the files that lie beside it. Raises AdapterRejected.
+    """
+    for name in _NEW_TOKENS:
+        if name in names:
+            raise _bad(
+                f"{name} has embeddings of tokens that were added: resized vocabularies cannot be "
+                "served; train with tokens that the base model has",
+                name,
+            )
 
 
 def tensors_of(files: Sequence[Path]) -> dict[str, SavedTensor]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from lorikeet_engine.adapter_format.experts.names import PARAMETER, ConfiguredNames
+from lorikeet_engine.adapter_format.experts.names import PARAMETER, ConfiguredNames, experts_of
 from lorikeet_engine.adapter_format.expressions import MAX_EXPRESSIONS, Expressions, bad_config
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear
 from lorikeet_engine.adapter_format.tensor_names import (
@@ -17,6 +17,7 @@ from lorikeet_engine.adapter_format.tensor_names import (
 
 _ALL_LINEAR = "all-linear"
 _MAX_LAYERS = 1_000
+_MAX_NAMES = 50_000  # NeMo AutoModel names each expert's linears: 36,096 of Qwen3-235B-A22B's
 _OUTER = (HEAD, EMBEDDINGS)
 
 Selects = Callable[[str], bool]
@@ -151,7 +152,8 @@ def _targeted_modules(raw: Mapping[str, Any], modules: Iterable[str], run: Expre
     whole = set(targets)  # a module by its whole name is targeted in whatever layer it is
 
     def selects(module: str) -> bool:
-        return (module in whole or (named(module) and in_layer(module))) and not excluded(module)
+        is_named = named(module) or named(experts_of(module))
+        return (module in whole or (is_named and in_layer(module))) and not excluded(module)
 
     return selects
 
@@ -162,7 +164,7 @@ def _names(raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expres
     if isinstance(value, str) and value:
         matches = run.first_matches([value], modules, key)
         return lambda module: module in matches
-    ends = set(_strings(value or [], key))
+    ends = set(_strings(value or [], key, _MAX_NAMES))
     return lambda module: not _ends(module).isdisjoint(ends)
 
 
@@ -198,9 +200,9 @@ def _layers(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) ->
     return selects
 
 
-def _strings(value: Any, key: str) -> list[str]:
+def _strings(value: Any, key: str, most: int = MAX_EXPRESSIONS) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise bad_config("want a text or a list of texts", key)
-    if len(value) > MAX_EXPRESSIONS:
-        raise bad_config(f"{len(value)} entries: the limit is {MAX_EXPRESSIONS}", key)
+    if len(value) > most:
+        raise bad_config(f"{len(value)} entries: the limit is {most}", key)
     return value

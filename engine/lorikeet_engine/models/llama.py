@@ -44,6 +44,7 @@ from lorikeet_engine.models.norms import (
 )
 from lorikeet_engine.models.rope_config import RopeConfig
 from lorikeet_engine.models.rotary import RotaryEmbeddings, Turns
+from lorikeet_engine.models.stored_tensors import check_tied_head
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 
@@ -186,13 +187,16 @@ def rehearse_load(
     """What load_model would find, by the files' headers: the config, and the weights in bytes.
 
     The bytes are the shard's; no other's are more than the first's. Takes no memory and little
-    time. Raises ModelError and SettingsError as load_model does.
+    time, unless a head is stored beside the embeddings to which it is tied: it is compared. Raises
+    ModelError and SettingsError as load_model does.
     """
     config, meta = ModelConfig.from_folder(folder, max_context), torch.device("meta")
     stored = config.quantized_linears
     with Checkpoint(folder, meta, dtype, stored, rounding, shard) as checkpoint:
         _read(config, checkpoint)
-        return config, checkpoint.nbytes
+    if config.tied_embeddings:
+        check_tied_head(folder)
+    return config, checkpoint.nbytes
 
 
 def _read(

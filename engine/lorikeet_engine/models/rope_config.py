@@ -128,17 +128,18 @@ def _rope(
         kind = "longrope"  # as Phi's first checkpoints call it
     plain = RopeConfig(theta, rotary_dim, interleaved=family.interleaved_rope)
     match kind:
-        case "default" | "mrope":  # of text, mrope's three positions are one
+        # of text, mrope's three positions are one; dynamic is plain up to max_position_embeddings
+        case "default" | "mrope" | "dynamic":
             return plain
         case "linear":
             return replace(plain, scaling=LinearRopeScaling(number(rope, "factor")))
         case "llama3":
             return replace(plain, scaling=_llama3(raw, rope))
         case "yarn":
-            return replace(plain, scaling=_yarn(raw, rope), gain=_yarn_gain(rope))
+            return replace(plain, scaling=_yarn(raw, rope), gain=_yarn_gain(name, rope))
         case "longrope":
             return _longrope(raw, rope, plain, context)
-    raise refusal(f"{name}.rope_type", kind, "default, linear, llama3, yarn or longrope")
+    raise refusal(f"{name}.rope_type", kind, "default, linear, dynamic, llama3, yarn or longrope")
 
 
 def _section(raw: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, Any]]:
@@ -210,12 +211,21 @@ def _yarn(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> YarnRopeScaling:
     )
 
 
-def _yarn_gain(rope: Mapping[str, Any]) -> float:
+def _yarn_gain(name: str, rope: Mapping[str, Any]) -> float:
     def gain(weight: float) -> float:
         return 0.1 * weight * math.log(max(1.0, number(rope, "factor"))) + 1.0
 
     if rope.get("attention_factor") is not None:
         return number(rope, "attention_factor")
+    if number(rope, "attn_factor", 1.0) != 1:
+        vllm, transformers = gain(1.0) * rope["attn_factor"], gain(1.0)
+        raise refusal(
+            f"{name}.attn_factor",
+            rope["attn_factor"],
+            f"attention_factor in its place: {vllm:.4g} as vLLM, which multiplies the usual "
+            f"{transformers:.4g} by it, or {transformers:.4g} as transformers, which has no such "
+            "key",
+        )
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return gain(number(rope, "mscale")) / gain(number(rope, "mscale_all_dim"))
     return gain(1.0)

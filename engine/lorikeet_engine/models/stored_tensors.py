@@ -1,6 +1,7 @@
 """Where the tensors of a Hugging Face checkpoint lie: what the headers of its files say."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,13 +12,12 @@ from safetensors import SafetensorError, safe_open
 
 from lorikeet_engine.adapter_format.base_config import (
     is_vision_language,
-    read_config,
     read_json,
     refusal,
 )
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.models.staging import read_bytes
+from lorikeet_engine.models.staging import STAGING_BYTES, read_bytes
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PART_DTYPES = {**DTYPES, "F8_E4M3": fp8.DTYPE, "U8": torch.uint8, "I32": torch.int32}
@@ -59,11 +59,18 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     stored, config = _stored_tensors(folder), folder / "config.json"
     if not config.exists() or not is_vision_language(read_json(config)):
         return stored
-    found = _decoder_tensors(stored)
-    # transformers ties them in spite of this or not, by whether they are equal
-    if "lm_head.weight" in found and read_config(folder).get("tie_word_embeddings"):
-        raise refusal("tie_word_embeddings", True, "false, as the checkpoint has an lm_head")
-    return found
+    return _decoder_tensors(stored)
+
+
+def check_tied_head(folder: Path) -> None:
+    """Raise ModelError where an lm_head that config.json ties has other values than the embeddings.
+
+    transformers 5 does not tie it then; 4 left it unread.
+    """
+    stored = find_tensors(folder)
+    head, embeddings = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if head is not None and embeddings is not None and not _are_equal(head, embeddings):
+        raise refusal("tie_word_embeddings", True, "false, as the checkpoint has a trained lm_head")
 
 
 def instead_of(weight: str, stored: Iterable[str]) -> str:
@@ -90,6 +97,20 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     for file in sorted(set(file_of.values())):
         found |= _tensors_of(folder / file)
     return {name: found[name] for name in map(_renamed, file_of) if name in found}
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    nbytes = math.prod(one.shape) * PART_DTYPES[one.dtype].itemsize
+    pieces = torch.empty(2, STAGING_BYTES, dtype=torch.uint8)
+    for at in range(0, nbytes, STAGING_BYTES):
+        ours, theirs = pieces[:, : nbytes - at]
+        read_bytes(one.file, one.begin + at, ours)
+        read_bytes(other.file, other.begin + at, theirs)
+        if not torch.equal(ours, theirs):
+            return False
+    return True
 
 
 def _decoder_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

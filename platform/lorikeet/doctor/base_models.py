@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 _POINTER = b"version https://git-lfs"
 _TENSOR_PARALLEL = "tensor_parallel"
 _OTHER_COPY = "choose a copy that is not quantised, or in FP8, or in NF4, AWQ or GPTQ of 4 bits"
+_FIXES = {
+    "max_context": "lower LORIKEET_MAX_CONTEXT, or unset it",
+    "quantization_config": "choose a copy that is not quantised, or in FP8",  # of experts
+    _TENSOR_PARALLEL: "LORIKEET_TENSOR_PARALLEL=1 for it, or another number of GPUs",
+    "tie_word_embeddings": 'write "tie_word_embeddings": false into config.json',
+    "weight_dtype": "LORIKEET_WEIGHT_DTYPE=auto for it, or a folder with floats",
+}
 
 
 def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
@@ -45,20 +52,16 @@ def _fix(folder: Path, fault: str) -> str:
     download = f"`hf download ORGANISATION/NAME --local-dir {folder}`"
     if not folder.is_dir():
         return f"correct the folder in LORIKEET_BASE_MODELS, or {download}"
-    if fault == "max_context":
-        return "lower LORIKEET_MAX_CONTEXT, or unset it"
-    if fault == _TENSOR_PARALLEL:
-        return "LORIKEET_TENSOR_PARALLEL=1 for it, or another number of GPUs"
-    if fault == "weight_dtype":
-        return "LORIKEET_WEIGHT_DTYPE=auto for it, or a folder with floats"
+    if fault in _FIXES:
+        return _FIXES[fault]
     if fault.endswith(".safetensors") and _is_pointer(folder / fault):
         return f"Git LFS has left a note in place of the file: `git -C {folder} lfs pull`"
     if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
         return "the weights are pickled: load them with transformers and save_pretrained them"
-    if fault == "quantization_config":  # of experts
-        return "choose a copy that is not quantised, or in FP8"
     if fault.startswith("quantization_config"):
         return _OTHER_COPY
+    if fault.endswith(".attn_factor"):
+        return "write attention_factor into config.json where attn_factor is"
     if fault.startswith("rope_"):
         return (
             "choose a model without it; where it was added for long prompts, take "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.uploads import PART_BYTES
+from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call, Refusal, SmokeResult, SmokeTest, StreamItem
@@ -94,12 +95,14 @@ async def no_pages() -> Sequence[bytes]:
 class ServedModel:
     """A base model that is served. aliases: what adapters may call it, e.g. its Hub name.
 
-    quantization: what its linears were rounded to, in words; None: to nothing.
+    quantization: what its linears were rounded to, in words; None: to nothing. chat_template: what
+    template_digest finds in its folder.
     """
 
     shape: BaseShape
     aliases: tuple[str, ...] = ()
     quantization: str | None = None
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,4 +172,5 @@ def _read(folder: Path, weight_dtype: str) -> ServedModel:
         shape,
         tuple(filter(None, (folder.name, config.get("_name_or_path")))),
         served_quantization(stored, weight_dtype),
+        template_digest(folder),
     )

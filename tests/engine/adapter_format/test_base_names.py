@@ -31,3 +31,9 @@ def test_a_quantised_copy_is_of_its_original(name: str, want: str) -> None:
 def test_owners_cases_and_quantisation_make_no_other_model() -> None:
     assert same_model("unsloth/meta-llama-3.1-8b-bnb-4bit", "meta-llama/Meta-Llama-3.1-8B")
     assert not same_model("unsloth/Llama-3.1-8B-Instruct-bnb-4bit", "meta-llama/Llama-3.1-8B")
+
+
+def test_llamas_names_with_and_without_meta_are_of_one_model() -> None:
+    assert same_model("meta-llama/Meta-Llama-3.1-8B-Instruct", "models/Llama-3.1-8B-Instruct/")
+    assert same_model("unsloth/llama-3-8b-bnb-4bit", "meta-llama/Meta-Llama-3-8B")
+    assert not same_model("acme/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +80,65 @@ def assert_as_peft(checkpoint: Path, folder: Path) -> None:
                 continue
             torch.testing.assert_close(ours.pop(path), want, rtol=1e-4, atol=1e-5)
     assert not ours
+
+
+# PrimeIntellect-ai/prime-rl, src/prime_rl/trainer/lora.py, names all experts of a layer at once,
+# NVIDIA-NeMo/Automodel, nemo_automodel/components/checkpoint/addons.py, each one's linears.
+NAMED_OTHERWISE = {
+    "prime-rl": ["experts"],
+    "NeMo AutoModel": [
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj"
+        for layer in range(94)
+        for expert in range(128)
+        for name in ("gate", "up", "down")
+    ],
+}
+
+
+@pytest.mark.parametrize("targets", NAMED_OTHERWISE.values(), ids=NAMED_OTHERWISE)
+def test_experts_may_be_targeted_all_at_once_or_each_by_its_name(
+    targets: list[str], tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints["qwen3_moe"]
+    folder = save_numbered(checkpoint, tmp_path / "a", rank=3)
+    want = packed_deltas(checkpoint, folder)
+    edit_config(folder, target_modules=targets)
+    torch.testing.assert_close(packed_deltas(checkpoint, folder), want)
+    edit_config(folder, target_modules=[*targets, "q_proj"])
+    with pytest.raises(AdapterRejected, match=r"selects model\.layers\.0\.self_attn\.q_proj"):
+        write_blob(folder, folder / "blob")
+    shutil.rmtree(folder)
+    save_adapter(checkpoint, folder, target_modules=["q_proj"], r=2)
+    edit_config(folder, target_modules=[*targets, "q_proj"])
+    with pytest.raises(AdapterRejected, match="linears of Qwen 3 MoE that have no weights"):
+        specified(checkpoint, folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "block"), [("qwen3_moe", "mlp"), ("mixtral", "block_sparse_moe")]
+)
+def test_adapters_of_mlx_change_each_expert_as_in_mlx(
+    family: str, block: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of the router and of SwitchGLU's linears, as mlx_lm.lora trains them by default."""
+    shape, generator, tensors, wanted = (
+        shape_of(tiny_checkpoints[family]),
+        torch.Generator(),
+        {},
+        {},
+    )
+    for name in ("gate", "gate_proj", "up_proj", "down_proj"):
+        linear, (d_in, d_out) = shape.linears[shape.index(name)], shape.dims(shape.index(name))
+        a = torch.randn(shape.experts, 3, d_in, generator=generator)
+        b = torch.randn(shape.experts, d_out, 3, generator=generator)
+        wanted[linear.path(1)] = 2.0 * (b @ a if linear.of_experts else b[0] @ a[0])
+        saved = f"model.layers.1.{block}.{name if name == 'gate' else f'switch_mlp.{name}'}.lora"
+        pair = (a, b) if linear.of_experts else (a[0].T, b[0].T)
+        tensors |= {f"{saved}_{side}": t.contiguous() for side, t in zip("ab", pair, strict=True)}
+    save_file(tensors, tmp_path / "adapters.safetensors")
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 3, "scale": 2.0}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(packed_deltas(tiny_checkpoints[family], tmp_path), wanted)
 
 
 @pytest.mark.parametrize("form", PARAMETERS)

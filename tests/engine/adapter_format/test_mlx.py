@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.errors import AdapterRejected
 from tests.engine.adapter_format.peft_folder import edit_config
 from tests.engine.adapter_format.test_accepted_adapters import delta
+from tests.engine.adapter_format.test_experts import packed_deltas
 from tests.engine.tiny_llama import SHAPE
 
 LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
@@ -111,18 +113,27 @@ def test_what_is_not_served_is_refused_by_name(
     assert refused.value.field == field
 
 
-def test_an_adapter_of_the_embeddings_adds_what_mlx_adds(folder: Path) -> None:
+def test_an_adapter_of_embeddings_and_head_adds_what_mlx_adds(folder: Path) -> None:
     draw = np.random.default_rng(3)
-    a, b = (draw.normal(size=size).astype(np.float32) for size in ((64, RANK), (RANK, 32)))
-    tensors = load_file(folder / "adapters.safetensors")
-    tensors |= {"model.embed_tokens.lora_a": a, "model.embed_tokens.lora_b": b}
-    save_file(tensors, folder / "adapters.safetensors")
-    got = deltas(folder)["model.embed_tokens"]
-    np.testing.assert_allclose(got, SCALE * (a @ b).T, rtol=1e-5, atol=1e-5)
+    sizes = {"model.embed_tokens": (64, 32), "lm_head": (32, 64)}
+    for module, (d_in, d_out) in sizes.items():
+        a, b = (draw.normal(size=size).astype(np.float32) for size in ((d_in, RANK), (RANK, d_out)))
+        tensors = load_file(folder / "adapters.safetensors")
+        tensors |= {f"{module}.lora_a": a, f"{module}.lora_b": b}
+        save_file(tensors, folder / "adapters.safetensors")
+        if module == "model.embed_tokens":
+            with pytest.raises(AdapterRejected, match=r"tied to the embeddings, MLX adds .* both"):
+                deltas(folder)
+    got = deltas(folder)
+    for module in sizes:
+        a, b = (tensors[f"{module}.lora_{side}"] for side in "ab")
+        np.testing.assert_allclose(got[module], SCALE * (a @ b).T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.soak
-def test_what_mlx_itself_saves_adds_what_it_adds(tmp_path: Path) -> None:
+def test_what_mlx_itself_saves_adds_what_it_adds(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     try:
         urllib.request.urlopen("https://pypi.org/simple/mlx-lm/", timeout=5).close()
     except OSError:
@@ -131,9 +142,15 @@ def test_what_mlx_itself_saves_adds_what_it_adds(tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     packages = ["mlx-lm==0.32.2", "mlx[cpu]==0.32.4"]
     subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
-    subprocess.run([python, TRAINER, tmp_path], check=True)
-    got = deltas(tmp_path)
-    want = np.load(tmp_path / "deltas.npz")
-    assert set(got) == set(want)
-    for module, found in got.items():
-        np.testing.assert_allclose(found, want[module], rtol=1e-4, atol=1e-4)
+    for family in ("llama", "qwen3_moe"):
+        folder = tmp_path / family
+        folder.mkdir()
+        subprocess.run([python, TRAINER, folder, family], check=True)
+        of_family = (
+            deltas if family == "llama" else partial(packed_deltas, tiny_checkpoints[family])
+        )
+        got, want = of_family(folder), np.load(folder / "deltas.npz")
+        assert {module.replace("experts", "switch_mlp") for module in got} == set(want)
+        for module, found in got.items():
+            added = want[module.replace("experts", "switch_mlp")]
+            np.testing.assert_allclose(found, added, rtol=1e-4, atol=1e-4)

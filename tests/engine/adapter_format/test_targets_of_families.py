@@ -26,7 +26,7 @@ INCOMPLETE = "that have no weights: the file is incomplete"
 
 
 def packed(
-    checkpoint: Path, folder: Path, trained: list[str], targets: list[str] | None = None
+    checkpoint: Path, folder: Path, trained: list[str], targets: list[str] | str | None = None
 ) -> Path:
     """The blob of what PEFT trains by these targets; targets: others that its config names then."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -72,13 +72,15 @@ def test_a_file_of_attention_alone_is_incomplete_where_the_rest_is_there(
     ("family", "trained", "targets"),
     [
         ("mixtral", ATTENTION, [*ATTENTION, "w1", "w2", "w3"]),
+        ("mixtral", ATTENTION, r".*\.(?:[qkvo]_proj|block_sparse_moe\.experts\.\d\.w[123])"),
+        ("mixtral", ATTENTION, r".*\.(?:[qkvo]_proj|block_sparse_moe\.gate)"),
         ("phi3", ["o_proj"], ["o_proj", "gate_up_proj"]),
     ],
 )
 def test_linears_are_missed_by_the_names_that_the_family_gives_them(
     family: str,
     trained: list[str],
-    targets: list[str],
+    targets: list[str] | str,
     tiny_checkpoints: dict[str, Path],
     tmp_path: Path,
 ) -> None:

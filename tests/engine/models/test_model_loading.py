@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.errors import ModelError, SettingsError
-from lorikeet_engine.models import checkpoint, staging
+from lorikeet_engine.models import checkpoint, staging, stored_tensors
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model
+from tests.engine.models.test_models import assert_equal, prompt_of, reference
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(
@@ -61,7 +62,7 @@ def test_the_older_way_to_write_rope_means_the_same(variant_checkpoints, edited)
         ("llama", {"quantization_config": "fp8"}, "quantization_config.quant_method"),
         (
             "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+            {"rope_parameters": {"rope_type": "xpos", "factor": 4.0}},
             "rope_parameters.rope_type",
         ),
         (
@@ -89,7 +90,13 @@ def test_the_older_way_to_write_rope_means_the_same(variant_checkpoints, edited)
             {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": 1}},
             "truncate",
         ),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.878}},
+            "rope_parameters.attn_factor",
+        ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("phi3", {"partial_rotary_factor": 0.2, "rope_parameters": None}, "partial_rotary_factor"),
         (
             "phi3",
@@ -134,6 +141,20 @@ def test_yarn_has_room_for_the_context_that_it_stretches_to(edited):
     assert ModelConfig.from_folder(folder).max_context == 4 * 512
 
 
+def test_a_refused_attn_factor_says_which_attention_factor_means_what(edited):
+    rope = {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782488562869419}
+    with pytest.raises(ModelError, match=r"attention_factor .*: 1 as vLLM, .* or 1\.139 as trans"):
+        ModelConfig.from_folder(edited("qwen3", rope_parameters=rope))
+
+
+@pytest.mark.parametrize("attention_factor", [1.0, 1.139])
+def test_an_attention_factor_decides_beside_an_attn_factor(edited, attention_factor):
+    rope = {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.878}
+    rope["attention_factor"] = attention_factor
+    config = ModelConfig.from_folder(edited("qwen3", rope_parameters=rope))
+    assert config.ropes[0].gain == pytest.approx(attention_factor)
+
+
 def test_phi_calls_longrope_by_older_names_too(variant_checkpoints, edited):
     new = json.loads((variant_checkpoints["longrope"] / "config.json").read_text())
     rope = new.pop("rope_parameters")
@@ -169,6 +190,28 @@ def test_a_tensor_that_does_not_fit_is_named(edited, spoil, message):
         load(folder)
     assert refused.value.field == name
     assert name in str(refused.value)
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embeddings(edited, monkeypatch):
+    monkeypatch.setattr(stored_tensors, "STAGING_BYTES", 1000)  # so that it comes in pieces
+    folder = edited("llama", tie_word_embeddings=True)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file)
+    assert load(folder).config.tied_embeddings
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match="tie_word_embeddings=True: want false, as the check"):
+        load(folder)
+
+
+def test_a_trained_head_that_the_config_ties_is_not_tied_by_transformers_either(
+    tiny_checkpoints, edited
+):
+    prompt = prompt_of(9)
+    want = reference(tiny_checkpoints["llama"], prompt)
+    assert_equal(reference(edited("llama", tie_word_embeddings=True), prompt), want)
 
 
 def test_tensors_that_the_config_does_not_know_are_refused(edited):

@@ -119,7 +119,9 @@ def test_logits_equal_transformers_however_the_prompts_are_cut(name, folder_of, 
     assert_equal(single.of("odd"), want["odd"][:33])
 
 
-@pytest.mark.parametrize("name", ["llama3_rope", "linear_rope", "yarn", "yarn_mscale"])
+@pytest.mark.parametrize(
+    "name", ["llama3_rope", "linear_rope", "dynamic_rope", "yarn", "yarn_mscale"]
+)
 def test_long_positions_turn_as_transformers_turns_them(name, folder_of, paged_tokens):
     prompt = prompt_of(512)
     run = Run(folder_of[name], paged_tokens())

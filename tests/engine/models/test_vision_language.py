@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lorikeet_engine.adapter_format import decoder_config
+from lorikeet_engine.adapter_format import BaseShape, decoder_config
 from lorikeet_engine.adapter_format.families import TEXT_DECODERS, VISION_LANGUAGE
 from lorikeet_engine.errors import AdapterRejected, ModelError
 from lorikeet_engine.kernels.fp8 import DTYPE
@@ -60,7 +60,7 @@ MODELS = {
     ),
     "llava": ({"model_type": "mistral", "sliding_window": None}, PIXTRAL),
     "llava_next": (
-        {"model_type": "granite", "residual_multiplier": 0.6},
+        {"model_type": "granite", "logits_scaling": 3.0, "residual_multiplier": 0.6},
         {**PATCHES, "model_type": "siglip_vision_model"},
     ),
     "mistral3": ({"model_type": "mistral", "head_dim": 32, "sliding_window": None}, PIXTRAL),
@@ -167,13 +167,44 @@ def test_the_older_config_of_qwen_vl_which_has_no_text_config_means_the_same(fol
 
 @pytest.mark.parametrize("kind", TEXT_DECODERS)
 def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
-    raw = {"model_type": kind.removesuffix("_text"), "text_config": SIZES | {"model_type": kind}}
+    """It leaves out of a text_config all that is as in its class: LLaVA 1.5's has no sizes."""
+    wrapper = kind.removesuffix("_text") if kind.endswith("_text") else "llava"
+    raw = {"model_type": wrapper, "text_config": {"model_type": kind}}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = ModelConfig.from_folder(tmp_path)
-    wrapper = transformers.AutoConfig.for_model(raw["model_type"])
-    text = type(wrapper.text_config)()
+    whole = transformers.AutoConfig.for_model(**raw)
+    text = whole.get_text_config()
+    heads = text.num_attention_heads
+    assert config.shape == BaseShape(
+        family=TEXT_DECODERS[kind].family,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=text.intermediate_size,
+        heads=heads,
+        kv_heads=text.num_key_value_heads or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocabulary=text.vocab_size,
+        tied=whole.tie_word_embeddings,
+    )
+    assert config.max_context == text.max_position_embeddings
     assert config.norm_eps == text.rms_norm_eps
-    assert config.ropes[0].theta == text.default_theta
+    thetas = text.default_theta
+    assert {rope.theta for rope in config.ropes} == {
+        *(thetas.values() if isinstance(thetas, dict) else [thetas])
+    }
+
+
+def test_a_head_that_is_stored_with_the_embeddings_it_is_tied_to_is_served(folders, tmp_path):
+    folder = shutil.copytree(folders["llava"], tmp_path / "copy")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    (embeddings,) = (t for name, t in tensors.items() if name.endswith("embed_tokens.weight"))
+    head = next(name for name in tensors if name.endswith("lm_head.weight"))
+    save_file(tensors | {head: embeddings.clone()}, folder / "model.safetensors")
+    with torch.inference_mode():
+        want = reference(folder)(input_ids=torch.tensor([PROMPT])).logits[0]
+    assert_equal(logits(folder), want)
 
 
 def test_an_adapter_of_the_whole_model_answers_as_peft_does(folders, tmp_path):

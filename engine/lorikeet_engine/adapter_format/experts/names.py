@@ -22,6 +22,15 @@ def is_of_experts(module: str) -> bool:
     return _EXPERTS.fullmatch(module) is not None
 
 
+def experts_of(module: str) -> str:
+    """The module that all linears of a layer's experts are in, of one of them; of others, itself.
+
+    prime-rl's targets name it; PEFT has no LoRA for it.
+    """
+    match = _EXPERTS.fullmatch(module)
+    return match[1] if match else module
+
+
 def modern(module: str) -> str:
     """The name without Mixtral's old parts."""
     module = module.replace(_OLD_BLOCK, _BLOCK)
@@ -49,7 +58,8 @@ class ConfiguredNames:
         numbered = [match for match in map(NUMBERED.fullmatch, of_experts) if match]
         last_parts = {module.rpartition(".")[2] for module in of_experts}
         highest = max((int(match[2]) for match in numbered), default=0)
-        self._has_old_block = any(_OLD_BLOCK in module for module in given)
+        blocks = [block for block in (_OLD_BLOCK, _BLOCK) if any(block in m for m in given)]
+        self._blocks = blocks or ([_OLD_BLOCK, _BLOCK] if old_linears else [_BLOCK])
         self._has_old_linears = not last_parts.isdisjoint(_OLD_LINEARS)
         if not of_experts:
             self._has_old_linears = old_linears
@@ -59,8 +69,9 @@ class ConfiguredNames:
 
     def of(self, path: str) -> set[str]:
         """The names of one linear. path: as blobs call it."""
-        if self._has_old_block:
-            path = path.replace(_BLOCK, _OLD_BLOCK)
+        return {name for block in self._blocks for name in self._of(path.replace(_BLOCK, block))}
+
+    def _of(self, path: str) -> set[str]:
         match = _EXPERTS.fullmatch(path)
         if match is None:
             return {path, f"{path}.weight"}

@@ -10,18 +10,55 @@ class TextDecoder:
     """A decoder within vision-language models, that computes text as its family's does.
 
     defaults: what keys mean where the file leaves them out, if not what they mean in the family.
+    unread: keys that mean nothing there, as the whole model has a head of its own.
     """
 
     family: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
 
-_QWEN_VL = {"rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1_000_000.0}
-# By the model_type in text_config, where that is none of a family.
+def _sizes(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None,
+    vocabulary: int,
+    positions: int,
+) -> dict[str, int | None]:
+    """The sizes of a class of transformers, which it leaves out of a text_config that has them."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": positions,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+    }
+
+
+_LLAMA = _sizes(4096, 11008, 32, 32, None, 32_000, 2048)
+_QWEN = _sizes(4096, 22016, 32, 32, 32, 151_936, 32_768)
+_QWEN_VL = {
+    **_sizes(8192, 29568, 80, 64, 8, 152_064, 32_768),
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+}
+_QWEN3_VL = {"head_dim": 128, "max_position_embeddings": 128_000, "rope_theta": 500_000.0}
+# By the model_type in text_config.
 TEXT_DECODERS: Mapping[str, TextDecoder] = {
-    "qwen2_vl_text": TextDecoder("qwen2", _QWEN_VL),
+    "gemma3_text": TextDecoder("gemma3_text", _sizes(2304, 9216, 26, 8, 4, 262_208, 131_072)),
+    "granite": TextDecoder("granite", _LLAMA, frozenset({"logits_scaling"})),
+    "llama": TextDecoder("llama", _LLAMA),
+    "mistral": TextDecoder("mistral", _sizes(4096, 14336, 32, 32, 8, 32_000, 131_072)),
+    "qwen2": TextDecoder("qwen2", _QWEN),
     "qwen2_5_vl_text": TextDecoder("qwen2", _QWEN_VL),
-    "qwen3_vl_text": TextDecoder("qwen3", {"rope_theta": 500_000.0}),
+    "qwen2_vl_text": TextDecoder("qwen2", _QWEN_VL),
+    "qwen3": TextDecoder("qwen3", {**_QWEN, "head_dim": 128}),
+    "qwen3_vl_text": TextDecoder("qwen3", {**_QWEN, **_QWEN3_VL}),
 }
 # The model_types of vision-language models that are served as their text part.
 VISION_LANGUAGE = (

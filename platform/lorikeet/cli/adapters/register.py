@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lorikeet.chat_template import template_digest
 from lorikeet.cli.adapters.list_and_show import show_ranks, show_touched
 from lorikeet.cli.adapters.smoke import print_smoke
 from lorikeet.cli.adapters.sources import check_source, open_source
@@ -70,9 +71,10 @@ def register(
     except InvalidInput as error:
         raise typer.BadParameter(error.message) from error
     about = {"tenant": adapter.tenant, "base_model": base_model}
-    digest = _send(admin(ctx), source, revision, about, quiet=as_json)
+    digest, template = _send(admin(ctx), source, revision, about, quiet=as_json)
     wanted = {
         "digest": digest,
+        "chat_template": template,
         "promote": promote,
         "shared": shared,
         "base_model": base_model,
@@ -80,8 +82,8 @@ def register(
     }
     path = f"/adapters/{adapter.path}/versions"
     answer, is_new = with_retries(lambda: admin(ctx).post_new(path, wanted))
-    if answer["base_warning"]:
-        print_warning(answer["base_warning"])
+    for warning in filter(None, (answer["base_warning"], answer["template_warning"])):
+        print_warning(warning)
     if as_json:
         print_json(answer)
     else:
@@ -95,14 +97,14 @@ def _send(
     about: dict[str, str | None],
     *,
     quiet: bool,
-) -> str:
-    """Pack a source into one file and upload it; return the file's digest."""
+) -> tuple[str, str | None]:
+    """Pack a source into one file and upload it; return its digest, and its chat template's."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
         with open_source(source, revision, quiet=quiet) as folder:
-            digest = _pack(folder, blob)
+            digest, template = _pack(folder, blob), template_digest(folder)
         send_blob(server, blob, digest, about, quiet=quiet)
-        return digest
+        return digest, template
 
 
 def _pack(folder: Path, blob: Path) -> str:

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.uploads import Uploads
+from lorikeet.chat_template import template_warning
 from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge
 from lorikeet.gateway.admin.blob_validation import MAX_BYTES
 from lorikeet.gateway.admin.registration import RegisteredVersion, Registration, RegistrationRequest
@@ -48,9 +49,11 @@ class RegisterUpload(Body):
     """A blob that came, or that the store had already, and what to do with it.
 
     smoke: only if a replica can generate with it, and say how it differs from the base model.
+    chat_template: template_digest of the folder that the blob was made of.
     """
 
     digest: Digest
+    chat_template: Digest | None = None
     promote: bool = False
     shared: bool | None = None
     base_model: str | None = None
@@ -166,7 +169,9 @@ class UploadEndpoints:
             ref = await registration.next_ref(order, facts)
             smoke = {"smoke": await smoke_test(self._services, facts.base_model, ref, request_id)}
         made = await registration.record(order, blob, facts)
-        return made._replace(version=made.version | smoke)
+        served = self._services.base_models[facts.base_model].chat_template
+        warning = template_warning(wanted.chat_template, served, facts.base_model)
+        return made._replace(version=made.version | smoke | {"template_warning": warning})
 
     async def _validated(self, order: RegistrationRequest, digest: str, blob: Path) -> BlobFacts:
         try:

@@ -1,7 +1,8 @@
-"""Which files of an adapter are read; whatever lies beside them is left where it is."""
+"""Which files of an adapter are read; whatever else lies beside them is left where it is."""
 
 from collections.abc import Callable, Mapping
 
+from lorikeet.chat_template import TEMPLATE_FILES
 from lorikeet.errors import InvalidInput
 from lorikeet_engine.adapter_format import (
     CONFIG_FILE,
@@ -9,6 +10,7 @@ from lorikeet_engine.adapter_format import (
     MAX_INDEX_BYTES,
     MLX_WEIGHTS_FILE,
     WEIGHTS_FILE,
+    check_beside,
     shard_names,
 )
 from lorikeet_engine.errors import AdapterRejected
@@ -16,6 +18,7 @@ from lorikeet_engine.errors import AdapterRejected
 KNOWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, MLX_WEIGHTS_FILE, INDEX_FILE)
 """One of these says that an adapter is there; shards are named by their index."""
 MAX_SOURCE_BYTES = 8 << 30
+_MOST_TEMPLATE_BYTES = 8 << 20  # Gemma's tokenizer_config.json has 1.2 MB
 _PICKLE = "adapter_model.bin"
 
 
@@ -24,9 +27,13 @@ def adapter_files(
 ) -> tuple[str, ...]:
     """Return the files to copy: the config and its weights, in one file or in shards.
 
-    sizes: of the files there are beside each other, by name, in bytes. read: returns a small one.
-    Raises InvalidInput.
+    Also those that may have a chat template. sizes: of the files there are beside each other, by
+    name, in bytes. read: returns a small one. Raises InvalidInput.
     """
+    try:
+        check_beside(sizes)
+    except AdapterRejected as error:
+        raise InvalidInput(f"{source}: {error.message}") from error
     for weights in (WEIGHTS_FILE, MLX_WEIGHTS_FILE):
         if weights in sizes:
             return _checked(source, sizes, (CONFIG_FILE, weights))
@@ -53,7 +60,8 @@ def _checked(source: str, sizes: Mapping[str, int], names: tuple[str, ...]) -> t
     total = sum(sizes[name] for name in names)
     if total > MAX_SOURCE_BYTES:
         raise InvalidInput(f"{source} has {total} bytes: the limit is {MAX_SOURCE_BYTES}")
-    return names
+    beside = (name for name in TEMPLATE_FILES if name in sizes)
+    return (*names, *(name for name in beside if sizes[name] <= _MOST_TEMPLATE_BYTES))
 
 
 def _instead(sizes: Mapping[str, int]) -> str:
