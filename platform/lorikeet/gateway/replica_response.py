@@ -122,16 +122,16 @@ class ReplicaResponse(Response):
         raise GenerationFailed(_SILENT)
 
     async def _chunks(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
-        events, last = 0, b""
+        events, last = 0, list[bytes]()
         try:
             async for chunk in self._all_bytes(first, items):
                 if self._ending and self._before_end is not None:
-                    last += chunk
+                    last.append(chunk)
                 else:
                     yield chunk
                     events += chunk.count(EVENT_END)
             if last and self._before_end is not None:
-                yield await self._before_end(last)
+                yield await self._before_end(b"".join(last))
         except LorikeetError as error:
             yield failed_event(self._call, events, error)
         except Exception as error:
