@@ -14,6 +14,7 @@ from lorikeet_engine.request import (
     EngineTimings,
     Failed,
     FinishReason,
+    PromptLogprobs,
     SamplingParams,
     TokenLogprobs,
     Tokens,
@@ -242,3 +243,39 @@ def test_an_echo_is_the_prompt_before_the_text(tokenizer, stream, as_ids):
         for choice in event["choices"]:
             texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
     assert texts == {0: "one! 0", 1: "one! 1", 2: "two 2", 3: "two 3"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_log_probabilities_of_long_tokens_end_a_body_that_would_be_too_long(
+    tokenizer, monkeypatch, stream
+):
+    monkeypatch.setattr("lorikeet.answer_stream.answer.MOST_LOGPROBS_BYTES", 10_000)
+    (a,) = tokenizer.encode("a").ids
+    likely = TokenLogprobs(-0.5, ((a, -0.5),) * 20)
+    for endpoint in (Endpoint.CHAT, Endpoint.RESPONSES):
+        sampling = SamplingParams(logprobs=20)
+        call = replace(CALL, endpoint=endpoint, sampling=sampling, stream=stream)
+        answer = Answer(call, [(1,)], Vocabulary(tokenizer))
+        taken = 0
+        while not answer.ended and taken < 100:
+            items = answer.take([Tokens("r1", 0, (a,), None, (likely,))])
+            taken += 1
+        if stream and endpoint is Endpoint.CHAT:  # of which nothing is kept
+            assert not answer.ended
+            continue
+        assert answer.stopped == [0]
+        assert taken < 20
+        assert (b'"length"' if endpoint is Endpoint.CHAT else b'"max_output_tokens"') in items[-1]
+
+
+def test_a_prompt_whose_log_probabilities_no_body_holds_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr("lorikeet.answer_stream.answer.MOST_LOGPROBS_BYTES", 10_000)
+    (a,) = tokenizer.encode("a").ids
+    sampling = SamplingParams(prompt_logprobs=1)
+    call = replace(CALL, sampling=sampling, prompt_logprobs=1, n=2)
+    answer = Answer(call, [(a,) * 1001], Vocabulary(tokenizer))
+    scored = (TokenLogprobs(-0.5, ((a, -0.5),)),) * 1000
+    (refusal,) = answer.take([PromptLogprobs("r1", 0, scored)])
+    assert (refusal.code, refusal.param) == ("invalid_value", "prompt_logprobs")
+    assert answer.ended
+    assert answer.stopped == [0, 1]

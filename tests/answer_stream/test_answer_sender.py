@@ -1,12 +1,14 @@
 """One call's outputs become delta groups, and an error of our own ends that call alone."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer
 
-from lorikeet.answer_stream.answer import Answer, AnswerSender
+from lorikeet.answer_stream.answer import Answer
+from lorikeet.answer_stream.answer_sender import AnswerSender
 from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.response_stream import ResponseStream
@@ -20,7 +22,15 @@ from lorikeet.protocol.messages import (
 )
 from lorikeet.usage.ledger import UsageCounts
 from lorikeet_engine.errors import StepFailed
-from lorikeet_engine.request import EngineTimings, Failed, FinishReason, Tokens
+from lorikeet_engine.request import (
+    EngineTimings,
+    Failed,
+    FinishReason,
+    PromptLogprobs,
+    SamplingParams,
+    TokenLogprobs,
+    Tokens,
+)
 
 CALL = Call("r", Endpoint.COMPLETIONS, 0, "acme", "tiny", None, prompts=("x",), stream=True)
 HEADER = AnswerHeader("r0", None, None)
@@ -124,5 +134,31 @@ def test_an_error_of_our_own_is_this_answers_alone(
         one.sender.take(token(A))
         with pytest.raises(ZeroDivisionError):
             await one.stream.wait_for(one.sender.ended)
+
+    asyncio.run(scenario())
+
+
+def test_a_scored_prompt_lets_others_have_their_turns_and_keeps_the_order(
+    tokenizer: Tokenizer,
+) -> None:
+    async def scenario() -> None:
+        sampling, prompt = SamplingParams(prompt_logprobs=1), [A] * 1001
+        call = replace(CALL, stream=False, sampling=sampling, prompt_logprobs=1, prompts=("x",))
+        answer = Answer(call, [prompt], Vocabulary(tokenizer))
+        meter, stream = BilledTokens(call, [prompt]), ResponseStream()
+        sender = AnswerSender(call, answer, meter, stream, lambda *_: None)
+        scored = tuple(TokenLogprobs(-float(at), ((B, -0.5),)) for at in range(1, 1001))
+        sender.begin(HEADER)
+        sender.take(PromptLogprobs("r", 0, scored))
+        sender.take(token(A, FinishReason.LENGTH))
+        turns = 0
+        while not sender.ended.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns > 5
+        items = [item for item in (await stream.take())[0][1] if isinstance(item, bytes)]
+        (choice,) = json.loads(b"".join(items))["choices"]
+        told = [each[str(A)]["logprob"] for each in choice["prompt_logprobs"][1:]]
+        assert told == [-float(at) for at in range(1, 1001)]
 
     asyncio.run(scenario())

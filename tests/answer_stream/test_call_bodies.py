@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from lorikeet.answer_stream.call_bodies import calls_of
 from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import FUNCTION_GEMMA, OLMO, PYTHON_LIST, TOOL_CODE
 from tests.answer_stream.test_tool_calls import USE, cost_s, read
@@ -133,3 +134,13 @@ def test_the_time_to_read_calls_in_python_is_linear_in_their_length(long):
         cost_s(lambda: ToolCallParser(OLMO, USE), LONG_PYTHON[long](n)) for n in (4_000, 16_000)
     )
     assert fourfold < 8 * short + 0.01, "16 times as long if it were quadratic"
+
+
+@pytest.mark.parametrize(
+    ("syntax", "around"), [(PYTHON_LIST, "[f(a=[{}])]"), (FUNCTION_GEMMA, "call:f{{a:[{}]}}")]
+)
+def test_calls_of_more_values_than_are_read_in_one_turn_are_none(syntax, around):
+    (call,) = calls_of(around.format("1," * 4000), syntax)
+    assert call == ("f", {"a": [1] * 4000})
+    with pytest.raises(ValueError, match="at most 4096 values"):
+        calls_of(around.format("1," * 5000), syntax)

@@ -1,4 +1,7 @@
+import time
+
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from lorikeet.answer_stream.detokenizer import Detokenizer, StopStrings
 
@@ -47,3 +50,35 @@ def test_a_stop_string_is_not_looked_for_before_min_tokens(tokenizer):
 def test_an_unfinished_character_at_the_end_is_shown_as_a_replacement(tokenizer):
     ids = tokenizer.encode("a🦜").ids[:-1]
     assert "".join(run(Detokenizer(tokenizer, []), ids)).startswith("a\ufffd")
+
+
+def undecodable(tokenizer: Tokenizer, kind: str) -> tuple[Tokenizer, int]:
+    """A tokenizer, and one of its tokens of which no number makes text."""
+    if kind == "half a character":
+        return tokenizer, tokenizer.encode("é").ids[1]
+    own = Tokenizer.from_str(tokenizer.to_str())
+    own.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return own, own.token_to_id("<|end|>")
+
+
+@pytest.mark.parametrize("kind", ["half a character", "special"])
+@pytest.mark.parametrize("count", [1, 60, 61, 64, 200])
+def test_tokens_that_make_no_text_leave_what_comes_around_them_whole(tokenizer, kind, count):
+    own, token = undecodable(tokenizer, kind)
+    before, after = own.encode("so 日").ids, own.encode("本 and 🦜").ids
+    stream = Detokenizer(own, own.encode("said ").ids)
+    ids = [*before, *[token] * count, *after]
+    assert "".join(run(stream, ids)) == own.decode(ids)
+    assert stream.sent_tokens == stream.tokens == len(stream.offsets) == len(ids)
+
+
+@pytest.mark.parametrize("kind", ["half a character", "special"])
+def test_tokens_that_make_no_text_cost_the_same_however_many_came_before(tokenizer, kind):
+    own, token = undecodable(tokenizer, kind)
+    stream, took_s = Detokenizer(own, []), []
+    for _ in range(6):
+        began_s = time.process_time()
+        for _ in range(1000):
+            stream.push([token])
+        took_s.append(time.process_time() - began_s)
+    assert took_s[-1] < 5 * took_s[0]

@@ -1,7 +1,6 @@
 """The bytes a client gets are OpenAI's, read back with OpenAI's own types."""
 
 import json
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import openai
@@ -11,7 +10,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
+from lorikeet.answer_stream.logprobs import NamedToken, SampledToken
 from lorikeet.answer_stream.openai_format import (
     CallDelta,
     Choice,
@@ -31,8 +30,8 @@ CALLS = [
     CallDelta(1, "", "call00002", "time"),
     CallDelta(1, "{}"),
 ]
-LIKELY = LikelyToken("a", b"a", -0.5)
-DRAWN = [SampledToken(LIKELY, (LIKELY, LikelyToken("<|eos|>", None, -1.5)), 0)]
+LIKELY, END = NamedToken("a", b"a"), NamedToken("<|eos|>", None)
+DRAWN = [SampledToken((LIKELY, LIKELY, END), (-0.5, -0.5, -1.5), 0)]
 
 
 def call(endpoint: Endpoint, **fields: Any) -> Call:
@@ -215,7 +214,7 @@ def test_logprobs_are_openais_whole_and_streamed(endpoint: Endpoint) -> None:
 def test_logprobs_that_come_one_by_one_are_as_those_that_come_together(
     endpoint: Endpoint, count: int
 ) -> None:
-    tokens = [replace(DRAWN[0], offset=at) for at in range(count)]
+    tokens = [DRAWN[0]._replace(offset=at) for at in range(count)]
     one_by_one, together = WholeLogprobs(endpoint), WholeLogprobs(endpoint)
     together.add(tokens)
     for token in tokens:

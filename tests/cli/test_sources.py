@@ -1,5 +1,6 @@
 """An adapter is the same wherever it is registered from; what cannot be one is refused by name."""
 
+import gzip
 import io
 import json
 import os
@@ -278,6 +279,33 @@ def test_a_zip_files_member_is_no_longer_than_it_says(folder: Path, tmp_path: Pa
         pass
 
 
+@pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_zip_file_whose_members_take_any_memory_is_refused(
+    folder: Path, tmp_path: Path, packing: int
+) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", packing) as archive:
+        for name in FILES:
+            archive.write(folder / name, name)
+    with (
+        pytest.raises(InvalidInput, match="another method than deflate"),
+        open_source(str(tmp_path / "a.zip")),
+    ):
+        pass
+
+
+def test_a_zip_files_list_of_members_is_not_read_whole(folder: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name in FILES:
+            archive.write(folder / name, name)
+        for number in range(100):
+            archive.writestr(f"{number}-{'x' * 60_000}", "")
+    with (
+        pytest.raises(InvalidInput, match=r"header of 6\d{6} bytes"),
+        open_source(str(tmp_path / "a.zip")),
+    ):
+        pass
+
+
 # Shards, and what MLX saves, from everywhere.
 
 
@@ -312,6 +340,31 @@ def test_another_layout_comes_whole_from_an_archive(
     with open_source(str(tmp_path / "a.tar.gz")) as unpacked:
         assert {file.name for file in unpacked.iterdir()} == names
         assert digest(unpacked, tmp_path) == digest(folder, tmp_path)
+
+
+def test_shards_come_from_a_packed_stream_in_its_order(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    went_back, seek = [], gzip.GzipFile.seek
+
+    def watched(stream: gzip.GzipFile, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_SET and offset < seek(
+            stream, 0, io.SEEK_CUR
+        ):  # it is then unpacked from its beginning
+            went_back.append(offset)
+        return seek(stream, offset, whence)
+
+    parts = [f"part-{number:02}.safetensors" for number in range(32)]
+    index = {"weight_map": {name: name for name in parts}}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    (folder / WEIGHTS).rename(folder / parts[0])
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
+        for name in [CONFIG, f"{WEIGHTS}.index.json", *reversed(parts)]:
+            tar.add(folder / parts[0] if name in parts else folder / name, name)
+    monkeypatch.setattr(gzip.GzipFile, "seek", watched)
+    with open_source(str(tmp_path / "a.tar.gz")) as unpacked:
+        assert {file.name for file in unpacked.iterdir()} >= set(parts)
+    assert len(went_back) == 2  # to read the index, and to copy
 
 
 def test_another_layout_comes_whole_from_a_bucket(

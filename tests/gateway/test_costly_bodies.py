@@ -14,6 +14,7 @@ from lorikeet.gateway.apis.anthropic_request import MessagesRequest
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
+from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import Caller, ResolvedModel
 from lorikeet.gateway.body import MAX_JSON_BYTES, MAX_VALUES, parse_json
 from lorikeet.protocol.messages import Call
@@ -173,3 +174,11 @@ def long_texts() -> Iterator[tuple[str, Any]]:
 def test_what_is_in_strings_is_no_value_and_a_prompt_may_be_many_ids() -> None:
     for path, body in long_texts():
         call_of(json.dumps(body).encode(), ChatRequest if path == CHAT else CompletionRequest)
+
+
+def test_a_user_that_a_response_would_repeat_three_times_has_a_bound() -> None:
+    body = {"model": "tiny", "input": "hi", "user": "é" * 1024}
+    assert call_of(json.dumps(body).encode(), ResponsesRequest)
+    with pytest.raises(InvalidInput, match="at most 1024 characters") as refused:
+        call_of(json.dumps(body | {"user": "é" * 1025}).encode(), ResponsesRequest)
+    assert refused.value.param == "user"

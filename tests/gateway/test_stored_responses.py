@@ -354,6 +354,13 @@ def test_a_conversation_that_is_too_long_is_answered_and_not_stored(
     assert not list(store.list(PREFIX))
 
 
+def test_an_answer_that_is_too_long_to_be_stored_is_not_even_parsed() -> None:
+    unread: Any = None
+    long = b"event: x\ndata: " + b"x" * (MAX_STORED_BYTES + 1) + b"\n\n"
+    with pytest.raises(StoreError, match="is not stored"):
+        stored_responses._stored(unread, unread, unread, long)
+
+
 @pytest.mark.usefixtures("replica")
 def test_a_stream_may_be_continued_as_soon_as_its_last_event_is_there(
     storing: Gateway, store: Away

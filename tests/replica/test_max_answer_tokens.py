@@ -4,9 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from lorikeet.answer_stream.told_prompts import ToldPrompts
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet.replica.request_builder import fit_body, max_answer_tokens, prompts_logprobs
+from lorikeet.replica.request_builder import (
+    check_echo,
+    fit_body,
+    max_answer_tokens,
+    prompts_logprobs,
+)
 from lorikeet_engine.request import SamplingParams
 
 ENGINE = 100
@@ -99,3 +105,11 @@ def test_a_streamed_response_repeats_its_logprobs_so_it_holds_a_quarter() -> Non
     streamed = replace(with_logprobs(5), endpoint=Endpoint.RESPONSES, stream=True)
     assert fit_body(streamed, 1, 131_072) == 2**19 // (6 * 4)
     assert fit_body(replace(streamed, stream=False), 1, 131_072) == 2**19 // 6
+
+
+def test_prompts_that_each_choice_repeats_have_to_fit_into_one_body():
+    asked = replace(call(1, None, Endpoint.COMPLETIONS), echo=True, n=128)
+    check_echo(asked, ToldPrompts(texts=("x" * 2**15,)))
+    with pytest.raises(InvalidInput, match="128 choices that begin with the 32769") as raised:
+        check_echo(asked, ToldPrompts(texts=("x" * 2**14, "y" * (2**14 + 1))))
+    assert raised.value.param == "echo"

@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Encoding
 
 from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA
-from lorikeet.errors import InvalidInput, UnsupportedParameter
+from lorikeet.errors import ContextLengthExceeded, InvalidInput, UnsupportedParameter
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
 from lorikeet.replica.prompts import PromptEncoder
 
@@ -98,3 +99,27 @@ def test_only_forced_calls_strict_tools_and_formats_are_held_to_a_grammar() -> N
     held = demo.grammar(replace(CHAT, tools=ToolUse((TOOL, strict))))
     assert held is not None
     assert "TEXT" in held
+
+
+class Recorded:
+    """A tokenizer whose tokens have so many characters, and how many it was given of a text."""
+
+    def __init__(self, token_characters: int) -> None:
+        self._each, self.characters = token_characters, 0
+
+    def encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        self.characters += len(text)
+        return PromptEncoder(DEMO, 1).backend.encode("x" * -(-len(text) // self._each))
+
+
+def test_a_text_far_too_long_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = PromptEncoder(DEMO, 10_000)
+    for each, text in ((4, "a" * 4_000_000), (1, "\U00020000" * 1_000_000)):
+        monkeypatch.setattr(plain, "backend", recorded := Recorded(each))
+        with pytest.raises(ContextLengthExceeded, match="context length is 10000 tokens") as long:
+            plain.encode(replace(CHAT, endpoint=Endpoint.COMPLETIONS, prompts=(text,)))
+        assert long.value.param == "prompt"
+        assert recorded.characters < 100_000
+    monkeypatch.setattr(plain, "backend", Recorded(400))  # such as tokens of many spaces
+    (ids,) = plain.encode(replace(CHAT, endpoint=Endpoint.COMPLETIONS, prompts=("a" * 3_999_999,)))
+    assert len(ids) == 10_001  # the last is the beginning of the text

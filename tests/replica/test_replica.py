@@ -377,7 +377,7 @@ def test_a_short_prompt_does_not_wait_until_long_ones_are_encoded(settings, monk
     long = replace(CALL, work=Work(prompt_tokens=1_000))
 
     async def scenario(replica):
-        calls = [replace(long, request_id=f"long-{i}") for i in range(4)]
+        calls = [replace(long, request_id=f"long-{i}", tenant=f"t{i}") for i in range(4)]
         waiting = [asyncio.create_task(items_of(replica, call)) for call in calls]
         async with asyncio.timeout(20):
             while len(held) < request_builder._ENCODERS:
@@ -390,6 +390,33 @@ def test_a_short_prompt_does_not_wait_until_long_ones_are_encoded(settings, monk
     answer, later = run(settings, scenario)
     assert json.loads(answer)["usage"]["completion_tokens"]
     assert len(later) == 4
+
+
+def test_one_tenants_long_prompts_leave_a_thread_to_another_ones(settings, monkeypatch):
+    encode, may_go_on = PromptEncoder.encode, threading.Event()
+
+    def slow(self, call):
+        if call.tenant == "flood":
+            assert may_go_on.wait(30)
+        return encode(self, call)
+
+    monkeypatch.setattr(PromptEncoder, "encode", slow)
+    long = replace(CALL, work=Work(prompt_tokens=1_000))
+
+    async def scenario(replica):
+        calls = [replace(long, request_id=f"flood-{i}", tenant="flood") for i in range(6)]
+        waiting = [asyncio.create_task(items_of(replica, call)) for call in calls]
+        await asyncio.sleep(0)
+        for left in waiting[:3]:  # whose threads go on all the same
+            left.cancel()
+        async with asyncio.timeout(20):
+            *_, answer = await items_of(replica, long)
+        may_go_on.set()
+        return answer, await asyncio.gather(*waiting[3:])
+
+    answer, later = run(settings, scenario)
+    assert json.loads(answer)["usage"]["completion_tokens"]
+    assert len(later) == 3
 
 
 def test_orders_bring_adapters_nearer_and_the_autoscaler_hears_how_hard_it_works(settings, ref):

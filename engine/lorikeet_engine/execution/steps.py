@@ -274,8 +274,8 @@ def _count_tokens(sampler: Sampler, sequence: Sequence) -> None:
     params = sequence.request.sampling
     if params.changes_logits and sequence.penalty_slot is None and not sequence.ended:
         assert not sequence.pending_rows, "a token that nobody can count"
-        at, tokens = sequence.prompt_length, sequence.tokens
-        sequence.penalty_slot = sampler.penalties.begin(params, tokens[:at], tokens[at:])
+        output = sequence.tokens[sequence.prompt_length :]
+        sequence.penalty_slot = sampler.penalties.begin(params, sequence.prompt, output)
 
 
 def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> dict[int, int]:

@@ -26,8 +26,8 @@ class FreeList:
         self.free -= size
         return offset
 
-    def release(self, offset: int, size: int) -> None:
-        """Take a block back and join it with the holes beside it."""
+    def release(self, offset: int, size: int) -> int:
+        """Take a block back and join it with the holes beside it; the size of that hole."""
         self.free += size
         at = bisect_left(self._holes, (offset, 0))
         if at < len(self._holes) and self._holes[at][0] == offset + size:
@@ -36,6 +36,7 @@ class FreeList:
             offset, before = self._holes.pop(at - 1)
             size, at = size + before, at - 1
         self._holes.insert(at, (offset, size))
+        return size
 
     def cheapest_range(self, size: int) -> tuple[int, int]:
         """(begin, end) of a range whose holes add up to `size` or more; size ≤ free.

@@ -93,8 +93,8 @@ class HostArena:
             if for_request:
                 self._reservations.make_way_for(layout.image_elements)
             offset = self._blocks.allocate(layout.image_elements)
-            while offset is None and self._evict_one(layout.image_elements, for_request):
-                offset = self._blocks.allocate(layout.image_elements)
+            if offset is None:
+                offset = self._evict_for(layout.image_elements, for_request)
             if offset is None:
                 return None
             self._images[digest] = _Image(offset, layout)
@@ -159,25 +159,35 @@ class HostArena:
             self._reservations.revoke(digest)
             self.frees += 1
 
-    def _evict_one(self, elements: int, for_request: bool) -> bool:
-        evictable = {
-            digest: image.layout.image_elements
-            for digest, image in self._images.items()
-            if not image.holders and digest not in self._reservations
-        }
-        if self._blocks.free + sum(evictable.values()) >= elements and evictable:
-            self._drop(next(iter(evictable)))
-            self._evictions += 1
-            return True
-        # Pinned images may lie so that no hole is large enough.
-        held = any(image.holders for image in self._images.values())
-        return for_request and not held and self._reservations.revoke_newest()
+    def _evict_for(self, elements: int, for_request: bool) -> int | None:
+        """Evict until there is a hole of this size, and take it; None where there can be none.
 
-    def _drop(self, digest: str) -> None:
+        The engine's thread may wait for the lock meanwhile, and there may be thousands of images:
+        each is looked at once.
+        """
+        while True:
+            evictable = {
+                digest: image.layout.image_elements
+                for digest, image in self._images.items()
+                if not image.holders and digest not in self._reservations
+            }
+            if self._blocks.free + sum(evictable.values()) >= elements:
+                for digest in evictable:
+                    self._evictions += 1
+                    if self._drop(digest) >= elements:
+                        return self._blocks.allocate(elements)
+            # Pinned images may lie so that no hole is large enough.
+            held = any(image.holders for image in self._images.values())
+            if not for_request or held or not self._reservations.revoke_newest():
+                return None
+
+    def _drop(self, digest: str) -> int:
+        """Forget an image; the size of the hole that is there now."""
         image = self._images.pop(digest)
         self._reservations.revoke(digest)
-        self._blocks.release(image.offset, image.layout.image_elements)
+        hole = self._blocks.release(image.offset, image.layout.image_elements)
         self._on_change(digest)
+        return hole
 
     def _view(self, image: _Image) -> torch.Tensor:
         return self._arena[image.offset : image.offset + image.layout.image_elements]

@@ -6,6 +6,7 @@ where it samples them, so the host tells the device nothing of them again.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from lorikeet_engine.kernels.penalties import (
     penalise,
 )
 from lorikeet_engine.request import SamplingParams
+
+V = TypeVar("V")
 
 
 class PenaltySlot:
@@ -60,7 +63,10 @@ class Penalties:
     def begin(
         self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
     ) -> PenaltySlot:
-        """A slot for a sequence of these tokens, filled before its logits are changed."""
+        """A slot for a sequence of these tokens, filled before its logits are changed.
+
+        The choices of a request have the very same params and prompt, which are read once for all.
+        """
         assert self._free, "more sequences are sampled at once than there are slots"
         index = self._free.pop()
         self._new[index] = params, prompt, output
@@ -101,16 +107,40 @@ class Penalties:
         biases.index_fill_(0, slots, 0.0)
         prompts = {slot: prompt for slot, (p, prompt, _) in new.items() if p.has_repetition_penalty}
         if prompts:
-            seen[_places(prompts, device)] = IN_PROMPT
+            own, others = _alike(prompts)
+            seen[_places(own, device)] = IN_PROMPT
+            _copy_rows(seen, others)
         outputs = {slot: output for slot, (p, _, output) in new.items() if p.has_penalties}
         if any(outputs.values()):
             at, tokens = _places(outputs, device)
             self.count(at, tokens)
-        biased = {slot: [t for t, _ in p.logit_bias] for slot, (p, _, _) in new.items()}
-        if any(biased.values()):
-            values = [bias for p, _, _ in new.values() for _, bias in p.logit_bias]
+        biased = {slot: p.logit_bias for slot, (p, _, _) in new.items() if p.logit_bias}
+        if biased:
+            own_biases, others = _alike(biased)
+            values = [bias for each in own_biases.values() for _, bias in each]
+            places = _places({at: [t for t, _ in each] for at, each in own_biases.items()}, device)
             added = upload(np.array(values, np.float32), device)
-            biases.index_put_(_places(biased, device), added, accumulate=True)
+            biases.index_put_(places, added, accumulate=True)
+            _copy_rows(biases, others)
+
+
+def _alike(values: Mapping[int, V]) -> tuple[dict[int, V], dict[int, list[int]]]:
+    """The values of slots, each once; and by slot, which others have the very same value."""
+    first: dict[int, int] = {}
+    own, others = dict[int, V](), dict[int, list[int]]()
+    for slot, value in values.items():
+        if (owner := first.setdefault(id(value), slot)) == slot:
+            own[slot] = value
+        else:
+            others.setdefault(owner, []).append(slot)
+    return own, others
+
+
+def _copy_rows(state: torch.Tensor, others: Mapping[int, list[int]]) -> None:
+    """Write the rows of some slots to others."""
+    for owner, slots in others.items():
+        at = upload(np.array(slots, np.int64), state.device)
+        state[at] = state[owner].clone()
 
 
 def _places(

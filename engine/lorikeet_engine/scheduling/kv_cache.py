@@ -17,6 +17,9 @@ from itertools import chain, zip_longest
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.scheduling.page_pool import PagePool
 
+TokenIds = tuple[int, ...] | list[int]
+"""A sequence's tokens: a prompt that others may have, too, or a list of its own."""
+
 
 class PageKeys:
     """The keys of the pages that a prompt fills, hashed once for all its choices.
@@ -61,32 +64,30 @@ class SequencePages:
     score_from: the first token behind which the next one is to be scored, so that its logits are
     needed; None where only those of the last token are.
     awaited: the key of a page that another sequence was to write when this one last asked.
+    tokens: those that the host has, a prompt's at first; they only grow at their end.
     """
 
     __slots__ = (
         "_keys",
         "_prompt_keys",
-        "_tokens",
         "announced",
         "awaited",
         "computed",
         "first",
         "pages",
         "score_from",
+        "tokens",
         "written",
     )
 
-    def __init__(self, tokens: list[int], prompt_keys: PageKeys) -> None:
-        """Start without pages.
-
-        tokens: those that the host has, a prompt's at first; they only grow at their end.
-        """
+    def __init__(self, tokens: TokenIds, prompt_keys: PageKeys) -> None:
+        """Start without pages."""
         self.pages: list[array[int]] = []  # not lists: page tables are joined bytes
         self.first = self.computed = self.written = self.announced = 0
         self.score_from: int | None = None
         self.awaited: bytes | None = None
-        self._tokens, self._prompt_keys = tokens, prompt_keys
-        self._keys = prompt_keys.keys.copy()
+        self.tokens, self._prompt_keys = tokens, prompt_keys
+        self._keys = prompt_keys.keys  # until there are more
 
     @property
     def adapter_digest(self) -> str | None:
@@ -96,16 +97,18 @@ class SequencePages:
     def keys(self, pages: int) -> list[bytes]:
         """The keys of the first pages, which `tokens` must fill."""
         if len(self._keys) < pages:
-            self._prompt_keys.extend(self._keys, self._tokens, pages)
+            if self._keys is self._prompt_keys.keys:
+                self._keys = self._keys.copy()
+            self._prompt_keys.extend(self._keys, self.tokens, pages)
         return self._keys[:pages]
 
     def full_keys(self) -> list[bytes]:
         """The keys of all the pages that `tokens` fill."""
-        return self.keys(len(self._tokens) // self._prompt_keys.page_size)
+        return self.keys(len(self.tokens) // self._prompt_keys.page_size)
 
     def shareable_keys(self) -> list[bytes]:
         """The keys of the full pages that leave all tokens whose logits are needed."""
-        tokens = len(self._tokens) - 1 if self.score_from is None else self.score_from
+        tokens = len(self.tokens) - 1 if self.score_from is None else self.score_from
         return self.keys(tokens // self._prompt_keys.page_size)
 
 

@@ -10,7 +10,7 @@ from lorikeet_engine.request import FinishReason, Request
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
 from lorikeet_engine.scheduling.fairness import SequenceCost
-from lorikeet_engine.scheduling.kv_cache import PageKeys, SequencePages
+from lorikeet_engine.scheduling.kv_cache import PageKeys, SequencePages, TokenIds
 from lorikeet_engine.scheduling.sequence_timings import SequenceTimings
 
 
@@ -73,7 +73,8 @@ class Sequence:
     stop_ids: tokens that end it. seed: the choice's own. compiled: its grammar, as a matcher that
     others share; None without one. matcher: its own, set once that is there, which has accepted
     every token in `tokens`. plain_sampling: it has no grammar, no penalties, biases or logprobs.
-    tokens: those that the host has. pending_rows: for each token that is sampled and not read yet,
+    tokens: those that the host has, the request's own prompt until one is added: of a long prompt a
+    hundred choices may wait. pending_rows: for each token that is sampled and not read yet,
     its row in the step that samples it. forced: tokens that must follow the pending one, known
     before it is read. length: how many all of these are together. decode_tokens: how many its next
     step computes if it decodes: the last sampled one, and those that were forced behind it.
@@ -109,7 +110,8 @@ class Sequence:
         sampling = request.sampling
         special = sampling.changes_logits or sampling.logprobs is not None
         self.plain_sampling = compiled is None and not special
-        self.tokens = list(request.prompts[choice // request.n])
+        self.prompt = request.prompts[choice // request.n]
+        self.tokens: TokenIds = self.prompt
         self.pending_rows: list[int] = []
         self.forced: tuple[int, ...] = ()
         self.decode_tokens = 1
@@ -207,6 +209,8 @@ class Sequence:
             return FinishReason.STOP
         del self.pending_rows[0]
         accepted, self.forced = (token, *self.forced), ()
+        if isinstance(self.tokens, tuple):
+            self.tokens = self.kv.tokens = list(self.tokens)
         self.tokens.extend(accepted)
         if self.matcher is not None:
             for each in accepted:
@@ -262,7 +266,7 @@ class ScoredRows(NamedTuple):
     @property
     def next_tokens(self) -> list[int]:
         """The tokens after them."""
-        return self.sequence.tokens[self.start + 1 : self.end + 1]
+        return list(self.sequence.tokens[self.start + 1 : self.end + 1])
 
     @property
     def alternatives(self) -> int:

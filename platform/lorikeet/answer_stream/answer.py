@@ -1,7 +1,6 @@
-"""The answer to one call as it grows: tokens in, the client's bytes out and on to its gateway."""
+"""The answer to one call as it grows: tokens in, the client's bytes out."""
 
-import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lorikeet.answer_stream.anthropic_format import (
@@ -9,7 +8,6 @@ from lorikeet.answer_stream.anthropic_format import (
     MessageEventStream,
     message_body,
 )
-from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.answer_stream.choice_stream import open_choice
 from lorikeet.answer_stream.detokenizer import StopStrings, Vocabulary
 from lorikeet.answer_stream.openai_format import (
@@ -19,21 +17,13 @@ from lorikeet.answer_stream.openai_format import (
     json_body,
 )
 from lorikeet.answer_stream.reasoning import Thinking
-from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
 from lorikeet.answer_stream.scored_prompt import ScoredPrompt
+from lorikeet.answer_stream.told_prompts import NOTHING_TOLD, ToldPrompts, told_prompts
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
-from lorikeet.errors import engine_code
-from lorikeet.protocol.messages import (
-    AnswerHeader,
-    Call,
-    Endpoint,
-    FinalUsage,
-    Refusal,
-    RunningUsage,
-    StreamItem,
-)
+from lorikeet.errors import InvalidInput, engine_code
+from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, StreamItem
 from lorikeet_engine.errors import AdapterError, EngineError
 from lorikeet_engine.request import (
     EngineTimings,
@@ -44,10 +34,11 @@ from lorikeet_engine.request import (
     Tokens,
 )
 
-Abort = Callable[[str, int], object]
-"""Takes a request's id and a choice."""
-_TOLD_EVERY = 64
-"""Tokens from one RunningUsage to the next: a gateway handles less than 2% more items for them."""
+MOST_LOGPROBS_BYTES = 2**26
+"""Most of one body, which a replica and a gateway hold whole. Those of short tokens take 40 MB; a
+choice with longer ones ends there."""
+RESPONSE_COPIES = 4
+"""How often a streamed response's last events have all of its log probabilities."""
 
 
 class Answer:
@@ -56,7 +47,8 @@ class Answer:
     `ended` is set with the last item. `stopped` holds choices that ended while the engine
     still makes tokens for them, at a stop string or after the only call that was wanted; the owner
     aborts them and clears it. syntax: how the model writes calls of tools; None: it may call none.
-    thinking: whether it may think before it answers.
+    thinking: whether it may think before it answers. told: of the prompts; None: to be made here,
+    which takes long for long ones.
     """
 
     def __init__(
@@ -66,13 +58,15 @@ class Answer:
         vocabulary: Vocabulary,
         syntax: ToolSyntax | None = None,
         thinking: Thinking = Thinking.NEVER,
+        told: ToldPrompts | None = None,
     ) -> None:
         self._call = call
         self._prompts = prompts
-        self._events = event_stream(call, self, prompts)
+        told = self._told = told or told_prompts(call, prompts, vocabulary.tokenizer)
+        self._events = event_stream(call, self, told)
         stop = StopStrings(call.stop)
         self._choices = [
-            open_choice(call, index, prompt, vocabulary, syntax, thinking, stop)
+            open_choice(call, index, prompt, vocabulary, syntax, thinking, stop, told)
             for index, prompt in enumerate(prompts)
             for _ in range(call.n)
         ]
@@ -84,6 +78,7 @@ class Answer:
         self._scored: list[ScoredPrompt] = []
         if call.sampling.prompt_logprobs is not None:
             self._scored = [ScoredPrompt(call, prompt, vocabulary) for prompt in prompts]
+        self._logprobs_bytes = 0  # that wait to be sent together
         self._unfinished = len(self._choices)
         self._cached: dict[int, int] = {}
         self._timings: dict[int, EngineTimings] = {}
@@ -98,10 +93,10 @@ class Answer:
                 self.ended = True
                 refusal = refusal_of(output.error)
                 return [chunk, refusal] if chunk else [refusal]
-            if isinstance(output, PromptLogprobs):
-                self._scored[output.choice // self._call.n].add(output.logprobs)
-            else:
+            if not isinstance(output, PromptLogprobs):
                 chunk += self._advance(output)
+            elif self._score(output) > MOST_LOGPROBS_BYTES:
+                return [self._refuse_scores()]
         if self._unfinished == 0:
             self.ended = True
             usage = self.usage()
@@ -132,6 +127,25 @@ class Answer:
         """Return the stop string that ended a choice, if one did."""
         return self._choices[choice].stop_string
 
+    def _score(self, output: PromptLogprobs) -> int:
+        """Take how likely tokens of a prompt are; return how many bytes the body has by now."""
+        call = self._call
+        copies = call.n if call.endpoint is Endpoint.COMPLETIONS else 1
+        size = self._scored[output.choice // call.n].add(output.logprobs)
+        self._logprobs_bytes += copies * size
+        return self._logprobs_bytes
+
+    def _refuse_scores(self) -> Refusal:
+        self.ended = True
+        self.stopped += [i for i, choice in enumerate(self._choices) if choice.finish is None]
+        most = MOST_LOGPROBS_BYTES >> 20
+        return Refusal(
+            InvalidInput.code,
+            f"the log probabilities of the prompt's tokens take over {most} MiB, the most of one "
+            "answer: ask for fewer alternatives, or send a shorter prompt",
+            "logprobs" if self._call.prompt_logprobs is None else "prompt_logprobs",
+        )
+
     def _advance(self, output: Tokens) -> bytes:
         index = output.choice
         choice = self._choices[index]
@@ -140,9 +154,12 @@ class Answer:
             self._timings[index] = output.timings
         if choice.finish is not None:
             return b""  # made before the engine heard of the abort
+        taken = output
         if self._call.max_tokens == 0:  # the engine makes one token at least
-            output = Tokens(output.request_id, index, (), FinishReason.LENGTH)
-        delta = choice.take(output)
+            taken = Tokens(output.request_id, index, (), FinishReason.LENGTH)
+        elif self._logprobs_bytes > MOST_LOGPROBS_BYTES:
+            taken = replace(output, finish=output.finish or FinishReason.LENGTH)
+        delta = choice.take(taken)
         if choice.finish is not None:
             self._unfinished -= 1
             if output.finish is None:
@@ -151,13 +168,13 @@ class Answer:
             self._thoughts[index].append(delta.reasoning)
             self._texts[index].append(delta.text)
             self._calls[index] += delta.calls
-            self._logprobs[index].add(delta.logprobs)
+            self._logprobs_bytes += self._logprobs[index].add(delta.logprobs)
             self._token_ids[index] += delta.token_ids
             return b""
         content = delta.text or delta.calls or delta.logprobs or delta.reasoning or delta.token_ids
         if not (content or choice.finish):
             return b""
-        return self._events.delta(
+        events = self._events.delta(
             index,
             delta.text,
             choice.finish,
@@ -166,6 +183,9 @@ class Answer:
             delta.reasoning,
             delta.token_ids,
         )
+        if delta.logprobs and self._call.endpoint is Endpoint.RESPONSES:
+            self._logprobs_bytes += RESPONSE_COPIES * len(events)
+        return events
 
     def _end(self, usage: FinalUsage) -> bytes:
         if self._call.stream:
@@ -188,71 +208,12 @@ class Answer:
         whole = Choice(text, finish, calls, logprobs, stop, thought, prompt_logprobs)
         if not self._call.return_token_ids:
             return whole
-        prompt = self._prompts[index // self._call.n]
+        prompt = self._told.token_ids[index // self._call.n]
         return replace(whole, token_ids=self._token_ids[index], prompt_token_ids=prompt)
 
 
-class AnswerSender:
-    """Sends the gateway what the engine's outputs add to one answer, at once.
-
-    No task waits for outputs: at thousands of deltas a second turns of the event loop would cost
-    more than the work. meter: counts for the tenant's bill. `ended` is done when all is sent; it
-    fails if our code does.
-    """
-
-    def __init__(
-        self, call: Call, answer: Answer, meter: BilledTokens, stream: ResponseStream, abort: Abort
-    ) -> None:
-        self._request_id = call.request_id
-        self._answer, self._meter, self._stream, self._abort = answer, meter, stream, abort
-        self._header: AnswerHeader | None = None
-        self._early: list[Output] = []
-        self._told_tokens = 0
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def begin(self, header: AnswerHeader) -> None:
-        """Send the header first, then what came before it."""
-        self._header = header
-        self._stream.put(self._request_id, (header,))
-        for output in self._early:
-            self.take(output)
-
-    def take(self, output: Output) -> None:
-        """Take an output of the engine. Raises nothing."""
-        if self._header is None:
-            self._early.append(output)
-        elif not self.ended.done():
-            try:
-                self._advance(output, self._header)
-            except Exception as error:
-                self.ended.set_exception(error)
-
-    def _advance(self, output: Output, header: AnswerHeader) -> None:
-        items: list[StreamItem] = []
-        load_s = output.timings.load_s if isinstance(output, Tokens) and output.timings else None
-        if header.is_first and load_s is not None:
-            self._header = replace(header, status=None, load_s=load_s)
-            items.append(self._header)
-        self._meter.on_output(output)
-        made = self._meter.output_tokens
-        if made >= self._told_tokens + _TOLD_EVERY:
-            self._told_tokens = made
-            items.append(RunningUsage(made))
-        for item in self._answer.take((output,)):
-            self._meter.on_item(item)
-            items.append(item)
-        for choice in self._answer.stopped:
-            self._abort(self._request_id, choice)
-        self._answer.stopped.clear()
-        ended = self._answer.ended
-        if items or ended:
-            self._stream.put(self._request_id, items, ended=ended)
-        if ended:
-            self.ended.set_result(None)
-
-
 def event_stream(
-    call: Call, progress: AnswerProgress, prompts: Sequence[Sequence[int]] = ()
+    call: Call, progress: AnswerProgress, told: ToldPrompts = NOTHING_TOLD
 ) -> EventStream | ResponseEventStream | MessageEventStream:
     """Return what makes the events of a streamed call, in the shape of the API that was asked."""
     match call.endpoint:
@@ -261,7 +222,7 @@ def event_stream(
         case Endpoint.MESSAGES:
             return MessageEventStream(call, progress)
     usage = progress.choice_usage if call.continuous_usage else None
-    return EventStream(call, usage, prompts if call.return_token_ids else ())
+    return EventStream(call, usage, told.token_ids)
 
 
 def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:

@@ -14,13 +14,16 @@ FunctionCall = tuple[str, dict[str, Any]]
 """A function's name and its arguments."""
 
 _ESCAPE = "<escape>"
+_MOST_VALUES = 4096
+"""Values, keys and names of calls, which are read in one turn of the loop that all answers share:
+so many take 15 ms."""
 _NAME = r"[\w.-]{1,128}"
 _JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 _CONSTANTS = _JSON_CONSTANTS | {"True": True, "False": False, "None": None}
 _NUMBER = regex.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _TOKEN = {
     CallStyle.PYTHON: regex.compile(
-        r"""(?s)\s*+(?:(?P<string>"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')"""
+        r"""(?s)\s*+(?:(?P<string>"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+')"""
         r"""|(?P<sign>[][(){},=:])|(?P<word>[^][\s(){},=:"']++))"""
     ),
     CallStyle.GEMMA: regex.compile(
@@ -143,7 +146,7 @@ class _Reader:
     def __init__(self, text: str, style: CallStyle) -> None:
         self._text, self._style = text.strip(), style
         self._next = _TOKEN[style]
-        self._at = 0
+        self._at = self._taken = 0
 
     def calls(self) -> list[FunctionCall]:
         """Read all calls: one at least, and nothing else."""
@@ -223,6 +226,9 @@ class _Reader:
         return True
 
     def _take(self) -> dict[str, str | None]:
+        self._taken += 1
+        if self._taken > _MOST_VALUES:
+            raise ValueError(f"want at most {_MOST_VALUES} values")
         found = self._next.match(self._text, self._at)
         if found is None:
             raise ValueError("want a value, a name or a sign")

@@ -2,12 +2,13 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import regex
 from tokenizers import Tokenizer, decoders
 from tokenizers.decoders import DecodeStream
 
-from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
+from lorikeet.answer_stream.logprobs import NamedToken, SampledToken
 from lorikeet.answer_stream.reasoning import ReasoningParser
 from lorikeet_engine.request import MAX_LOGPROBS, TokenLogprobs
 
@@ -18,11 +19,20 @@ _BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {
 }
 """The byte for which each character stands in byte-level vocabularies (GPT-2's)."""
 _BYTE = regex.compile("<0x([0-9A-F]{2})>")  # in SentencePiece's vocabularies
-_CONTEXT_TOKENS = 8  # enough of the prompt for a decoder that joins words to see what came before
+_KEPT_NAMES = 2**15
+"""How many tokens have their names and JSON kept: some 400 bytes each."""
+_CONTEXT_TOKENS = 8  # enough for a decoder that joins words to see what came before
+_MOST_UNDECODED = 64
+"""Most tokens without the end of a character that may yet be text: each one more has all of them
+decoded again."""
+_PART_TOKENS = 3  # of a character of four bytes that is not whole
 
 
 class Vocabulary:
-    """The tokens of one tokenizer. added: its own tokens for whole words, special or text."""
+    """The tokens of one tokenizer. added: its own tokens for whole words, special or text.
+
+    named: returns a token as answers name it.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -30,6 +40,7 @@ class Vocabulary:
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self.special = frozenset(i for i, token in self._added.items() if token.special)
         self.added = {str(token.content): i for i, token in self._added.items()}
+        self.named = lru_cache(_KEPT_NAMES)(self._named)
 
     def special_except(self, shown: Iterable[str]) -> frozenset[int]:
         """Return the special tokens except these."""
@@ -50,7 +61,9 @@ class Vocabulary:
 
     def name_of(self, token: int) -> str:
         r"""Return a token's text; for a part of a character its bytes, as \xf0\x9f."""
-        octets = self.bytes_of(token)
+        return self._name_of(token, self.bytes_of(token))
+
+    def _name_of(self, token: int, octets: bytes | None) -> str:
         if octets is None:
             return str(self.tokenizer.id_to_token(token) or "")
         try:
@@ -66,13 +79,16 @@ class Vocabulary:
         alternatives: int = MAX_LOGPROBS,
     ) -> SampledToken:
         """Return a token with N alternatives; logprobs: None for a prompt's first."""
+        named = self.named
         if logprobs is None:
-            return SampledToken(self._likely(token, None), (), offset)
-        top = tuple(self._likely(*likely) for likely in logprobs.top[:alternatives])
-        return SampledToken(self._likely(token, logprobs.logprob), top, offset)
+            return SampledToken((named(token),), (None,), offset)
+        top = logprobs.top[:alternatives]
+        tokens = [named(token), *[named(i) for i, _ in top]]
+        return SampledToken(tokens, [logprobs.logprob, *[likely for _, likely in top]], offset)
 
-    def _likely(self, token: int, logprob: float | None) -> LikelyToken:
-        return LikelyToken(self.name_of(token), self.bytes_of(token), logprob)
+    def _named(self, token: int) -> NamedToken:
+        octets = self.bytes_of(token)
+        return NamedToken(self._name_of(token, octets), octets)
 
 
 class StopStrings:
@@ -126,8 +142,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._hidden = hidden or frozenset()
         self._skip_special = hidden is None
-        context = list(prompt[-_CONTEXT_TOKENS:])
-        self._decoder = DecodeStream(ids=context, skip_special_tokens=self._skip_special)
+        self._context = list(prompt[-_CONTEXT_TOKENS:])  # what came before the undecoded
+        self._decoder = self._new_decoder()
         self._stop_strings = stop
         self._min_tokens = min_tokens
         self._reasoning = reasoning
@@ -173,14 +189,38 @@ class Detokenizer:
     def _decode(self, token_id: int) -> str:
         if token_id in self._hidden:
             return ""
+        text = self._take(token_id)
+        return text + self._give_up() if len(self._undecoded) == _MOST_UNDECODED else text
+
+    def _take(self, token_id: int) -> str:
         self._undecoded.append(token_id)
         text = self._decoder.step(self._tokenizer, token_id)
         if text is None:
             return ""
+        self._context = self._undecoded[-_CONTEXT_TOKENS:]
         self._undecoded.clear()
-        self._decoded += len(text)
-        self._ends += [self._decoded] * (self.tokens - len(self._ends))
+        self._note_decoded(len(text), self.tokens)
         return str(text)
+
+    def _give_up(self) -> str:
+        """Decode tokens that end no character as they are; the last may yet be a part of one."""
+        settled, rest = self._undecoded[:-_PART_TOKENS], self._undecoded[-_PART_TOKENS:]
+        before, both = (
+            str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))
+            for ids in (self._context, self._context + settled)
+        )
+        text = both[len(before) :]
+        self._note_decoded(len(text), self.tokens - len(rest))
+        self._undecoded, self._decoder = [], self._new_decoder()
+        return text + "".join(map(self._take, rest))
+
+    def _new_decoder(self) -> DecodeStream:
+        return DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
+
+    def _note_decoded(self, characters: int, tokens: int) -> None:
+        """Note that so many more characters are known, which end with the text of this token."""
+        self._decoded += characters
+        self._ends += [self._decoded] * (tokens - len(self._ends))
 
     def tokens_until(self, character: int) -> int:
         """Return how many tokens end at or before a character of the text."""

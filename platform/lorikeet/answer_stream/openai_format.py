@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from lorikeet.answer_stream.compact_json import dump
-from lorikeet.answer_stream.logprobs import SampledToken, chat_logprobs, completion_logprobs
+from lorikeet.answer_stream.logprobs import SampledToken
 from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.dialects import error_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
@@ -38,7 +38,8 @@ class Choice:
 
     logprobs: those of the text's tokens; None if not asked for. stop: the stop string that ended
     it, if one did. reasoning: what was thought before. prompt_logprobs: JSON of its prompt's; None
-    if not asked for. token_ids, prompt_token_ids: all its tokens and its prompt's; likewise.
+    if not asked for. token_ids, prompt_token_ids: all its tokens, and JSON of its prompt's;
+    likewise.
     """
 
     text: str
@@ -49,7 +50,7 @@ class Choice:
     reasoning: str = ""
     prompt_logprobs: bytes | None = None
     token_ids: Sequence[int] | None = None
-    prompt_token_ids: Sequence[int] | None = None
+    prompt_token_ids: bytes | None = None
 
 
 class EventStream:
@@ -57,14 +58,15 @@ class EventStream:
 
     Call `delta` for each delta of text, then `end` once. The chat role chunk goes before a choice's
     first delta by itself. choice_usage: what a choice has taken until now, for each event to show.
-    prompts: token ids to tell with the first event of a chat, or of each choice of a completion.
+    prompts: token ids in JSON, to tell with the first event of a chat, or of each choice of a
+    completion.
     """
 
     def __init__(
         self,
         call: Call,
         choice_usage: Callable[[int], FinalUsage] | None = None,
-        prompts: Sequence[Sequence[int]] = (),
+        prompts: Sequence[bytes] = (),
     ) -> None:
         self._untold_prompts = {i: prompts[i // call.n] for i in range(len(prompts) * call.n)}
         self._chat = call.endpoint is Endpoint.CHAT
@@ -97,7 +99,7 @@ class EventStream:
         if not self._chat:
             if not (text or finish or logprobs or token_ids):
                 return b""
-            known = dump(completion_logprobs(logprobs)) if logprobs else b"null"
+            known = _logprobs(Endpoint.COMPLETIONS, logprobs)
             return self._event(choice, dump(text), finish, known, token_ids)
         events = b""
         if choice not in self._started:
@@ -108,7 +110,7 @@ class EventStream:
         if reasoning:
             events += self._event(choice, b'{"reasoning_content":' + dump(reasoning) + b"}")
         if text or logprobs or token_ids:
-            known = dump(chat_logprobs(logprobs)) if logprobs else b"null"
+            known = _logprobs(Endpoint.CHAT, logprobs)
             content = b'{"content":' + dump(text) + b"}"
             events += self._event(choice, content, None, known, token_ids)
         for call in calls:
@@ -141,7 +143,7 @@ class EventStream:
         close = self._close
         if self._choice_usage is not None:
             close = self._close_with(self._choice_usage(choice))
-        ids = _member("token_ids", token_ids or None)
+        ids = _member("token_ids", dump(token_ids) if token_ids else None)
         if self._untold_prompts:
             ids, close = self._with_prompt(choice, ids, close)
         return b"".join((self._open, *event, b',"finish_reason":', reason, ids, b"}", close))
@@ -202,7 +204,8 @@ def _choice(chat: bool, functions: bool, index: int, choice: Choice) -> bytes:
     logprobs = b"null" if choice.logprobs is None else choice.logprobs.json()
     reason = dump(_reason(choice.finish, called=bool(choice.calls), functions=functions))
     prompt = b"" if chat else _of_prompt(choice)
-    known = (index, text, logprobs, prompt, reason, _member("token_ids", choice.token_ids))
+    ids = None if choice.token_ids is None else dump(choice.token_ids)
+    known = (index, text, logprobs, prompt, reason, _member("token_ids", ids))
     return b'{"index":%d,%s,"logprobs":%s%s,"finish_reason":%s%s}' % known
 
 
@@ -212,9 +215,14 @@ def _of_prompt(choice: Choice) -> bytes:
     return scored + _member("prompt_token_ids", choice.prompt_token_ids)
 
 
-def _member(name: str, token_ids: Sequence[int] | None) -> bytes:
-    """Return token ids as one more member of an object; none for None."""
-    return b"" if token_ids is None else b",%s:%s" % (dump(name), dump(token_ids))
+def _logprobs(endpoint: Endpoint, tokens: Sequence[SampledToken] | None) -> bytes:
+    """Return the `logprobs` of a delta."""
+    return WholeLogprobs(endpoint, tokens).json() if tokens else b"null"
+
+
+def _member(name: str, token_ids: bytes | None) -> bytes:
+    """Return token ids, in JSON, as one more member of an object; none for None."""
+    return b"" if token_ids is None else b",%s:%s" % (dump(name), token_ids)
 
 
 def _message(choice: Choice, functions: bool) -> dict[str, Any]:

@@ -48,7 +48,8 @@ class ReasoningParser:
         assert thinking is not Thinking.NEVER
         begun = thinking is Thinking.BEGUN
         self._look: Callable[[bool], str] = self._in_thought if begun else self._before_thought
-        self._rest = ""  # may be a part of a tag, with whitespace before an opening one
+        self._spaces: list[str] = []  # before what may be an opening tag
+        self._rest = ""  # may be a part of a tag
         self._thought: list[str] = []  # for the delta that is being made
         self._has_thought = False
         self._line_ends = 0  # behind what was thought; dropped unless more is
@@ -71,11 +72,15 @@ class ReasoningParser:
 
     def _before_thought(self, last: bool) -> str:
         begun = self._rest.lstrip()
+        self._spaces.append(self._rest[: len(self._rest) - len(begun)])
+        self._rest = begun
         if begun.startswith(OPENS):
-            self._remove(len(self._rest) - len(begun) + len(OPENS))
+            self.removed += sum(map(len, self._spaces))
+            self._remove(len(OPENS))
             self.thinks = True
             self._look = self._in_thought
         elif last or not OPENS.startswith(begun):
+            self._rest = "".join((*self._spaces, begun))
             self._look = self._in_answer
         else:
             return ""

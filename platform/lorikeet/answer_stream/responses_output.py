@@ -16,7 +16,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from lorikeet.answer_stream.compact_json import dump
-from lorikeet.answer_stream.logprobs import SampledToken, response_logprobs
+from lorikeet.answer_stream.logprobs import SampledToken
 from lorikeet.answer_stream.openai_format import CallDelta
 from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.protocol.messages import Call, Endpoint
@@ -89,7 +89,7 @@ class MessageItem:
         """Add new text. logprobs: those of its tokens."""
         self._texts.append(text)
         self._logprobs.add(logprobs or ())
-        known = dump(response_logprobs(logprobs)["content"]) if logprobs else b"[]"
+        known = WholeLogprobs(Endpoint.RESPONSES, logprobs or ()).values("content")
         return _of_part("output_text.delta", b'"delta":%s,"logprobs":%s' % (dump(text), known))
 
     def begin(self) -> ItemState:

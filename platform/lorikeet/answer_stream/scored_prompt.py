@@ -1,11 +1,9 @@
 """A prompt in an answer: how likely the model thought its tokens, as JSON that grows with them."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.detokenizer import Detokenizer, Vocabulary
-from lorikeet.answer_stream.logprobs import finite
+from lorikeet.answer_stream.logprobs import numbers
 from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.protocol.messages import Call
 from lorikeet_engine.request import TokenLogprobs
@@ -26,23 +24,28 @@ class ScoredPrompt:
         self.echoed = WholeLogprobs(call.endpoint)
         self.add((None,))
 
-    def add(self, logprobs: Sequence[TokenLogprobs | None]) -> None:
-        """Take the log probabilities of the next tokens; None for the first."""
-        vocabulary, begin = self._vocabulary, self._text.tokens
+    def add(self, logprobs: Sequence[TokenLogprobs | None]) -> int:
+        """Take the log probabilities of the next tokens; None for the first.
+
+        Return how many bytes they take in the answer.
+        """
+        vocabulary, begin, size = self._vocabulary, self._text.tokens, 0
         tokens = self._prompt[begin : begin + len(logprobs)]
         self._text.push(tokens)
         scored = list(zip(tokens, logprobs, strict=True))
         if (count := self._echoes) is not None:
             offsets = self._text.offsets[begin:]
-            self.echoed.add(
+            size += self.echoed.add(
                 [
                     vocabulary.describe(token, known, offset, count)
                     for (token, known), offset in zip(scored, offsets, strict=True)
                 ]
             )
         if (count := self._tells) is not None:
-            shaped = [_told(vocabulary, *one, count) for one in scored]
-            self._told.append(dump(shaped)[1:-1])
+            told = b",".join([_told(vocabulary, *one, count) for one in scored])
+            self._told.append(told)
+            size += len(told)
+        return size
 
     def json(self) -> bytes | None:
         """Return the answer's `prompt_logprobs`, vLLM's field; None if not asked for."""
@@ -51,16 +54,20 @@ class ScoredPrompt:
 
 def _told(
     vocabulary: Vocabulary, token: int, logprobs: TokenLogprobs | None, alternatives: int
-) -> dict[str, Any] | None:
+) -> bytes:
     """Return one token's part of `prompt_logprobs`: by their ids it and the most likely ones.
 
-    None for the first. Only the latter have a rank.
+    null for the first. Only the latter have a rank.
     """
     if logprobs is None:
-        return None
-    ranked = {i: (x, rank) for rank, (i, x) in enumerate(logprobs.top[:alternatives], 1)}
-    known: dict[int, tuple[float, int | None]] = {token: (logprobs.logprob, None), **ranked}
-    return {
-        str(i): {"logprob": finite(x), "rank": rank, "decoded_token": vocabulary.name_of(i)}
-        for i, (x, rank) in known.items()
+        return b"null"
+    top = logprobs.top[:alternatives]
+    ids = [token, *[i for i, _ in top]]
+    likely = numbers([logprobs.logprob, *[likely for _, likely in top]])
+    ranks = (b"null", *(b"%d" % rank for rank in range(1, len(ids))))
+    told = {
+        i: b'"%d":{"logprob":%s,"rank":%s,"decoded_token":%s}'
+        % (i, known, rank, vocabulary.named(i).json)
+        for i, known, rank in zip(ids, likely, ranks, strict=True)
     }
+    return b"{%s}" % b",".join(told.values())

@@ -125,22 +125,22 @@ class ReplicaResponse(Response):
 
         Each message is a write to the client's connection.
         """
-        events, last = 0, b""
+        events, last = 0, list[bytes]()
         try:
             async for chunk in self._all_bytes(first, items):
                 if self._ending:
-                    last += chunk
+                    last.append(chunk)
                 else:
                     yield _body(chunk, more=True)
                     events += chunk.count(EVENT_END)
             if last and self._before_end is not None:
-                last = await self._before_end(last)
+                last = [await self._before_end(b"".join(last))]
         except LorikeetError as error:
-            last = failed_event(self._call, events, error)
+            last = [failed_event(self._call, events, error)]
         except Exception as error:
             log_unexpected("stream_failed", self._call.request_id, error)
-            last = failed_event(self._call, events, GenerationFailed(_SILENT))
-        yield _body(last, more=False)
+            last = [failed_event(self._call, events, GenerationFailed(_SILENT))]
+        yield _body(b"".join(last), more=False)
 
     async def _all_bytes(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
         yield first

@@ -25,7 +25,13 @@ from lorikeet.gateway.body import ValueBudget
 from lorikeet.gateway.replica_response import BeforeEnd
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call
-from lorikeet.responses.store import Json, ResponseStore, StoredResponse
+from lorikeet.responses.store import (
+    MAX_STORED_BYTES,
+    Json,
+    ResponseStore,
+    StoredResponse,
+    too_large,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -154,8 +160,14 @@ async def _in_thread(threads: ThreadPoolExecutor, ask: Callable[[], T]) -> T:
 def _stored(
     request: ResponsesRequest, context: CallContext, call: Call, last: bytes
 ) -> StoredResponse:
-    """Return what is stored of an answer. last: its body, or the events that end its stream."""
-    answer = json.loads(last.rstrip().rpartition(b"\ndata: ")[2])
+    """Return what is stored of an answer. last: its body, or the events that end its stream.
+
+    Raises StoreError where it is too large.
+    """
+    text = last.rstrip().rpartition(b"\ndata: ")[2]
+    if len(text) > MAX_STORED_BYTES:  # to parse it would hold up the gateway for longer yet
+        raise too_large()
+    answer = json.loads(text)
     response = answer["response"] if call.stream else answer
     new = "in_" + response["id"].removeprefix("resp_")
     items = [

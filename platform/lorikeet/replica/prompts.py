@@ -33,6 +33,10 @@ _TEMPLATE_ERRORS = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError),
 )
 _END_TOKENS = 32  # of a prompt, which hold two tags even if each letter is a token
+_UNCHECKED_BYTES = 2
+"""A text of so many for each token of the context may be too long, but not by far."""
+_PART_CHARACTERS, _CUT_TOKENS = 2**14, 64
+"""The size of its parts; tokens that one may have more because it is cut off."""
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -69,9 +73,7 @@ class PromptEncoder:
         self._wants_parts = self._shows_parts_alone()
         self.syntax = self._syntax()
         self._thinks = any(CLOSES in template for template in templates)
-        longest_token = max(len(token.encode()) for token in self._tokenizer.get_vocab())
         self._max_context = max_context
-        self._most_characters = max_context * longest_token
 
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
         """Return each prompt's token ids. Takes long for long prompts. Raises InvalidInput."""
@@ -125,14 +127,27 @@ class PromptEncoder:
         return self._tokens(text, "prompt", add_special_tokens=False)
 
     def _tokens(self, text: str, param: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        if len(text) > self._most_characters:
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {self._max_context} tokens. However, "
-                f"{param} has {len(text)} characters, and no text of more than "
-                f"{self._most_characters} fits: shorten it",
-                param=param,
-            )
+        if len(text.encode(errors="replace")) > _UNCHECKED_BYTES * self._max_context:
+            self._check_length(text, param)
         return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Refuse a long text as soon as its first parts have too many tokens.
+
+        All of it could take seconds and a gigabyte to tokenise, and to make Python's integers of so
+        many tokens keeps the interpreter from the replica's event loop.
+        """
+        tokens = 0
+        for at in range(0, len(text), _PART_CHARACTERS):
+            part = text[at : at + _PART_CHARACTERS]
+            tokens += len(self.backend.encode(part, add_special_tokens=False)) - _CUT_TOKENS
+            if tokens > self._max_context:
+                raise ContextLengthExceeded(
+                    f"This model's maximum context length is {self._max_context} tokens. However, "
+                    f"the first {at + len(part)} of the {len(text)} characters of {param} have "
+                    "more: shorten it",
+                    param=param,
+                )
 
     def _shows_parts_alone(self) -> bool:
         """Return whether the template shows content only where it is a list of parts.

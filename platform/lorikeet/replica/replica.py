@@ -8,7 +8,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from lorikeet.answer_stream.answer import Answer, AnswerSender, refusal_of
+from lorikeet.answer_stream.answer import Answer, refusal_of
+from lorikeet.answer_stream.answer_sender import AnswerSender
 from lorikeet.answer_stream.anthropic_format import token_count_body
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
 from lorikeet.catalog.store.object_store import open_store
@@ -98,7 +99,7 @@ class Replica:
         """Answer one call; its gateway reads the answer from `response_stream`.
 
         An answer is an AnswerHeader, then bytes; or a Refusal at any point before the first byte.
-        What the engine makes comes by `_outputs` to the AnswerSender (answer_stream/answer.py),
+        What the engine makes comes by `_outputs` to the AnswerSender (answer_stream/),
         which puts the client's bytes into the gateway's stream. This method yields one item: None
         when all is on its way, else the Refusal of a call that the engine did not take, or that can
         reach its gateway no more. Closing it aborts what is not finished and frees its KV pages and
@@ -117,7 +118,7 @@ class Replica:
             request = encoded.request
             with self._metering.metered(call, request.prompts) as meter:
                 encoder = self._encoder
-                known = (encoder.vocabulary, encoder.syntax, encoded.thinking)
+                known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.told)
                 answer = Answer(call, request.prompts, *known)
                 sender = AnswerSender(call, answer, meter, stream, self._engine.abort)
                 with self._outputs.receiving(call.request_id, sender.take, self._engine.abort):

@@ -3,13 +3,17 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
+from lorikeet.answer_stream.answer import RESPONSE_COPIES
 from lorikeet.answer_stream.reasoning import Thinking
+from lorikeet.answer_stream.told_prompts import ToldPrompts, told_prompts
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.replica.grammar_sandbox import GrammarSandbox
@@ -22,7 +26,10 @@ MOST_LOGPROBS = 2**19
 """The most of one body, which a replica and a gateway hold whole: 40 MB of short tokens."""
 MOST_PROMPT_IDS = 2**20
 """The most of one answer, whose choices repeat their prompt's: 7 MB."""
-_ENCODERS = 2
+MOST_ECHOED = 2**22
+"""The most characters of one answer's prompts, which each of its choices begins with."""
+_ENCODERS, _OF_A_TENANT = 3, 2
+"""Threads, and how many of them may work for one tenant: its long prompts delay its own."""
 _SHORT_PROMPT_TOKENS = 256
 """Prompts up to about this long take less time than a thread waits beside a busy event loop."""
 
@@ -32,12 +39,14 @@ class EncodedCall:
     """The engine's request for a call, and what its answer is read by.
 
     thinking: whether the model thinks before it answers. answer_grammar: the request's grammar but
-    for thinking, behind which nobody sees at once what it costs; None if the answer is free.
+    for thinking, behind which nobody sees at once what it costs; None if the answer is free. told:
+    what the answer repeats of the prompts.
     """
 
     request: Request
     thinking: Thinking
     answer_grammar: str | None
+    told: ToldPrompts
 
 
 class RequestBuilder:
@@ -51,6 +60,7 @@ class RequestBuilder:
         """model: the base model's folder. max_context: the engine's, in tokens."""
         self._encoder, self._max_context = encoder, max_context
         self._threads = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
+        self._turns = WeakValueDictionary[str, asyncio.Semaphore]()  # by tenant
         self._grammars = GrammarSandbox(model)
 
     async def build(self, call: Call) -> EncodedCall:
@@ -76,7 +86,16 @@ class RequestBuilder:
     async def _in_time(self, encode: Callable[[Call], T], call: Call) -> T:
         if _is_short(call):
             return encode(call)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode, call)
+        turn = self._turns.setdefault(call.tenant, asyncio.Semaphore(_OF_A_TENANT))
+        await turn.acquire()
+        loop, working = asyncio.get_running_loop(), self._threads.submit(encode, call)
+
+        def done(_: Future[T]) -> None:  # also where the client has left, but the thread goes on
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(turn.release)
+
+        working.add_done_callback(done)
+        return await asyncio.wrap_future(working)
 
     async def _with_grammar_tried(self, call: Call, request: Request, grammar: str) -> Request:
         """Return the request, which may wait in the engine for what is left. See `check`."""
@@ -99,6 +118,8 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     prompts = encoder.encode(call)
     room = max_answer_tokens(call, prompts, max_context)
     check_told_prompts(call, prompts)
+    told = told_prompts(call, prompts, encoder.backend)
+    check_echo(call, told)
     room = fit_body(call, len(prompts) * call.n, room, prompts_logprobs(call, prompts))
     thinking = encoder.thinking(call, prompts)
     answer_grammar = grammar = encoder.grammar(call)
@@ -119,7 +140,7 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
         salt=call.tenant,
         scheduling=call.scheduling,
     )
-    return EncodedCall(request, thinking, answer_grammar)
+    return EncodedCall(request, thinking, answer_grammar, told)
 
 
 def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
@@ -159,6 +180,17 @@ def check_told_prompts(call: Call, prompts: Sequence[Sequence[int]]) -> None:
         )
 
 
+def check_echo(call: Call, told: ToldPrompts) -> None:
+    """Check that one body holds the prompts that its choices begin with. Raises InvalidInput."""
+    characters = call.n * sum(map(len, told.texts))
+    if characters > MOST_ECHOED:
+        raise InvalidInput(
+            f"{call.n} choices that begin with the {characters // call.n} characters of their "
+            f"prompts: {MOST_ECHOED} is the most of one answer. Send fewer prompts, or a smaller n",
+            param="echo",
+        )
+
+
 def prompts_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
     """Return how many log probabilities of prompts' tokens the body of an answer has.
 
@@ -189,7 +221,7 @@ def fit_body(call: Call, choices: int, room: int, of_prompts: int = 0) -> int:
     repeats = call.endpoint is Endpoint.RESPONSES  # its last four events have all of them
     if logprobs is None or (call.stream and not repeats):
         return room
-    copies = 4 if call.stream else 1
+    copies = RESPONSE_COPIES if call.stream else 1
     left = MOST_LOGPROBS - of_prompts
     most = left // (choices * (1 + logprobs) * copies)
     max_tokens = min(call.max_tokens or 1, room)

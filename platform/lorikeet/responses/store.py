@@ -53,7 +53,7 @@ class ResponseStore:
         members = {"created": saved.created, "response": saved.response, "turns": saved.turns}
         data = json.dumps(members, separators=(",", ":")).encode("ascii")
         if len(data) > MAX_STORED_BYTES:
-            raise StoreError(f"a conversation of more than {MAX_STORED_BYTES} bytes is not stored")
+            raise too_large()
         key = _key(tenant, saved.response["id"])
         try:
             self._store.put_if_absent(key, data)
@@ -97,6 +97,11 @@ class ResponseStore:
         """Delete a tenant's response. Raises as `get` does."""
         self.get(tenant, response_id)
         self._store.delete(_key(tenant, response_id))
+
+
+def too_large() -> StoreError:
+    """Return why a conversation is not stored."""
+    return StoreError(f"a conversation of more than {MAX_STORED_BYTES} bytes is not stored")
 
 
 def clean_up(

@@ -16,6 +16,7 @@ CHARACTERS_PER_TOKEN = 4
 """An estimate for English text; a gateway has no tokenizer."""
 MOST_BLOCKS = 64
 """The most blocks of a prompt that are hashed: 4,096 tokens."""
+MOST_CHARACTERS = MOST_BLOCKS * BLOCK_TOKENS * CHARACTERS_PER_TOKEN
 _REMEMBERED = 1 << 17  # blocks: 8 million tokens, more than the KV caches of a few replicas hold
 _NOWHERE = Residency.REMOTE
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ray.serve.request_router import (
@@ -14,7 +14,7 @@ from ray.serve.request_router import (
 
 from lorikeet.protocol.messages import Call, SmokeTest
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
-from lorikeet.routing.locations import prefix_hashes
+from lorikeet.routing.locations import MOST_CHARACTERS, prefix_hashes
 from lorikeet.routing.ranking import RoutingRequest, Work
 from lorikeet.routing.status_update import from_stats
 from lorikeet.serving.fleet_registry import fleet_of
@@ -155,15 +155,22 @@ def routing_request_of(call: Call) -> RoutingRequest:
 
 
 def _beginning(call: Call) -> str | Sequence[int]:
+    """Return as much of a call's prompt as is hashed: it may have megabytes, and be asked again."""
     if call.prompts:
         return call.prompts[0]
-    turns = [_turn(message) for message in call.messages]
-    if call.tools:
-        turns.insert(0, json.dumps(call.tools.tools))  # templates write them first
-    return "\n".join(turns)
+    texts, length = list[str](), 0
+    for text in _texts(call):
+        texts.append(text[:MOST_CHARACTERS])
+        length += len(text)
+        if length >= MOST_CHARACTERS:
+            break
+    return "\n".join(texts)
 
 
-def _turn(message: Mapping[str, Any]) -> str:
-    text = f"{message['role']}\n{message['content']}"
-    calls = message.get("tool_calls")
-    return f"{text}\n{json.dumps(calls)}" if calls else text
+def _texts(call: Call) -> Iterator[str]:
+    if call.tools:  # templates write them first
+        yield from map(json.dumps, call.tools.tools)
+    for message in call.messages:
+        yield from (message["role"], message["content"])
+        if calls := message.get("tool_calls"):
+            yield json.dumps(calls)

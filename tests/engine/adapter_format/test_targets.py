@@ -2,8 +2,11 @@
 
 import time
 
+import pytest
+
 from lorikeet_engine.adapter_format.expressions import Expressions
 from lorikeet_engine.adapter_format.targets import check_targets
+from lorikeet_engine.errors import AdapterRejected
 from tests.engine.blobs import SHAPE
 
 
@@ -17,3 +20,10 @@ def test_a_long_list_of_layers_is_not_searched_for_every_module():
     with Expressions() as run:
         check_targets(config, modules, run)
     assert time.process_time() - began_s < 0.5  # a search of the list for each takes 4 s
+
+
+def test_experts_of_one_layer_are_not_looked_for_in_all_without_end():
+    experts = [f"model.layers.0.mlp.experts.{number}.gate_proj" for number in range(2_000)]
+    modules = [*experts, "model.layers.999.mlp.experts.0.gate_proj"]
+    with Expressions() as run, pytest.raises(AdapterRejected, match="over 200000 linears"):
+        check_targets({"target_modules": ["gate_proj"]}, modules, run)

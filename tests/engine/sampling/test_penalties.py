@@ -1,5 +1,7 @@
 """Penalties and biases change logits as they say, for every token that was there or is sampled."""
 
+import time
+
 import pytest
 import torch
 import transformers
@@ -98,6 +100,37 @@ class TestPenalties:
         rows = self.rows(penalties, **heat)
         logits = logits_of(seed=11, rows=len(rows)).bfloat16()
         assert sample(logits, rows, penalties) == self.by_hand(logits, rows)
+
+    def test_choices_of_one_request_begin_alike_whatever_comes_between_them(self):
+        shared = SamplingParams(repetition_penalty=1.4, logit_bias=((8, 2.5), (3, -1.0)))
+        other, prompt = SamplingParams(repetition_penalty=0.7), (8, 21, 8, 5)
+        penalties, logits = pool(), logits_of(seed=14, rows=5)
+        asked = [(shared, prompt), (other, (1, 2)), (shared, prompt), (other, prompt)]
+        slots = [penalties.begin(params, given, ()) for params, given in asked]
+        resumed = penalties.begin(shared, prompt, self.MADE)
+        rows = [
+            SamplingRow(params, 5, step, slot=slot)
+            for step, ((params, _), slot) in enumerate(zip(asked, slots, strict=True))
+        ]
+        rows.append(SamplingRow(shared, 5, 4, slot=resumed))
+        given = [(*each, ()) for each in asked] + [(shared, prompt, self.MADE)]
+        by_hand = [changed(x, *each) for x, each in zip(logits, given, strict=True)]
+        want = sample(
+            torch.stack(by_hand).float(), [SamplingRow(SamplingParams(), 5, n) for n in range(5)]
+        )
+        assert sample(logits, rows, penalties) == want
+
+    def test_a_long_prompt_is_read_once_for_all_choices(self):
+        prompt, params = tuple(range(VOCAB)) * 2000, SamplingParams(repetition_penalty=1.4)
+        took_s = []
+        for count in (1, 64):
+            penalties = Penalties(count, VOCAB, torch.device("cpu"))
+            slots = [penalties.begin(params, prompt, ()) for _ in range(count)]
+            rows = [SamplingRow(params, 0, 0, slot=slot) for slot in slots]
+            logits, began_s = logits_of(seed=15, rows=count), time.process_time()
+            sample(logits, rows, penalties)
+            took_s.append(time.process_time() - began_s)
+        assert took_s[1] < 8 * took_s[0]
 
     def test_each_sampled_token_counts_from_the_next_step_on(self):
         penalties, params = pool(), SamplingParams(temperature=0.0, frequency_penalty=1.0)

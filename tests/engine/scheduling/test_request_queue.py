@@ -151,3 +151,17 @@ def test_choices_of_one_prompt_are_hashed_once_and_where_they_are_submitted(answ
     caller.join()
     answers.all()
     assert hashed == [("caller", 50), ("caller", 60)]
+
+
+def test_choices_that_wait_share_their_prompt_and_its_keys(answers):
+    """A hundred of a long one would take a hundred times its memory."""
+    prompt = tuple(range(40)) * 2
+    processor = answers.engine._input_processor
+    first, *others = processor.process(Request("r", (prompt,), SamplingParams(max_tokens=9), n=8))
+    assert all(other.tokens is first.tokens for other in others)
+    assert all(other.kv._keys is first.kv._keys for other in others)
+    ended = processor.process(Request("r", (prompt,), SamplingParams(max_tokens=9), n=2))
+    ended[0].add_pending(0)
+    ended[0].accept(7)
+    assert list(ended[0].tokens) == [*prompt, 7]
+    assert list(ended[1].tokens) == list(prompt)

@@ -84,7 +84,7 @@ class OpenAIRequest(ApiRequest):
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     stream: bool = False
-    user: str | None = None
+    user: Annotated[str, Field(max_length=1024)] | None = None
     metadata: Metadata | None = None
 
     @model_validator(mode="after")

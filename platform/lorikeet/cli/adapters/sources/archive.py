@@ -59,7 +59,8 @@ def unpack(archive: str, folder: Path) -> None:
                 return held.getvalue()
 
             sizes = {name: member.size for name, member in members.items()}
-            for name in adapter_files(archive, sizes, read):
+            wanted = set(adapter_files(archive, sizes, read))
+            for name in filter(wanted.__contains__, members):  # a gzip stream is gone back in once
                 with (folder / name).open("wb") as out:
                     copy(name, out)
     except _DAMAGED as error:
@@ -73,11 +74,11 @@ def _opened(archive: Path, stack: ExitStack) -> Iterator[Member]:
     file = stack.enter_context(archive.open("rb"))
     begin = file.read(len(_ZIP))
     file.seek(0)
-    if begin == _ZIP:
-        return _zipped(stack.enter_context(zipfile.ZipFile(file)))
     packed = begin.startswith(_GZIP)
     stream: IO[bytes] = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
     bounded = cast("IO[bytes]", _BoundedReads(stream))
+    if begin == _ZIP:
+        return _zipped(stack.enter_context(zipfile.ZipFile(bounded)))
     return _tarred(stack.enter_context(tarfile.open(fileobj=bounded, mode="r:")))
 
 
@@ -102,6 +103,8 @@ def _tarred(tar: tarfile.TarFile) -> Iterator[Member]:
 
 def _zipped(archive: zipfile.ZipFile) -> Iterator[Member]:
     for info in archive.infolist():
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # they have bounds
+            raise zipfile.BadZipFile(f"{info.filename!r} is packed by another method than deflate")
         mode = info.external_attr >> 16
         plain = not mode or not stat.S_IFMT(mode) or stat.S_ISREG(mode)
         yield Member(
@@ -114,13 +117,16 @@ def _zipped(archive: zipfile.ZipFile) -> Iterator[Member]:
 
 
 class _BoundedReads:
-    """A file that is read a little at a time: tarfile reads a header as long as it claims to be."""
+    """A file that is read a little at a time.
+
+    tarfile reads a header, and zipfile its list of members, as long as it claims to be.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self.seek, self.tell = file.seek, file.tell
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int = _MAX_READ_BYTES) -> bytes:
         if not 0 <= size <= _MAX_READ_BYTES:
             raise tarfile.ReadError(f"a header of {size} bytes")
         return self._file.read(size)

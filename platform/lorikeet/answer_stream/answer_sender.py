@@ -1,0 +1,98 @@
+"""Sends an answer as it grows: the engine's outputs in, its items into the gateway's stream."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from lorikeet.answer_stream.answer import Answer
+from lorikeet.answer_stream.billed_tokens import BilledTokens
+from lorikeet.answer_stream.response_stream import ResponseStream
+from lorikeet.protocol.messages import AnswerHeader, Call, RunningUsage, StreamItem
+from lorikeet_engine.request import Output, PromptLogprobs, Tokens
+
+Abort = Callable[[str, int], object]
+"""Takes a request's id and a choice."""
+_TOLD_EVERY = 64
+"""Tokens from one RunningUsage to the next: a gateway handles less than 2% more items for them."""
+_SCORED_AT_ONCE = 128
+"""Tokens of a prompt, which take some 4 ms with 20 alternatives each; a step computes thousands."""
+
+
+class AnswerSender:
+    """Sends the gateway what the engine's outputs add to one answer, at once.
+
+    No task waits for outputs: at thousands of deltas a second turns of the event loop would cost
+    more than the work. meter: counts for the tenant's bill. `ended` is done when all is sent; it
+    fails if our code does.
+    """
+
+    def __init__(
+        self, call: Call, answer: Answer, meter: BilledTokens, stream: ResponseStream, abort: Abort
+    ) -> None:
+        self._request_id = call.request_id
+        self._answer, self._meter, self._stream, self._abort = answer, meter, stream, abort
+        self._header: AnswerHeader | None = None
+        self._waiting = deque[Output]()  # for the header, or for a turn of the event loop
+        self._is_due = False
+        self._told_tokens = 0
+        self._event_loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._event_loop.create_future()
+
+    def begin(self, header: AnswerHeader) -> None:
+        """Send the header first, then what came before it."""
+        self._header = header
+        self._stream.put(self._request_id, (header,))
+        self._work()
+
+    def take(self, output: Output) -> None:
+        """Take an output of the engine. Raises nothing."""
+        self._waiting.extend(_pieces(output))
+        if self._header is not None and not self._is_due:
+            self._work()
+
+    def _work(self) -> None:
+        """Advance the answer; where the log probabilities of a prompt come, with pauses."""
+        assert self._header is not None
+        self._is_due = False
+        while self._waiting and not self.ended.done():
+            output = self._waiting.popleft()
+            try:
+                self._advance(output, self._header)
+            except Exception as error:
+                self.ended.set_exception(error)
+            if isinstance(output, PromptLogprobs) and self._waiting:
+                self._is_due = True
+                self._event_loop.call_soon(self._work)
+                return
+
+    def _advance(self, output: Output, header: AnswerHeader) -> None:
+        items: list[StreamItem] = []
+        load_s = output.timings.load_s if isinstance(output, Tokens) and output.timings else None
+        if header.is_first and load_s is not None:
+            self._header = replace(header, status=None, load_s=load_s)
+            items.append(self._header)
+        self._meter.on_output(output)
+        made = self._meter.output_tokens
+        if made >= self._told_tokens + _TOLD_EVERY:
+            self._told_tokens = made
+            items.append(RunningUsage(made))
+        for item in self._answer.take((output,)):
+            self._meter.on_item(item)
+            items.append(item)
+        for choice in self._answer.stopped:
+            self._abort(self._request_id, choice)
+        self._answer.stopped.clear()
+        ended = self._answer.ended
+        if items or ended:
+            self._stream.put(self._request_id, items, ended=ended)
+        if ended:
+            self.ended.set_result(None)
+
+
+def _pieces(output: Output) -> list[Output]:
+    """Return an output as what takes no longer than the turn of an event loop should."""
+    if not isinstance(output, PromptLogprobs) or len(output.logprobs) <= _SCORED_AT_ONCE:
+        return [output]
+    parts = range(0, len(output.logprobs), _SCORED_AT_ONCE)
+    return [replace(output, logprobs=output.logprobs[at : at + _SCORED_AT_ONCE]) for at in parts]
