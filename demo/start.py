@@ -30,8 +30,10 @@ from lorikeet.settings import Settings
 _HOST_VARIABLE = "RAY_SERVE_DEFAULT_HTTP_HOST"
 _READY_TIMEOUT_S = 300
 _STOP_S = 60  # Serve itself gives up waiting for its parts after half of it
+# What sends SIGTERM or closes a terminal may kill soon after. A start has no answers to end, and
+# may go on: Ray forks while it starts, and KeyboardInterrupt is lost in what Python calls then.
+_TERMINATE_S = 10
 _INTERRUPTED = 130  # as of what SIGINT has ended
-_TERMINATE_S = 10  # what sends SIGTERM or closes a terminal may kill soon after
 
 
 def main() -> int:
@@ -68,10 +70,11 @@ def _run(
     command: list[str], environ: Mapping[str, str], keys: DemoKeys, public: str, admin: str
 ) -> int:
     raise_when_terminated()
-    service = ServiceProcess(command, environ)
+    service, stop_s = ServiceProcess(command, environ), _TERMINATE_S
     try:
         service.start()
         if _wait_until_ready(service, public):
+            stop_s = _STOP_S
             _greet(keys, public, admin)
             while not service.ends_within(1):
                 pass
@@ -81,7 +84,7 @@ def _run(
         service.stop(_TERMINATE_S)
         return 1  # `serve run` itself says 0 of most failures
     except KeyboardInterrupt:
-        return service.stop(_STOP_S)
+        return service.stop(stop_s)
     except (Terminated, OSError):  # OSError: what is printed reaches nobody
         return service.stop(_TERMINATE_S)
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,40 @@ def test_while_the_catalog_is_filled(tmp_path: Path) -> None:
     (tmp_path / "filled.py").write_text(FILLED)
     done = run(tmp_path, "filled")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+STARTING = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from demo import start
+DEAF = Path("deaf")
+os.environ["PORT"] = "1"  # where nobody is ready
+SERVICE = '''
+import pathlib, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+pathlib.Path("deaf").touch()
+time.sleep(60)
+'''
+def interrupt():
+    while not DEAF.exists():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+start.fill_catalog = lambda *_: start.DemoKeys("lk_a", {})
+start._answers = lambda _: False
+start._command = lambda *_: [sys.executable, "-c", SERVICE]
+start._TERMINATE_S = 0.2
+threading.Thread(target=interrupt).start()
+raise SystemExit(start.main())
+"""
+
+
+def test_a_start_that_does_not_heed_it_is_killed_soon(tmp_path: Path) -> None:
+    (tmp_path / "starting.py").write_text(STARTING)
+    begun_s = time.monotonic()
+    done = run(tmp_path, "starting")
+    assert time.monotonic() - begun_s < 30
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines()[-1] == "Killed."
 
 
 IMPORTS = """
