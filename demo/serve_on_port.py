@@ -7,13 +7,16 @@ names has failed to start.
 import sys
 from contextlib import suppress
 
+from demo.interrupts import killed_by_sigint
+
 
 def main(host: str, port: int) -> None:
     """Serve until KeyboardInterrupt. Raises it, and what keeps the service from starting."""
-    import ray  # these take seconds, in which Ctrl-C may come
-    from ray import serve
+    with killed_by_sigint():
+        import ray
+        from ray import serve
 
-    from serve_app import app  # the settings are read here
+        from serve_app import app  # the settings are read here
 
     ray.init(namespace="serve")
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})

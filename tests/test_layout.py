@@ -94,6 +94,12 @@ def test_every_path_and_every_program_that_a_document_names_exists(document):
     assert gone == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_target_of_make_that_a_document_names_exists(document):
+    named = set(re.findall(r"(?:`|^    )make ([a-z-]+)", document.read_text(), re.MULTILINE))
+    assert named <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
     lost = []

@@ -34,6 +34,11 @@ def test_an_address_to_listen_at(given, host):
     assert (address.host, address.port, str(address)) == (host, 80, given)
 
 
+@pytest.mark.parametrize("place", ["s3://bucket", "s3://bucket/a/b/", "/srv/a:/b", "c", "~/c"])
+def test_a_catalog_is_in_a_bucket_or_a_folder(place):
+    assert Settings.from_env({"LORIKEET_CATALOG": place}).catalog == place
+
+
 def test_there_are_as_many_replicas_as_asked_for_unless_there_may_be_more():
     assert Settings.from_env({"LORIKEET_REPLICAS": "3"}).most_replicas("lorikeet-demo") == 3
     assert Settings.from_env({"LORIKEET_MAX_REPLICAS": "5"}).most_replicas("lorikeet-demo") == 5
@@ -83,6 +88,10 @@ def test_each_base_model_may_have_numbers_of_its_own():
         ("LORIKEET_MAX_CONTEXT", "lorikeet-demo=1,lorikeet-demo=2", "each once"),
         ("LORIKEET_IMPORT_FROM", "s3://ok/x,https://example.com", "s3://bucket/prefix"),
         ("LORIKEET_IMPORT_FROM", "s3://", "s3://bucket/prefix"),
+        ("LORIKEET_CATALOG", "gs://bucket/lorikeet", "a folder or s3://bucket/prefix"),
+        ("LORIKEET_CATALOG", "s3:/bucket/lorikeet", "a folder or s3://bucket/prefix"),
+        ("LORIKEET_CATALOG", "s3://", "a folder or s3://bucket/prefix"),
+        ("LORIKEET_CACHE_DIR", "s3://bucket/cache", "a folder of this machine"),
         ("LORIKEET_DEVICE", "tpu", "cuda"),
         ("LORIKEET_ADMIN_ADDRESS", "8001", "host:port"),
         ("LORIKEET_ADMIN_ADDRESS", "127.0.0.1", "host:port"),

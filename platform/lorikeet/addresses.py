@@ -1,4 +1,4 @@
-"""Addresses in settings: where to listen, where traces go and where adapters may come from."""
+"""Addresses in settings: of the catalog, listeners, the collector of traces, imported adapters."""
 
 import ipaddress
 import re
@@ -10,6 +10,24 @@ from lorikeet.errors import InvalidSetting
 SERVES_PORT = 8000
 """Where Ray Serve listens for tenants unless it is told otherwise."""
 _LABEL = "[A-Za-z0-9-]{1,63}"  # of a host's name
+
+
+def parse_catalog(value: object) -> object:
+    """Check where a catalog is: a folder, s3://bucket or s3://bucket/prefix. Raises ValueError."""
+    if _is_url(value) and not re.fullmatch(r"s3://[^/]+(/.*)?", str(value)):
+        raise ValueError("want a folder or s3://bucket/prefix")
+    return value
+
+
+def parse_folder(value: object) -> object:
+    """Check that a folder is of this machine. Raises ValueError."""
+    if _is_url(value):
+        raise ValueError("want a folder of this machine")
+    return value
+
+
+def _is_url(value: object) -> bool:
+    return re.match("[A-Za-z0-9+]{2,}:/", str(value).strip()) is not None
 
 
 def parse_prefixes(value: object) -> object:

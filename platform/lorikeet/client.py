@@ -14,10 +14,12 @@ from typing import Any, Literal, Protocol
 
 import httpx
 
-from lorikeet.errors import LorikeetError, Unavailable
+from lorikeet.errors import InvalidInput, LorikeetError, Unavailable
 from lorikeet_engine.adapter_format import write_blob
 
 _AGAIN_S = 0.5
+_BUSY_S = 60.0
+"""How long a sample is asked for again."""
 _AWAY = frozenset({429, 502, 503, 504})
 
 Wait = Literal["none", "ready", "durable"]
@@ -67,7 +69,20 @@ class Client:
     def __init__(
         self, address: str, key: str, publish_key: str | None = None, timeout_s: float = 600.0
     ) -> None:
-        """key: for samples. publish_key: for pushes; `lorikeet keys create --publish` makes one."""
+        """key: for samples. publish_key: for pushes; `lorikeet keys create --publish` makes one.
+
+        Raises InvalidInput where one of these cannot be what it is to be.
+        """
+        if not address.startswith(("http://", "https://")):
+            raise InvalidInput(
+                f"{address!r}: want an address such as http://127.0.0.1:8000", param="address"
+            )
+        for name, given in {"key": key, "publish_key": publish_key or ""}.items():
+            if not (given.isascii() and given.isprintable()):
+                raise InvalidInput(
+                    f"{name} holds characters that no key has: copy it again, as it was shown",
+                    param=name,
+                )
         self._key, self._publish_key = key, publish_key
         self._http = httpx.Client(base_url=address, timeout=timeout_s)
 
@@ -98,7 +113,7 @@ class Client:
                 _save(weights, config, folder)
             else:
                 folder = Path(weights)
-            digest = write_blob(folder, blob)
+            path = _path(name, write_blob(folder, blob))
             wanted: dict[str, object] = {
                 "wait": wait,
                 "timeout_s": f"{timeout_s:g}",
@@ -106,8 +121,7 @@ class Client:
             }
             wanted |= {"lifetime_s": lifetime_s, "keep": keep}
             query = {field: str(value) for field, value in wanted.items() if value is not None}
-            path = _path(name, digest)
-            version = _version(self._ask("PUT", path, deadline_s, self._publish_key, query, blob))
+            version = _version(self._ask("PUT", path, deadline_s, self._publishing(), query, blob))
         if wait != "none" and not getattr(version, wait):
             raise Unavailable(f"{version.model} is not {wait} in time: ask its status later")
         return version
@@ -115,18 +129,23 @@ class Client:
     def status(self, version: PushResult) -> PushResult:
         """Return what has become of a version. Raises LorikeetError if it is gone."""
         path = _path(version.adapter.partition("/")[2], version.digest)
-        return _version(self._ask("GET", path, time.monotonic(), self._publish_key))
+        return _version(self._ask("GET", path, time.monotonic(), self._publishing()))
 
     def sample(
         self, model: PushResult | str, prompt: str | Sequence[int], **fields: Any
     ) -> list[SampledChoice]:
         """Return n choices for a prompt, with token ids and log probabilities.
 
-        fields: as in a completion, such as n, max_tokens and temperature. Raises LorikeetError.
+        fields: as in a completion, such as n, max_tokens and temperature; None: as if not given. A
+        service that is busy or away is asked again for a minute. Raises LorikeetError.
         """
+        if fields.get("stream"):
+            raise InvalidInput("samples come whole: leave stream out", param="stream")
         name = model if isinstance(model, str) else model.model
-        body = {"model": name, "prompt": prompt, "logprobs": 0, "return_token_ids": True, **fields}
-        answer = self._ask("POST", "/v1/completions", time.monotonic(), self._key, body=body)
+        given = {field: value for field, value in fields.items() if value is not None}
+        body = {"model": name, "prompt": prompt, "logprobs": 0, "return_token_ids": True, **given}
+        deadline_s = time.monotonic() + _BUSY_S
+        answer = self._ask("POST", "/v1/completions", deadline_s, self._key, body=body)
         digest = answer.get("adapter", {}).get("digest")
         return [
             SampledChoice(
@@ -144,12 +163,20 @@ class Client:
         """Close its connections."""
         self._http.close()
 
+    def _publishing(self) -> str:
+        if self._publish_key is None:
+            raise InvalidInput(
+                "pushes want a publish_key, which `lorikeet keys create --publish` makes",
+                param="publish_key",
+            )
+        return self._publish_key
+
     def _ask(
         self,
         method: str,
         path: str,
         deadline_s: float,
-        key: str | None,
+        key: str,
         query: Mapping[str, str] | None = None,
         blob: Path | None = None,
         body: Mapping[str, Any] | None = None,
@@ -165,7 +192,7 @@ class Client:
                 failure, retry_s = _failure(answer), float(answer.headers.get("retry-after", 0))
                 away = answer.status_code in _AWAY or isinstance(failure, Unavailable)
             except httpx.TransportError as error:
-                failure, retry_s, away = Unavailable(f"no answer: {error}"), 0.0, True
+                failure, retry_s, away = self._no_answer(error), 0.0, True
             finally:
                 if content is not None:
                     content.close()
@@ -175,6 +202,9 @@ class Client:
             if not away or time.monotonic() + pause_s > deadline_s:
                 raise failure
             time.sleep(pause_s)
+
+    def _no_answer(self, error: httpx.TransportError) -> Unavailable:
+        return Unavailable(f"no answer from {self._http.base_url}: {error or type(error).__name__}")
 
 
 def _save(weights: Mapping[str, Any], config: TrainersConfig | None, folder: Path) -> None:
@@ -191,6 +221,11 @@ def _save(weights: Mapping[str, Any], config: TrainersConfig | None, folder: Pat
 
 
 def _path(name: str, digest: str) -> str:
+    if "/" in name:
+        raise InvalidInput(
+            f"{name!r}: want the adapter's name without its tenant, which is the key's",
+            param="name",
+        )
     return f"/v1/adapters/{name}/versions/{digest}"
 
 

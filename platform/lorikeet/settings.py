@@ -17,7 +17,14 @@ from pydantic import (
     field_validator,
 )
 
-from lorikeet.addresses import Address, parse_address, parse_collector, parse_prefixes
+from lorikeet.addresses import (
+    Address,
+    parse_address,
+    parse_catalog,
+    parse_collector,
+    parse_folder,
+    parse_prefixes,
+)
 from lorikeet.errors import InvalidSetting
 from lorikeet.sizes import parse_size
 
@@ -98,7 +105,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    catalog: str = Field(
+    catalog: Annotated[str, BeforeValidator(parse_catalog)] = Field(
         ".lorikeet/catalog",
         description="a folder, or s3://bucket/prefix; credentials and endpoint as boto3 reads "
         "them: AWS_…",
@@ -182,7 +189,7 @@ class Settings(BaseModel):
     adapter_disk: Bytes = Field(
         4 * 2**30, description="disk cache, shared by the replicas of a machine"
     )
-    cache_dir: Path = Field(
+    cache_dir: Annotated[Path, BeforeValidator(parse_folder)] = Field(
         Path(".lorikeet/cache"),
         description="folder of the disk cache, and of pushed adapters that are on their way",
     )

@@ -1,7 +1,9 @@
 """Every command explains itself."""
 
+import re
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import typer
@@ -9,6 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from lorikeet.cli import app
+from tests.test_layout import PAGES
 
 
 def walk(command: typer.core.TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -46,6 +49,35 @@ def test_every_command_that_prints_has_json() -> None:
     groups = {path[:-1] for path in COMMANDS if path}
     for path in set(COMMANDS) - groups:
         assert "--json" in help_of(*path), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_every_command_and_option_that_a_page_names_is_there(page: Path) -> None:
+    line_of_it = r"^ *(?:\$ |[A-Z_]+=\S+ )*lorikeet ((?:[a-z]|--)[^#\n]*)"
+    for line in re.findall(line_of_it, shown(page.read_text()), re.MULTILINE):
+        words = line.split()
+        command = find(words)
+        assert command is not ROOT or words[0].startswith("--"), line
+        known = {option for each in command.params for option in each.opts + each.secondary_opts}
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert given <= known | {"--help"}, line
+
+
+def shown(text: str) -> str:
+    """What a page shows as code, a piece a line, without the paths and names of programs."""
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
+    blocks = re.findall(r"^```\n(.*?)^```|^    (.*)$", text, flags=re.S | re.M)
+    return "\n".join([*spans, *map("".join, blocks)]).replace(".venv/bin/", "")
+
+
+def find(words: list[str]) -> typer.core.TyperCommand | typer.core.TyperGroup:
+    """The command that words begin with; the root where there is none."""
+    found = ROOT
+    for word in words:
+        if not isinstance(found, typer.core.TyperGroup) or word not in found.commands:
+            break
+        found = found.commands[word]
+    return found
 
 
 def test_every_promised_command_is_there() -> None:

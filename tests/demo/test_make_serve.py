@@ -41,7 +41,7 @@ def demo(tmp_path_factory):
         process.wait(60)
 
 
-def start(folder, settings=None, python=sys.executable, **options):
+def start(folder, settings=None, **options):
     environ = {
         **os.environ,
         "HOME": str(folder),  # Ray keeps its token there
@@ -52,7 +52,7 @@ def start(folder, settings=None, python=sys.executable, **options):
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         environ.pop(name, None)
     return subprocess.Popen(
-        [python, "-m", "demo.serve"],
+        [sys.executable, "-m", "demo.serve"],
         cwd=folder,
         env=environ,
         stderr=subprocess.STDOUT,
@@ -163,26 +163,27 @@ def test_a_closed_terminal_ends_it(tmp_path):
     assert left_of(everything) == []
 
 
-# In place of `serve`: it is ready, and soon ends with status 0, as `serve run` does when it fails.
+# In place of Ray's: it is ready, and soon ends with status 0, as `serve run` does when it fails.
 SHORT_SERVICE = """
 import http.server, threading, time
+def cli(): time.sleep(2)
 class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
 server = http.server.HTTPServer(("127.0.0.1", 8000), Ready)
 threading.Thread(target=server.serve_forever, daemon=True).start()
-time.sleep(2)
 """
 
 
 def test_a_service_that_ends_by_itself_has_failed(tmp_path):
-    serve, python = tmp_path / "serve", tmp_path / "python"  # it is looked for beside Python
-    serve.write_text(f"#!{sys.executable}{SHORT_SERVICE}")
-    serve.chmod(0o755)
-    python.symlink_to(sys.executable)
-    settings = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = start(tmp_path, stdout=subprocess.PIPE, settings=settings, python=python)
+    scripts = tmp_path / "ray" / "serve" / "scripts.py"
+    scripts.parent.mkdir(parents=True)
+    scripts.write_text(SHORT_SERVICE)
+    for package in scripts.parents[:2]:
+        (package / "__init__.py").touch()
+    settings = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    process = start(tmp_path, stdout=subprocess.PIPE, settings=settings)
     told, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "The service has ended by itself" in told

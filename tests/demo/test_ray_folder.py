@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from demo import serve
+from demo import start
 from lorikeet.errors import InvalidSetting
 
 
@@ -24,4 +24,4 @@ def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_path_that_is_taken_by_no_folder_is_refused_in_words(path: Path, make) -> None:
     make(path)
     with pytest.raises(InvalidSetting, match="not a folder of yours alone"):
-        serve._ray_folder()
+        start._ray_folder()

@@ -93,7 +93,7 @@ def patient(filled: str, tmp_path: Path) -> Patient:
         "LORIKEET_CATALOG": filled,
         "LORIKEET_BASE_MODELS": f"lorikeet-demo={model}",
         "LORIKEET_CACHE_DIR": str(tmp_path / "cache"),
-        "LORIKEET_ADAPTER_DISK": "1MiB",
+        "LORIKEET_ADAPTER_DISK": "2MiB",
         "LORIKEET_ADMIN_ADDRESS": f"127.0.0.1:{free_port()}",
     }
     return Patient(environ, model, free_port())

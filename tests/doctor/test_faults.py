@@ -2,16 +2,19 @@
 
 import json
 import re
+import shutil
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loadtest.ports import free_port
 from lorikeet.doctor import environment, versions
 from lorikeet.doctor.cuda import Cuda
 from lorikeet.doctor.finding import Severity
@@ -160,6 +163,20 @@ PLANTED = {
         PROBLEM,
         "host arenas 80.0 GiB",
         r"LORIKEET_ADAPTER_HOST_MEMORY=2\d{4}MiB",
+    ),
+    "KV caches larger than the machine": Fault(
+        "host memory",
+        variable("KV_CACHE_MEMORY", "100%"),
+        PROBLEM,
+        "models",
+        "a smaller LORIKEET_KV_CACHE_MEMORY",
+    ),
+    "a disk cache smaller than an adapter": Fault(
+        "catalog",
+        variable("ADAPTER_DISK", "64KiB"),
+        WARNING,
+        r"takes 672\.0 KiB, the disk cache has 64\.0 KiB",
+        "LORIKEET_ADAPTER_DISK=3MiB",
     ),
     "a disk cache larger than the disk": Fault(
         "disk cache",
@@ -516,6 +533,34 @@ def test_a_port_that_is_taken(patient: Patient, taken: str) -> None:
     assert f"{port}, for the {taken}" in fault.message
     assert ("LORIKEET_ADMIN_ADDRESS" in fault.fix) is (taken == "admin listener")
     assert f":{port}" in fault.fix
+
+
+@pytest.mark.parametrize(
+    ("host", "why"), [("192.0.2.1", "Cannot assign"), ("nowhere.invalid", "[Nn]ame")]
+)
+def test_an_admin_listener_at_an_address_of_no_machine_here(
+    patient: Patient, host: str, why: str
+) -> None:
+    change = variable("ADMIN_ADDRESS", f"{host}:{free_port()}")
+    (fault,) = (f for f in faults(patient.examined("ports", **change)) if f.severity is PROBLEM)
+    assert re.search(rf"LORIKEET_ADMIN_ADDRESS={re.escape(host)}:\d+: .*{why}", fault.message)
+    assert "an address of this machine" in fault.fix
+
+
+def test_one_port_for_both_listeners(patient: Patient) -> None:
+    port = free_port()
+    change = variable("ADMIN_ADDRESS", f"127.0.0.1:{port}") | {"http_port": port}
+    (fault,) = (f for f in faults(patient.examined("ports", **change)) if f.severity is PROBLEM)
+    assert f"{port} is to be the public listener's and the admin listener's" in fault.message
+    assert "PORT" in fault.fix
+
+
+def test_a_full_disk_is_given_no_cache_of_nothing(
+    patient: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    (fault,) = faults(patient.examined("disk cache"))
+    assert (fault.severity, fault.fix) == (PROBLEM, "LORIKEET_CACHE_DIR on a larger disk")
 
 
 def test_a_check_that_breaks_stops_no_other(patient: Patient) -> None:

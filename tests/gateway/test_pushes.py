@@ -72,6 +72,23 @@ def test_who_pushed_stands_in_the_log_and_the_push_can_be_explained(trainer: Tra
     assert all(each["ms"] >= 0 for each in retold)
 
 
+def test_who_pushed_an_ephemeral_version_stands_in_the_gateways_log_alone(
+    trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lorikeet.gateway.pushing")
+    durable, passing = trainer.blob(seed=1), trainer.blob(seed=2)
+    trainer.push(durable, wait="durable")
+    before = trainer.gateway.admin("GET", "/log").json()
+    pushed = trainer.push(passing, alias="prod", lifetime_s=60)
+    assert trainer.push(passing, digest="0" * 64, lifetime_s=60).status_code == 422
+    assert trainer.gateway.admin("GET", "/log").json() == before
+    (noted,) = [record for record in caplog.records if record.msg == "ephemeral_push"]
+    told = {"key": trainer.key_id, "request_id": pushed.headers["x-request-id"]}
+    told |= {"adapter": "acme/policy", "digest": digest_of(passing), "alias": "prod"}
+    told |= {"expires": pushed.json()["expires"]}
+    assert {name: getattr(noted, name) for name in told} == told
+
+
 def test_pushes_stand_in_usage_reports_and_refused_ones_do_not(tmp_path: Path) -> None:
     with serving(tmp_path, usage_flush_s=0.05) as gateway:
         trainer, again = Trainer(gateway), 2

@@ -39,6 +39,14 @@ class BusyService:
         if self.refusal is not None:
             problem = {"message": "rank 512", "code": "invalid_adapter", "param": "r"}
             return self.refusal, {"error": problem}
+        if method == "POST":
+            choice = {
+                "prompt_token_ids": [5],
+                "token_ids": [6],
+                "text": "a",
+                "finish_reason": "stop",
+            }
+            return 200, {"choices": [choice | {"logprobs": {"token_logprobs": [-0.5]}}]}
         digest = path.partition("?")[0].rpartition("/")[2]
         told = {"adapter": "acme/policy", "model": f"acme/policy@{digest}", "digest": digest}
         known = {"version": None, "ready": True, "durable": False, "created": 0.0}
@@ -55,7 +63,7 @@ def at(service: BusyService) -> Iterator[Client]:
             self.end_headers()
             self.wfile.write(json.dumps(told).encode())
 
-        do_GET = do_PUT  # noqa: N815
+        do_GET = do_POST = do_PUT  # noqa: N815
 
         def log_message(self, *_: Any) -> None:
             """Say nothing."""
@@ -82,6 +90,38 @@ def test_a_push_is_sent_again_while_the_service_is_busy() -> None:
     query = "wait=ready&timeout_s=60&alias=prod&lifetime_s=600&keep=2"
     assert service.paths[:2] == [f"PUT {path}?{query}"] * 2
     assert service.paths[2] == f"GET {path}"
+
+
+def test_a_sample_is_asked_for_again_while_the_service_is_busy() -> None:
+    service = BusyService(busy=1)
+    with at(service) as client:
+        (choice,) = client.sample("acme/policy", [5], logprobs=None, max_tokens=1)
+    assert (choice.token_ids, choice.logprobs, choice.digest) == ((6,), (-0.5,), None)
+    assert service.paths == ["POST /v1/completions"] * 2
+    asked = {"model": "acme/policy", "prompt": [5], "logprobs": 0, "max_tokens": 1}
+    assert json.loads(service.bodies[1]) == asked | {"return_token_ids": True}
+
+
+def test_what_cannot_be_right_is_said_before_anything_is_sent() -> None:
+    service = BusyService()
+    with at(service) as client:
+        with pytest.raises(LorikeetError, match="without its tenant"):
+            client.push(FOLDER, "acme/policy")
+        with pytest.raises(LorikeetError, match="leave stream out"):
+            client.sample("acme/policy", "hi", stream=True)
+    with pytest.raises(LorikeetError, match="--publish"):
+        Client("http://127.0.0.1:9", "lk_a").push(FOLDER, "policy")
+    assert service.paths == []
+    with pytest.raises(LorikeetError, match="address such as http://"):
+        Client("127.0.0.1:8000", "lk_a")
+    with pytest.raises(LorikeetError, match="publish_key holds characters"):
+        Client("http://127.0.0.1:8000", "lk_a", publish_key="lk_…")
+
+
+def test_a_service_that_is_not_there_is_named() -> None:
+    client = Client("http://127.0.0.1:9", "lk_a", publish_key="lk_b")
+    with pytest.raises(Unavailable, match=r"no answer from http://127\.0\.0\.1:9: .*refused"):
+        client.push(FOLDER, "policy", timeout_s=0)
 
 
 def test_what_a_service_refuses_is_not_sent_again() -> None:

@@ -44,12 +44,17 @@ def _check_sizes(planned: PlannedStart, versions: list[VersionRecord]) -> Iterat
         largest[name] = max(largest.get(name, 0), version.gpu_bytes)
     for name, size in largest.items():
         plan, arena = planned.plans.get(name), planned.settings.adapter_host_memory
+        disk = planned.settings.adapter_disk
         found, wanted = f"the largest adapter of {name} takes {show_size(size)}", (size >> 18) + 1
         gpus = planned.settings.tensor_parallel[name]
         if gpus * size > arena:
             fix = f"LORIKEET_ADAPTER_HOST_MEMORY={gpus * wanted}MiB holds four such"
             each = f" for each of {gpus} GPUs" if gpus > 1 else ""
             yield problem("adapters", f"{found}{each}, the host arena has {show_size(arena)}", fix)
+        if gpus * size > disk:
+            fix = f"LORIKEET_ADAPTER_DISK={gpus * wanted}MiB holds four such"
+            each = f"the disk cache has {show_size(disk)}: it comes from the store each time"
+            yield warning("adapters", f"{found}, {each}", fix)
         if plan and not isinstance(plan, EngineError) and size > plan.slot_pool:
             fix = f"LORIKEET_ADAPTER_GPU_MEMORY={wanted}MiB holds four such"
             pool = show_size(plan.slot_pool)

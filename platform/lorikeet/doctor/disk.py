@@ -26,7 +26,8 @@ def check_disk(planned: PlannedStart) -> Iterator[Finding]:
     found += f"{show_size(used)} used and {show_size(free)} free"
     if free + used < wanted:
         most = (free + used) * 9 // 10 >> 20
-        fix = f"LORIKEET_ADAPTER_DISK={most}MiB, or LORIKEET_CACHE_DIR on a larger disk"
+        fix = f"LORIKEET_ADAPTER_DISK={most}MiB, or " if most else ""
+        fix += "LORIKEET_CACHE_DIR on a larger disk"
         yield problem("disk cache", found, fix)
     else:
         yield ok("disk cache", found)

@@ -88,6 +88,8 @@ def check_host_memory(planned: PlannedStart) -> Iterator[Finding]:
     )
     room = (host.available - needed + arenas) // engines
     lower = f"LORIKEET_ADAPTER_HOST_MEMORY={room >> 20}MiB" if room > 2**26 else "fewer replicas"
+    if planned.device == "cpu" and planned.settings.kv_cache_memory != "auto":
+        lower += ", a smaller LORIKEET_KV_CACHE_MEMORY"
     fix = f"{lower}, or a machine with more memory"
     if needed > host.available:
         yield problem("host memory", found, fix)

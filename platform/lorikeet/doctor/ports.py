@@ -10,8 +10,14 @@ _RAY = {6379: "ray start", 8265: "Ray's dashboard"}
 
 
 def check_ports(planned: PlannedStart) -> Iterator[Finding]:
-    """Whether they are free."""
+    """Whether they are free, and the admin listener's address is of this machine."""
     admin = planned.settings.admin_address
+    if admin.port == planned.http_port:
+        found = f"{admin.port} is to be the public listener's and the admin listener's"
+        yield problem("ports", found, "set LORIKEET_ADMIN_ADDRESS or PORT to another port")
+    if why := _refusal(admin.host):
+        found = f"LORIKEET_ADMIN_ADDRESS={admin}: {why}"
+        yield problem("ports", found, "give an address of this machine, such as 127.0.0.1:8001")
     wanted = {planned.http_port: "the public listener", admin.port: "the admin listener"}
     taken = {port: what for port, what in wanted.items() if not _free(port)}
     for port, what in taken.items():
@@ -30,6 +36,17 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
         )
     if not taken and not ray:
         yield ok("ports", f"{', '.join(map(str, (*wanted, *_RAY)))} are free")
+
+
+def _refusal(host: str) -> str | None:
+    """Why nothing can listen at a host's address; None where it can."""
+    try:
+        family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(where)
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def _free(port: int) -> bool:

@@ -1,6 +1,7 @@
 """PUT /v1/adapters/{name}/versions/{digest}: push a version of an adapter; GET: how far it is."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -34,6 +35,8 @@ from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
 from lorikeet.usage.ledger import UsageAccount, UsageCounts
 from lorikeet_engine.adapter_format import ValueScan
+
+log = logging.getLogger(__name__)
 
 _LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
@@ -203,6 +206,8 @@ class PushEndpoints:
             if push.folder is folder:
                 refused.pop_all()  # from here on the lane removes it
         self._count(push.version)
+        if version.expires is not None:
+            _note_ephemeral(version, order.pusher.caller.key.id, request.state.request_id)
         return push
 
     def _count(self, version: PushedVersion) -> None:
@@ -274,6 +279,19 @@ class PushEndpoints:
         pushed = self._lane.pushed.get((tenant, name, digest))
         expires = pushed.expires if pushed else None
         return Progress(known, version, numbered.version if numbered else None, ready, expires)
+
+
+def _note_ephemeral(version: PushedVersion, key_id: str, request_id: str) -> None:
+    """Log who has pushed what: of such a version the catalog's log never tells."""
+    about = {
+        "adapter": f"{version.tenant}/{version.name}",
+        "digest": version.facts.digest,
+        "alias": version.alias,
+        "expires": version.expires,
+        "key": key_id,
+        "request_id": request_id,
+    }
+    log.info("ephemeral_push", extra=about)
 
 
 async def _until_left(request: Request) -> None:

@@ -1,0 +1,131 @@
+"""Ctrl-C ends `make serve` without a traceback, whatever it is at."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+INTERRUPTED = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+RAY = """
+{}
+def init(**_): {}
+class serve:
+    start = staticmethod(lambda **_: None)
+    shutdown = staticmethod(lambda: print("shut down"))
+    def run(*_, **__): raise KeyboardInterrupt
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module of the demo where modules of the folder stand in for others."""
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("imports", "init", "status", "said"),
+    [
+        (INTERRUPTED, "pass", -signal.SIGINT, ""),
+        ("pass", "raise KeyboardInterrupt", 0, ""),
+        ("pass", "pass", 0, "shut down\n"),
+    ],
+)
+def test_on_another_port(tmp_path: Path, imports: str, init: str, status: int, said: str) -> None:
+    (tmp_path / "ray.py").write_text(RAY.format(imports, init))
+    (tmp_path / "serve_app.py").write_text("app = None")
+    done = run(tmp_path, "demo.serve_on_port", "127.0.0.1", "9100")
+    assert (done.returncode, done.stdout, done.stderr) == (status, said, "")
+
+
+def test_while_serve_run_imports_ray(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text(INTERRUPTED)
+    done = run(tmp_path, "demo.serve_run")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_while_the_start_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "psutil.py").write_text(INTERRUPTED)
+    done = run(tmp_path, "demo.serve")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    assert not (tmp_path / ".lorikeet").exists()
+
+
+FILLED = """
+import os, signal
+from demo import start
+start.fill_catalog = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+start._answers = lambda _: False
+raise SystemExit(start.main())
+"""
+
+
+def test_while_the_catalog_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "filled.py").write_text(FILLED)
+    done = run(tmp_path, "filled")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+STARTING = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from demo import start
+DEAF = Path("deaf")
+os.environ["PORT"] = "1"  # where nobody is ready
+SERVICE = '''
+import pathlib, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+pathlib.Path("deaf").touch()
+time.sleep(60)
+'''
+def interrupt():
+    while not DEAF.exists():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+start.fill_catalog = lambda *_: start.DemoKeys("lk_a", {})
+start._answers = lambda _: False
+start._command = lambda *_: [sys.executable, "-c", SERVICE]
+start._TERMINATE_S = 0.2
+threading.Thread(target=interrupt).start()
+raise SystemExit(start.main())
+"""
+
+
+def test_a_start_that_does_not_heed_it_is_killed_soon(tmp_path: Path) -> None:
+    (tmp_path / "starting.py").write_text(STARTING)
+    begun_s = time.monotonic()
+    done = run(tmp_path, "starting")
+    assert time.monotonic() - begun_s < 30
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines()[-1] == "Killed."
+
+
+IMPORTS = """
+import os, signal
+from demo.interrupts import killed_by_sigint
+with killed_by_sigint():
+    os.kill(os.getpid(), signal.SIGINT)
+print("goes on")
+"""
+
+
+def test_what_ignores_it_goes_on(tmp_path: Path) -> None:
+    """As what a script has started in the background does."""
+    (tmp_path / "imports.py").write_text(IMPORTS)
+    ignored = f"trap '' INT; exec {sys.executable} imports.py"
+    said = subprocess.check_output(
+        ["bash", "-c", ignored],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+    )
+    assert said == "goes on\n"
