@@ -84,7 +84,7 @@ FEATURES: Mapping[str, Callable[[Answer], bool]] = {
 def answers_of(family: SavedFamily, storage: Storage, folder: Path) -> list[Answer]:
     """Start an engine, and let it answer TOGETHER at once and ALONE_TWICE after that."""
     engine = build(
-        family.checkpoint,
+        storage.stored(family.checkpoint, folder),
         family.shelf,
         folder,
         grammars=DescendingGrammars(),
@@ -129,8 +129,11 @@ def _answer(
     return Answer(adapter, ids, grammar, tokens, logprobs, timings)
 
 
-def assert_equal(answer: Answer, reference: StoredReference) -> None:
-    """Each token is the reference's likeliest of those that may follow, and as likely."""
+def assert_equal(answer: Answer, reference: StoredReference) -> float:
+    """Each token is the reference's likeliest of those that may follow, and as likely.
+
+    Returns how far their log probabilities are off, half of them no further.
+    """
     ids, tokens = list(answer.prompt), list(answer.tokens)
     logits = reference.logits(answer.adapter, ids + tokens)[len(ids) - 1 : -1]
     largest, tolerance = logits.abs().max(), reference.storage.tolerance
@@ -145,6 +148,7 @@ def assert_equal(answer: Answer, reference: StoredReference) -> None:
         assert row[allowed].max() - row[token] <= 2 * tolerance.worst * largest
         masked += int(row.argmax()) not in allowed
     assert (masked > 0) == (answer.grammar is not None)
+    return float(errors.median())
 
 
 def _allowed(grammar: str | None, said: Sequence[int]) -> list[int]:
