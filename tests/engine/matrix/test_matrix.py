@@ -19,7 +19,7 @@ from tests.engine.matrix.storages import EXACT, STORAGES
 from tests.engine.matrix.traffic import ADAPTERS, FEATURES, answers_of, assert_equal
 from tests.engine.moe_adapters import BOTH
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_followers")
 MOE_ADAPTERS = ADAPTERS | {
     "all_linears": ADAPTERS["all_linears"] | {"target_parameters": BOTH},
 }

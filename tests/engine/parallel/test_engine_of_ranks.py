@@ -68,7 +68,9 @@ def largest_adapter_bytes(world: PeftWorld) -> int:
         ]
     ],
 )
-def ranks_and_world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory, one_thread):
+def ranks_and_world(
+    request, tiny_checkpoints, variant_checkpoints, tmp_path_factory, one_thread, forked_followers
+):
     ranks, name = request.param
     folder = tmp_path_factory.mktemp(name)
     if ranks == 8:
