@@ -17,18 +17,23 @@ from tests.engine.models.test_fp8_checkpoints import BLOCK, written
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far log probabilities of a request may be off, as shares of the largest logit."""
+    """How far log probabilities of a request may be off, as shares of the largest logit.
+
+    beyond: how many tokens of an answer may be off by more than `worst`.
+    """
 
     worst: float
     median: float
+    beyond: int = 0
 
 
 # 40 sums over 64 and more terms, each off by some roundings of its own.
 EXACT = Tolerance(*[100 * torch.finfo(torch.float32).eps] * 2)
 # Where a number lies between two of FP8's, the last digit of what went before decides which it
 # becomes, and these differ by a 16th. That is seldom; in a prompt, all tokens behind it read it:
-# medians of 3.5e-3 were seen. Weights that are rounded otherwise make 8e-3 and more.
-ROUNDED = Tolerance(worst=1 / 16, median=5e-3)
+# medians of 3.5e-3 were seen. Weights that are rounded otherwise make 8e-3 and more. And where two
+# experts were as likely, by 1e-4, a token was computed by the other one: off by a quarter.
+ROUNDED = Tolerance(worst=1 / 16, median=5e-3, beyond=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,14 +139,14 @@ def assert_equal(answer: Answer, reference: StoredReference) -> float:
     largest, tolerance = logits.abs().max(), reference.storage.tolerance
     want = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
     errors = (torch.tensor(answer.logprobs) - want).abs() / largest
-    assert errors.max() <= tolerance.worst
     assert errors.median() <= tolerance.median
-    masked = 0
+    masked, beyond = 0, errors > tolerance.worst
     for at, (token, row) in enumerate(zip(tokens, logits, strict=True)):
         allowed = _allowed(answer.grammar, tokens[:at])
         assert token in allowed
-        assert row[allowed].max() - row[token] <= 2 * tolerance.worst * largest
+        beyond[at] |= row[allowed].max() - row[token] > 2 * tolerance.worst * largest
         masked += int(row.argmax()) not in allowed
+    assert beyond.sum() <= tolerance.beyond
     assert (masked > 0) == (answer.grammar is not None)
     return float(errors.median())
 
