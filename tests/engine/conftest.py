@@ -18,6 +18,7 @@ import transformers
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.parallel import followers
 from tests.engine.peft_adapters import BlobShelf
 
 SIZES = {
@@ -189,6 +190,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def forked_followers() -> Iterator[None]:
+    """Starts engines' followers without the time that they take to import torch."""
+    from tests.engine import forked_followers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(followers, "_start", forked_followers.start)
+        yield
 
 
 @pytest.fixture(scope="session")

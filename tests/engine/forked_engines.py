@@ -3,7 +3,6 @@
 The tests of the process itself, and all that start a service, start it as `client` does.
 """
 
-import multiprocessing
 import os
 import sys
 from multiprocessing.connection import Connection
@@ -11,10 +10,8 @@ from multiprocessing.process import BaseProcess
 
 import psutil
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["lorikeet_engine.process.server", "lorikeet_engine.execution.assembly"]
-)
+from tests.engine.ranks import FORKSERVER
+
 _started: list["ForkedEngine"] = []
 
 
@@ -40,7 +37,7 @@ class ForkedEngine:
 def start(calls: Connection, messages: Connection) -> ForkedEngine:
     """Stand in for `client._start`."""
     with calls, messages:
-        process = _context.Process(target=_serve, args=(calls, messages), daemon=True)
+        process = FORKSERVER.Process(target=_serve, args=(calls, messages), daemon=True)
         process.start()
     _started.append(ForkedEngine(process))
     return _started[-1]

@@ -11,9 +11,15 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import Shard
 
 CPU = torch.device("cpu")
-# Each process would import these by itself: 3 s.
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["lorikeet_engine.execution.assembly", "transformers", "peft"]
+FORKSERVER = multiprocessing.get_context("forkserver")
+# Each process would import these by itself: 3 s. A test run has one list of them, the last.
+FORKSERVER.set_forkserver_preload(
+    [
+        "lorikeet_engine.process.server",
+        "lorikeet_engine.execution.follower",
+        "transformers",
+        "peft",
+    ]
 )
 
 

@@ -1,18 +1,15 @@
 """The leader's runner, whose steps all ranks launch."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lorikeet_engine.errors import DeviceLost
 from lorikeet_engine.execution.batch_builder import LogitsInput, StepInput
 from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.models.batch import Batch
-from lorikeet_engine.parallel.followers import Followers
+from lorikeet_engine.parallel.followers import Followers, for_good
 from lorikeet_engine.parallel.rank_group import RankGroup
 
 
@@ -56,27 +53,17 @@ class LeadingRunner(ModelRunner):
         tokens = previous if len(step.pending) else None
         rows = 0 if tokens is None else len(tokens)
         logits = tuple(scores.inputs()) if scores is not None else ()
-        with _for_good():
+        with for_good():
             self._followers.send(RunStep(step, rows, logits, graphs))
             if tokens is not None:
                 self._group.broadcast_tokens(tokens)
 
     def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """ModelRunner.forward. Raises DeviceLost."""
-        with _for_good():
+        with for_good():
             return super().forward(batch, scores)
 
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """ModelRunner.forward_eager. Raises DeviceLost."""
-        with _for_good():
+        with for_good():
             return super().forward_eager(batch, scores)
-
-
-@contextmanager
-def _for_good() -> Iterator[None]:
-    try:
-        yield
-    except DeviceLost:
-        raise
-    except Exception as error:
-        raise DeviceLost(f"the ranks of this replica are out of step: {error}") from error

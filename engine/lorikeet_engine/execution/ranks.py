@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lorikeet_engine.errors import DeviceLost
+from lorikeet_engine.errors import DeviceLost, SettingsError
 from lorikeet_engine.execution.leading_runner import LeadingRunner
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.models.config import ModelConfig
@@ -82,6 +82,7 @@ class LeadingRank(OneRank):
         # NCCL would wait for those that have ended; on CUDA this process's end is the group's.
         self._leaves = settings.device == "cpu"
         world, device = settings.tensor_parallel, torch.device(settings.device)
+        _check_gpus(device, world)
         config = ModelConfig.from_folder(settings.model, settings.max_context)
         Shard(0, world).ranges(config.shape)  # raises before any process is started
         # A file without a name: nothing of it is left, whoever is killed when. It stays open until
@@ -118,6 +119,16 @@ class LeadingRank(OneRank):
         self.followers.close()
         if self._leaves:
             self.group.close()
+
+
+def _check_gpus(device: torch.device, world: int) -> None:
+    """Raise SettingsError, whose `field` is tensor_parallel, for more ranks than GPUs."""
+    if device.type == "cuda" and (there := torch.cuda.device_count()) < world:
+        raise SettingsError(
+            f"tensor_parallel={world}: more than the GPUs that this process sees, {there}: lower "
+            "it, or let it see more (CUDA_VISIBLE_DEVICES)",
+            field="tensor_parallel",
+        )
 
 
 def ring_bytes(config: ModelConfig, settings: EngineSettings) -> int:

@@ -137,9 +137,10 @@ class Checkpoint:
     def _check_sides(self, name: str, d_out: int, d_in: int) -> None:
         """Raise ModelError where CUDA has no product of an FP8 weight of these sides."""
         if self.device.type == "cuda" and (d_out % 16 or d_in % 16):
+            others = "another number of GPUs, or " if self.shard.world > 1 else ""
             raise ModelError(
                 f"{name} [{d_out}, {d_in}]: FP8 on a GPU wants both sides to be multiples of 16: "
-                "want a checkpoint of floats, with weight_dtype=auto",
+                f"want {others}a checkpoint of floats, with weight_dtype=auto",
                 field=name,
             )
 

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -195,6 +196,20 @@ class Followers:
             return self._processes[rank - 1].wait(_REAPED_S)
         except subprocess.TimeoutExpired:
             return None
+
+
+@contextmanager
+def for_good() -> Iterator[None]:
+    """Do in the leader what the followers do, too: what fails in one rank alone fails for good.
+
+    Raises DeviceLost.
+    """
+    try:
+        yield
+    except DeviceLost:
+        raise
+    except Exception as error:
+        raise DeviceLost(f"the ranks of this replica are out of step: {error}") from error
 
 
 def _start(numbers: Sequence[int], fds: Sequence[int]) -> "subprocess.Popen[bytes]":

@@ -77,11 +77,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The names of the kernels that the test's launches compiled."""
     names, run = set(), JITFunction.run
 
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         options.pop("launch_pdl", None)
         made = run(kernel, *args, grid=grid, warmup=True, **options)
         assert made.metadata.shared <= MOST_SHARED, kernel.__name__
         names.add(kernel.__name__)
+        return made
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(tiles, "_is_hopper", lambda _: True)
@@ -257,9 +258,11 @@ def fp8_weight(*shape: int, block: tuple[int, int] | None = None) -> Fp8Rows:
     return Fp8Rows(empty(*shape, dtype=DTYPE), scales, block)
 
 
-@pytest.mark.parametrize("block", [None, (128, 128)])
 @pytest.mark.parametrize("tokens", [1, 256, 2048, 8192])
-@pytest.mark.parametrize(("experts", "per_token", "inner"), [(128, 8, 768), (8, 2, 14336)])
+@pytest.mark.parametrize(("experts", "per_token", "inner", "block"), [
+    (128, 8, 768, None), (128, 8, 768, (128, 128)), (8, 2, 14336, None), (8, 2, 14336, (128, 128)),
+    (128, 8, 96, (32, 32)),  # of eight ranks
+])  # fmt: skip
 def test_fp8_experts(
     compiled: set[str],
     tokens: int,
@@ -276,6 +279,20 @@ def test_fp8_experts(
     assert y.shape == (tokens * per_token, 2048)
     of_fp8 = {"_quantize_rows", "_act_and_mul_fp8", "_products_fp8"}
     assert compiled == {"choose", "sort_by_expert", *of_fp8}
+
+
+@pytest.mark.parametrize(("d_in", "block"), [(768, (128, 128)), (96, (32, 32))])
+@pytest.mark.usefixtures("compiled")
+def test_scales_of_blocks_of_experts_come_ahead_of_their_turn(
+    monkeypatch: pytest.MonkeyPatch, d_in: int, block: tuple[int, int]
+) -> None:
+    made, run = [], JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda *a, **k: made.append(run(*a, **k)))
+    routed = moe.route(empty(1, 128), 8, None, normalised=True)
+    moe.expert_products(empty(8, d_in), fp8_weight(128, 2048, d_in, block=block), routed)
+    loop = made[-1].asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
+    assert "warp_group_dot" in loop
+    assert "tt.load" not in loop
 
 
 @pytest.mark.parametrize("tokens", [1, 256])

@@ -198,15 +198,21 @@ def test_fp8_products(kind, d_out, d_in, spread, given, gathered):
 
 @pytest.mark.usefixtures("exact_fp8")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("gathered", [False, True])
-def test_fp8_products_of_numbers_whose_blocks_have_scales(kind, gathered):
+@pytest.mark.parametrize(("spread", "block", "d_out", "d_in", "gathered"), [
+    ("even", (16, 96), 80, 304, True),
+    ("even", (16, 96), 80, 304, False),
+    ("one expert has all", (11, 32), 33, 112, False),  # narrow, as a cut leaves them
+    ("more experts than rows", (24, 64), 72, 160, True),
+])  # fmt: skip
+def test_fp8_products_of_numbers_whose_blocks_have_scales(
+    kind, spread, block, d_out, d_in, gathered
+):
     from lorikeet_engine.kernels.moe import fused
 
-    d_out, d_in = 80, 304
-    routed, tokens, rows, experts = spread_rows(kind, "even")
+    routed, tokens, rows, experts = spread_rows(kind, spread)
     x = random(kind, tokens if gathered else rows, d_in)
     rounded = rounded_rows(x)
-    weight = quantized_in_blocks(random(kind, experts, d_out, d_in))
+    weight = quantized_in_blocks(random(kind, experts, d_out, d_in), *block)
     got = fused.expert_products(Activations(x, rounded), weight, routed, gathered=gathered)
     floats = [each.floats().double() for each in (rounded, weight)]
     want = reference.expert_products(*floats, routed, gathered=gathered)

@@ -37,6 +37,7 @@ class StoredReference:
 
     def __init__(self, family: SavedFamily, storage: Storage) -> None:
         self.storage = storage
+        self._known: dict[tuple[str | None, tuple[int, ...]], torch.Tensor] = {}
         self._models = {name: self._load(family, name) for name in family.refs}
 
     def _load(self, family: SavedFamily, adapter: str | None) -> Any:
@@ -48,9 +49,15 @@ class StoredReference:
             return base
         return peft.PeftModel.from_pretrained(base, family.folders[adapter])
 
-    @torch.inference_mode()
     def logits(self, adapter: str | None, tokens: Sequence[int]) -> torch.Tensor:
         """[tokens, vocab], of what comes after each."""
+        asked = adapter, tuple(tokens)
+        if asked not in self._known:  # an answer shows several features
+            self._known[asked] = self._computed(adapter, tokens)
+        return self._known[asked]
+
+    @torch.inference_mode()
+    def _computed(self, adapter: str | None, tokens: Sequence[int]) -> torch.Tensor:
         model = self._models[adapter]
         cache = RoundedCache(key_gain(model.config)) if self.storage.rounds_kv else None
         logits: torch.Tensor = model(torch.tensor([tokens]), past_key_values=cache).logits[0]

@@ -4,18 +4,22 @@ A family is a row (FAMILIES and MOE of tests/engine/conftest.py), a way to hold 
 KV cache, or two processes that share them, a column (STORAGES), what can happen to a request
 another one (FEATURES). Each storage of each family is one engine, started once. Experts are not
 rounded to NF4, and two processes share FP8 weights of one dense family and of mixtures of experts,
-and an FP8 KV cache of one family whose keys have a gain.
+and an FP8 KV cache of one family whose keys have a gain. FP8 whose blocks have scales is that of
+mixtures of experts, of a family with every norm there is, and in two processes of one that stores
+several linears as one.
 """
+
+from statistics import median
 
 import pytest
 
 from tests.engine.conftest import FAMILIES, MOE
 from tests.engine.matrix.reference import SavedFamily, StoredReference
-from tests.engine.matrix.storages import STORAGES
+from tests.engine.matrix.storages import EXACT, STORAGES
 from tests.engine.matrix.traffic import ADAPTERS, FEATURES, answers_of, assert_equal
 from tests.engine.moe_adapters import BOTH
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_followers")
 MOE_ADAPTERS = ADAPTERS | {
     "all_linears": ADAPTERS["all_linears"] | {"target_parameters": BOTH},
 }
@@ -23,6 +27,8 @@ EVERY = (*FAMILIES, *MOE)
 SOME = {
     "nf4_weights": FAMILIES,
     "fp8_of_two_ranks": ("llama", *MOE),
+    "fp8_blocks": ("gemma3_text", *MOE),
+    "fp8_blocks_of_two_ranks": ("phi3", *MOE),
     "fp8_kv_of_two_ranks": ("granite",),
 }
 CELLS = [
@@ -54,5 +60,6 @@ def test_a_cell_is_equal_to_its_reference(served, feature):
     answers, reference = served
     shown = [answer for answer in answers if FEATURES[feature](answer)]
     assert shown
-    for answer in shown:
-        assert_equal(answer, reference)
+    errors = [assert_equal(answer, reference) for answer in shown]
+    if len(errors) > 2:
+        assert median(errors) <= EXACT.median, "what rounding decides otherwise is seldom"

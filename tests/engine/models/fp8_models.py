@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import transformers
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
+from lorikeet_engine.kernels.fp8 import BLOCK_WIDTHS, DTYPE, LARGEST, Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_rows
 
 # A layer, an expert's number, and its linear, as checkpoints of Qwen 3 MoE and of Mixtral name it.
@@ -82,21 +84,52 @@ def _matrix_of(model: Any, layer: str, expert: str, linear: str) -> torch.Tensor
     return gate if linear in ("gate_proj", "w1") else up
 
 
-def round_linears(model: torch.nn.Module, ranks: int = 1) -> None:
+def round_linears(
+    model: torch.nn.Module, ranks: int = 1, block: tuple[int, int] | None = None
+) -> None:
     """Make the layers' linears and experts, also under PEFT's, compute as FP8 linears do.
 
-    ranks: that share them, of which each rounds what it has.
+    ranks: that share them, of which each rounds what it has. block: of a checkpoint whose blocks
+    have scales; None: each rank's rows have them.
     """
     for name, linear in model.named_modules():
         if type(linear).__name__.endswith("Experts"):
             linear.__class__, linear.down_parts = RoundedExperts, ranks
-            linear.gate_up_proj.data = rounded(linear.gate_up_proj.data)
-            linear.down_proj.data = rounded(linear.down_proj.data, ranks)
+            linear.gate_up_proj.data = _stored(linear.gate_up_proj.data, 1, block)
+            linear.down_proj.data = _stored(linear.down_proj.data, ranks, block)
         name = name.removesuffix(".base_layer")
         if name.endswith("_proj") and type(linear) is torch.nn.Linear:
             parts = ranks if name.endswith((".o_proj", ".down_proj")) else 1
             linear.__class__, linear.parts = RoundedLinear, parts
-            linear.weight.data = rounded(linear.weight.data, parts)
+            linear.weight.data = _stored(linear.weight.data, parts, block)
+
+
+def _stored(weight: torch.Tensor, parts: int, block: tuple[int, int] | None) -> torch.Tensor:
+    """What FP8 makes of a weight, or of each expert's, of which so many ranks have columns."""
+    if block is None:
+        return rounded(weight, parts)
+    in_blocks = rounded_in_blocks(weight, block)
+    width = gcd(block[1], weight.shape[-1] // parts) if parts > 1 else block[1]
+    return rounded(in_blocks, parts) if width % BLOCK_WIDTHS else in_blocks
+
+
+def rounded_in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The floats that FP8 numbers stand for whose blocks have scales; weight [..., rows, columns].
+
+    Of several matrices each has blocks of its own.
+    """
+    if weight.dim() > 2:
+        return torch.stack([rounded_in_blocks(matrix, block) for matrix in weight])
+    scales = block_scales(weight, block)
+    wide = Fp8Rows(torch.ones_like(weight), scales, block).floats()
+    return (weight / wide).to(DTYPE).float() * wide
+
+
+def block_scales(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """A scale for each block of a matrix, with which its largest number becomes FP8's."""
+    high, wide = block
+    rows = [part.split(wide, 1) for part in weight.split(high)]
+    return torch.stack([torch.stack([b.abs().amax() / LARGEST for b in row]) for row in rows])
 
 
 def rounded(rows: torch.Tensor, parts: int = 1) -> torch.Tensor:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.benchmarks.random_model import write_config
 from lorikeet_engine.adapter import Residency
@@ -67,7 +68,9 @@ def largest_adapter_bytes(world: PeftWorld) -> int:
         ]
     ],
 )
-def ranks_and_world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory, one_thread):
+def ranks_and_world(
+    request, tiny_checkpoints, variant_checkpoints, tmp_path_factory, one_thread, forked_followers
+):
     ranks, name = request.param
     folder = tmp_path_factory.mktemp(name)
     if ranks == 8:
@@ -118,6 +121,17 @@ def test_what_eight_processes_cannot_share_is_refused_by_name_at_once(changed, n
     settings = EngineSettings(model=folder, cache_dir=tmp_path / "cache", tensor_parallel=8)
     with pytest.raises(SettingsError, match=f"{named} cannot be shared evenly by 8 processes"):
         Engine(settings, Shelf(tmp_path / "made"))
+    assert not followers()
+
+
+def test_more_ranks_than_gpus_are_refused_at_once(tiny_checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    settings = EngineSettings(
+        tiny_checkpoints["llama"], tmp_path / "cache", device="cuda", tensor_parallel=2
+    )
+    with pytest.raises(SettingsError, match=r"tensor_parallel=2: more than .* sees, 1") as refused:
+        Engine(settings, Shelf(tmp_path / "made"))
+    assert refused.value.field == "tensor_parallel"
     assert not followers()
 
 

@@ -3,17 +3,25 @@
 import pickle
 from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
+from lorikeet_engine.errors import DeviceLost
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.parallel.followers import RankCopies
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.checksums import added, word_sum
-from lorikeet_engine.residency.gpu.arena import DeviceArena, ImageCopy, ReadsEnd
+from lorikeet_engine.residency.gpu.arena import (
+    DeviceArena,
+    ImageCopy,
+    Piece,
+    ReadsEnd,
+    WriteRow,
+)
 from lorikeet_engine.residency.gpu.rank_arenas import CopyImage, FollowingArena, LeadingArena
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packing import PackedLayout
@@ -217,3 +225,18 @@ def test_a_copy_is_over_once_it_is_in_all_ranks():
     assert not copy.event.others.is_over
     arenas.mail.deliver_all()
     assert copy.event.others.is_over
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda arena, _: arena.run(ReadsEnd(0), WriteRow(SLOTS, np.zeros((LAYERS, 7, 3)))),
+        lambda arena, host: arena.copy(host, (Piece(ARENA - 32, 0, 64),)),
+    ],
+)
+def test_what_fails_in_the_leaders_arena_alone_is_the_end_of_all_ranks(harm):
+    """Else its followers would go on with other adapters than it has."""
+    host = torch.arange(1.0, 129.0)
+    arenas = Arenas(2, host, ARENA, (LAYERS, 7), SLOTS)
+    with pytest.raises(DeviceLost, match="out of step"):
+        harm(arenas.leader, host)

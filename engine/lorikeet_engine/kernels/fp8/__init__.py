@@ -35,7 +35,8 @@ class Fp8Rows:
     rows [experts, rows, width], scales [experts, rows].
 
     block: the height and width of a weight's blocks, each with a scale of its own, M[r, c] =
-    rows[r, c] · scales[r // height, c // width]; the last dimensions of scales count blocks.
+    rows[r, c] · scales[r // height, c // width]; the last dimensions of scales count blocks. Where
+    there are several matrices, the height divides their rows.
     """
 
     rows: torch.Tensor

@@ -4,7 +4,7 @@ Cut into tiles as `grouped` cuts them. The outputs are the rows of the tensor co
 which these have at least 64; an expert's rows are the columns, of which 16 are enough. A tile's
 sums stay in the tensor cores until its end (kernels/fp8/fused.linear says what that loses), then
 are multiplied by the scales of the expert's outputs and of the rows. Where a weight's blocks have
-scales, only the sums of a block's columns stay there.
+scales, only the sums of a block's columns stay there, and the scales are read ahead as weights are.
 
 TILES is the one place that says how products are cut; `engine/benchmarks/experts.py --weight-dtype
 fp8` times others on a GPU.
@@ -54,14 +54,15 @@ def products(
     c = config or tile_config(rows, experts)
     tiles = rows // c.rows + min(rows, experts)
     y = torch.empty((rows, d_out), dtype=dtype, device=device)
-    inputs = min(c.inputs, max(_LEAST_INPUTS, triton.next_power_of_2(d_in)))
-    inputs = math.gcd(inputs, wide)
+    columns = min(c.inputs, max(_LEAST_INPUTS, triton.next_power_of_2(d_in)))
+    inputs = math.gcd(columns, wide)  # which have one scale, and as many bytes under way
+    stages = min(c.stages * columns // inputs, triton.cdiv(d_in, inputs) + 1)
     _products_fp8[(tiles, triton.cdiv(d_out, c.outputs))](
         x.rows, x.scales, matrices, scales, routed.pairs, routed.starts, y,
         experts, d_out, d_in, high, wide, routed.per_token, gathered,
         device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
-        triton.next_power_of_2(experts), c.rows, c.outputs, inputs,
-        num_warps=c.warps, num_stages=c.stages,
+        triton.next_power_of_2(experts), c.rows, c.outputs, inputs, stages,
+        num_warps=c.warps,
     )  # fmt: skip
     return y
 
@@ -87,6 +88,7 @@ def _products_fp8(
     block_rows: tl.constexpr,
     block_outputs: tl.constexpr,
     block_inputs: tl.constexpr,
+    stages: tl.constexpr,
 ) -> None:
     """Compute some outputs of one tile, or nothing where the experts' rows make fewer tiles."""
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
@@ -103,7 +105,8 @@ def _products_fp8(
     at_x = x + token[:, None].to(tl.int64) * d_in + element[None, :]
     at_weight = weight + line[:, None] * d_in + element[None, :]
     sums = tl.zeros((block_outputs, block_rows), tl.float32)
-    for first in range(0, d_in, block_inputs):
+    # Stages of the loop, not of the launch: these would read ahead what is multiplied alone.
+    for first in tl.range(0, d_in, block_inputs, num_stages=stages):
         if d_in % block_inputs == 0:
             weights, values = tl.load(at_weight + first), tl.load(at_x + first)
         else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.parallel.followers import Followers, RankCopies
+from lorikeet_engine.parallel.followers import Followers, RankCopies, for_good
 from lorikeet_engine.residency.checksums import added
 from lorikeet_engine.residency.gpu.arena import (
     Command,
@@ -40,7 +40,8 @@ class CopyImage:
 class LeadingArena(DeviceArena):
     """A DeviceArena whose commands and copies the followers get as well.
 
-    A copy is over once it is in all ranks.
+    A copy is over once it is in all ranks. What raises here and not there would leave the arenas
+    unlike: both methods raise DeviceLost then.
     """
 
     def __init__(self, weights: LoraWeights, device: torch.device, followers: Followers) -> None:
@@ -51,7 +52,8 @@ class LeadingArena(DeviceArena):
     def run(self, *commands: Command) -> None:
         """Run commands here, and in the followers before the next step or copy."""
         self._followers.queue(*commands)
-        super().run(*commands)
+        with for_good():
+            super().run(*commands)
 
     def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> ImageCopy:
         """Copy all ranks' images, end to end in the host arena, each to its GPU."""
@@ -59,8 +61,9 @@ class LeadingArena(DeviceArena):
         self._numbers += 1
         others = self._followers.expect_copy(self._numbers)
         begin = int(image.storage_offset())
-        self._followers.send(CopyImage(self._numbers, begin, elements, tuple(pieces)))
-        total, event = super().copy(image[:elements], pieces)
+        with for_good():
+            self._followers.send(CopyImage(self._numbers, begin, elements, tuple(pieces)))
+            total, event = super().copy(image[:elements], pieces)
         return ImageCopy(_Total(total, others), _InAllRanks(event, others))
 
 
