@@ -65,6 +65,11 @@ class ToolCallParser:
         self._said, self._deltas = [], []
         return delta
 
+    @property
+    def called(self) -> bool:
+        """Whether it has read calls, which are whole."""
+        return self._calls > 0
+
     def is_text(self, at: int) -> bool:
         """Whether a character that was split is text, and of no call."""
         before = bisect_right(self._text, at, key=lambda part: part.start)
@@ -192,13 +197,17 @@ class ToolCallParser:
 
 
 class ForcedCallParser:
-    """Parses an answer that a grammar holds to calls: arguments are passed on as they come."""
+    """Parses an answer that a grammar holds to calls: arguments are passed on as they come.
+
+    A call is one once its arguments begin: cut off before them it would look like a call without
+    any.
+    """
 
     done = False
     parsed = 0
 
     def __init__(self, syntax: ToolSyntax) -> None:
-        self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": ')
+        self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": (?=\{{)')
         self._held = ""
         self._arguments: JsonEnd | None = None  # of the call that is being read
         self._calls = 0
@@ -221,6 +230,11 @@ class ForcedCallParser:
                 self._held = self._held[begin:] if begin >= 0 else ""
                 break
         return ToolDelta("", deltas)
+
+    @property
+    def called(self) -> bool:
+        """Whether it has read calls, all of them whole."""
+        return self._calls > 0 and self._arguments is None
 
     def is_text(self, at: int) -> bool:  # noqa: ARG002
         """Whether a character is text: none is."""
