@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: its request, and the Call that it becomes."""
 
-import json
 import re
 from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,7 +25,7 @@ from lorikeet.gateway.apis.tools import (
     function_use,
     tool_use,
 )
-from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
+from lorikeet.gateway.body import Body, NoOps, json_text, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
 
 MAX_TEMPLATE_ARGS = 32
@@ -51,7 +50,7 @@ def _parse_template_args(value: object) -> dict[str, Any]:
         raise unsupported(hint=f" with {taken[0]}")
     if not all(map(_NAME.fullmatch, value)):
         raise ValueError("want names of at most 64 letters, digits and _")
-    if len(json.dumps(value, ensure_ascii=False)) > MAX_TEMPLATE_ARGS_LENGTH:
+    if len(json_text(value)) > MAX_TEMPLATE_ARGS_LENGTH:
         raise ValueError(f"want at most {MAX_TEMPLATE_ARGS_LENGTH} characters of JSON")
     return value
 

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.chat_messages import FunctionName
 from lorikeet.gateway.apis.fields import refuse_kind
-from lorikeet.gateway.body import Body, misfit
+from lorikeet.gateway.body import Body, json_text, misfit
 from lorikeet.protocol.messages import Format, ToolUse
 
 MAX_TOOLS = 128
@@ -24,7 +24,7 @@ Mode = Literal["none", "auto", "required"]
 
 def limited(value: object) -> object:
     """Refuse what is too long for a prompt or a grammar, before it is copied again and again."""
-    if len(json.dumps(value, ensure_ascii=False)) > MAX_SCHEMAS_LENGTH:
+    if len(json_text(value)) > MAX_SCHEMAS_LENGTH:
         raise ValueError(f"want at most {MAX_SCHEMAS_LENGTH} characters of JSON")
     return value
 
