@@ -286,6 +286,20 @@ def test_forced_calls_are_read_as_they_come(syntax, size):
     assert read(ForcedCallParser(syntax), forced(syntax, *BOTH), size) == ("", BOTH)
 
 
+@pytest.mark.parametrize(
+    "syntax", [HERMES, MISTRAL, GRANITE, LLAMA], ids=["hermes", "mistral", "granite", "llama"]
+)
+def test_wherever_forced_calls_are_cut_it_is_known_whether_all_are_whole(syntax):
+    text = forced(syntax, *BOTH)
+    for end in range(len(text) + 1):
+        parser, arguments = ForcedCallParser(syntax), {}
+        for delta in parser.push(text[:end], last=True).calls:
+            arguments[delta.index] = arguments.get(delta.index, "") + delta.arguments
+        whole = [given in ('{"place": "Paris {}]"}', "{}") for given in arguments.values()]
+        assert parser.called == (whole != [] and all(whole))
+        assert "" not in arguments.values()
+
+
 def test_what_is_nested_too_deeply_breaks_nothing():
     deep = '{"a": ' * 5000 + "1" + "}" * 5000
     text = f'<tool_call>{{"name": "time", "arguments": {deep}}}</tool_call>'

@@ -146,17 +146,19 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
         """Return top_logprobs, if logprobs are asked for."""
         return self.top_logprobs if self.logprobs else None
 
-    def to_call(self, context: CallContext, **others: Any) -> Call:
+    def to_call(
+        self, context: CallContext, format_param: str = "response_format", **others: Any
+    ) -> Call:
         """Return the Call that a replica gets, without tools and format where none is asked for.
 
-        others: members that another API says itself.
+        format_param: what another API calls response_format. others: members that it says itself.
         """
         messages = template_messages(self.messages)
         if self.functions:
             tools = function_use(self.functions, self.function_call)
         else:
             tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-        asked = None if self.response_format is None else self.response_format.as_format()
+        asked = self.response_format and self.response_format.as_format(format_param)
         size = chat_tokens(messages, tools.tools if tools else ())
         members = self._common(context) | {
             "endpoint": Endpoint.CHAT,

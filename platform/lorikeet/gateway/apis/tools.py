@@ -176,9 +176,9 @@ class ResponseFormat(Body):
             raise misfit("json_schema", "want it with the type json_schema, and only there")
         return self
 
-    def as_format(self) -> Format | None:
-        """Return what the answer must be; None for text."""
+    def as_format(self, param: str) -> Format | None:
+        """Return what the answer must be; None for text. param: what the API calls this field."""
         if self.type == "text":
             return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
-        return Format(json.dumps(schema))
+        return Format(json.dumps(schema), param=param)
