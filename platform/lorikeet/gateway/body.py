@@ -106,7 +106,7 @@ async def read_body(request: Request) -> bytes:
     Raises RequestTooLarge, RequestTimeout where it does not come, and InvalidInput for one that is
     compressed.
     """
-    if request.headers.get("content-encoding", "identity") != "identity":
+    if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
         problem = "Content-Encoding: want the body as it is: compressed ones are not taken"
         raise InvalidInput(problem, param="content-encoding")
     body = b"".join([part async for part in in_time(limited(request, MAX_JSON_BYTES))])
