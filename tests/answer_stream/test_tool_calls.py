@@ -105,7 +105,7 @@ def calls_of(deltas):
 def test_calls_are_read_whatever_pieces_they_come_in(written, size):
     syntax, text = WRITTEN[written]
     said, calls = read(ToolCallParser(syntax, USE), text, size)
-    assert said.rstrip() == ("" if syntax in UNMARKED else "Let me look.")
+    assert said == ("" if syntax in UNMARKED else "Let me look.")
     assert calls == BOTH
 
 
@@ -117,6 +117,7 @@ def test_calls_are_read_whatever_pieces_they_come_in(written, size):
         (HERMES, "a < b and <tool_cal"),
         (HERMES, '<tool_call>{"name": "weather", "arguments": {"place": </tool_call>'),
         (HERMES, f"<tool_call>{PARIS}"),
+        (HERMES, f"<tool_call>{PARIS}\n</tool_ca"),
         (HERMES, f"<tool_call>{PARIS} and so on</tool_call>"),
         (HERMES, '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
         (HERMES, '<tool_call>{"name": ["time"], "arguments": {}}</tool_call>'),

@@ -28,8 +28,9 @@ class ToolCallParser:
     """Splits what a model writes for one choice into text and calls, in time linear in its length.
 
     What begins like a call is held back until it is one, or is not: then it is text, like a call
-    of a function that the client did not offer. Whitespace before a call is dropped. `done` is set
-    once no further call is wanted; `parsed` is how many characters are split by now.
+    of a function that the client did not offer. Whitespace before a call is dropped, and behind the
+    last one. `done` is set once no further call is wanted; `parsed` is how many characters are
+    split by now.
     """
 
     def __init__(self, syntax: ToolSyntax, use: ToolUse) -> None:
@@ -59,8 +60,10 @@ class ToolCallParser:
         while not self.done and self._look():
             pass
         if last and not self.done:
-            self._say_held()
-            self._say(self._take_rest(len(self._rest)))
+            self._behind.append(self._take_rest(len(self._rest)))
+            held = "".join((*self._held, *self._body, *self._behind))
+            if not self._calls or held.strip():
+                self._say_held()
         delta = ToolDelta("".join(self._said), self._deltas)
         self._said, self._deltas = [], []
         return delta
