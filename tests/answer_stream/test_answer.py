@@ -208,14 +208,66 @@ def test_without_tools_what_looks_like_a_call_is_text(tokenizer):
     assert message == {"role": "assistant", "content": NOW, "refusal": None}
 
 
-def test_the_only_call_that_is_wanted_ends_its_choice(tokenizer):
+@pytest.mark.parametrize("finish", [None, FinishReason.LENGTH])
+def test_the_only_call_that_is_wanted_ends_its_choice(tokenizer, finish):
     call = chat(tools=ToolUse((TOOL,), parallel=False))
     answer = Answer(call, [(1,)], Vocabulary(tokenizer), HERMES)
-    items = answer.take([tokens(tokenizer, f"{NOW} and more")])
-    assert answer.stopped == [0]
+    items = answer.take([tokens(tokenizer, f"{NOW} and more", 0, finish)])
+    assert answer.stopped == ([0] if finish is None else [])
     (choice,) = json.loads(items[-1])["choices"]
     assert len(choice["message"]["tool_calls"]) == 1
     assert choice["finish_reason"] == "tool_calls"
+
+
+FORCED = chat(tools=ToolUse((TOOL,), forced=("time",)), stop=("END",))
+CALLED = '<tool_call>\n{"name": "time", "arguments": {"at": "noon"}}\n</tool_call>'
+BEGUN = '<tool_call>\n{"name": "time", "arguments": {"at": "no'
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("text", "arguments", "finish"),
+    [
+        (BEGUN, ['{"at": "no'], "stop"),
+        (f"{CALLED}\n{BEGUN}", ['{"at": "noon"}', '{"at": "no'], "stop"),
+        (BEGUN.partition('{"at')[0], [], "stop"),
+        (CALLED.partition("}\n")[0], ['{"at": "noon"}'], "tool_calls"),
+        (f"{CALLED}\n<tool_call>", ['{"at": "noon"}'], "tool_calls"),
+    ],
+)
+@pytest.mark.parametrize("by", ["a stop string", "a stop token", "the limit"])
+def test_a_call_that_is_cut_is_not_told_as_a_whole_one(
+    tokenizer, stream, text, arguments, finish, by
+):
+    answer = Answer(replace(FORCED, stream=stream), [(1,)], Vocabulary(tokenizer), HERMES)
+    if by == "a stop string":
+        items = answer.take([tokens(tokenizer, f"{text}END")])
+    else:
+        end = FinishReason.STOP if by == "a stop token" else FinishReason.LENGTH
+        items = answer.take([tokens(tokenizer, text, 0, end)])
+    if stream:
+        choices = [event["choices"][0] for event in events(items)[:-1]]
+        calls = [c for choice in choices for c in choice["delta"].get("tool_calls", [])]
+        told = {call["index"]: "" for call in calls}
+        for call in calls:
+            told[call["index"]] += call["function"]["arguments"]
+        assert list(told.values()) == arguments
+        assert choices[-1]["delta"] == {}
+    else:
+        choices = json.loads(items[-1])["choices"]
+        message = choices[0]["message"]
+        told = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
+        assert told == arguments
+    assert choices[-1]["finish_reason"] == ("length" if by == "the limit" else finish)
+
+
+@pytest.mark.parametrize("text", [BEGUN, CALLED])
+def test_a_message_stops_for_a_tool_only_where_its_call_is_whole(tokenizer, text):
+    call = replace(FORCED, endpoint=Endpoint.MESSAGES, max_tokens=500)
+    for stream in (True, False):
+        answer = Answer(replace(call, stream=stream), [(1,)], Vocabulary(tokenizer), HERMES)
+        items = answer.take([tokens(tokenizer, text, 0, FinishReason.STOP)])
+        assert (b'"stop_reason":"tool_use"' in items[-1]) is (text == CALLED)
 
 
 def test_forced_calls_stream_their_arguments_as_they_come(tokenizer):

@@ -13,9 +13,8 @@ from lorikeet.answer_stream.anthropic_format import (
     message_body,
     token_count_body,
 )
-from lorikeet.answer_stream.openai_format import CallDelta, Choice
+from lorikeet.answer_stream.openai_format import CallDelta, Choice, Ending
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
-from lorikeet_engine.request import FinishReason
 from tests.answer_stream.test_openai_format import CALLS, assert_no_extras
 from tests.answer_stream.typed_events import kinds, typed_events
 
@@ -91,7 +90,7 @@ def whole(choice: Choice, usage: FinalUsage = USAGE, call: Call = CALL) -> Any:
 
 def test_a_text_has_the_published_sequence() -> None:
     making = stream()
-    raw = making.delta(0, "Hé") + making.delta(0, "y", FinishReason.STOP) + making.end(USAGE)
+    raw = making.delta(0, "Hé") + making.delta(0, "y", Ending.STOP) + making.end(USAGE)
     read = events(raw)
     assert read == [
         {
@@ -124,7 +123,7 @@ def test_a_text_has_the_published_sequence() -> None:
 
 def test_calls_have_the_published_sequence_after_their_text() -> None:
     making = stream()
-    raw = making.delta(0, "Let me look.") + making.delta(0, "", FinishReason.STOP, CALLS)
+    raw = making.delta(0, "Let me look.") + making.delta(0, "", Ending.TOOL_CALLS, CALLS)
     read = events(raw + making.end(USAGE))
     assert kinds(read) == [
         *("message_start", START, "ping", DELTA, STOP),
@@ -145,7 +144,7 @@ def test_calls_have_the_published_sequence_after_their_text() -> None:
 def test_thinking_is_the_first_block_and_has_a_signature() -> None:
     making = stream()
     raw = making.delta(0, "", reasoning="Two") + making.delta(0, "", reasoning=" and two?")
-    read = events(raw + making.delta(0, "4", FinishReason.STOP) + making.end(USAGE))
+    read = events(raw + making.delta(0, "4", Ending.STOP) + making.end(USAGE))
     assert kinds(read) == [
         *("message_start", START, "ping", DELTA, DELTA, DELTA, STOP),
         *(START, DELTA, STOP),
@@ -165,15 +164,15 @@ def test_thinking_is_the_first_block_and_has_a_signature() -> None:
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice("Hey", FinishReason.STOP),
-        Choice("", FinishReason.STOP),
-        Choice("Look:", FinishReason.STOP, CALLS),
-        Choice("", FinishReason.STOP, CALLS[:3]),
-        Choice("cut", FinishReason.LENGTH),
-        Choice("", FinishReason.LENGTH, CALLS[:2]),
-        Choice("so far", FinishReason.STOP, stop="END"),
-        Choice("It is 4.", FinishReason.STOP, CALLS, reasoning="2 + 2, é"),
-        Choice("", FinishReason.LENGTH, reasoning="2 + 2"),
+        Choice("Hey", Ending.STOP),
+        Choice("", Ending.STOP),
+        Choice("Look:", Ending.TOOL_CALLS, CALLS),
+        Choice("", Ending.TOOL_CALLS, CALLS[:3]),
+        Choice("cut", Ending.LENGTH),
+        Choice("", Ending.LENGTH, CALLS[:2]),
+        Choice("so far", Ending.STOP, stop="END"),
+        Choice("It is 4.", Ending.TOOL_CALLS, CALLS, reasoning="2 + 2, é"),
+        Choice("", Ending.LENGTH, reasoning="2 + 2"),
     ],
 )
 def test_a_stream_adds_up_to_the_whole_message(choice: Choice) -> None:
@@ -187,12 +186,12 @@ def test_a_stream_adds_up_to_the_whole_message(choice: Choice) -> None:
 @pytest.mark.parametrize(
     ("choice", "made", "reason"),
     [
-        (Choice("a", FinishReason.STOP), 3, "end_turn"),
-        (Choice("a", FinishReason.LENGTH), 9, "max_tokens"),
-        (Choice("a", FinishReason.LENGTH), 3, "model_context_window_exceeded"),
-        (Choice("a", FinishReason.STOP, CALLS), 3, "tool_use"),
-        (Choice("a", FinishReason.LENGTH, CALLS), 9, "max_tokens"),
-        (Choice("a", FinishReason.STOP, stop="\n\n"), 3, "stop_sequence"),
+        (Choice("a", Ending.STOP), 3, "end_turn"),
+        (Choice("a", Ending.LENGTH), 9, "max_tokens"),
+        (Choice("a", Ending.LENGTH), 3, "model_context_window_exceeded"),
+        (Choice("a", Ending.TOOL_CALLS, CALLS), 3, "tool_use"),
+        (Choice("a", Ending.LENGTH, CALLS), 9, "max_tokens"),
+        (Choice("a", Ending.STOP, stop="\n\n"), 3, "stop_sequence"),
     ],
 )
 def test_a_message_says_why_it_stopped(choice: Choice, made: int, reason: str) -> None:
@@ -203,7 +202,7 @@ def test_a_message_says_why_it_stopped(choice: Choice, made: int, reason: str) -
 
 def test_what_nothing_was_asked_to_say_is_no_content() -> None:
     call, usage = replace(CALL, max_tokens=0), replace(USAGE, completion_tokens=0)
-    message = whole(Choice("", FinishReason.LENGTH), usage, call)
+    message = whole(Choice("", Ending.LENGTH), usage, call)
     assert (message.content, message.stop_reason) == ([], "max_tokens")
 
 
@@ -220,7 +219,7 @@ def test_what_nothing_was_asked_to_say_is_no_content() -> None:
 )
 def test_a_tools_input_is_an_object_as_far_as_it_is_there(arguments: str, there: bytes) -> None:
     calls = [CallDelta(0, "", "call00001", "weather"), CallDelta(0, arguments)]
-    body = message_body(CALL, Choice("", FinishReason.LENGTH, calls), USAGE)
+    body = message_body(CALL, Choice("", Ending.LENGTH, calls), USAGE)
     assert b'"input":' + there + b"}" in body
     assert isinstance(json.loads(body)["content"][0]["input"], dict)
 

@@ -14,13 +14,13 @@ from lorikeet.answer_stream.logprobs import NamedToken, SampledToken
 from lorikeet.answer_stream.openai_format import (
     CallDelta,
     Choice,
+    Ending,
     EventStream,
     failed_completion_event,
     json_body,
 )
 from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
-from lorikeet_engine.request import FinishReason
 
 T = TypeVar("T", bound=openai.BaseModel)
 CALLS = [
@@ -66,7 +66,7 @@ def assert_no_extras(value: Any) -> None:
 
 def test_a_chat_stream_is_role_then_text_then_finish_then_done() -> None:
     stream = EventStream(call(Endpoint.CHAT, stream=True))
-    raw = stream.delta(0, "Hel") + stream.delta(0, "lo", FinishReason.STOP)
+    raw = stream.delta(0, "Hel") + stream.delta(0, "lo", Ending.STOP)
     *chunks, done = events(raw + stream.end(FinalUsage(3, 0, 2)))
     read = [official(ChatCompletionChunk, chunk) for chunk in chunks]
     assert [c.choices[0].delta.role for c in read] == ["assistant", None, None, None]
@@ -86,7 +86,7 @@ def test_each_choice_of_a_chat_stream_gets_its_own_role() -> None:
 
 def test_usage_comes_last_with_no_choices_and_is_null_before() -> None:
     stream = EventStream(call(Endpoint.CHAT, stream=True, include_usage=True))
-    raw = stream.delta(0, "a", FinishReason.LENGTH) + stream.end(FinalUsage(3, 2, 1))
+    raw = stream.delta(0, "a", Ending.LENGTH) + stream.end(FinalUsage(3, 2, 1))
     *chunks, usage, done = events(raw)
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["choices"] == []
@@ -102,7 +102,7 @@ def test_usage_comes_last_with_no_choices_and_is_null_before() -> None:
 
 def test_a_completion_stream_carries_text_and_finish_in_one_event() -> None:
     stream = EventStream(call(Endpoint.COMPLETIONS, stream=True))
-    (chunk,) = events(stream.delta(3, "end", FinishReason.LENGTH))
+    (chunk,) = events(stream.delta(3, "end", Ending.LENGTH))
     read = official(Completion, chunk)
     assert (read.id, read.object) == ("cmpl-r1", "text_completion")
     assert (read.choices[0].index, read.choices[0].text) == (3, "end")
@@ -123,7 +123,7 @@ def test_text_that_could_break_an_event_survives() -> None:
 
 
 def test_a_body_has_every_choice_in_order() -> None:
-    choices = [Choice("one", FinishReason.STOP), Choice("two", FinishReason.LENGTH)]
+    choices = [Choice("one", Ending.STOP), Choice("two", Ending.LENGTH)]
     chat = json_body(call(Endpoint.CHAT, n=2), choices, FinalUsage(5, 0, 7))
     read = official(ChatCompletion, json.loads(chat))
     assert [(c.index, c.message.content, c.finish_reason) for c in read.choices] == [
@@ -150,7 +150,7 @@ def test_a_failure_after_the_first_byte_is_one_error_event() -> None:
 
 def test_tool_calls_are_streamed_in_pieces_and_end_the_choice() -> None:
     stream = EventStream(call(Endpoint.CHAT, stream=True, include_usage=True))
-    raw = stream.delta(0, "", calls=CALLS[:2]) + stream.delta(0, "", FinishReason.STOP, CALLS[2:])
+    raw = stream.delta(0, "", calls=CALLS[:2]) + stream.delta(0, "", Ending.TOOL_CALLS, CALLS[2:])
     state = ChatCompletionStreamState()
     *chunks, _ = events(raw + stream.end(FinalUsage(3, 0, 2)))
     for chunk in chunks:
@@ -167,7 +167,7 @@ def test_tool_calls_are_streamed_in_pieces_and_end_the_choice() -> None:
 
 def test_a_body_joins_the_pieces_of_tool_calls() -> None:
     whole = json.loads(
-        json_body(call(Endpoint.CHAT), [Choice("", FinishReason.STOP, CALLS)], FinalUsage(5, 0, 7))
+        json_body(call(Endpoint.CHAT), [Choice("", Ending.TOOL_CALLS, CALLS)], FinalUsage(5, 0, 7))
     )
     (choice,) = official(ChatCompletion, whole).choices
     assert choice.finish_reason == "tool_calls"
@@ -179,15 +179,13 @@ def test_a_body_joins_the_pieces_of_tool_calls() -> None:
 
 
 def test_calls_that_were_cut_off_say_so() -> None:
-    body = json_body(
-        call(Endpoint.CHAT), [Choice("", FinishReason.LENGTH, CALLS)], FinalUsage(5, 0, 7)
-    )
+    body = json_body(call(Endpoint.CHAT), [Choice("", Ending.LENGTH, CALLS)], FinalUsage(5, 0, 7))
     assert json.loads(body)["choices"][0]["finish_reason"] == "length"
 
 
 def test_what_is_said_before_a_call_is_its_content() -> None:
     stream = EventStream(call(Endpoint.CHAT, stream=True))
-    chunks = events(stream.delta(0, "Let me look.", FinishReason.STOP, CALLS))
+    chunks = events(stream.delta(0, "Let me look.", Ending.TOOL_CALLS, CALLS))
     deltas = [official(ChatCompletionChunk, chunk).choices[0].delta for chunk in chunks]
     assert [delta.content for delta in deltas[:2]] == ["", "Let me look."]
     assert [bool(delta.tool_calls) for delta in deltas] == [False, False, *[True] * 5, False]
@@ -198,11 +196,11 @@ def test_logprobs_are_openais_whole_and_streamed(endpoint: Endpoint) -> None:
     chat = endpoint is Endpoint.CHAT
     logprobs = WholeLogprobs(endpoint)
     logprobs.add(DRAWN)
-    choice = Choice("a", FinishReason.STOP, logprobs=logprobs)
+    choice = Choice("a", Ending.STOP, logprobs=logprobs)
     whole = json.loads(json_body(call(endpoint), [choice], FinalUsage(1, 0, 1)))
     official(ChatCompletion if chat else Completion, whole)
     stream = EventStream(call(endpoint, stream=True))
-    chunks = events(stream.delta(0, "a", FinishReason.STOP, logprobs=DRAWN))
+    chunks = events(stream.delta(0, "a", Ending.STOP, logprobs=DRAWN))
     for chunk in chunks:
         official(ChatCompletionChunk if chat else Completion, chunk)
     told = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
@@ -221,7 +219,7 @@ def test_logprobs_that_come_one_by_one_are_as_those_that_come_together(
         one_by_one.add([token])
         one_by_one.add([])
     assert one_by_one.json() == together.json()
-    choice = Choice("a", FinishReason.STOP, logprobs=together)
+    choice = Choice("a", Ending.STOP, logprobs=together)
     whole = json.loads(json_body(call(endpoint), [choice], FinalUsage(1, 0, 1)))
     official(ChatCompletion if endpoint is Endpoint.CHAT else Completion, whole)
     assert {len(value) for value in whole["choices"][0]["logprobs"].values() if value} <= {count}

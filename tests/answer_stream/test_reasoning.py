@@ -277,6 +277,22 @@ def test_an_unfinished_character_in_mid_thought_has_no_logprob(tokenizer: Tokeni
     assert json.loads(body)["choices"][0]["logprobs"]["content"] == []
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_string_in_what_might_have_become_a_tag_ends_the_answer(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    call = replace(CHAT, stop=("hin",), stream=stream, sampling=SamplingParams(logprobs=0))
+    answer = Answer(call, [(1,)], Vocabulary(tokenizer), None, Thinking.POSSIBLE)
+    ids = tuple(tokenizer.encode("<thin").ids)
+    known = (TokenLogprobs(-1.0),) * len(ids)
+    items = answer.take([Tokens("r1", 0, ids, FinishReason.LENGTH, known)])
+    sent = b"".join(item for item in items if isinstance(item, bytes)).decode()
+    assert answer.stop_string(0) == "hin"
+    assert '"content":"<t"' in sent
+    assert '"finish_reason":"stop"' in sent
+    assert sent.count('"top_logprobs"') == len("<t")
+
+
 PART = ["response.output_item.added", "response.content_part.added"]
 REASONING = ["response.reasoning_text.done", "response.content_part.done"]
 MESSAGE = ["response.output_text.done", "response.content_part.done"]

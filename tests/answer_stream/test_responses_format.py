@@ -8,14 +8,13 @@ from openai._models import construct_type
 from openai.types.responses import Response, ResponseFailedEvent, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from lorikeet.answer_stream.openai_format import CallDelta, Choice
+from lorikeet.answer_stream.openai_format import CallDelta, Choice, Ending
 from lorikeet.answer_stream.responses_format import (
     ResponseEventStream,
     failed_response_event,
     response_body,
 )
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
-from lorikeet_engine.request import FinishReason
 from tests.answer_stream.test_openai_format import CALLS, DRAWN, official
 from tests.answer_stream.typed_events import kinds, typed_events
 
@@ -55,7 +54,7 @@ def events(raw: bytes) -> list[dict[str, Any]]:
 
 def test_a_text_has_the_published_sequence() -> None:
     stream = ResponseEventStream(CALL)
-    raw = stream.delta(0, "Hé") + stream.delta(0, "y", FinishReason.STOP) + stream.end(USAGE)
+    raw = stream.delta(0, "Hé") + stream.delta(0, "y", Ending.STOP) + stream.end(USAGE)
     read = events(raw)
     assert kinds(read) == [*BEGIN, *TEXT_BEGIN, TEXT, TEXT, *TEXT_END, "response.completed"]
     assert [event["delta"] for event in read if event["type"] == TEXT] == ["Hé", "y"]
@@ -74,7 +73,7 @@ def test_a_text_has_the_published_sequence() -> None:
 
 def test_calls_have_the_published_sequence_after_their_text() -> None:
     stream = ResponseEventStream(CALL)
-    raw = stream.delta(0, "Let me look.") + stream.delta(0, "", FinishReason.STOP, CALLS)
+    raw = stream.delta(0, "Let me look.") + stream.delta(0, "", Ending.TOOL_CALLS, CALLS)
     read = events(raw + stream.end(USAGE))
     added = "response.output_item.added"
     assert kinds(read) == [
@@ -93,7 +92,7 @@ def test_calls_have_the_published_sequence_after_their_text() -> None:
 
 def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     stream = ResponseEventStream(CALL)
-    raw = stream.delta(0, "Hey", FinishReason.LENGTH) + stream.end(USAGE)
+    raw = stream.delta(0, "Hey", Ending.LENGTH) + stream.end(USAGE)
     last = events(raw)[-1]
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -102,13 +101,13 @@ def test_an_answer_that_is_cut_off_is_incomplete() -> None:
 
 def test_an_empty_answer_is_an_empty_message() -> None:
     stream = ResponseEventStream(CALL)
-    read = events(stream.delta(0, "", FinishReason.STOP) + stream.end(USAGE))
+    read = events(stream.delta(0, "", Ending.STOP) + stream.end(USAGE))
     assert kinds(read) == [*BEGIN, *TEXT_BEGIN, *TEXT_END, "response.completed"]
 
 
 def test_text_behind_a_call_is_a_message_of_its_own() -> None:
     stream = ResponseEventStream(CALL)
-    raw = stream.delta(0, "a", None, CALLS[:2]) + stream.delta(0, "b", FinishReason.STOP)
+    raw = stream.delta(0, "a", None, CALLS[:2]) + stream.delta(0, "b", Ending.STOP)
     output = events(raw + stream.end(USAGE))[-1]["response"]["output"]
     assert [item["type"] for item in output] == ["message", "function_call", "message"]
     assert len({item["id"] for item in output}) == 3
@@ -116,7 +115,7 @@ def test_text_behind_a_call_is_a_message_of_its_own() -> None:
 
 def test_logprobs_come_with_the_text_and_whole_at_its_end() -> None:
     stream = ResponseEventStream(CALL)
-    raw = stream.delta(0, "a", None, (), DRAWN) + stream.delta(0, "", FinishReason.STOP)
+    raw = stream.delta(0, "a", None, (), DRAWN) + stream.delta(0, "", Ending.STOP)
     read = events(raw + stream.end(USAGE))
     (delta,) = [event for event in read if event["type"] == TEXT]
     part = read[-1]["response"]["output"][0]["content"][0]
@@ -143,10 +142,10 @@ def test_a_stream_that_failed_ends_with_the_error() -> None:
 
 def test_a_whole_response_is_what_the_stream_ends_with() -> None:
     for choice in (
-        Choice("Hey", FinishReason.LENGTH),
-        Choice("Hey", FinishReason.STOP, CALLS),
-        Choice("", FinishReason.LENGTH, CALLS),
-        Choice("", FinishReason.STOP),
+        Choice("Hey", Ending.LENGTH),
+        Choice("Hey", Ending.TOOL_CALLS, CALLS),
+        Choice("", Ending.LENGTH, CALLS),
+        Choice("", Ending.STOP),
     ):
         body = json.loads(response_body(replace(CALL, stream=False), choice, USAGE))
         official(Response, body)
@@ -157,5 +156,5 @@ def test_a_whole_response_is_what_the_stream_ends_with() -> None:
 
 def test_arguments_that_never_came_are_empty() -> None:
     calls = [CallDelta(0, "", "call00001", "weather")]
-    body = json.loads(response_body(CALL, Choice("", FinishReason.LENGTH, calls), USAGE))
+    body = json.loads(response_body(CALL, Choice("", Ending.LENGTH, calls), USAGE))
     assert body["output"][0]["arguments"] == ""

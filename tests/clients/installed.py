@@ -18,7 +18,8 @@ import pytest
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
-REQUIREMENTS = HERE / "requirements.txt"
+REQUIREMENTS = {"instructor": HERE / "instructor.txt", "": HERE / "requirements.txt"}
+"""What to install by how a script begins: Instructor wants an older client of OpenAI's."""
 PACKAGES = (HERE / "package.json", HERE / "package-lock.json")
 INSTALL_S = 900
 _NO_NETWORK = re.compile("ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|error sending request")
@@ -26,17 +27,18 @@ _NO_NETWORK = re.compile("ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|error sendi
 
 
 @cache
-def python() -> Path:
-    """Return the Python of an environment with the clients in requirements.txt."""
+def python(script: str) -> Path:
+    """Return the Python of an environment with the client whose examples a script has."""
+    requirements = next(REQUIREMENTS[begin] for begin in REQUIREMENTS if script.startswith(begin))
 
     def install(folder: Path) -> None:
         uv = [sys.executable, "-m", "uv"]
         _run([*uv, "venv", "--quiet", "--python", sys.executable, str(folder / "venv")], folder)
         interpreter = str(folder / "venv/bin/python")
-        to = ["--quiet", "--python", interpreter, "--requirement", str(REQUIREMENTS)]
+        to = ["--quiet", "--python", interpreter, "--requirement", str(requirements)]
         _run([*uv, "pip", "install", *to], folder)
 
-    return _installed(install, REQUIREMENTS) / "venv/bin/python"
+    return _installed(install, requirements) / "venv/bin/python"
 
 
 @cache

@@ -29,7 +29,7 @@ def served(service: Service) -> Served:
     "script", sorted(script.name for script in installed.EXAMPLES.glob("*_examples.py"))
 )
 def test_a_python_clients_examples_run(served: Served, script: str) -> None:
-    served.run([str(installed.python()), *PYTEST, script], installed.EXAMPLES)
+    served.run([str(installed.python(script)), *PYTEST, script], installed.EXAMPLES)
 
 
 @pytest.mark.soak

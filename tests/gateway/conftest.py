@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from lorikeet.answer_stream.answer import event_stream, whole_answer
 from lorikeet.answer_stream.anthropic_format import token_count_body
-from lorikeet.answer_stream.openai_format import Choice, EventStream
+from lorikeet.answer_stream.openai_format import Choice, Ending, EventStream
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
@@ -41,7 +41,6 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.responses.store import ResponseStore
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, BaseShape, write_blob
-from lorikeet_engine.request import FinishReason
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
 from tests.placement.builders import held
 from tests.waiting import eventually
@@ -270,14 +269,14 @@ async def repeat(call: Call) -> Items:
     texts = [text for text in prompts for _ in range(call.n)]
     usage = FinalUsage(sum(len(p.split()) for p in prompts), 0, sum(len(t.split()) for t in texts))
     if not call.stream:
-        yield whole_answer(call, [Choice(text, FinishReason.STOP) for text in texts], usage)
+        yield whole_answer(call, [Choice(text, Ending.STOP) for text in texts], usage)
         return
     events = event_stream(call, Played(usage))
     for index, text in enumerate(texts):
         for word in text.split():
             yield events.delta(index, word + " ")
             await asyncio.sleep(0)
-        yield events.delta(index, "", FinishReason.STOP)
+        yield events.delta(index, "", Ending.STOP)
     yield events.end(usage)
 
 

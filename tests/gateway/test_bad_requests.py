@@ -1,7 +1,9 @@
 """Everything a client can get wrong, and what it is told. A bad request never reaches a replica."""
 
 import asyncio
+import gzip
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -291,6 +293,80 @@ def test_json_that_is_no_request_is_refused(unchanged: Gateway, raw: bytes) -> N
 def test_numbers_are_finite(unchanged: Gateway, number: str) -> None:
     raw = json.dumps(chat(temperature=1)).replace('"temperature": 1', f'"temperature": {number}')
     assert error_of(unchanged.post(CHAT, raw.encode()), 400)["param"] == "temperature"
+
+
+def named(path: str, number: str) -> list[tuple[dict[str, Any], str]]:
+    """Requests with a number where any JSON value is taken, and what each is told to change."""
+    schema = {"type": "object", "x": number}
+    if path == "/v1/messages":
+        use = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": number}}
+        result = {"type": "tool_result", "tool_use_id": "a"}
+        asked = {"role": "assistant", "content": [use]}
+        turns = [TURN, asked, {"role": "user", "content": [result]}]
+        base: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": turns}
+        plain = base | {"messages": [TURN]}
+        return [
+            (base, "messages[1].content[0].input"),
+            (plain | {"tools": [{"name": "f", "input_schema": schema}]}, "tools"),
+            (
+                plain | {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+                "output_config.format.schema",
+            ),
+        ]
+    if path == "/v1/responses":
+        base = {"model": "tiny", "input": "hi"}
+        tool = {"type": "function", "name": "f", "parameters": schema}
+        text = {"format": {"type": "json_schema", "name": "f", "schema": schema}}
+        return [(base | {"tools": [tool]}, "tools"), (base | {"text": text}, "text.format.schema")]
+    function = {"name": "f", "arguments": json.dumps({"x": number})}
+    called = {"id": "a", "type": "function", "function": function}
+    turns = [TURN, {"role": "assistant", "tool_calls": [called]}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    return [
+        (chat(tools=[tool]), "tools"),
+        (chat(functions=[tool["function"]]), "functions"),
+        (chat(response_format=wanted), "response_format.json_schema.schema"),
+        (chat(guided_json=schema), "guided_json"),
+        (chat(chat_template_kwargs=schema), "chat_template_kwargs"),
+        ({"model": "tiny", "messages": turns}, "messages[1].tool_calls[0].function.arguments"),
+    ]
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
+def test_numbers_are_finite_where_any_value_is_taken(
+    unchanged: Gateway, path: str, number: str
+) -> None:
+    for body, field in named(path, "number"):
+        raw = json.dumps(body).replace('"number"', number).replace('\\"number\\"', number)
+        answer = unchanged.post(path, raw.encode())
+        assert error_of(answer, 400)["message"] == f"{field}: want finite numbers"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat()),
+        ("/v1/responses", {"model": "tiny", "input": "hello there"}),
+        ("/v1/messages", chat(max_tokens=9)),
+    ],
+)
+def test_a_body_comes_as_it_is(unchanged: Gateway, path: str, body: dict[str, Any]) -> None:
+    raw, key = json.dumps(body).encode(), unchanged.keys["acme"]
+
+    def sent(content: bytes, encoding: str) -> Any:
+        headers = {"content-encoding": encoding}
+        return unchanged.request("POST", path, key, headers, content=content)
+
+    error = error_of(sent(gzip.compress(raw), "gzip"), 400)
+    assert error["message"].startswith("Content-Encoding: want the body as it is")
+    assert error["param"] == (None if path == "/v1/messages" else "content-encoding")
+    assert sent(raw, "identity").status_code == 200
+    assert sent(BOM_UTF8 + raw, "identity").status_code == 200
+    assert (
+        "not JSON" in error_of(sent(json.dumps(body).encode("utf-16"), "identity"), 400)["message"]
+    )
 
 
 def test_a_body_above_the_limit_is_refused(unchanged: Gateway) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lorikeet.protocol.messages import Format, FormatKind
-from tests.gateway.conftest import Gateway, chat
+from lorikeet.protocol.messages import Call, Format, FormatKind, Refusal
+from tests.gateway.conftest import Gateway, Items, chat, header
 from tests.gateway.scripted_replica import DEMO, ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN, error_of
 from tests.gateway.test_openai_fields import PLACE, sent
@@ -158,6 +158,39 @@ def test_vllms_formats_hold_an_answer(
     matcher = replica.grammars.compile(grammar)
     with pytest.raises(Exception, match="grammar"):
         matcher.accept(replica.encoder.backend.encode("Zebra", add_special_tokens=False).ids[0])
+
+
+SCHEMA = {"type": "nope"}
+NAMED = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+OF_ANTHROPIC = {"type": "json_schema", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format",
+        ),
+        ("/v1/responses", {"text": {"format": NAMED}}, "text.format"),
+        ("/v1/messages", {"output_config": {"format": OF_ANTHROPIC}}, "output_config.format"),
+        ("/v1/messages", {"output_format": OF_ANTHROPIC}, "output_format"),
+    ],
+)
+def test_a_replica_names_a_format_as_the_api_does(
+    gateway: Gateway, path: str, fields: dict[str, Any], field: str
+) -> None:
+    async def refuse(call: Call) -> Items:
+        assert call.format is not None
+        yield header(call)
+        yield Refusal("invalid_value", f"not {call.format.param}", call.format.param)
+
+    gateway.engines.replay = refuse
+    asked = {"input": "hi"} if path == "/v1/responses" else {"messages": [TURN], "max_tokens": 9}
+    error = error_of(gateway.post(path, {"model": "tiny"} | asked | fields), 400)
+    assert error["message"] == f"not {field}"
+    assert error["param"] == (None if path == "/v1/messages" else field)
 
 
 BAD_FORMATS: list[tuple[dict[str, Any], str, str]] = [

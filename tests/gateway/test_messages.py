@@ -7,9 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from lorikeet.answer_stream.answer import event_stream, whole_answer
-from lorikeet.answer_stream.openai_format import Choice
+from lorikeet.answer_stream.openai_format import Choice, Ending
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, Refusal, StreamItem
-from lorikeet_engine.request import FinishReason
 from tests.answer_stream.test_openai_format import CALLS
 from tests.gateway.conftest import Gateway, Played, chat, header
 from tests.gateway.test_bad_requests import error_of
@@ -31,21 +30,22 @@ WEATHER: dict[str, Any] = {
 def playing(
     text: str = "",
     calls: int = 0,
-    finish: FinishReason = FinishReason.STOP,
+    finish: Ending | None = None,
     stop: str | None = None,
     usage: FinalUsage = USED,
 ) -> Callable[[Call], AsyncGenerator[StreamItem, None]]:
     """A replica that says this, then makes so many deltas of calls."""
+    ending = finish or (Ending.TOOL_CALLS if calls else Ending.STOP)
 
     async def play(call: Call) -> AsyncGenerator[StreamItem, None]:
         yield header(call)
         if call.stream:
             events = event_stream(call, Played(usage, stop))
-            yield events.delta(0, text, None) + events.delta(0, "", finish, CALLS[:calls])
+            yield events.delta(0, text, None) + events.delta(0, "", ending, CALLS[:calls])
             yield usage
             yield events.end(usage)
         else:
-            choice = Choice(text, finish, CALLS[:calls], stop=stop)
+            choice = Choice(text, ending, CALLS[:calls], stop=stop)
             yield usage
             yield whole_answer(call, [choice], usage)
 
@@ -252,7 +252,7 @@ def test_an_answer_goes_on_with_a_last_message_of_the_assistant(gateway: Gateway
 
 
 def test_nothing_need_be_said(gateway: Gateway) -> None:
-    gateway.engines.replay = playing("", finish=FinishReason.LENGTH)
+    gateway.engines.replay = playing("", finish=Ending.LENGTH)
     message = gateway.anthropic().messages.create(model=MODEL, max_tokens=0, messages=HELLO)
     assert gateway.engines.last.max_tokens == 0
     assert message.content == []

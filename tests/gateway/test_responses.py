@@ -7,10 +7,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from lorikeet.answer_stream.openai_format import Choice
+from lorikeet.answer_stream.openai_format import Choice, Ending
 from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, Refusal, StreamItem
-from lorikeet_engine.request import FinishReason
 from tests.answer_stream.test_openai_format import CALLS
 from tests.gateway.conftest import Gateway, header
 from tests.gateway.test_bad_requests import error_of
@@ -29,9 +28,9 @@ async def call_tools(call: Call) -> AsyncGenerator[StreamItem, None]:
     usage = FinalUsage(5, 3, 7)
     if call.stream:
         events = ResponseEventStream(call)
-        yield events.delta(0, "", FinishReason.STOP, CALLS[:3]) + events.end(usage)
+        yield events.delta(0, "", Ending.TOOL_CALLS, CALLS[:3]) + events.end(usage)
     else:
-        yield response_body(call, Choice("", FinishReason.STOP, CALLS[:3]), usage)
+        yield response_body(call, Choice("", Ending.TOOL_CALLS, CALLS[:3]), usage)
 
 
 async def fail_in_mid_stream(call: Call) -> AsyncGenerator[StreamItem, None]:

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from lorikeet.answer_stream.openai_format import Ending
 from lorikeet.answer_stream.responses_format import ResponseEventStream
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import StoreError
@@ -26,7 +27,6 @@ from lorikeet.responses.store import (
     StoredResponse,
     clean_up,
 )
-from lorikeet_engine.request import FinishReason
 from tests.gateway.conftest import LIMITS, Gateway, Items, header, listening, serving
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import error_of
@@ -380,7 +380,7 @@ async def fails(call: Call) -> Items:
 
 async def pauses(call: Call) -> Items:
     yield header(call)
-    yield ResponseEventStream(call).delta(0, "so far", FinishReason.STOP)
+    yield ResponseEventStream(call).delta(0, "so far", Ending.STOP)
     await asyncio.sleep(20)
 
 

@@ -23,10 +23,9 @@ from pydantic_core import from_json
 
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs import SampledToken
-from lorikeet.answer_stream.openai_format import CallDelta, Choice
+from lorikeet.answer_stream.openai_format import CallDelta, Choice, Ending
 from lorikeet.dialects import anthropic_error_body
 from lorikeet.protocol.messages import Call, FinalUsage
-from lorikeet_engine.request import FinishReason
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _SIGNATURE = "unsigned"  # the API wants one; what is thought is no secret here
@@ -55,8 +54,8 @@ class MessageEventStream:
     def __init__(self, call: Call, progress: AnswerProgress) -> None:
         self._call, self._progress = call, progress
         self._events: list[bytes] = []
-        self._started = self._called = False
-        self._finish = FinishReason.STOP
+        self._started = False
+        self._finish = Ending.STOP
         self._open_block: str | None = None
         self._blocks = 0
 
@@ -64,7 +63,7 @@ class MessageEventStream:
         self,
         choice: int,
         text: str,
-        finish: FinishReason | None = None,
+        finish: Ending | None = None,
         calls: Sequence[CallDelta] = (),
         logprobs: Sequence[SampledToken] | None = None,  # noqa: ARG002
         reasoning: str = "",
@@ -99,7 +98,7 @@ class MessageEventStream:
     def end(self, usage: FinalUsage) -> bytes:
         """Return the last events: why the message stopped and what it took, then its end."""
         stop = self._progress.stop_string(0)
-        reason = _stop_reason(self._call, self._finish, stop, usage, called=self._called)
+        reason = _stop_reason(self._call, self._finish, stop, usage)
         delta = dump(_stopped(reason, stop)), dump(_usage(usage))
         self._events.append(_event("message_delta", b'"delta":%s,"usage":%s' % delta))
         self._events.append(_event("message_stop"))
@@ -107,7 +106,6 @@ class MessageEventStream:
 
     def _call_tool(self, delta: CallDelta) -> None:
         if delta.id is not None:
-            self._called = True
             self._open("tool_use", _tool_use([delta], b"{}"))
         if delta.arguments:
             part = dump(delta.arguments)
@@ -146,8 +144,7 @@ def message_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
     for _, deltas in groupby(choice.calls, lambda delta: delta.index):
         parts = list(deltas)
         blocks.append(_tool_use(parts, _input("".join(part.arguments for part in parts))))
-    called = bool(choice.calls)
-    reason = _stop_reason(call, choice.finish, choice.stop, usage, called=called)
+    reason = _stop_reason(call, choice.finish, choice.stop, usage)
     content = b"[%s]" % b",".join(blocks)
     used = _usage(usage) | {"service_tier": "standard"}
     return _message(call, content, reason, choice.stop, used)
@@ -164,15 +161,13 @@ def token_count_body(tokens: int) -> bytes:
     return b'{"input_tokens":%d}' % tokens
 
 
-def _stop_reason(
-    call: Call, finish: FinishReason, stop: str | None, usage: FinalUsage, *, called: bool
-) -> str:
+def _stop_reason(call: Call, finish: Ending, stop: str | None, usage: FinalUsage) -> str:
     if stop is not None:
         return "stop_sequence"
-    if finish is FinishReason.LENGTH:
+    if finish is Ending.LENGTH:
         within = call.max_tokens is not None and usage.completion_tokens < call.max_tokens
         return "model_context_window_exceeded" if within else "max_tokens"
-    return "tool_use" if called else "end_turn"
+    return "tool_use" if finish is Ending.TOOL_CALLS else "end_turn"
 
 
 def _message(

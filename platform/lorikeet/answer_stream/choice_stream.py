@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from lorikeet.answer_stream.detokenizer import Detokenizer, StopStrings, Vocabulary
 from lorikeet.answer_stream.logprobs import SampledToken
-from lorikeet.answer_stream.openai_format import CallDelta
+from lorikeet.answer_stream.openai_format import CallDelta, Ending
 from lorikeet.answer_stream.reasoning import THINK_TAGS, ReasoningParser, Thinking
 from lorikeet.answer_stream.told_prompts import ToldPrompts
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import Call
-from lorikeet_engine.request import FinishReason, TokenLogprobs, Tokens
+from lorikeet_engine.request import TokenLogprobs, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ChoiceStream:
         self._thinking_shown, self._tells_tokens = thinking_shown, tells_tokens
         self._sampled: list[tuple[int, TokenLogprobs]] = []
         self._sent_tokens = 0
-        self.finish: FinishReason | None = None
+        self.finish: Ending | None = None
 
     @property
     def tokens(self) -> int:
@@ -86,18 +86,18 @@ class ChoiceStream:
         """Take new tokens."""
         begin = self.tokens
         text = self._text.push(output.token_ids)
-        if self._text.stopped:
-            self.finish = FinishReason.STOP
-        elif output.finish is not None:
-            self.finish = output.finish
+        if output.finish is not None:
+            self.finish = Ending(output.finish.value)
             text += self._text.finish()
+        if self._text.stopped:
+            self.finish = Ending.STOP
         if self._echo:
             text, self._echo = self._echo + text, ""
         calls: Sequence[CallDelta] = ()
         if self._parser is not None:
             text, calls = self._parser.push(text, last=self.finish is not None)
-            if self._parser.done and self.finish is None:
-                self.finish = FinishReason.STOP
+            if self._parser.done or (self._parser.called and self.finish is Ending.STOP):
+                self.finish = Ending.TOOL_CALLS
         thought = "" if self._reasoning is None else self._reasoning.take()
         if not self._thinking_shown:
             thought = ""

@@ -176,15 +176,18 @@ class Detokenizer:
         return sendable
 
     def finish(self) -> str:
-        """Return what was held back: no more tokens will come."""
+        """Return what was held back: no more tokens will come. A stop string may be in that too."""
         if self.stopped:
             return ""
         rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special)
-        if self._reasoning is not None:
-            rest = self._reasoning.push(rest, last=True)
+        certain = self._advance(rest, last=True)
+        if self.stopped:
+            self._sent += len(certain)
+            self._count_sent()
+            return certain
         held, self._held = self._held, ""
         self.sent_tokens = self.tokens
-        return held + rest
+        return certain + held
 
     def _decode(self, token_id: int) -> str:
         if token_id in self._hidden:
@@ -234,9 +237,9 @@ class Detokenizer:
             while self.sent_tokens < self.tokens and self.offsets[self.sent_tokens] < sent:
                 self.sent_tokens += 1
 
-    def _advance(self, text: str) -> str:
+    def _advance(self, text: str, *, last: bool = False) -> str:
         if self._reasoning is not None:
-            text = self._reasoning.push(text)
+            text = self._reasoning.push(text, last=last)
         self._held += text
         if self.tokens <= self._min_tokens:
             certain, self._held = self._held, ""

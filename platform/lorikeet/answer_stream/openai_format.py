@@ -6,6 +6,7 @@ str.splitlines does.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import groupby
 from typing import Any
 
@@ -14,9 +15,20 @@ from lorikeet.answer_stream.logprobs import SampledToken
 from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.dialects import error_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
-from lorikeet_engine.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"
+
+
+class Ending(Enum):
+    """Why a choice ended, in OpenAI's words.
+
+    TOOL_CALLS: it has called tools, and all its calls are whole. STOP: it is done, or a stop string
+    or token ended it, also in the middle of a call. LENGTH: the limit of tokens cut it off.
+    """
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +55,7 @@ class Choice:
     """
 
     text: str
-    finish: FinishReason
+    finish: Ending
     calls: Sequence[CallDelta] = ()
     logprobs: WholeLogprobs | None = None
     stop: str | None = None
@@ -74,7 +86,6 @@ class EventStream:
         self._include_usage, self._choice_usage = call.include_usage, choice_usage
         self._adapter = _adapter(call)
         self._started: set[int] = set()
-        self._called: set[int] = set()
         head = _head(call, "chat.completion.chunk" if self._chat else "text_completion")
         self._open = b"data: " + dump(head)[:-1] + b',"choices":['
         usage = b',"usage":null' if call.include_usage else b""
@@ -84,7 +95,7 @@ class EventStream:
         self,
         choice: int,
         text: str,
-        finish: FinishReason | None = None,
+        finish: Ending | None = None,
         calls: Sequence[CallDelta] = (),
         logprobs: Sequence[SampledToken] | None = None,
         reasoning: str = "",
@@ -114,7 +125,6 @@ class EventStream:
             content = b'{"content":' + dump(text) + b"}"
             events += self._event(choice, content, None, known, token_ids)
         for call in calls:
-            self._called.add(choice)
             events += self._event(choice, dump(_call_delta(call, functions=self._functions)))
         if finish is not None:
             events += self._event(choice, b"{}", finish)
@@ -130,15 +140,12 @@ class EventStream:
         self,
         choice: int,
         delta: bytes,
-        finish: FinishReason | None = None,
+        finish: Ending | None = None,
         logprobs: bytes = b"null",
         token_ids: Sequence[int] = (),
     ) -> bytes:
         field = b',"delta":' if self._chat else b',"text":'
-        called = choice in self._called
-        reason = b"null"
-        if finish is not None:
-            reason = dump(_reason(finish, called=called, functions=self._functions))
+        reason = b"null" if finish is None else dump(_reason(finish, functions=self._functions))
         event = b'{"index":%d' % choice, field, delta, b',"logprobs":', logprobs
         close = self._close
         if self._choice_usage is not None:
@@ -202,7 +209,7 @@ def _choice(chat: bool, functions: bool, index: int, choice: Choice) -> bytes:
         else b'"text":' + dump(choice.text)
     )
     logprobs = b"null" if choice.logprobs is None else choice.logprobs.json()
-    reason = dump(_reason(choice.finish, called=bool(choice.calls), functions=functions))
+    reason = dump(_reason(choice.finish, functions=functions))
     prompt = b"" if chat else _of_prompt(choice)
     ids = None if choice.token_ids is None else dump(choice.token_ids)
     known = (index, text, logprobs, prompt, reason, _member("token_ids", ids))
@@ -267,10 +274,9 @@ def _usage(usage: FinalUsage, *, chat: bool) -> dict[str, Any]:
     return shown
 
 
-def _reason(finish: FinishReason | None, *, called: bool, functions: bool) -> str | None:
-    if called and finish is FinishReason.STOP:
-        return "function_call" if functions else "tool_calls"
-    return finish and finish.value
+def _reason(finish: Ending, *, functions: bool) -> str:
+    called = finish is Ending.TOOL_CALLS
+    return "function_call" if called and functions else finish.value
 
 
 def _head(call: Call, kind: str) -> dict[str, Any]:

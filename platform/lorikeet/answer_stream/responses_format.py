@@ -17,7 +17,7 @@ from itertools import groupby
 
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs import SampledToken
-from lorikeet.answer_stream.openai_format import CallDelta, Choice
+from lorikeet.answer_stream.openai_format import CallDelta, Choice, Ending
 from lorikeet.answer_stream.responses_output import (
     FunctionCallItem,
     ItemEvent,
@@ -28,10 +28,13 @@ from lorikeet.answer_stream.responses_output import (
 )
 from lorikeet.dialects import error_body
 from lorikeet.protocol.messages import Call, FinalUsage
-from lorikeet_engine.request import FinishReason
 
 _IN_PROGRESS, _FAILED = "in_progress", "failed"
-_STATUS = {FinishReason.STOP: ItemStatus.COMPLETED, FinishReason.LENGTH: ItemStatus.INCOMPLETE}
+_STATUS = {
+    Ending.STOP: ItemStatus.COMPLETED,
+    Ending.LENGTH: ItemStatus.INCOMPLETE,
+    Ending.TOOL_CALLS: ItemStatus.COMPLETED,
+}
 
 
 class ResponseEventStream:
@@ -49,7 +52,7 @@ class ResponseEventStream:
         self,
         choice: int,
         text: str,
-        finish: FinishReason | None = None,
+        finish: Ending | None = None,
         calls: Sequence[CallDelta] = (),
         logprobs: Sequence[SampledToken] | None = None,
         reasoning: str = "",

@@ -28,8 +28,9 @@ class ToolCallParser:
     """Splits what a model writes for one choice into text and calls, in time linear in its length.
 
     What begins like a call is held back until it is one, or is not: then it is text, like a call
-    of a function that the client did not offer. Whitespace before a call is dropped. `done` is set
-    once no further call is wanted; `parsed` is how many characters are split by now.
+    of a function that the client did not offer. Whitespace before a call is dropped, and behind the
+    last one. `done` is set once no further call is wanted; `parsed` is how many characters are
+    split by now.
     """
 
     def __init__(self, syntax: ToolSyntax, use: ToolUse) -> None:
@@ -59,11 +60,18 @@ class ToolCallParser:
         while not self.done and self._look():
             pass
         if last and not self.done:
-            self._say_held()
-            self._say(self._take_rest(len(self._rest)))
+            self._behind.append(self._take_rest(len(self._rest)))
+            held = "".join((*self._held, *self._body, *self._behind))
+            if not self._calls or held.strip():
+                self._say_held()
         delta = ToolDelta("".join(self._said), self._deltas)
         self._said, self._deltas = [], []
         return delta
+
+    @property
+    def called(self) -> bool:
+        """Whether it has read calls, which are whole."""
+        return self._calls > 0
 
     def is_text(self, at: int) -> bool:
         """Whether a character that was split is text, and of no call."""
@@ -192,13 +200,17 @@ class ToolCallParser:
 
 
 class ForcedCallParser:
-    """Parses an answer that a grammar holds to calls: arguments are passed on as they come."""
+    """Parses an answer that a grammar holds to calls: arguments are passed on as they come.
+
+    A call is one once its arguments begin: cut off before them it would look like a call without
+    any.
+    """
 
     done = False
     parsed = 0
 
     def __init__(self, syntax: ToolSyntax) -> None:
-        self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": ')
+        self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": (?=\{{)')
         self._held = ""
         self._arguments: JsonEnd | None = None  # of the call that is being read
         self._calls = 0
@@ -221,6 +233,11 @@ class ForcedCallParser:
                 self._held = self._held[begin:] if begin >= 0 else ""
                 break
         return ToolDelta("", deltas)
+
+    @property
+    def called(self) -> bool:
+        """Whether it has read calls, all of them whole."""
+        return self._calls > 0 and self._arguments is None
 
     def is_text(self, at: int) -> bool:  # noqa: ARG002
         """Whether a character is text: none is."""

@@ -1,7 +1,9 @@
 """Request bodies: read within a size and a time, and into a schema."""
 
 import asyncio
+import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
@@ -108,9 +110,14 @@ async def read_json(request: Request, schema: type[B]) -> B:
 async def read_body(request: Request) -> bytes:
     """Return a JSON body; an empty one is {}.
 
-    Raises RequestTooLarge, and RequestTimeout where it does not come.
+    Raises RequestTooLarge, RequestTimeout where it does not come, and InvalidInput for one that is
+    compressed.
     """
-    return b"".join([part async for part in in_time(limited(request, MAX_JSON_BYTES))]) or b"{}"
+    if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
+        problem = "Content-Encoding: want the body as it is: compressed ones are not taken"
+        raise InvalidInput(problem, param="content-encoding")
+    body = b"".join([part async for part in in_time(limited(request, MAX_JSON_BYTES))])
+    return body.removeprefix(BOM_UTF8) or b"{}"
 
 
 def parse_json(body: bytes, schema: type[B]) -> B:
@@ -124,6 +131,17 @@ def parse_json(body: bytes, schema: type[B]) -> B:
         return schema.model_validate_json(body, context=ValueBudget(schema.max_values))
     except ValidationError as error:
         raise describe(error.errors(include_url=False, include_input=False)) from None
+
+
+def json_text(value: object) -> str:
+    """Return the JSON text of a value. Raises ValueError for a number that is none, such as 1e999.
+
+    Where any value is taken, a body is parsed with NaN and infinities, which JSON does not have.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise ValueError("want finite numbers") from None
 
 
 def json_body(schema: type[B]) -> Any:

@@ -52,13 +52,11 @@ _PARAMS = {
         "messages": "input",
         "prompt": "input",
         "max_tokens": "max_output_tokens",
-        "response_format": "text.format",
         "logprobs": "top_logprobs",
     },
     Endpoint.MESSAGES: {
         "prompt": "messages",
         "continue_final_message": "messages",
-        "response_format": "output_config.format",
     },
 }
 """What endpoints call fields, by what replicas and engines call them."""

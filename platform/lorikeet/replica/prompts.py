@@ -182,14 +182,13 @@ class PromptEncoder:
         if not self.syntax.can_be_held and (use.forced or use.strict or answer is not None):
             raise UnsupportedParameter(
                 "this base model writes calls of tools in a syntax to which it cannot be held: "
-                'want the tool_choice "auto" or "none", no strict tools, and no response_format '
-                "beside them",
+                'want the tool_choice "auto" or "none", no strict tools, and no JSON as the answer',
                 param="tools",
             )
         if answer is not None and not use.forced and not self.syntax.before:
             raise UnsupportedParameter(
                 "this base model writes calls of tools as plain JSON, as which a JSON answer could "
-                'be read: want the tool_choice "required" or "none", or no response_format',
+                f'be read: want the tool_choice "required" or "none", or no {answer.param}',
                 param=answer.param,
             )
 

@@ -1,13 +1,16 @@
-"""Pydantic AI: agents with tools and output types over both of OpenAI's APIs."""
+"""Pydantic AI: agents with tools and output types over OpenAI's APIs and Anthropic's."""
 
 import asyncio
 from enum import StrEnum
 from typing import Any
 
 import pytest
-from orders import KEY, MODEL, ORDER, ORDERS_MODEL, PROMPT, URL, Order
+from orders import ANTHROPIC_URL, KEY, MODEL, ORDER, ORDERS_MODEL, PROMPT, URL, Order
 from pydantic_ai import Agent, ModelSettings, NativeOutput, RunContext, ToolOutput
+from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.profiles import ModelProfile
+from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
 GREEDY = ModelSettings(temperature=0, max_tokens=200)
@@ -19,11 +22,15 @@ class Game(StrEnum):
     dice = "dice"
 
 
-@pytest.fixture(params=[OpenAIChatModel, OpenAIResponsesModel])
+@pytest.fixture(params=[OpenAIChatModel, OpenAIResponsesModel, AnthropicModel])
 def api(request: pytest.FixtureRequest) -> Any:
-    """What makes a model of the service that speaks one of OpenAI's two APIs."""
+    """What makes a model of the service that speaks one of the three APIs."""
 
     def model(name: str) -> Any:
+        if request.param is AnthropicModel:  # takes it that a model of another name knows no JSON
+            knows = ModelProfile(supports_json_schema_output=True)
+            provider = AnthropicProvider(base_url=ANTHROPIC_URL, api_key=KEY)
+            return AnthropicModel(name, provider=provider, profile=knows)
         return request.param(name, provider=OpenAIProvider(base_url=URL, api_key=KEY))
 
     return model

@@ -4,12 +4,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.chat_messages import Message, PastCall, PastFunction
 from lorikeet.gateway.apis.fields import refuse_kind
-from lorikeet.gateway.body import Body, misfit
+from lorikeet.gateway.body import Body, json_text, misfit
 
 _KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _TEXT_ALONE = "want text alone"
@@ -43,6 +43,11 @@ Texts = Annotated[
 ]
 
 
+def _check_numbers(value: dict[str, Any]) -> dict[str, Any]:
+    json_text(value)
+    return value
+
+
 class MessageBlock(Body):
     """A block of a message: text, a call of a tool, its result, or past thinking.
 
@@ -59,7 +64,7 @@ class MessageBlock(Body):
     text: str | None = None
     id: _ToolUseId | None = None
     name: ToolName | None = None
-    input: dict[str, Any] | None = None
+    input: Annotated[dict[str, Any], AfterValidator(_check_numbers)] | None = None
     tool_use_id: _ToolUseId | None = None
     content: Texts | None = None
     is_error: bool = False

@@ -228,6 +228,9 @@ class PromptRequest(ApiRequest):
             **sampling,
         )
 
+    def _format_param(self) -> str:
+        return "output_format" if self.output_format is not None else "output_config.format"
+
     def _unasked(self) -> dict[str, bool]:
         """Return variables of the chat template that are given unasked."""
         return {"enable_thinking": False} if self.thinking is None else {}
@@ -259,6 +262,7 @@ class MessagesRequest(PromptRequest):
         )
         return chat.to_call(
             context,
+            format_param=self._format_param(),
             endpoint=Endpoint.MESSAGES,
             max_tokens=self.max_tokens,
             template_defaults=self._unasked(),
@@ -274,7 +278,7 @@ class CountTokensRequest(PromptRequest):
 
     def to_call(self, context: CallContext) -> Call:
         """Return the Call that a replica gets: it has no use for the adapter."""
-        call = self._as_chat().to_call(context)
+        call = self._as_chat().to_call(context, format_param=self._format_param())
         return replace(
             call,
             endpoint=Endpoint.COUNT_TOKENS,

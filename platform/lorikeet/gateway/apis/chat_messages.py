@@ -8,7 +8,7 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.fields import refuse_kind
-from lorikeet.gateway.body import Body, NoOps, ValueBudget, misfit
+from lorikeet.gateway.body import Body, NoOps, ValueBudget, json_text, misfit
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128
@@ -63,11 +63,12 @@ def parse_object(value: object, info: ValidationInfo) -> dict[str, Any]:
         info.context.spend(value.encode(errors="replace"))
     try:
         text = value or "{}" if isinstance(value, str) else "null"
-        arguments = from_json(text, allow_inf_nan=False)
+        arguments = from_json(text)
     except ValueError:  # also where it is nested more deeply than a body may be
         arguments = None
     if not isinstance(arguments, dict):
         raise ValueError("want the JSON text of an object")
+    json_text(arguments)
     return arguments
 
 

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: its request, and the Call that it becomes."""
 
-import json
 import re
 from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,7 +25,7 @@ from lorikeet.gateway.apis.tools import (
     function_use,
     tool_use,
 )
-from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
+from lorikeet.gateway.body import Body, NoOps, json_text, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
 
 MAX_TEMPLATE_ARGS = 32
@@ -51,7 +50,7 @@ def _parse_template_args(value: object) -> dict[str, Any]:
         raise unsupported(hint=f" with {taken[0]}")
     if not all(map(_NAME.fullmatch, value)):
         raise ValueError("want names of at most 64 letters, digits and _")
-    if len(json.dumps(value, ensure_ascii=False)) > MAX_TEMPLATE_ARGS_LENGTH:
+    if len(json_text(value)) > MAX_TEMPLATE_ARGS_LENGTH:
         raise ValueError(f"want at most {MAX_TEMPLATE_ARGS_LENGTH} characters of JSON")
     return value
 
@@ -147,17 +146,19 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
         """Return top_logprobs, if logprobs are asked for."""
         return self.top_logprobs if self.logprobs else None
 
-    def to_call(self, context: CallContext, **others: Any) -> Call:
+    def to_call(
+        self, context: CallContext, format_param: str = "response_format", **others: Any
+    ) -> Call:
         """Return the Call that a replica gets, without tools and format where none is asked for.
 
-        others: members that another API says itself.
+        format_param: what another API calls response_format. others: members that it says itself.
         """
         messages = template_messages(self.messages)
         if self.functions:
             tools = function_use(self.functions, self.function_call)
         else:
             tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-        asked = None if self.response_format is None else self.response_format.as_format()
+        asked = self.response_format and self.response_format.as_format(format_param)
         size = chat_tokens(messages, tools.tools if tools else ())
         members = self._common(context) | {
             "endpoint": Endpoint.CHAT,

@@ -169,6 +169,7 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
             raise InvalidInput(problem, param="input")
         return self._as_chat(items).to_call(
             context,
+            format_param="text.format",
             endpoint=Endpoint.RESPONSES,
             request_fields=self.repeated(context.stores),
             left_out=left_out(self.tools),

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.chat_messages import FunctionName
 from lorikeet.gateway.apis.fields import refuse_kind
-from lorikeet.gateway.body import Body, misfit
+from lorikeet.gateway.body import Body, json_text, misfit
 from lorikeet.protocol.messages import Format, ToolUse
 
 MAX_TOOLS = 128
@@ -24,7 +24,7 @@ Mode = Literal["none", "auto", "required"]
 
 def limited(value: object) -> object:
     """Refuse what is too long for a prompt or a grammar, before it is copied again and again."""
-    if len(json.dumps(value, ensure_ascii=False)) > MAX_SCHEMAS_LENGTH:
+    if len(json_text(value)) > MAX_SCHEMAS_LENGTH:
         raise ValueError(f"want at most {MAX_SCHEMAS_LENGTH} characters of JSON")
     return value
 
@@ -176,9 +176,9 @@ class ResponseFormat(Body):
             raise misfit("json_schema", "want it with the type json_schema, and only there")
         return self
 
-    def as_format(self) -> Format | None:
-        """Return what the answer must be; None for text."""
+    def as_format(self, param: str) -> Format | None:
+        """Return what the answer must be; None for text. param: what the API calls this field."""
         if self.type == "text":
             return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
-        return Format(json.dumps(schema))
+        return Format(json.dumps(schema), param=param)
