@@ -17,8 +17,8 @@ from lorikeet_engine.adapter_format.tensor_names import (
 
 _ALL_LINEAR = "all-linear"
 _MAX_LAYERS = 1_000
-_MAX_NAMES = 200_000
-"""Linears of all layers and of their experts: 60 layers of 384 experts have 69,000."""
+_MAX_NAMES = 50_000  # NeMo AutoModel names each expert's linears: 36,096 of Qwen3-235B-A22B's
+_MAX_LINEARS = 200_000  # of all layers and their experts: 60 layers of 384 experts have 69,000
 _OUTER = (HEAD, EMBEDDINGS)
 
 Selects = Callable[[str], bool]
@@ -84,9 +84,9 @@ def _expected(
             inner = set(beside)
             for path in paths:
                 inner |= names[kind[1]].of(path)
-                if len(inner) > _MAX_NAMES:
+                if len(inner) > _MAX_LINEARS:
                     problem = f"{last + 1} layers of as many experts as one of them numbers"
-                    raise bad_config(f"{problem}: over {_MAX_NAMES} linears", "target_modules")
+                    raise bad_config(f"{problem}: over {_MAX_LINEARS} linears", "target_modules")
             found[kind] = {
                 place + m.removeprefix("model.") if m != HEAD.module else m for m in inner
             }
