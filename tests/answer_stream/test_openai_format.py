@@ -10,7 +10,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from lorikeet.answer_stream.logprobs import NamedToken, SampledToken
+from lorikeet.answer_stream.logprobs import NamedToken, SampledToken, WholeLogprobs
 from lorikeet.answer_stream.openai_format import (
     CallDelta,
     Choice,
@@ -19,7 +19,6 @@ from lorikeet.answer_stream.openai_format import (
     failed_completion_event,
     json_body,
 )
-from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 
 T = TypeVar("T", bound=openai.BaseModel)

@@ -10,6 +10,7 @@ from lorikeet.answer_stream.anthropic_format import (
 )
 from lorikeet.answer_stream.choice_stream import open_choice
 from lorikeet.answer_stream.detokenizer import StopStrings, Vocabulary
+from lorikeet.answer_stream.logprobs import WholeLogprobs
 from lorikeet.answer_stream.openai_format import (
     CallDelta,
     Choice,
@@ -21,7 +22,6 @@ from lorikeet.answer_stream.responses_format import ResponseEventStream, respons
 from lorikeet.answer_stream.scored_prompt import ScoredPrompt
 from lorikeet.answer_stream.told_prompts import NOTHING_TOLD, ToldPrompts, told_prompts
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
-from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.errors import InvalidInput, engine_code
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, StreamItem
 from lorikeet_engine.errors import AdapterError, EngineError

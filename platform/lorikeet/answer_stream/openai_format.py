@@ -11,8 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from lorikeet.answer_stream.compact_json import dump
-from lorikeet.answer_stream.logprobs import SampledToken
-from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
+from lorikeet.answer_stream.logprobs import SampledToken, WholeLogprobs
 from lorikeet.dialects import error_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 

@@ -16,9 +16,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from lorikeet.answer_stream.compact_json import dump
-from lorikeet.answer_stream.logprobs import SampledToken
+from lorikeet.answer_stream.logprobs import SampledToken, WholeLogprobs
 from lorikeet.answer_stream.openai_format import CallDelta
-from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
 from lorikeet.protocol.messages import Call, Endpoint
 
 

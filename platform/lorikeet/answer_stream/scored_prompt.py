@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from lorikeet.answer_stream.detokenizer import Detokenizer, Vocabulary
-from lorikeet.answer_stream.logprobs import numbers
-from lorikeet.answer_stream.whole_logprobs import WholeLogprobs
+from lorikeet.answer_stream.logprobs import WholeLogprobs, numbers
 from lorikeet.protocol.messages import Call
 from lorikeet_engine.request import TokenLogprobs
 
