@@ -27,7 +27,7 @@ class Held:
 
     async def response_stream(self, replica, gateway):
         with self._response_streams.opened(gateway) as stream:
-            while not stream.closed.done():
+            while not stream.closed:
                 yield await stream.take()
 
     async def status_updates(self, replica):
