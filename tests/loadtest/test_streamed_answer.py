@@ -12,10 +12,10 @@ from loadtest.streamed_answer import (
     StreamFormat,
 )
 from lorikeet.answer_stream.answer import event_stream
+from lorikeet.answer_stream.openai_format import Ending
 from lorikeet.errors import GenerationFailed
 from lorikeet.gateway.replica_response import failed_event
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
-from lorikeet_engine.request import FinishReason
 from tests.gateway.conftest import Played
 from tests.loadtest.test_client import HEAD, chunked
 
@@ -40,7 +40,7 @@ def call_of(endpoint: Endpoint) -> Call:
     )
 
 
-def stream_of(call: Call, finish: FinishReason) -> list[bytes]:
+def stream_of(call: Call, finish: Ending) -> list[bytes]:
     """Three tokens, each for itself, and the end."""
     events = event_stream(call, Played(USAGE))
     tokens = [events.delta(0, text) for text in ('"a', "text_delta")]
@@ -58,7 +58,7 @@ def read(streamed: StreamFormat, *parts: bytes) -> StreamedAnswer:
 
 @of_each_api
 def test_each_token_is_noted_when_it_comes(endpoint: Endpoint, streamed: StreamFormat) -> None:
-    events = stream_of(call_of(endpoint), FinishReason.LENGTH)
+    events = stream_of(call_of(endpoint), Ending.LENGTH)
     answer = read(streamed, HEAD, *chunked(*events))
     assert (answer.failure, answer.prompt_tokens) == ("", 7)
     assert (answer.deltas_s, answer.events) == ([1.0, 2.0, 3.0], [1, 1, 1])
@@ -72,9 +72,9 @@ def test_an_answer_that_ends_by_itself_or_breaks_off_is_not_whole(
     endpoint: Endpoint, streamed: StreamFormat
 ) -> None:
     call = call_of(endpoint)
-    stopped = read(streamed, HEAD, *chunked(*stream_of(call, FinishReason.STOP)))
+    stopped = read(streamed, HEAD, *chunked(*stream_of(call, Ending.STOP)))
     assert stopped.failure == "not 3 tokens"
-    first, *_ = stream_of(call, FinishReason.LENGTH)
+    first, *_ = stream_of(call, Ending.LENGTH)
     assert read(streamed, HEAD, *chunked(first)).failure == "the stream broke off"
     failed = failed_event(call, 3, GenerationFailed("The step failed."))
     assert read(streamed, HEAD, *chunked(first, failed)).failure == "mid-stream: generation_failed"
