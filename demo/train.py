@@ -74,7 +74,7 @@ def train_adapter(task: Task, base: Path, out: Path, steps: int | None, batch: i
     model.peft_config["default"].base_model_name_or_path = BASE_MODEL
     folder = out / task.tenant / task.name
     shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder, save_embedding_layers=False)
+    model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
 

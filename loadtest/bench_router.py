@@ -104,7 +104,7 @@ class Gateway:
 
 async def _first_item_s(handle: DeploymentHandle[Any], call: Call) -> float:
     began_s = time.perf_counter()
-    answer = handle.options(stream=True).generate.remote(call)
+    answer: Any = handle.options(stream=True).generate.remote(call)
     await anext(answer)
     took_s = time.perf_counter() - began_s
     async for _ in answer:

@@ -9,6 +9,7 @@ from ray import serve
 from starlette.types import Receive, Scope, Send
 
 from lorikeet.answer_stream.answer import event_stream, refusal_of
+from lorikeet.answer_stream.openai_format import Ending
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
 from lorikeet.protocol.replica_report import ReplicaReport
@@ -17,7 +18,6 @@ from lorikeet.routing.status_update import StatusUpdate, to_stats
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed
-from lorikeet_engine.request import FinishReason
 from lorikeet_engine.telemetry.status import EngineStatus, TierStatus
 
 _IDLE = EngineStatus(tiers={tier: TierStatus(0, 0, 1, 0, 0) for tier in list(Residency)[1:]})
@@ -89,7 +89,7 @@ class ReplayReplica:
         try:
             if left:
                 await responses.wait_for(ended)
-            end = events.delta(0, "", FinishReason.LENGTH) + events.end(usage)
+            end = events.delta(0, "", Ending.LENGTH) + events.end(usage)
             responses.put(call.request_id, (end,), ended=True)
             yield None
         except EngineClosed as error:

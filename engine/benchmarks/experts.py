@@ -141,7 +141,7 @@ class Fp8:
         return (TileConfig(*cut) for cut in cuts)
 
 
-OPERANDS = {"auto": Floats, "fp8": Fp8}
+OPERANDS: dict[str, type[Floats] | type[Fp8]] = {"auto": Floats, "fp8": Fp8}
 
 
 def measure(operands: type[Floats] | type[Fp8], tokens: int, name: str, until_s: float) -> Row:

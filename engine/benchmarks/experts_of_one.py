@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ _ROUTINGS = 8
 _PROCESSES = 14
 _TIMES = 10
 _NEAR = 0.02
-_CHOICE = {"normalised": True}
+_CHOICE: dict[str, Any] = {"normalised": True}
 
 
 @dataclass(frozen=True, slots=True)

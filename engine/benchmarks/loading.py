@@ -202,7 +202,7 @@ def gaps(
         with client.streams(adapters[Residency.GPU], streams) as ids:
             begin_s = time.perf_counter()
             end_s = begin_s + PHASE_S
-            last = source and client.load(adapters[source], source, end_s, per_s)
+            last = client.load(adapters[source], source, end_s, per_s) if source else None
             time.sleep(max(0.0, end_s - time.perf_counter()))
             phases[source].append(client.gaps_ms(ids, begin_s, end_s))
             if last:

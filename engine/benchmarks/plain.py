@@ -79,8 +79,10 @@ def check(engine: Engine, answers: Series[Answer]) -> float:
         found = [_shortfall(answer, _logits_of_ranks(engine, answer)) for answer in answers]
     else:
         found = shortfalls(model, engine._tiers, answers)
-    stored = model.config.quantized_linears
-    most = tolerance(model.dtype, engine._settings.rounding or (stored and stored.format))
+    rounding, stored = engine._settings.rounding, model.config.quantized_linears
+    if stored is not None:
+        rounding = stored.format
+    most = tolerance(model.dtype, rounding)
     if model.config.experts_per_token:
         most *= _MOE_TOLERANCES
     if engine._settings.kv_dtype == "fp8":

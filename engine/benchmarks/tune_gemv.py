@@ -162,9 +162,8 @@ def compile_one(case: tuple[Shape, GemvConfig]) -> None:
     """Launch a config once: the next process finds it compiled."""
     shape, config = case
     dtype, like = DTYPE if shape.is_fp8 else torch.bfloat16, {"device": "cuda"}
-    weight: torch.Tensor | Fp8Rows = torch.empty(shape.d_out, shape.d_in, dtype=dtype, **like)
-    if shape.is_fp8:
-        weight = Fp8Rows(weight, torch.empty(shape.d_out, **like))
+    rows = torch.empty(shape.d_out, shape.d_in, dtype=dtype, **like)
+    weight = Fp8Rows(rows, torch.empty(shape.d_out, **like)) if shape.is_fp8 else rows
     x = torch.empty(1, shape.d_in, dtype=torch.bfloat16, **like)
     multiply(x, weight, config, gated=shape.gated)
     torch.cuda.synchronize()

@@ -88,7 +88,11 @@ class Pusher:
         replicas: int,
     ) -> None:
         self._server, self._replicas, self._versions = server, replicas, versions
-        self._query = {"base_model": base_model, "lifetime_s": _LIFETIME_S, "keep": _KEEP}
+        self._query: dict[str, str | float] = {
+            "base_model": base_model,
+            "lifetime_s": _LIFETIME_S,
+            "keep": _KEEP,
+        }
         self._http = httpx.Client(base_url=server.url, timeout=120)
         self._publish = {
             "authorization": f"Bearer {publish_key}",

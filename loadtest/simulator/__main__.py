@@ -11,9 +11,10 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.changes import columns, rows, timelines
@@ -107,7 +108,7 @@ def _arguments() -> argparse.Namespace:
         parts[name].add_argument("--processes", type=int, default=2)
     for name in ("run", "large"):
         parts[name].add_argument("--router", choices=[*ROUTERS, ORACLE], default="lorikeet")
-    kinds = {"rate_per_s": float, "trace": _trace}
+    kinds: dict[str, Callable[[str], Any]] = {"rate_per_s": float, "trace": _trace}
     for name, default in _options().items():
         kind = kinds.get(name, type(default))
         flag = "--" + name.replace("_", "-")
