@@ -197,6 +197,7 @@ def _time(engine: Engine, group: Group, case: Case, prompts: list[list[int]]) ->
         engine.submit(one)
     for sequence in engine._requests.submitted:
         sequence.prompt_length -= group.made
+        sequence.prompt = sequence.prompt[: sequence.prompt_length]
     begin(engine, requests)
     steps_ms(engine, _WARM_UP)
     took_ms = steps_ms(engine, STEPS)
