@@ -63,7 +63,7 @@ def test_output_that_is_there_already_counts_as_made(tmp_path):
     penalised = Case("penalised", SamplingParams(frequency_penalty=1.0))
     sampling._time(engine, Group(4, 50, (penalised,)), penalised, [[7] * 66] * 4)
     engine.close()
-    assert begun == [((7,) * 16, [7] * 50)] * 4
+    assert begun == [((7,) * 16, (7,) * 50)] * 4
 
 
 def test_a_device_that_tells_other_log_probabilities_is_not_timed(tmp_path, monkeypatch):
