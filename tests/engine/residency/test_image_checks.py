@@ -155,8 +155,14 @@ def test_what_was_damaged_on_the_host_is_read_again_for_who_waits(prefetched, sh
 def test_a_request_fails_whose_adapter_is_damaged_twice_in_a_row(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
+
+    def staged() -> bool:
+        # again: a load ends early while a damaged image of it is still being written to the disk
+        b.tiers.prefetch(a, HOST)
+        return b.tiers.residency(a) is HOST
+
     for _ in range(2):
-        stage(b, a)
+        b.until(staged)
         flip(on_host(b, a))
         b.tiers.request(a)
         b.tiers.advance()
