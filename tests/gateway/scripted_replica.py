@@ -56,7 +56,7 @@ class ScriptedReplica:
             if grammar is not None:
                 self.check(grammar, tokens)
             certain = () if call.sampling.logprobs is None else (TokenLogprobs(0.0),)
-            known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.told)
+            known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.echoes)
             answer = Answer(call, prompts, *known)
             yield AnswerHeader("replica-7", None, None, ignored=encoder.ignored(call))
             if call.sampling.prompt_logprobs is not None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lorikeet.answer_stream.told_prompts import ToldPrompts
+from lorikeet.answer_stream.prompt_echoes import PromptEchoes
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.replica.request_builder import (
@@ -109,7 +109,7 @@ def test_a_streamed_response_repeats_its_logprobs_so_it_holds_a_quarter() -> Non
 
 def test_prompts_that_each_choice_repeats_have_to_fit_into_one_body():
     asked = replace(call(1, None, Endpoint.COMPLETIONS), echo=True, n=128)
-    check_echo(asked, ToldPrompts(texts=("x" * 2**15,)))
+    check_echo(asked, PromptEchoes(texts=("x" * 2**15,)))
     with pytest.raises(InvalidInput, match="128 choices that begin with the 32769") as raised:
-        check_echo(asked, ToldPrompts(texts=("x" * 2**14, "y" * (2**14 + 1))))
+        check_echo(asked, PromptEchoes(texts=("x" * 2**14, "y" * (2**14 + 1))))
     assert raised.value.param == "echo"

@@ -17,10 +17,10 @@ from lorikeet.answer_stream.openai_format import (
     EventStream,
     json_body,
 )
+from lorikeet.answer_stream.prompt_echoes import NO_ECHOES, PromptEchoes, prompt_echoes
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
 from lorikeet.answer_stream.scored_prompt import ScoredPrompt
-from lorikeet.answer_stream.told_prompts import NOTHING_TOLD, ToldPrompts, told_prompts
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.errors import InvalidInput, engine_code
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, StreamItem
@@ -47,7 +47,7 @@ class Answer:
     `ended` is set with the last item. `stopped` holds choices that ended while the engine
     still makes tokens for them, at a stop string or after the only call that was wanted; the owner
     aborts them and clears it. syntax: how the model writes calls of tools; None: it may call none.
-    thinking: whether it may think before it answers. told: of the prompts; None: to be made here,
+    thinking: whether it may think before it answers. echoes: of the prompts; None: to be made here,
     which takes long for long ones.
     """
 
@@ -58,15 +58,15 @@ class Answer:
         vocabulary: Vocabulary,
         syntax: ToolSyntax | None = None,
         thinking: Thinking = Thinking.NEVER,
-        told: ToldPrompts | None = None,
+        echoes: PromptEchoes | None = None,
     ) -> None:
         self._call = call
         self._prompts = prompts
-        told = self._told = told or told_prompts(call, prompts, vocabulary.tokenizer)
-        self._events = event_stream(call, self, told)
+        echoes = self._echoes = echoes or prompt_echoes(call, prompts, vocabulary.tokenizer)
+        self._events = event_stream(call, self, echoes)
         stop = StopStrings(call.stop)
         self._choices = [
-            open_choice(call, index, prompt, vocabulary, syntax, thinking, stop, told)
+            open_choice(call, index, prompt, vocabulary, syntax, thinking, stop, echoes)
             for index, prompt in enumerate(prompts)
             for _ in range(call.n)
         ]
@@ -208,12 +208,12 @@ class Answer:
         whole = Choice(text, finish, calls, logprobs, stop, thought, prompt_logprobs)
         if not self._call.return_token_ids:
             return whole
-        prompt = self._told.token_ids[index // self._call.n]
+        prompt = self._echoes.token_ids[index // self._call.n]
         return replace(whole, token_ids=self._token_ids[index], prompt_token_ids=prompt)
 
 
 def event_stream(
-    call: Call, progress: AnswerProgress, told: ToldPrompts = NOTHING_TOLD
+    call: Call, progress: AnswerProgress, echoes: PromptEchoes = NO_ECHOES
 ) -> EventStream | ResponseEventStream | MessageEventStream:
     """Return what makes the events of a streamed call, in the shape of the API that was asked."""
     match call.endpoint:
@@ -222,7 +222,7 @@ def event_stream(
         case Endpoint.MESSAGES:
             return MessageEventStream(call, progress)
     usage = progress.choice_usage if call.continuous_usage else None
-    return EventStream(call, usage, told.token_ids)
+    return EventStream(call, usage, echoes.token_ids)
 
 
 def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:

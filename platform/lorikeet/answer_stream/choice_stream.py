@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from lorikeet.answer_stream.detokenizer import Detokenizer, StopStrings, Vocabulary
 from lorikeet.answer_stream.logprobs import SampledToken
 from lorikeet.answer_stream.openai_format import CallDelta, Ending
+from lorikeet.answer_stream.prompt_echoes import PromptEchoes
 from lorikeet.answer_stream.reasoning import THINK_TAGS, ReasoningParser, Thinking
-from lorikeet.answer_stream.told_prompts import ToldPrompts
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import Call
@@ -148,7 +148,7 @@ def open_choice(
     syntax: ToolSyntax | None,
     thinking: Thinking,
     stop: StopStrings,
-    told: ToldPrompts,
+    echoes: PromptEchoes,
 ) -> ChoiceStream:
     """Return the stream of a choice of a call, which continues the prompt of this index."""
     shown: list[str] = []
@@ -165,7 +165,7 @@ def open_choice(
     hidden = vocabulary.special_except(shown) if parsed else None
     if call.sampling.keep_stop_token:  # which is told among the logprobs, but is no text
         hidden = (hidden or vocabulary.special).union(call.sampling.stop_token_ids)
-    echo = told.texts[index] if call.echo else None
+    echo = echoes.texts[index] if call.echo else None
     text = Detokenizer(vocabulary.tokenizer, prompt, stop, call.min_tokens, hidden, reasoning)
     logprob_vocabulary = vocabulary if call.sampling.logprobs is not None else None
     return ChoiceStream(

@@ -6,5 +6,5 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))  # which json.dumps would mak
 
 
 def dump(value: object) -> bytes:
-    """A value's JSON."""
+    """Return a value as JSON, in ASCII and without spaces."""
     return _ENCODER.encode(value).encode("ascii")

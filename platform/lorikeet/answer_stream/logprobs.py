@@ -3,7 +3,6 @@
 An answer may name twenty tokens in each place, so the JSON of each token is made once and joined.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -32,9 +31,8 @@ class NamedToken:
 
     def __post_init__(self) -> None:
         octets = None if self.octets is None else list(self.octets)
-        object.__setattr__(self, "json", json.dumps(self.name).encode("ascii"))
-        encoded = json.dumps(octets, separators=(",", ":")).encode("ascii")
-        object.__setattr__(self, "json_octets", encoded)
+        object.__setattr__(self, "json", dump(self.name))
+        object.__setattr__(self, "json_octets", dump(octets))
 
 
 class SampledToken(NamedTuple):

@@ -118,7 +118,7 @@ class Replica:
             request = encoded.request
             with self._metering.metered(call, request.prompts) as meter:
                 encoder = self._encoder
-                known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.told)
+                known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.echoes)
                 answer = Answer(call, request.prompts, *known)
                 sender = AnswerSender(call, answer, meter, stream, self._engine.abort)
                 with self._outputs.receiving(call.request_id, sender.take, self._engine.abort):

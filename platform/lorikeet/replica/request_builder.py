@@ -12,8 +12,8 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from lorikeet.answer_stream.answer import RESPONSE_COPIES
+from lorikeet.answer_stream.prompt_echoes import PromptEchoes, prompt_echoes
 from lorikeet.answer_stream.reasoning import Thinking
-from lorikeet.answer_stream.told_prompts import ToldPrompts, told_prompts
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.replica.grammar_sandbox import GrammarSandbox
@@ -39,14 +39,14 @@ class EncodedCall:
     """The engine's request for a call, and what its answer is read by.
 
     thinking: whether the model thinks before it answers. answer_grammar: the request's grammar but
-    for thinking, behind which nobody sees at once what it costs; None if the answer is free. told:
-    what the answer repeats of the prompts.
+    for thinking, behind which nobody sees at once what it costs; None if the answer is free.
+    echoes: what the answer repeats of the prompts.
     """
 
     request: Request
     thinking: Thinking
     answer_grammar: str | None
-    told: ToldPrompts
+    echoes: PromptEchoes
 
 
 class RequestBuilder:
@@ -117,9 +117,9 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     """
     prompts = encoder.encode(call)
     room = max_answer_tokens(call, prompts, max_context)
-    check_told_prompts(call, prompts)
-    told = told_prompts(call, prompts, encoder.backend)
-    check_echo(call, told)
+    check_prompt_echoes(call, prompts)
+    echoes = prompt_echoes(call, prompts, encoder.backend)
+    check_echo(call, echoes)
     room = fit_body(call, len(prompts) * call.n, room, prompts_logprobs(call, prompts))
     thinking = encoder.thinking(call, prompts)
     answer_grammar = grammar = encoder.grammar(call)
@@ -140,7 +140,7 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
         salt=call.tenant,
         scheduling=call.scheduling,
     )
-    return EncodedCall(request, thinking, answer_grammar, told)
+    return EncodedCall(request, thinking, answer_grammar, echoes)
 
 
 def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
@@ -167,7 +167,7 @@ def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_conte
     return max(1, min(engine_context, limit) - longest)
 
 
-def check_told_prompts(call: Call, prompts: Sequence[Sequence[int]]) -> None:
+def check_prompt_echoes(call: Call, prompts: Sequence[Sequence[int]]) -> None:
     """Check that one body holds the prompts' token ids, where asked for. Raises InvalidInput."""
     if not call.return_token_ids or call.endpoint is not Endpoint.COMPLETIONS:
         return  # a chat's prompt is told once
@@ -180,9 +180,9 @@ def check_told_prompts(call: Call, prompts: Sequence[Sequence[int]]) -> None:
         )
 
 
-def check_echo(call: Call, told: ToldPrompts) -> None:
+def check_echo(call: Call, echoes: PromptEchoes) -> None:
     """Check that one body holds the prompts that its choices begin with. Raises InvalidInput."""
-    characters = call.n * sum(map(len, told.texts))
+    characters = call.n * sum(map(len, echoes.texts))
     if characters > MOST_ECHOED:
         raise InvalidInput(
             f"{call.n} choices that begin with the {characters // call.n} characters of their "
