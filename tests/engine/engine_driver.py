@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,11 @@ class Answers:
 
     def of(self, request_id: str, choice: int = 0) -> list[int]:
         return self.tokens[request_id, choice]
+
+
+def compile_grammars(engine: Engine) -> None:
+    """Wait until no request waits for its grammar, so that all are taken in the next step."""
+    wait([choice.compiled for choice in engine._requests.submitted if choice.compiled])
 
 
 def greedy(

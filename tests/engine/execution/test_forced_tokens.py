@@ -12,7 +12,7 @@ from lorikeet_engine.scheduling import forced_budget
 from lorikeet_engine.scheduling.forced_budget import SHARE, ForcedBudget
 from tests.engine import hash_model
 from tests.engine.blobs import Shelf
-from tests.engine.engine_driver import Answers, RecordingRunner
+from tests.engine.engine_driver import Answers, RecordingRunner, compile_grammars
 from tests.engine.hash_model import PAGE, predict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,6 +43,7 @@ def ask(engine, *requests):
     answers = Answers(engine)
     for call in requests:
         answers.submit(call)
+    compile_grammars(engine)
     answers.all()
     for call in requests:
         for choice in range(call.n):

@@ -82,6 +82,7 @@ class TestWhoWaits:
         """By request: in which steps its tokens came."""
         for call in calls:
             engine.submit(call)
+        compile_grammars(engine)
         came = {call.request_id: [] for call in calls}
         for step in range(60):
             for output in engine.step():
