@@ -16,7 +16,7 @@ from lorikeet_engine.request import FinishReason, Request, SamplingParams, Sched
 from tests.engine import engine_driver, hash_model
 from tests.engine.blobs import Shelf
 from tests.engine.descending_grammar import Panic
-from tests.engine.engine_driver import Answers, greedy, prompt
+from tests.engine.engine_driver import Answers, compile_grammars, greedy, prompt
 from tests.engine.hash_model import predict
 from tests.engine.peft_adapters import BlobShelf
 
