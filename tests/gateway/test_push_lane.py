@@ -14,7 +14,7 @@ import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.gateway.app import create_app
-from lorikeet.gateway.pushing import push_lane
+from lorikeet.gateway.pushing import push_lane, pushed_versions
 from lorikeet.gateway.services import ServedModel, Services
 from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, listening, serving
 from tests.gateway.linked_peers import LinkedPeers, link
@@ -178,6 +178,18 @@ def test_every_gateway_answers_for_what_is_ready(
             for model in (version["model"], "acme/policy"):
                 assert digest_that_answers(there, model) == digest_of(blob)
     peers.others = ()
+
+
+def test_a_gateway_keeps_what_it_carries_however_long_it_takes_to_tell_others(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push_lane, "_KEEP_S", 60.0)
+    monkeypatch.setattr(pushed_versions, "FORGOTTEN_S", 0.1)
+    trainer.push(trainer.blob(1), alias="prod", wait="durable")
+    passing = trainer.blob(2)
+    assert trainer.push(passing, alias="prod", lifetime_s=60).is_success
+    time.sleep(0.3)
+    assert digest_that_answers(trainer.gateway, "acme/policy") == digest_of(passing)
 
 
 def test_an_alias_moves_though_another_gateway_carries_the_version_without_one(

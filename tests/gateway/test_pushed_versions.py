@@ -83,6 +83,22 @@ def test_what_is_not_told_again_is_forgotten(
         digest_at(pushed, catalog, f"acme/policy@{'b' * 64}")
 
 
+def test_what_is_carried_here_is_kept_however_long_telling_takes(
+    pushed: PushedVersions, catalog: AdapterCatalog, clock: list[float]
+) -> None:
+    ours = version("a", 1, "prod")
+    pushed.carry(ours.key)
+    pushed.add(ours)
+    clock[0] = 2 * FORGOTTEN_S
+    assert digest_at(pushed, catalog) == "a"
+    pushed.let_go(ours.key)
+    clock[0] += FORGOTTEN_S - 1  # the log may be read so late
+    assert digest_at(pushed, catalog) == "a"
+    clock[0] += 2
+    with pytest.raises(UnknownModel):
+        digest_at(pushed, catalog)
+
+
 def test_what_the_log_has_is_the_logs(
     pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
 ) -> None:

@@ -175,6 +175,7 @@ class PushLane:
     async def _carry(self, push: Push) -> None:
         tenant, name, digest = key = push.version.key
         keeping: asyncio.Task[None] | None = None
+        self.pushed.carry(key)
         try:
             ref = AdapterRef(tenant, name, await self._number(push.version), digest)
             keeping = asyncio.create_task(self._keep(push, ref))
@@ -194,6 +195,7 @@ class PushLane:
             if keeping is not None:
                 keeping.cancel()
             del self._pushes[key]
+            self.pushed.let_go(key)
             push.ended.set()
             await asyncio.to_thread(push.folder.cleanup)
             release = self._services.engines.release

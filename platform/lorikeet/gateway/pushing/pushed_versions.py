@@ -1,7 +1,7 @@
 """Versions that replicas hold and the catalog's log does not have yet, as this gateway knows them.
 
-Every gateway answers for them: the one that took a push tells the others, again and again until the
-log has the version. What is not told again is forgotten: its gateway is no more.
+Every gateway answers for them: the one that carries a push tells the others, again and again until
+the log has the version. What another carries and does not tell again is forgotten: it is no more.
 """
 
 import time
@@ -14,7 +14,8 @@ from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import LorikeetError
 
-FORGOTTEN_S = 10.0
+FORGOTTEN_S = 20.0
+"""Not sooner: on a machine that has no time, telling once can take eight."""
 _CLAIMED_S = 3600.0
 """How long an alias remembers its latest push: an earlier one may wait for the store as long."""
 
@@ -86,6 +87,7 @@ class PushedVersions:
         self._clock = clock
         self._held: dict[Key, PushedVersion] = {}  # the oldest first
         self._until_s: dict[Key, float] = {}
+        self._carried = set[Key]()
         self._alias_was: dict[Key, str | None] = {}  # the digest that the log's alias pointed to
         self._claims: dict[tuple[str, str, str], _Claim] = {}  # by tenant, name and alias
         self._seen: dict[str, tuple[CatalogState, CatalogState]] = {}  # by tenant
@@ -112,6 +114,16 @@ class PushedVersions:
             self.remove(gone)
         self._seen.pop(version.tenant, None)
 
+    def carry(self, key: Key) -> None:
+        """Do not forget a version for not being told of it: this gateway carries it."""
+        self._carried.add(key)
+
+    def let_go(self, key: Key) -> None:
+        """Carry a version no more: it is forgotten as others' are."""
+        self._carried.discard(key)
+        if key in self._until_s:
+            self._until_s[key] = self._clock() + FORGOTTEN_S
+
     def get(self, key: Key) -> PushedVersion | None:
         """The version with this key, if it is here."""
         return self._held.get(key)
@@ -136,7 +148,8 @@ class PushedVersions:
         now_s, now = self._clock(), time.time()
         for key, version in list(self._held.items()):
             expired = version.expires is not None and version.expires <= now
-            if expired or self._until_s[key] < now_s:
+            untold = key not in self._carried and self._until_s[key] < now_s
+            if expired or untold:
                 self.remove(key)
         versions = [version for version in self._held.values() if version.tenant == tenant]
         if not versions:
