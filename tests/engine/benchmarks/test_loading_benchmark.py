@@ -60,7 +60,7 @@ def few(monkeypatch):
     for name, value in {
         "ROUNDS": 12,
         "AT_A_TIME": 5,
-        "PHASE_S": 0.4,
+        "PHASE_S": 1.0,
         "PHASES": 2,
         "LOADS": 3,
     }.items():
