@@ -108,7 +108,8 @@ class Penalties:
         prompts = {slot: prompt for slot, (p, prompt, _) in new.items() if p.has_repetition_penalty}
         if prompts:
             own, others = _alike(prompts)
-            seen[_places(own, device)] = IN_PROMPT
+            # on the device: the host would wait until a number of its own is copied there
+            seen.index_put_(_places(own, device), seen.new_full((), IN_PROMPT))
             _copy_rows(seen, others)
         outputs = {slot: output for slot, (p, _, output) in new.items() if p.has_penalties}
         if any(outputs.values()):
