@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
 _SETTLING_S = 4.0
 _NICENESS = "RAY_worker_niceness"
+_PACKAGES = [str(ROOT / part) for part in (".", "platform", "engine")]
 _ENVIRONMENT = {  # as the Makefile's
-    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "platform", "engine")),
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy_middleware:middlewares",
@@ -44,7 +44,10 @@ def cluster(
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
         haproxy = _haproxy(Path(folder)) | {"RAY_SERVE_ENABLE_HA_PROXY": PROXIES[proxy]}
-        with _environment({**_ENVIRONMENT, **haproxy, **(variables or {})}), _ray():
+        # Ray itself may be found by the path that there is.
+        path = os.pathsep.join([*_PACKAGES, *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = {**_ENVIRONMENT, "PYTHONPATH": path, **haproxy, **(variables or {})}
+        with _environment(own), _ray():
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             yield f"http://127.0.0.1:{port}"
 

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
+
+from loadtest import cluster
 
 _SHOW = """
 import loadtest.{program}
@@ -19,3 +22,12 @@ def test_gateways_call_replicas_by_grpc_without_the_makefile(program):
     show = [sys.executable, "-c", _SHOW.format(program=program)]
     shown = subprocess.run(show, env=environment, capture_output=True, text=True, check=True)
     assert shown.stdout == "False\n"
+
+
+def test_a_clusters_processes_find_packages_where_their_program_does(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # with Ray in it, say
+    monkeypatch.setattr(cluster, "_ray", nullcontext)
+    monkeypatch.setattr(cluster.serve, "start", lambda **_: None)
+    with cluster.cluster():
+        path = os.environ["PYTHONPATH"].split(os.pathsep)
+    assert {str(cluster.ROOT), str(tmp_path)} <= set(path)

@@ -108,7 +108,8 @@ class Penalties:
         prompts = {slot: prompt for slot, (p, prompt, _) in new.items() if p.has_repetition_penalty}
         if prompts:
             own, others = _alike(prompts)
-            seen[_places(own, device)] = IN_PROMPT
+            # on the device: the host would wait until a number of its own is copied there
+            seen.index_put_(_places(own, device), seen.new_full((), IN_PROMPT))
             _copy_rows(seen, others)
         outputs = {slot: output for slot, (p, _, output) in new.items() if p.has_penalties}
         if any(outputs.values()):
@@ -118,9 +119,11 @@ class Penalties:
         if biased:
             own_biases, others = _alike(biased)
             values = [bias for each in own_biases.values() for _, bias in each]
-            places = _places({at: [t for t, _ in each] for at, each in own_biases.items()}, device)
+            ids = {slot: [t for t, _ in each] for slot, each in own_biases.items()}
+            at, tokens = _places(ids, device)
             added = upload(np.array(values, np.float32), device)
-            biases.index_put_(places, added, accumulate=True)
+            # index_put_ would sort them, and let the host wait in some releases of torch
+            biases.view(-1).scatter_add_(0, at * biases.shape[1] + tokens, added)
             _copy_rows(biases, others)
 
 

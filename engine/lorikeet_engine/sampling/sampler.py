@@ -81,7 +81,8 @@ def _mask_banned(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
     bans = [(i, token) for i, row in rows.items() for token in row.banned]
     if bans:
         at, tokens = upload(np.array(bans, np.int64).T.copy(), logits.device)
-        logits[at, tokens] = -torch.inf
+        # on the device: the host would wait until a number of its own is copied there
+        logits.index_put_((at, tokens), logits.new_full((), -torch.inf))
 
 
 def _mask_by_grammar(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:

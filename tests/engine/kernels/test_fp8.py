@@ -12,7 +12,7 @@ from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, few_tokens, fused, reference
 from lorikeet_engine.kernels.fp8.few_tokens import ProductConfig
 from lorikeet_engine.kernels.gemv import gemv
-from lorikeet_engine.kernels.lora.linear import linear
+from lorikeet_engine.kernels.lora.linear import _reserve_sms_of_lt, linear
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import fused as pointwise
 from tests.engine.interpreter import INTERPRETED
@@ -274,6 +274,14 @@ def test_cuda_multiplies_numbers_whose_blocks_have_scales(d_out, d_in, block, to
     x = torch.randn(tokens, d_in).to("cuda", torch.bfloat16)
     bias = torch.randn(d_out).to("cuda", torch.bfloat16)
     assert_multiplied(x, in_blocks(d_out, d_in, block, "cuda"), bias)
+
+
+@pytest.mark.gpu
+def test_cublas_multiplies_by_scales_of_blocks_beside_lora():
+    x = torch.randn(256, 4096).to("cuda", torch.bfloat16)
+    weight = in_blocks(6144, 4096, (128, 128), "cuda")
+    with _reserve_sms_of_lt(56, CUDA):  # the most that tuning.json has for a step of decodes
+        assert_multiplied(x, weight, None)
 
 
 def assert_multiplied(x, weight, bias):

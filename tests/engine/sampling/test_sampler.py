@@ -110,6 +110,42 @@ def test_a_gpu_draws_what_the_cpu_draws(choice):
     assert drawn("cuda") == drawn("cpu")
 
 
+@pytest.fixture
+def no_waiting():
+    """Makes torch raise what would let the host wait for a GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"temperature": 0.0},
+        {"top_k": 9, "top_p": 0.9},
+        {"presence_penalty": 1.5},
+        {"logit_bias": ((3, 2.0), (9, -1.0))},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=str,
+)
+def test_the_host_waits_for_nothing_while_a_gpu_samples(choice):
+    params, prompt = SamplingParams(**choice), (4, 11)
+    penalties, allowed = pool("cuda"), np.full(-(-VOCAB // 8), 255, np.uint8)
+    slots = [
+        penalties.begin(params, prompt, (4, 8)) if params.changes_logits else None for _ in range(3)
+    ]
+    rows = [
+        SamplingRow(params, 2, i, banned=(3,), slot=slot, allowed=allowed)
+        for i, slot in enumerate(slots)
+    ]
+    logits = logits_of(seed=9, rows=3).pin_memory().to("cuda", non_blocking=True)
+    tokens = Sampler(penalties).sample(logits, rows)
+    assert tokens.shape == (3,)
+
+
 @pytest.mark.parametrize("choice", [{}, {"top_p": 0.9}, {"top_k": 20}], ids=str)
 def test_a_seed_draws_the_same_tokens_in_any_batch(choice):
     logits = logits_of(seed=3, rows=50)
