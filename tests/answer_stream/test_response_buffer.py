@@ -37,7 +37,7 @@ def test_what_comes_too_often_is_joined_and_nothing_is_lost() -> None:
     taken = asyncio.run(take_all(REST_S, deltas, step_s=0.005))
     times_s = [at_s for at_s, _ in taken]
     assert all(b - a >= REST_S * 0.99 for a, b in pairwise(times_s[:-1]))
-    assert 3 <= len(taken) <= 12
+    assert 3 <= len(taken) <= 2 + (times_s[-1] - times_s[0]) / REST_S
     assert taken[0][1] == b"0,"  # the first came at once
     assert b"".join(delta for _, delta in taken) == b"".join(deltas)
 
