@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
-_LIMIT_S = 20.0
 
 
-def eventually(holds: Callable[[], Any], within_s: float = _LIMIT_S) -> bool:
+def eventually(holds: Callable[[], Any], within_s: float = 5.0) -> bool:
     """Whether `holds` becomes true in time; asked less and less often."""
     deadline, pause_s = time.monotonic() + within_s, _FIRST_PAUSE_S
     while not holds():
@@ -20,7 +19,7 @@ def eventually(holds: Callable[[], Any], within_s: float = _LIMIT_S) -> bool:
     return True
 
 
-async def until(holds: Callable[[], Any], within_s: float = _LIMIT_S) -> None:
+async def until(holds: Callable[[], Any], within_s: float = 5.0) -> None:
     """Let other tasks run until `holds` is true. Raises TimeoutError."""
     async with asyncio.timeout(within_s):
         while not holds():
