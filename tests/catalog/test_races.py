@@ -66,7 +66,7 @@ def test_writers_that_wait_for_each_other_fail_together(
 ) -> None:
     catalog.refresh()
     store, begun = SlowToFail(tmp_path), list[int]()
-    store.before_it_fails = lambda: eventually(lambda: len(begun) == 8)  # type: ignore[assignment]
+    store.before_it_fails = lambda: eventually(lambda: len(begun) == 8, 20)  # type: ignore[assignment]
     catalog._log = Log(store)
 
     def write(number: int) -> None:

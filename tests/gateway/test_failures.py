@@ -202,7 +202,7 @@ def test_a_client_that_leaves_before_the_first_byte_closes_the_call(
 
     gateway.engines.replay = stuck
     with leaving(gateway, "POST", CHAT, gateway.keys["acme"], json.dumps(chat()).encode()):
-        assert eventually(lambda: bool(gateway.engines.calls))
+        assert eventually(lambda: bool(gateway.engines.calls), within_s=20)
     assert eventually(lambda: gateway.engines.closed == [gateway.engines.last.request_id])
 
 

@@ -231,7 +231,7 @@ def test_who_asks_at_the_same_time_asks_once(
 
     async def slowly(_tier):
         asked.append(1)
-        await until(lambda: len(came) == len(threads))
+        await until(lambda: len(came) == len(threads), within_s=20)
         return []
 
     monkeypatch.setattr(FleetView, "now", counted)

@@ -71,7 +71,7 @@ def test_a_client_that_leaves_waits_no_more_and_its_push_goes_on(
     monkeypatch.setattr(PushEndpoints, "_wait", counted)
     path = f"/v1/adapters/policy/versions/{digest_of(blob)}?alias=next"
     with leaving(gateway, "PUT", path, trainer.key, blob):
-        assert eventually(lambda: waiting)
+        assert eventually(lambda: waiting, within_s=20)
     assert eventually(lambda: not waiting)
     with ThreadPoolExecutor(1) as clients:
         again = clients.submit(trainer.push, blob, timeout_s=30)

@@ -165,7 +165,8 @@ def test_only_what_has_changed_is_reported(engine, refs, tmp_path):
     engine.step()
     blob_bytes = (tmp_path / "cache" / refs[0].digest).stat().st_size
     # its image is written to the disk meanwhile
-    assert eventually(lambda: engine.status().tiers[Residency.DISK].used_bytes > blob_bytes)
+    disk = Residency.DISK
+    assert eventually(lambda: engine.status().tiers[disk].used_bytes > blob_bytes, within_s=20)
     told = engine.changed_status()
     assert told is None or (told.live, told.moved) == (status.live, {})
     assert engine.changed_status() is None
