@@ -156,12 +156,12 @@ def test_the_end_of_a_large_body_holds_up_no_stream(tokenizer):
     call = replace(CALL, sampling=SamplingParams(logprobs=20))
     likely = TokenLogprobs(-0.5, tuple((token, -0.5) for token in range(20)))
     answer = Answer(call, [(1,)], Vocabulary(tokenizer))
-    began_s = time.process_time()
+    began_s = time.thread_time()
     for _ in range(1000):
         answer.take([Tokens("r1", 0, (1,), logprobs=(likely,))])
-    grew_s = time.process_time() - began_s
+    grew_s = time.thread_time() - began_s
     usage, body = answer.take([Tokens("r1", 0, (), FinishReason.LENGTH)])
-    ended_s = time.process_time() - began_s - grew_s
+    ended_s = time.thread_time() - began_s - grew_s
     assert len(json.loads(body)["choices"][0]["logprobs"]["tokens"]) == usage.completion_tokens
     assert ended_s < grew_s / 5
 

@@ -77,8 +77,8 @@ def test_tokens_that_make_no_text_cost_the_same_however_many_came_before(tokeniz
     own, token = undecodable(tokenizer, kind)
     stream, took_s = Detokenizer(own, []), []
     for _ in range(6):
-        began_s = time.process_time()
+        began_s = time.thread_time()
         for _ in range(1000):
             stream.push([token])
-        took_s.append(time.process_time() - began_s)
+        took_s.append(time.thread_time() - began_s)
     assert took_s[-1] < 5 * took_s[0]

@@ -70,10 +70,10 @@ def test_any_text_in_any_pieces_is_split_as_its_whole(thinking: Thinking) -> Non
 def test_whitespace_before_a_tag_costs_the_same_however_much_came_before() -> None:
     parser, took_s = ReasoningParser(Thinking.POSSIBLE), []
     for _ in range(8):
-        began_s = time.process_time()
+        began_s = time.thread_time()
         for _ in range(500):
             assert parser.push(" " * 100) == ""
-        took_s.append(time.process_time() - began_s)
+        took_s.append(time.thread_time() - began_s)
     assert took_s[-1] < 5 * took_s[0]
     assert parser.push("word") == " " * 400_000 + "word"
 

@@ -37,7 +37,7 @@ def test_what_comes_too_often_is_joined_and_nothing_is_lost() -> None:
     taken = asyncio.run(take_all(REST_S, deltas, step_s=0.005))
     times_s = [at_s for at_s, _ in taken]
     assert all(b - a >= REST_S * 0.99 for a, b in pairwise(times_s[:-1]))
-    assert 3 <= len(taken) <= 12
+    assert 3 <= len(taken) <= 2 + (times_s[-1] - times_s[0]) / REST_S
     assert taken[0][1] == b"0,"  # the first came at once
     assert b"".join(delta for _, delta in taken) == b"".join(deltas)
 
@@ -107,16 +107,18 @@ def test_a_gateway_knows_which_replicas_owe_it_an_answer() -> None:
 def test_streams_share_what_a_gateway_passes_on() -> None:
     """With N buffers open each may have four deltas a second; of 40 in a second some eight come."""
 
-    async def scenario() -> int:
-        buffers, taken = ResponseBuffers(), 0
+    async def scenario() -> tuple[int, float]:
+        loop, buffers, taken = asyncio.get_running_loop(), ResponseBuffers(), 0
         others = [buffers.opened(f"{n}") for n in range(DELTAS_PER_S // 4)]
         for other in others:
             other.__enter__()
+        began_s = loop.time()
         with buffers.opened("mine") as buffer:
             filling = asyncio.create_task(fill(buffer, [b"x"] * 40, 0.025))
             while await buffer.take():
                 taken += 1
             await filling
-        return taken
+        return taken, loop.time() - began_s
 
-    assert 4 <= asyncio.run(scenario()) <= 7
+    taken, took_s = asyncio.run(scenario())  # a second, or more on a busy machine
+    assert 4 <= taken <= 3 + 4 * took_s

@@ -59,7 +59,7 @@ def test_a_large_answer_is_cut_and_holds_up_no_other() -> None:
         stream.put("large", (HEADER, USAGE, body), ended=True)
         stream.put("small", (b"1",), ended=True)
         messages = list[list[DeltaGroup]]()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while sum(ended for message in messages for _, _, ended in message) < 2:
                 messages.append(await stream.take())
         assert all(len(pickle.dumps(message)) < 2**20 for message in messages)
@@ -95,14 +95,13 @@ def test_an_answer_on_a_stream_that_closes_is_lost_and_others_go_on() -> None:
 
 
 def test_a_call_waits_a_moment_for_its_gateway_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_stream_module, "_OPENING_S", 0.2)
-
     async def scenario() -> None:
         streams = ResponseStreams()
         early = asyncio.create_task(streams.to("g0"))
         await asyncio.sleep(0.05)
         with streams.opened("g0") as stream:
             assert await early is stream
+        monkeypatch.setattr(response_stream_module, "_OPENING_S", 0.1)
         with pytest.raises(EngineClosed):
             await streams.to("g0")
 

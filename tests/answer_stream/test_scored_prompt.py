@@ -123,11 +123,11 @@ def test_the_end_of_a_long_prompt_holds_up_no_stream(tokenizer):
     call = replace(CALL, prompts=((a,) * 5001,), prompt_logprobs=1)
     likely = (TokenLogprobs(-0.5, ((a, -0.5),)),) * 100
     answer = Answer(call, [(a,) * 5001], Vocabulary(tokenizer))
-    began_s = time.process_time()
+    began_s = time.thread_time()
     for _ in range(50):
         answer.take([PromptLogprobs("r1", 0, likely)])
-    grew_s = time.process_time() - began_s
+    grew_s = time.thread_time() - began_s
     (*_, body) = answer.take([Tokens("r1", 0, (a,), FinishReason.LENGTH, likely[:1])])
-    ended_s = time.process_time() - began_s - grew_s
+    ended_s = time.thread_time() - began_s - grew_s
     assert len(json.loads(body)["choices"][0]["logprobs"]["tokens"]) == 5002
     assert ended_s < grew_s / 5

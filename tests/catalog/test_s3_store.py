@@ -119,11 +119,21 @@ def test_a_download_whose_ranges_fail_ends_with_their_error(url: str, tmp_path: 
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections stall after 0.3 s or 0.6, and no call is tried again after 0.4."""
-    monkeypatch.setattr(s3, "_CONFIG", s3._CONFIG.merge(Config(read_timeout=0.3)))
-    monkeypatch.setattr(s3, "_PATIENT", Config(read_timeout=0.6))
-    monkeypatch.setattr(s3, "_RETRY_S", 0.4)
+def hasty_store(url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ObjectStore]:
+    """Opens stores whose connections stall after 0.6 s or 1.2; which try no call again after 1.15.
+
+    What need not stall is asked of others: a busy machine's server may take as long by itself.
+    """
+
+    def store() -> ObjectStore:
+        with monkeypatch.context() as patch:
+            patch.setattr(s3, "_CONFIG", s3._CONFIG.merge(Config(read_timeout=0.6)))
+            patch.setattr(s3, "_PATIENT", Config(read_timeout=1.2))
+            opened = open_store(url)
+        monkeypatch.setattr(s3, "_RETRY_S", 1.15)
+        return opened
+
+    return store
 
 
 @contextmanager
@@ -151,7 +161,6 @@ def stalling(stalls: Callable[[BaseHTTPRequestHandler], bool], after: int = 0) -
             ended.set()
 
 
-@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize(
     "act",
     [
@@ -163,7 +172,7 @@ def stalling(stalls: Callable[[BaseHTTPRequestHandler], bool], after: int = 0) -
     ids=["get", "list", "put", "begin"],
 )
 def test_a_call_without_an_answer_is_tried_once_more_and_fails_soon(
-    url: str, act: Callable[[ObjectStore], object]
+    hasty_store: Callable[[], ObjectStore], act: Callable[[ObjectStore], object]
 ) -> None:
     asked: list[str] = []
 
@@ -174,12 +183,11 @@ def test_a_call_without_an_answer_is_tried_once_more_and_fails_soon(
     with stalling(every):
         began_s = time.monotonic()
         with pytest.raises(StoreError, match="Read timeout"):
-            act(open_store(url))
-        assert time.monotonic() - began_s < 5
+            act(hasty_store())
+        assert time.monotonic() - began_s < 10
     assert len(asked) == 2
 
 
-@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize(
     "act",
     [
@@ -192,7 +200,10 @@ def test_a_call_without_an_answer_is_tried_once_more_and_fails_soon(
     ids=["put_file", "touch", "put", "join", "copy"],
 )
 def test_a_write_that_hangs_midway_is_tried_once_and_fails_soon(
-    url: str, tmp_path: Path, act: Callable[[ObjectStore, str, Path], object]
+    url: str,
+    hasty_store: Callable[[], ObjectStore],
+    tmp_path: Path,
+    act: Callable[[ObjectStore, str, Path], object],
 ) -> None:
     (tmp_path / "in").write_bytes(b"data")
     store = open_store(url)
@@ -208,8 +219,8 @@ def test_a_write_that_hangs_midway_is_tried_once_and_fails_soon(
     with stalling(writes):
         began_s = time.monotonic()
         with pytest.raises(StoreError, match="Read timeout"):
-            act(open_store(url), token, tmp_path / "in")
-        assert time.monotonic() - began_s < 5
+            act(hasty_store(), token, tmp_path / "in")
+        assert time.monotonic() - began_s < 10
     assert len(hung) == 1
 
 
@@ -217,8 +228,9 @@ def test_what_s3_answers_late_has_longer_but_not_longer_than_an_admins_command_m
     assert s3._STALLED_S < s3._RETRY_S < s3._PATIENT.read_timeout < 15  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("hasty")
-def test_a_download_that_stalls_goes_on_by_another_connection(url: str, tmp_path: Path) -> None:
+def test_a_download_that_stalls_goes_on_by_another_connection(
+    url: str, hasty_store: Callable[[], ObjectStore], tmp_path: Path
+) -> None:
     (tmp_path / "in").write_bytes(data := os.urandom(9 * MIB))
     open_store(url).put_file("blob", tmp_path / "in")
     stalled: list[str] = []
@@ -230,22 +242,23 @@ def test_a_download_that_stalls_goes_on_by_another_connection(url: str, tmp_path
         return True
 
     with stalling(the_first, after=MIB):
-        digest = open_store(url).download("blob", tmp_path / "out")
+        digest = hasty_store().download("blob", tmp_path / "out")
 
     assert digest == hashlib.sha256(data).hexdigest()
     assert stalled
 
 
-@pytest.mark.usefixtures("hasty")
-def test_a_download_of_which_no_byte_comes_fails_soon(url: str, tmp_path: Path) -> None:
+def test_a_download_of_which_no_byte_comes_fails_soon(
+    url: str, hasty_store: Callable[[], ObjectStore], tmp_path: Path
+) -> None:
     (tmp_path / "in").write_bytes(os.urandom(9 * MIB))
     open_store(url).put_file("blob", tmp_path / "in")
 
     with stalling(lambda request: "Range" in request.headers):
         began_s = time.monotonic()
         with pytest.raises(StoreError, match="blob: Read timeout"):
-            open_store(url).download("blob", tmp_path / "out")
-        assert time.monotonic() - began_s < 8
+            hasty_store().download("blob", tmp_path / "out")
+        assert time.monotonic() - began_s < 15
 
 
 def test_a_body_that_is_shorter_than_it_should_be_is_asked_for_again(

@@ -163,14 +163,18 @@ def test_a_closed_terminal_ends_it(tmp_path):
     assert left_of(everything) == []
 
 
-# In place of Ray's: it is ready, and soon ends with status 0, as `serve run` does when it fails.
+# In place of Ray's: once asked it is ready, and ends with status 0, as a failed `serve run` does.
 SHORT_SERVICE = """
 import http.server, threading, time
-def cli(): time.sleep(2)
+asked = threading.Event()
+def cli():
+    asked.wait(60)
+    time.sleep(0.5)
 class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+        asked.set()
 server = http.server.HTTPServer(("127.0.0.1", 8000), Ready)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 """

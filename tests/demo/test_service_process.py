@@ -140,7 +140,7 @@ def test_a_service_that_does_not_stop_is_killed(piped):
 
 def test_a_service_that_ends_by_itself_leaves_no_workers(piped):
     run, worker = piped(sleeps_s=0.1)
-    assert run.process.wait(10) == 0
+    assert run.process.wait(30) == 0
     assert b"ended by itself" in run.process.stdout.read()
     assert is_gone(worker)
 
@@ -148,7 +148,7 @@ def test_a_service_that_ends_by_itself_leaves_no_workers(piped):
 def test_a_reader_that_goes_ends_it(piped):
     run, worker = piped()
     run.process.stdout.close()
-    assert run.process.wait(10) == 0
+    assert run.process.wait(30) == 0
     assert is_gone(worker)
 
 

@@ -463,12 +463,17 @@ class TestAdapters:
         # a has 6,144 elements and b 12,288
         engine = make(max_running=1, adapter_gpu_bytes=4 * 13_000)
         answers, a, b = Answers(engine), refs["a"], refs["b"]
+
+        def on_gpu(ref):
+            time.sleep(0.02)  # in each step, or what runs might end before a slow load
+            return engine.residency(ref) is Residency.GPU
+
         answers.submit(greedy("runs", prompt(5), max_tokens=500))
         answers.submit(greedy("waits", prompt(5), adapter=a))
-        answers.until(lambda: engine.residency(a) is Residency.GPU)
+        answers.until(lambda: on_gpu(a))
         time.sleep(GUARD_S)
         answers.submit(greedy("gone", prompt(5), adapter=b))
-        answers.until(lambda: engine.residency(b) is Residency.GPU)
+        answers.until(lambda: on_gpu(b))
         assert engine.residency(a) is Residency.HOST
         for name in ("runs", "gone"):
             engine.abort(name)

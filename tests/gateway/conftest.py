@@ -98,6 +98,19 @@ def serving(
 
 
 @contextmanager
+def leaving(gateway: "Gateway", method: str, path: str, key: str, body: bytes) -> Iterator[None]:
+    """A request whose client hangs up at the end, without having read an answer."""
+    at = httpx.URL(gateway.url)
+    head = (
+        f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection((at.host, at.port or 0)) as connection:
+        connection.sendall(head.encode() + body)
+        yield
+
+
+@contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address of a server for an ASGI application."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -16,6 +16,7 @@ import pytest
 
 from lorikeet.errors import StoreError, Unavailable
 from lorikeet.gateway.admin import fleet_view as fleet_routes
+from lorikeet.gateway.admin.fleet_view import FleetView
 from lorikeet.protocol.messages import AnswerHeader, Call, Refusal
 from lorikeet.protocol.peers import Peers
 from lorikeet.request_log.recent_traffic import (
@@ -31,7 +32,7 @@ from lorikeet_engine.adapter import Residency
 from tests.gateway.conftest import Gateway, Items, chat, repeat, serving
 from tests.gateway.linked_peers import LinkedPeers
 from tests.ui.made import ARENA, MIB, block, replica
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 CHAT = "/v1/chat/completions"
 
@@ -219,14 +220,21 @@ def test_pins_are_told_with_why_they_do_not_hold(gateway: Gateway) -> None:
     assert (row["state"] == "unmet") == bool(row.get("reason"))
 
 
-def test_who_asks_at_the_same_time_asks_once(gateway: Gateway) -> None:
-    asked = []
+def test_who_asks_at_the_same_time_asks_once(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came, asked, now = [], [], FleetView.now
+
+    async def counted(view):
+        came.append(1)
+        return await now(view)
 
     async def slowly(_tier):
         asked.append(1)
-        await asyncio.sleep(0.3)
+        await until(lambda: len(came) == len(threads), within_s=20)
         return []
 
+    monkeypatch.setattr(FleetView, "now", counted)
     gateway.engines.reports = slowly
     threads = [threading.Thread(target=gateway.admin, args=("GET", "/fleet")) for _ in range(6)]
     for thread in threads:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
+from starlette.requests import Request
 
 from lorikeet.gateway.pushing import routes
-from tests.gateway.conftest import Gateway, serving
+from lorikeet.gateway.pushing.push_lane import Push
+from lorikeet.gateway.pushing.routes import PushEndpoints, PushQuery
+from tests.gateway.conftest import Gateway, leaving, serving
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer, digest_of
 from tests.remote_store import RemoteStore
@@ -55,10 +57,22 @@ def test_a_client_that_leaves_waits_no_more_and_its_push_goes_on(
     monkeypatch.setattr(routes, "_MOST_WAITING", 1)
     gateway, blob = trainer.gateway, trainer.blob()
     gateway.engines.takes_pushes = False
-    address = f"{gateway.url}/v1/adapters/policy/versions/{digest_of(blob)}?alias=next"
-    bearer = {"authorization": f"Bearer {trainer.key}"}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.put(address, content=blob, headers=bearer, timeout=0.5)
+    waiting, wait = list[Push](), PushEndpoints._wait
+
+    async def counted(
+        endpoints: PushEndpoints, request: Request, push: Push, query: PushQuery
+    ) -> None:
+        waiting.append(push)
+        try:
+            await wait(endpoints, request, push, query)
+        finally:
+            waiting.remove(push)
+
+    monkeypatch.setattr(PushEndpoints, "_wait", counted)
+    path = f"/v1/adapters/policy/versions/{digest_of(blob)}?alias=next"
+    with leaving(gateway, "PUT", path, trainer.key, blob):
+        assert eventually(lambda: waiting, within_s=20)
+    assert eventually(lambda: not waiting)
     with ThreadPoolExecutor(1) as clients:
         again = clients.submit(trainer.push, blob, timeout_s=30)
         time.sleep(0.2)
@@ -77,7 +91,7 @@ def test_uploads_that_hang_at_the_store_keep_no_push_from_being_ready(
             for at, blob in enumerate(blobs)
         ]
         assert eventually(lambda: store.hanging == 4)
-        pushed = trainer.push(pushed_blob, timeout_s=5)
+        pushed = trainer.push(pushed_blob, timeout_s=30)
         assert (pushed.status_code, pushed.json()["ready"]) == (201, True)
     assert [upload.result().status_code for upload in uploads] == [201] * 4
 

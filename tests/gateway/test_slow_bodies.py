@@ -59,7 +59,7 @@ def test_a_body_that_does_not_come_is_given_up(
 def test_what_the_gateway_needs_for_a_part_is_not_the_senders_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(body, "BODY_S", 0.1)
+    monkeypatch.setattr(body, "BODY_S", 1.0)
 
     async def parts() -> AsyncIterator[bytes]:
         for part in (b"a", b"b", b"c"):
@@ -69,7 +69,7 @@ def test_what_the_gateway_needs_for_a_part_is_not_the_senders_time(
     async def taken() -> bytes:
         received = b""
         async for part in body.in_time(parts()):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.4)
             received += part
         return received
 
@@ -95,7 +95,7 @@ def test_a_body_that_comes_fast_enough_may_take_longer(
 def test_bodies_that_never_come_hold_a_tenants_own_places_until_they_are_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body, "BODY_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(body, "BODY_S", 4 * DEADLINE_S)
     with serving(tmp_path) as gateway:
         gateway.add_tenant("small", max_concurrent=1)
         with unfinished(gateway, "small", 100):

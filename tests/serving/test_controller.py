@@ -85,7 +85,7 @@ def controlled(settings: Settings, watch: Callable[[], Awaitable[None]]) -> None
 
 async def pinned_on(replicas: Replicas, name: str) -> None:
     """Return once a replica is told to keep the pinned adapter."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not any(to == name and DIGEST in each.pins for to, each in replicas.received):
             await asyncio.sleep(0.01)
 

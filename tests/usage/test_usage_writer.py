@@ -96,13 +96,13 @@ def test_it_writes_by_itself_and_once_more_when_it_is_closed(store: ObjectStore)
     writer = UsageWriter(store, ledger, 0.05, gathered.set)
     writer.start()
     ledger.add(SUPPORT, UsageCounts(output_tokens=1))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not objects(store):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert gathered.is_set()
     ledger.add(SUPPORT, UsageCounts(output_tokens=2))
-    writer.close(within_s=5)
+    writer.close(within_s=20)
     assert ledger.take() == {}
     assert sum(_output(store, key) for key in objects(store)) == 3
 

@@ -16,10 +16,10 @@ def test_a_long_list_of_layers_is_not_searched_for_every_module():
         "target_modules": [linear.name for linear in SHAPE.linears],
         "layers_to_transform": [*range(1_000, 101_000), *range(300)],
     }
-    began_s = time.process_time()
+    began_s = time.thread_time()
     with Expressions() as run:
         check_targets(config, modules, run)
-    assert time.process_time() - began_s < 0.5  # a search of the list for each takes 4 s
+    assert time.thread_time() - began_s < 0.5  # a search of the list for each takes 4 s
 
 
 def test_experts_of_one_layer_are_not_looked_for_in_all_without_end():

@@ -106,7 +106,8 @@ def test_streams_are_timed_alone_and_beside_loads(client, adapters, few, capsys)
 def test_gaps_are_those_of_each_stream_within_the_moments(client, adapters):
     with client.streams(adapters[Residency.GPU], 2) as ids:
         begin_s = time.perf_counter()
-        time.sleep(0.3)
+        had = {i: len(client.came_s[i]) for i in ids}
+        client.until(lambda: all(len(client.came_s[i]) > had[i] + 3 for i in ids), 20.0)
         end_s = time.perf_counter()
         gaps_ms = client.gaps_ms(ids, begin_s, end_s)
         came_s = [[t for t in client.came_s[i] if begin_s <= t <= end_s] for i in ids]
@@ -119,10 +120,10 @@ def test_gaps_are_those_of_each_stream_within_the_moments(client, adapters):
 def test_loads_are_asked_for_ten_times_a_second_and_all_come(client, adapters):
     begin_s = time.perf_counter()
     last = client.load(adapters[Residency.HOST], Residency.HOST, begin_s + 1)
-    assert 0.85 < time.perf_counter() - begin_s < 1.5
+    assert 0.85 < time.perf_counter() - begin_s < 5.0
     client.arrival_of(last)
     client.first_token_s(last, Residency.GPU)
-    end_s = time.monotonic() + 5.0
+    end_s = time.monotonic() + 20.0
     while client.host.status.live.running:
         assert time.monotonic() < end_s, "a stream did not end"
         time.sleep(0.01)

@@ -50,7 +50,7 @@ def test_an_image_in_place_of_thousands_costs_each_of_them_as_much_as_one_of_few
     took_s = []
     for count in (500, 8000):
         arena = filled(count)
-        began_s = time.process_time()
+        began_s = time.thread_time()
         assert arena.reserve("large", image_of(count * SMALL), for_request=False) is not None
-        took_s.append((time.process_time() - began_s) / count)
+        took_s.append((time.thread_time() - began_s) / count)
     assert took_s[1] < 4 * took_s[0]

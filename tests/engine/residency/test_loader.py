@@ -117,8 +117,8 @@ def test_a_source_that_hangs_stops_only_its_own_adapters(shelf, bench):
 
     until(all_leased, b.woken)
     assert not leased & {ref.name for ref in slow[:6]}
-    # The source hangs for ever; a step that waited for it would not come back in ten times this.
-    assert longest_s < 1.0
+    # The source hangs for ever; a step that waited for it would not come back.
+    assert longest_s < 5.0
 
 
 def test_with_every_download_thread_stuck_adapters_on_disk_still_load(shelf, bench):

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 
 import torch
@@ -108,6 +109,13 @@ class TiersDriver:
 
     def report(self) -> dict[str, tuple[Residency, int, bool]]:
         return {r.ref.name: (r.residency, r.leases, r.pinned) for r in self.tiers.adapters()}
+
+
+def finish_sums(tiers: Tiers) -> None:
+    """Wait for the sums that are being computed, which take less than steps until the next ones."""
+    under_way = tiers._checks._under_way
+    if under_way is not None:
+        wait([under_way.totals], 10)
 
 
 def put(gpu: GpuAdapters, ref: AdapterRef, layout: PackedLayout) -> None:

@@ -8,12 +8,14 @@ import pytest
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import Request, SamplingParams, SchedulingParams
+from lorikeet_engine.scheduling import deadlines
 from lorikeet_engine.scheduling.kv_cache import PageKeys
 from tests.engine import hash_model
 from tests.engine.blobs import Shelf
 from tests.engine.descending_grammar import Descending, Panic
 from tests.engine.engine_driver import Answers
 from tests.engine.hash_model import SHAPE
+from tests.moved_time import MovedTime
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GRAMMAR = "below 60, end under 20"
@@ -54,11 +56,12 @@ def request(name, grammar=GRAMMAR, **fields):
     return Request(name, ((1, 7, 9),), SamplingParams(30, seed=5, grammar=grammar), **fields)
 
 
-def test_an_adapter_loads_while_a_grammar_is_compiled(answers, may_compile, ref):
-    patience = SchedulingParams(max_load_s=1.0)
+def test_an_adapter_loads_while_a_grammar_is_compiled(answers, may_compile, ref, monkeypatch):
+    moved = MovedTime(monkeypatch, deadlines)
+    patience = SchedulingParams(max_load_s=60.0)
     answers.submit(request("r", adapter=ref, scheduling=patience))
     answers.until(lambda: answers.engine.residency(ref) is Residency.GPU)
-    time.sleep(1.0)
+    moved.ahead_s = 60.0
     answers.step()  # past its deadline
     may_compile.set()
     answers.all()

@@ -9,6 +9,7 @@ from lorikeet_engine.costs import seen_tokens
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.engine.engine_driver import Answers, build, greedy, prompt
 from tests.engine.peft_adapters import save_adapter
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ def test_adapters_are_asked_for_by_how_near_they_are(engine, refs):
     assert (elsewhere.rank, elsewhere.gpu_bytes, elsewhere.image_bytes) == (None, 0, None)
 
 
-def test_only_what_has_changed_is_reported(engine, refs):
+def test_only_what_has_changed_is_reported(engine, refs, tmp_path):
     answers = Answers(engine)
     assert engine.changed_status() == engine.status()
     assert engine.changed_status() is None
@@ -162,7 +163,10 @@ def test_only_what_has_changed_is_reported(engine, refs):
     assert status.costs.loads.disk_latency_s > 0
     assert status.costs.steps == engine.info.step_costs
     engine.step()
-    time.sleep(0.05)  # its image is written to the disk meanwhile
+    blob_bytes = (tmp_path / "cache" / refs[0].digest).stat().st_size
+    # its image is written to the disk meanwhile
+    disk = Residency.DISK
+    assert eventually(lambda: engine.status().tiers[disk].used_bytes > blob_bytes, within_s=20)
     told = engine.changed_status()
     assert told is None or (told.live, told.moved) == (status.live, {})
     assert engine.changed_status() is None
