@@ -25,7 +25,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed
 from tests.engine.tiny_engine import CONFIG, SETTINGS
 
-COUNTS = TierCounts(gpu=4, host=9, disk=10, gpu_spare=7, host_spare=2)
+COUNTS = TierCounts(gpu=4, host=9, disk=10, gpu_spare=4, host_spare=2)
 TINY = replace(SETTINGS, max_batch_tokens=64)
 LONG = {**CONFIG, "max_position_embeddings": 4096}
 
