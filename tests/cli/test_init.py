@@ -1,6 +1,9 @@
 """init makes a catalog and the first admin key."""
 
 import json
+import os
+import subprocess
+import sys
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,6 +13,20 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.cli import app
+
+# A container with a read-only root and no /tmp: only the catalog's own folder can be written.
+_READ_ONLY = """
+import os, sys
+
+def refuse_writes(event, arguments):
+    if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        if not str(arguments[0]).startswith((os.environ["LORIKEET_CATALOG"], os.devnull)):
+            raise PermissionError(30, "Read-only file system", arguments[0])
+
+sys.addaudithook(refuse_writes)
+from lorikeet.cli import main
+main()
+"""
 
 
 def init(folder: Path, *options: str) -> Result:
@@ -45,3 +62,13 @@ def test_where_there_may_be_a_catalog_already_it_stays_as_it_is(tmp_path: Path) 
     again = init(tmp_path / "catalog", "--if-absent")
     assert (again.exit_code, again.stdout, again.stderr) == (0, "", "")
     assert {key: store.get(key) for key in store.list("")} == before
+
+
+def test_no_folder_but_the_catalogs_need_be_writable(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", _READ_ONLY, "init"],
+        env=os.environ | {"LORIKEET_CATALOG": str(tmp_path / "catalog")},
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout.startswith("lk_"), said.stderr

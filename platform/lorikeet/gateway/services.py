@@ -146,7 +146,7 @@ class Services:
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     metrics_pages: Callable[[], Awaitable[Sequence[bytes]]] = no_pages
     kept_view: KeptView | None = None
-    push_folder: Path = Path(tempfile.gettempdir())
+    push_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     responses: ResponseStore | None = None
 
 
