@@ -115,11 +115,11 @@ class PushedVersions:
         self._seen.pop(version.tenant, None)
 
     def carry(self, key: Key) -> None:
-        """Do not forget a version for not being told of it: this gateway carries it."""
+        """Keep a version though nobody tells of it again: this gateway carries it."""
         self._carried.add(key)
 
     def let_go(self, key: Key) -> None:
-        """Carry a version no more: it is forgotten as others' are."""
+        """Carry a version no more: it is forgotten after FORGOTTEN_S, unless told again."""
         self._carried.discard(key)
         if key in self._until_s:
             self._until_s[key] = self._clock() + FORGOTTEN_S
