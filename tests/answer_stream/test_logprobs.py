@@ -1,6 +1,7 @@
 """Logprobs go out with the text of their tokens: no sooner, no later, and no more of them."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,26 @@ def choices(sent):
     events = b"".join(sent).decode().split("\n\n")
     read = [json.loads(event[6:]) for event in events if event and "[DONE]" not in event]
     return [choice for event in read for choice in event["choices"]]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        replace(CHAT, stream=True),
+        CHAT,
+        COMPLETION,
+        replace(CHAT, stream=True, return_token_ids=True),
+    ],
+)
+def test_what_was_told_is_not_kept(tokenizer, call):
+    answer = Answer(call, [(1,)], Vocabulary(tokenizer))
+    ids, logprobs = logprobs_of(tokenizer, 20 * TEXT)
+    before = [sys.getrefcount(known) for known in logprobs]
+    for token, known in zip(ids, logprobs, strict=True):
+        answer.take([Tokens("r1", 0, (token,), None, (known,))])
+    del known
+    after = [sys.getrefcount(known) for known in logprobs]
+    assert sum(now - then for now, then in zip(after, before, strict=True)) < 8
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 100])

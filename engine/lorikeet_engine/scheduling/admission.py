@@ -10,7 +10,8 @@ other adapters take the room      none, until MAX_OVERTAKES sequences with adapt
                                   then, at its tenant's turn, room is reserved for it: no more of
                                   those are admitted until its own adapter is in; room is their
                                   number, Σ of their ranks, and memory
-too few KV pages are free         all: the pages that come free are its own
+too few KV pages, or places, are  all: what comes free is its own, and fair_share.py says who gives
+free                              way to it
 
 Those behind a sequence are those whose turn comes later.
 """
@@ -66,19 +67,23 @@ class WaitingQueue:
             self._counters.stop_waiting(counter)
 
     def in_fair_order(
-        self, prefilling: Iterable[Sequence], is_blocked: Callable[[Sequence], bool]
+        self,
+        prefilling: Iterable[Sequence],
+        is_blocked: Callable[[Sequence], bool],
+        first: Sequence | None = None,
     ) -> "FairOrder":
         """The waiting sequences in their turns; none may be added or removed meanwhile.
 
         prefilling: sequences that run already and come before others of their tenants. is_blocked:
         whether a sequence need not be looked at, since its adapter cannot be used in this step.
+        first: one that comes before its turn, if it has not ended.
         """
         queues: dict[VirtualCounter, list[Sequence]] = {}
         for sequence in prefilling:
             queues.setdefault(sequence.cost.counter, []).append(sequence)
         for counter, queue in self._queues.items():
             queues[counter] = [*queues[counter], *queue] if counter in queues else queue
-        return FairOrder(queues, is_blocked)
+        return FairOrder(queues, is_blocked, first)
 
     def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
         """Give no credit to tenants of whom nothing that waits could have been served."""
@@ -97,18 +102,23 @@ class FairOrder:
         self,
         queues: Mapping[VirtualCounter, list[Sequence]],
         is_blocked: Callable[[Sequence], bool],
+        first: Sequence | None,
     ) -> None:
         self._queues, self._is_blocked = queues, is_blocked
+        self._first = first if first is not None and not first.ended else None
         self.exhausted: list[VirtualCounter] = []
 
     def __iter__(self) -> Iterator[Sequence]:
+        if self._first is not None:
+            yield self._first
         rests = [(counter, iter(queue)) for counter, queue in self._queues.items()]
         turns = [_turn(counter, next(rest), rest) for counter, rest in rests]
         heapify(turns)
         while turns:
             _, _, sequence, rest = turns[0]
             counter = sequence.cost.counter
-            yield sequence
+            if sequence is not self._first:
+                yield sequence
             following = next((s for s in rest if not self._is_blocked(s)), None)
             if following is None:
                 heappop(turns)

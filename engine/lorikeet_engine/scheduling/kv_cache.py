@@ -140,6 +140,14 @@ class KVCache(PagePool):
         """Whether sequences can have pages for N more tokens, wherever these begin."""
         return tokens * (self._whole + self._windowed) <= self.free
 
+    def most_pages(self, tokens: int) -> int:
+        """The pages of a sequence of this many tokens, if none of them are cached."""
+        return self._needs.in_steps(tokens)
+
+    def pages_lacking(self, pages: int, spare: int) -> int:
+        """How many pages more must be free for `allocate` to give N; 0 or less if none."""
+        return pages + spare * (self._whole + self._windowed) - self.free
+
     def allocate(self, kv: SequencePages, tokens: int, spare: int) -> bool:
         """Give a sequence without pages those of this many tokens, cached ones where it can.
 
@@ -161,7 +169,7 @@ class KVCache(PagePool):
             self.share(pages)
         step = min(total - end, self.pages_for(needs.step_tokens))
         wanted = self._whole * (total - hit) + self._windowed * (end - hit + step)
-        if not self._leaves_free(wanted, spare):
+        if self.pages_lacking(wanted, spare) > 0:
             self._release_all(shared)
             return False
         kv.pages = [array("i", pages) for pages in shared]
@@ -230,9 +238,6 @@ class KVCache(PagePool):
         self._release_all(kv.pages)
         kv.pages = []
         kv.first = kv.computed = kv.written = kv.announced = 0
-
-    def _leaves_free(self, pages: int, spare: int) -> bool:
-        return pages + spare * (self._whole + self._windowed) <= self.free
 
     def _hit(self, keys: list[bytes], most: int) -> int:
         """How many first pages are cached, as far as what comes behind them looks at them.

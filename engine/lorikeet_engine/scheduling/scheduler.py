@@ -2,14 +2,19 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.request import SchedulingParams
-from lorikeet_engine.scheduling.admission import AdapterProvider, Admission, FairOrder, WaitingQueue
+from lorikeet_engine.scheduling.admission import AdapterProvider, Admission, WaitingQueue
+from lorikeet_engine.scheduling.fair_share import (
+    furthest_ahead_last,
+    may_begin,
+    sequences_to_preempt,
+)
 from lorikeet_engine.scheduling.fairness import (
     OUTPUT_TOKEN,
     PROMPT_TOKEN,
@@ -25,15 +30,14 @@ from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from lorikeet_engine.scheduling.throughput import Throughput
 
-# No more begin in a plan once those that did have this many KV pages, cached ones included, which
-# takes a few milliseconds.
+# No more begin in a plan once those that did have so many KV pages, cached or not: some ms of work.
 _PAGES_PER_PLAN = 8192
 
 
 class Scheduler:
     """The sequences that wait and those that run. Used by one thread, but for wait_s.
 
-    Only running sequences hold KV pages; one that waits for nothing but pages may hold its lease.
+    Only running sequences hold KV pages; one that waits for them or a place alone may be leased to.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of arrival
         self._admitted = 0  # sequences with adapters, so far
         self._reserved_for: Sequence | None = None  # the next with an adapter to begin
+        self._wanting: Sequence | None = None  # whose turn it was without a place or pages for it
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its tenant's turn."""
@@ -84,8 +89,9 @@ class Scheduler:
         """How long a request with these parameters would wait for its turn. On any thread."""
         if not self._throughput.saturated:
             return 0.0
-        cost = self._tenants.cost_ahead_of(params.tenant, params.weight)
-        return cost / self._throughput.cost_per_s
+        return (
+            self._tenants.cost_ahead_of(params.tenant, params.weight) / self._throughput.cost_per_s
+        )
 
     def plan(self, step_budget: StepBudget | None = None) -> StepPlan:
         """Choose the next step's chunks and give them KV pages; preempts where too few are free.
@@ -96,14 +102,15 @@ class Scheduler:
         step_budget: bounds the ranks of adapters that run, and prompts' tokens beside decodes.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
+        self._make_room(active)
         chunks = self._schedule_decodes(active)
         room = PromptRoom(self._limits.tokens - sum(chunk.length for chunk in chunks))
         if chunks and step_budget is not None:
             room = step_budget.prompt_room(chunks, room.tokens)
-        prefilling = sorted((s for s in active if not s.decodes), key=_turn)
+        prefilling = sorted((s for s in active if not s.decodes), key=furthest_ahead_last)
         failed: dict[str, AdapterError] = {}
         saturated = bool(self.waiting)
-        if self.waiting and room and len(active) < self._limits.sequences:
+        if self.waiting and room and may_begin(active, self._limits, self._tenants.level):
             context = sum(self._costs.decode_sees(sequence.length) for sequence in active)
             max_ranks = step_budget.max_ranks(context) if step_budget is not None else math.inf
             admission = Admission(
@@ -173,12 +180,19 @@ class Scheduler:
             self._end(sequence)
         return waiting + running
 
+    def _make_room(self, active: list[Sequence]) -> None:
+        """Preempt for the sequence whose turn the last plan came to in vain, as fair_share says."""
+        for sequence in sequences_to_preempt(self._wanting, active, self._limits, self._cache):
+            active.remove(sequence)
+            self._preempt(sequence)
+        self._wanting = None
+
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
         """A chunk of each sequence that decodes; takes those out of `active` that it preempts."""
         chunks, index = list[Chunk](), 0
         tokens = sum(sequence.decode_tokens for sequence in active)
         if not self._cache.may_all_grow(tokens):  # some may have to be preempted
-            active.sort(key=_turn)
+            active.sort(key=furthest_ahead_last)
         while index < len(active):
             sequence = active[index]
             if not sequence.decodes:
@@ -207,11 +221,9 @@ class Scheduler:
         pages = 0  # of those begun
         served: set[VirtualCounter] = set()  # or would be but for room
         saturated = True
-        order = self.waiting.in_fair_order(prefilling, admission.is_blocked)
-        for sequence in self._candidates(order):
+        order = self.waiting.in_fair_order(prefilling, admission.is_blocked, self._reserved_for)
+        for sequence in order:
             if not sequence.kv.pages:
-                if active + len(begun) == self._limits.sequences:
-                    break
                 if sequence.pending_rows:
                     break  # just preempted: its last token is read with the step in flight
                 ready = admission.prepare(sequence, self._admitted)
@@ -219,8 +231,10 @@ class Scheduler:
                     served.add(sequence.cost.counter)
                 if not ready:
                     continue
-                # a page is left for each that grows
-                if not self._cache.allocate(sequence.kv, sequence.length, active + len(begun)):
+                running = active + len(begun)  # a page is left for each that grows
+                place = running < self._limits.sequences
+                if not (place and self._cache.allocate(sequence.kv, sequence.length, running)):
+                    self._wanting = sequence
                     break
                 self._begin(sequence, admission)
                 begun.append(sequence)
@@ -237,15 +251,6 @@ class Scheduler:
         if begun:
             self.running = sorted([*self.running, *begun], key=lambda s: s.arrival)
         return chunks, saturated
-
-    def _candidates(self, order: FairOrder) -> Iterator[Sequence]:
-        """The sequence that room is reserved for, then all others in their turns."""
-        first = self._reserved_for
-        if first is not None and not first.ended:
-            yield first
-        for sequence in order:
-            if sequence is not first:
-                yield sequence
 
     def _begin(self, sequence: Sequence, admission: Admission) -> None:
         admission.admit(sequence)
@@ -293,8 +298,3 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self._cache.clear(sequence.kv)
         sequence.release()
-
-
-def _turn(sequence: Sequence) -> tuple[float, int]:
-    """The key that sorts by tenants' counters, and each tenant's sequences by arrival."""
-    return sequence.cost.counter.value, sequence.arrival

@@ -58,8 +58,8 @@ class ChoiceStream:
         self._untold = vocabulary.special if vocabulary is not None and echo is None else ()
         self._reasoning = reasoning
         self._thinking_shown, self._tells_tokens = thinking_shown, tells_tokens
-        self._sampled: list[tuple[int, TokenLogprobs]] = []
-        self._sent_tokens = 0
+        self._sent_tokens = 0  # of those that have logprobs
+        self._unsent: list[tuple[int, TokenLogprobs]] = []
         self.finish: Ending | None = None
 
     @property
@@ -105,28 +105,34 @@ class ChoiceStream:
         token_ids = output.token_ids[: self.tokens - begin] if self._tells_tokens else ()
         if self._vocabulary is None:
             return OutputDelta(text, calls, (), thought, token_ids)
-        self._sampled += zip(output.token_ids, output.logprobs, strict=True)
+        self._unsent += zip(output.token_ids, output.logprobs, strict=True)
         if self._tells_tokens:
-            vocabulary, new = self._vocabulary, range(begin, self.tokens)
+            vocabulary, new, end = self._vocabulary, range(begin, self.tokens), self.tokens
             logprobs = [self._describe(vocabulary, at) for at in new]
         else:
-            logprobs = self._sent_logprobs(self._vocabulary)
+            logprobs, end = self._sent_logprobs(self._vocabulary)
+        # Twenty alternatives take 2 KB, and a replica has thousands of tokens on their way.
+        del self._unsent[: end - self._sent_tokens]
+        self._sent_tokens = end
         return OutputDelta(text, calls, logprobs, thought, token_ids)
 
-    def _sent_logprobs(self, vocabulary: Vocabulary) -> list[SampledToken]:
-        """Return the tokens whose text is sent now, as far as they are text and of no call."""
+    def _sent_logprobs(self, vocabulary: Vocabulary) -> tuple[list[SampledToken], int]:
+        """Return the tokens whose text is sent now, as far as they are text and of no call.
+
+        And how many are sent with them.
+        """
         parser, offsets, begin = self._parser, self._text.offsets, self._sent_tokens
         end = self._text.sent_tokens
         removed, answer = self._answer_begin()
         if parser is not None and self.finish is None:
             end = bisect_left(offsets, removed + parser.parsed, begin, end)
-        self._sent_tokens = end
-        return [
+        told = [
             self._describe(vocabulary, at)
             for at in range(max(begin, answer), end)
-            if self._sampled[at][0] not in self._untold
+            if self._unsent[at - begin][0] not in self._untold
             and (parser is None or parser.is_text(max(0, offsets[at] - removed)))
         ]
+        return told, end
 
     def _answer_begin(self) -> tuple[int, int]:
         """Return the character and the token with which the answer begins behind its thinking."""
@@ -137,7 +143,8 @@ class ChoiceStream:
         return removed, self.tokens if thinks else self._text.tokens_until(removed)
 
     def _describe(self, vocabulary: Vocabulary, at: int) -> SampledToken:
-        return vocabulary.describe(*self._sampled[at], self._echoed + self._text.offsets[at])
+        token, logprobs = self._unsent[at - self._sent_tokens]
+        return vocabulary.describe(token, logprobs, self._echoed + self._text.offsets[at])
 
 
 def open_choice(

@@ -92,6 +92,7 @@ def test_who_would_wait_far_too_long_is_refused_at_once_and_others_are_not(make)
     answers.submit(on(replace(quiet, max_queue_s=None), greedy("next", prompt(5))))
     began_s = time.monotonic()
     answers.until(lambda: answers.errors or answers.finish.get(("next", 0)))
+    answers.until(lambda: len(scheduler.waiting) <= rest - 4)
     took_s, ended = time.monotonic() - began_s, rest - len(scheduler.waiting)
     answers.engine.submit(on(quiet, greedy("also", prompt(5))))  # no error: it is next
     assert scheduler.wait_s(noisy) == pytest.approx(took_s * rest / ended, rel=1.0)

@@ -254,6 +254,74 @@ def test_who_is_preempted_is_the_youngest_of_the_tenant_furthest_ahead():
     harness.run()
 
 
+def begun_after(harness, sequence):
+    """In how many steps a sequence begins."""
+    began = harness.steps
+    while sequence not in harness.scheduler.running:
+        harness.step()
+        assert harness.steps < began + 500, "it never begins"
+    return harness.steps - began
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("room", [{"sequences": 4}, {"pages": 44}])
+def test_who_holds_all_places_or_pages_gives_way_to_another_tenant(room, overlap):
+    harness = SchedulerHarness(**room, overlap=overlap)
+    long = [harness.add(7, max_tokens=80, scheduling=A) for _ in range(4)]
+    while sum(s.output_length for s in long) < 120:
+        harness.step()
+    assert begun_after(harness, harness.add(7, max_tokens=4, scheduling=B)) <= 3
+    assert [s.timings.preemptions for s in long[:2]] == [0, 0], "only the youngest give way"
+    harness.run()
+    assert all(s.output_length == 80 for s in long)
+
+
+def test_a_tenant_gives_way_while_it_holds_twice_as_much_and_nobody_in_turns():
+    harness = SchedulerHarness(sequences=6, pages=400)
+    first = [harness.add(7, max_tokens=60, scheduling=A) for _ in range(12)]
+    for _ in range(10):
+        harness.step()
+    second = [harness.add(7, max_tokens=60, scheduling=B) for _ in range(12)]
+    for _ in range(40):
+        harness.step()
+        assert sum(s.timings.preemptions for s in (*first, *second)) <= 2
+    running = [s.request.scheduling.tenant for s in harness.scheduler.running]
+    assert sorted(running) == ["a", "a", "a", "a", "b", "b"]
+    harness.run()
+
+
+def test_places_are_given_up_by_weight():
+    harness, heavy = SchedulerHarness(sequences=6, pages=400), SchedulingParams("b", weight=2.0)
+    for _ in range(12):
+        harness.add(7, max_tokens=60, scheduling=A)
+    for _ in range(10):
+        harness.step()
+    for _ in range(12):
+        harness.add(7, max_tokens=60, scheduling=heavy)
+    for _ in range(12):
+        harness.step()
+    running = [s.request.scheduling.tenant for s in harness.scheduler.running]
+    assert sorted(running) == ["a", "a", "a", "b", "b", "b"]
+    harness.run()
+
+
+def test_nobody_gives_way_to_who_was_served_more_or_to_others_of_its_tenant():
+    harness = SchedulerHarness(sequences=4, pages=400)
+    for _ in range(3):
+        harness.add(40, max_tokens=90, scheduling=A)
+    harness.step()
+    served = harness.add(300, max_tokens=10, scheduling=B)
+    while served not in harness.finished:
+        harness.step()
+    for scheduling in (A, B, A, B):
+        harness.add(7, max_tokens=4, scheduling=scheduling)
+    everyone = [*harness.scheduler.running, *harness.scheduler.waiting]
+    for _ in range(8):
+        harness.step()
+    assert not any(s.timings.preemptions for s in everyone)
+    harness.run()
+
+
 def test_an_adapter_that_is_kept_out_comes_although_it_is_passed_in_others_turns_alone():
     """Places come free one at a time, and in its own tenant's turns the base model takes them."""
     harness, lengths = SchedulerHarness(sequences=6, adapters=1), itertools.cycle((4, 7, 5, 9, 6))
