@@ -10,8 +10,8 @@ other adapters take the room      none, until MAX_OVERTAKES sequences with adapt
                                   then, at its tenant's turn, room is reserved for it: no more of
                                   those are admitted until its own adapter is in; room is their
                                   number, Σ of their ranks, and memory
-too few KV pages, or places, are  all: what comes free is its own, and fair_share.py says who gives
-free                              way to it
+too few places or KV pages        all: what comes free is its own; who gives way to it is said in
+                                  fair_share.py
 
 Those behind a sequence are those whose turn comes later.
 """

@@ -106,7 +106,7 @@ def _engine(status: EngineStatus) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "lorikeet_preemptions_total",
-        "Sequences that lost their KV pages to others and had to begin anew.",
+        "Sequences that lost their KV pages or place to others and had to begin anew.",
         status.preemptions,
     )
     yield counter(
