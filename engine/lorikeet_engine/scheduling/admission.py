@@ -70,7 +70,7 @@ class WaitingQueue:
         self,
         prefilling: Iterable[Sequence],
         is_blocked: Callable[[Sequence], bool],
-        first: Sequence | None = None,
+        first: Sequence | None,
     ) -> "FairOrder":
         """The waiting sequences in their turns; none may be added or removed meanwhile.
 

@@ -14,6 +14,7 @@ tenants that hold about as much leave each other's streams alone.
 from collections import Counter
 from collections.abc import Callable
 
+from lorikeet_engine.scheduling.fairness import VirtualCounter
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.sequence import Sequence
 from lorikeet_engine.scheduling.step_plan import SchedulerLimits
@@ -63,7 +64,7 @@ def _giving_way(
 
     wanted: how much of it the waiting one is to have.
     """
-    own, held = wanting.cost.counter, Counter[object]()
+    own, held = wanting.cost.counter, Counter[VirtualCounter]()
     for sequence in active:
         held[sequence.cost.counter] += holds(sequence)
     share = (held[own] + wanted) / own.weight

@@ -89,9 +89,8 @@ class Scheduler:
         """How long a request with these parameters would wait for its turn. On any thread."""
         if not self._throughput.saturated:
             return 0.0
-        return (
-            self._tenants.cost_ahead_of(params.tenant, params.weight) / self._throughput.cost_per_s
-        )
+        cost = self._tenants.cost_ahead_of(params.tenant, params.weight)
+        return cost / self._throughput.cost_per_s
 
     def plan(self, step_budget: StepBudget | None = None) -> StepPlan:
         """Choose the next step's chunks and give them KV pages; preempts where too few are free.
