@@ -64,6 +64,7 @@ def test_the_oldest_make_room() -> None:
     found = [request_id for request_id in many if archive.find(request_id, 0.0)]
     assert found == many[-len(found) :]
     assert 200 < len(found) < 500  # some 300 bytes each
+    assert 90_000 < archive.held_bytes <= 100_000
 
 
 def test_what_was_over_too_long_ago_is_not_found() -> None:

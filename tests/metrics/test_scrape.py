@@ -170,6 +170,17 @@ def test_a_request_is_open_until_its_client_leaves(gateway: Gateway) -> None:
     assert eventually(left)
 
 
+def test_it_says_what_the_log_of_requests_takes(gateway: Gateway) -> None:
+    def kept() -> float:
+        return scrape(gateway).total("lorikeet_request_log_bytes")
+
+    assert kept() == 0
+    for _ in range(32):  # packed together
+        gateway.openai().chat.completions.create(**chat())
+    assert eventually(kept)
+    assert kept() < 32 * 1000
+
+
 def test_it_says_how_new_the_catalog_is(gateway: Gateway) -> None:
     gateway.register("acme/more")
 

@@ -47,6 +47,11 @@ class EndedRequests:
         self._blocks: deque[_Block] = deque()
         self._bytes = 0
 
+    @property
+    def held_bytes(self) -> int:
+        """What packed records take."""
+        return self._bytes
+
     def keep(self, record: RequestRecord, now_s: float) -> None:
         """Keep the record of a request that has just ended; its id has 32 hex digits."""
         self._newest[record.request_id] = now_s, record

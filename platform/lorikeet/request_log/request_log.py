@@ -55,6 +55,11 @@ class RequestLog:
         """How many requests run."""
         return len(self._running)
 
+    @property
+    def ended_bytes(self) -> int:
+        """What it keeps of requests that ended."""
+        return self._ended.held_bytes
+
     async def find(self, asked_id: str, tenant: str | None = None) -> Json:
         """Return any gateway's explanation of a request; tenant: only if it is this one's.
 

@@ -28,6 +28,11 @@ def add_gauges(
         lambda: request_log.open,
     )
     metrics.add_gauge(
+        "lorikeet_request_log_bytes",
+        "Memory in which this gateway keeps the last hour's requests, for `lorikeet why`.",
+        lambda: request_log.ended_bytes,
+    )
+    metrics.add_gauge(
         "lorikeet_catalog_seq",
         "The last entry of the catalog's log that this gateway knows.",
         lambda: catalog_view.state.seq,
