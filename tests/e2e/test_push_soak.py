@@ -43,8 +43,8 @@ LOOK_S = 5.0
 STEADY_RUN_S = 300
 """A shorter run has no steady part."""
 GROWTH = 1.05
-FEW_FILES = 4
-"""So many more may be open at one time than at another."""
+FEW_FILES = 20
+"""So many more may be open at one time than at another: connections to the store are kept."""
 DISK_BYTES = 2 * 2**20
 """Of the disk cache, which is full after some minutes; pins and new files may exceed it."""
 
