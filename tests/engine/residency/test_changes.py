@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.disk import watcher
 from lorikeet_engine.residency.gpu import rank_arenas
-from lorikeet_engine.residency.gpu.arena import DeviceArena, ImageCopy
+from lorikeet_engine.residency.gpu.arena import DeviceArena
+from lorikeet_engine.residency.gpu.image_copy import ImageCopy
 from lorikeet_engine.residency.packing import PackedLayout
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 from tests.engine.residency.tiers_driver import SIZE, TiersDriver, make, put

@@ -7,10 +7,19 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.residency.checksums import layer_sums
+from lorikeet_engine.residency.checksums import layer_sums, word_sum
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
+from lorikeet_engine.residency.gpu import image_copy
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
-from lorikeet_engine.residency.gpu.arena import ClearRow, DeviceArena, ImageCopy, Piece, ReadsEnd
+from lorikeet_engine.residency.gpu.arena import (
+    ClearRow,
+    Compact,
+    DeviceArena,
+    Move,
+    Piece,
+    ReadsEnd,
+)
+from lorikeet_engine.residency.gpu.image_copy import ImageCopy
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packing import PackedImage
 from tests.engine.fake_streams import Streams
@@ -62,8 +71,15 @@ class Engine:
                 self.streams.access(block, writes=False)
 
 
+@pytest.fixture(params=[1 << 20, 64])
+def part_bytes(request, monkeypatch):
+    """Of the parts in which images are copied: more than an image has, and a fraction."""
+    monkeypatch.setattr(image_copy, "_PART_BYTES", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("seed", range(8))
-def test_no_copy_meets_a_step_or_a_move(seed, monkeypatch):
+def test_no_copy_meets_a_step_or_a_move(seed, part_bytes, monkeypatch):
     chance, engine = random.Random(seed), Engine(monkeypatch)
     with engine.streams:
         for engine.now in range(400):
@@ -83,6 +99,44 @@ def test_no_copy_meets_a_step_or_a_move(seed, monkeypatch):
                     engine.step()
     assert engine.loads > 40
     assert engine.pool.moved_elements
+
+
+def test_two_parts_of_an_image_are_under_way_at_a_time(monkeypatch):
+    monkeypatch.setattr(image_copy, "_PART_BYTES", 64)
+    engine = Engine(monkeypatch)
+    first, second = torch.full((160,), 1.0), torch.full((96,), 2.0)
+
+    def copied() -> int:
+        return int(engine.weights.arena.count_nonzero())
+
+    with engine.streams:
+        copies = [
+            engine.arena.copy(first, [Piece(0, 0, 40), Piece(320, 40, 160)]),
+            engine.arena.copy(second, [Piece(64, 0, 96)]),
+        ]
+        assert copied() == 2 * 16, "of the first alone"
+        copies[0].event.synchronize()
+        assert copied() == 160
+        copies[1].event.synchronize()
+    assert [float(total.wait()) for total, _ in copies] == [
+        float(word_sum(image)) for image in (first, second)
+    ]
+    assert engine.weights.arena[:40].eq(1).all()
+    assert engine.weights.arena[320:440].eq(1).all()
+    assert engine.weights.arena[64:160].eq(2).all()
+
+
+def test_images_move_after_all_parts_of_copies(monkeypatch):
+    """What moves may be on its way: the rest of it is given to the device first."""
+    monkeypatch.setattr(image_copy, "_PART_BYTES", 64)
+    engine = Engine(monkeypatch)
+    image = torch.arange(1.0, 161.0)
+    with engine.streams:
+        copy = engine.arena.copy(image, [Piece(64, 0, 160)])
+        engine.arena.run(Compact((Move(64, 0, 160),), ()))
+        assert torch.equal(engine.weights.arena[:160], image)
+        copy.event.synchronize()
+    assert int(copy.total.wait()) == int(word_sum(image))
 
 
 def test_a_copy_waits_for_no_step_that_cannot_read_what_it_overwrites(monkeypatch):

@@ -15,13 +15,8 @@ from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.parallel.followers import RankCopies
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.checksums import added, word_sum
-from lorikeet_engine.residency.gpu.arena import (
-    DeviceArena,
-    ImageCopy,
-    Piece,
-    ReadsEnd,
-    WriteRow,
-)
+from lorikeet_engine.residency.gpu.arena import DeviceArena, Piece, ReadsEnd, WriteRow
+from lorikeet_engine.residency.gpu.image_copy import ImageCopy
 from lorikeet_engine.residency.gpu.rank_arenas import CopyImage, FollowingArena, LeadingArena
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packing import PackedLayout

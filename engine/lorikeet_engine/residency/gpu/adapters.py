@@ -9,7 +9,8 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.changes import OnChange, ignore_change
 from lorikeet_engine.residency.checksums import added
 from lorikeet_engine.residency.eviction_score import EvictionPolicy, RecentUses, UsageRecord
-from lorikeet_engine.residency.gpu.arena import DeviceArena, ImageCopy, ReadsEnd
+from lorikeet_engine.residency.gpu.arena import DeviceArena, ReadsEnd
+from lorikeet_engine.residency.gpu.image_copy import ImageCopy
 from lorikeet_engine.residency.gpu.leases import GpuAdapter, Lease
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packing import PackedImage, PackedLayout

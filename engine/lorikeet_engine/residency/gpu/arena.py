@@ -20,7 +20,8 @@ end of its last lease leaves an event behind (ReadsEnd), which copies wait for o
 (ClearRow). By then the event is over, as a rule, and the copy begins at once, whatever computes.
 The copying stream works in order: no later copy needs to wait for the same event again.
 
-Images move. All copies so far end before, and no later one begins until all is moved.
+Images move. All copies so far end before, the parts included that were still to be given to the
+device (image_copy.py), and no later one begins until all is moved.
 
 A step reads what was copied. It is launched after the adapter was leased, and that is after
 somebody has seen the copy's event over: no step ever waits for a copy.
@@ -33,25 +34,20 @@ The arena is allocated once and outlives every copy, so the allocator, which kno
 copying stream, never hands its memory to others. The image is held on the host until the event.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.device.async_copies import Download, upload
+from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.checksums import word_sum
+from lorikeet_engine.residency.gpu.image_copy import ImageCopy, PacedCopy, sum_of
 
-# A step's own uploads take turns with the parts, and are not delayed by parts of this size; smaller
-# ones take the bus longer, and this thread, which launches them.
-_PART_BYTES = 16 << 20
 # An image that moves onto itself goes through a buffer of this many elements.
 _MOVE_ELEMENTS = 4 << 20
 
@@ -107,32 +103,6 @@ class Compact:
     rows: tuple[WriteRow, ...]
 
 
-class CopyTotal(Protocol):
-    """A copy's sum, on its way. Implemented by Download (device/async_copies.py)."""
-
-    def wait(self) -> torch.Tensor:
-        """The sum [] int64, once the copy is over."""
-        ...
-
-
-class CopyEvent(Protocol):
-    """A copy's end. Implemented by torch.cuda.Event."""
-
-    def synchronize(self) -> None:
-        """Sleep until the copy is over."""
-        ...
-
-
-class ImageCopy(NamedTuple):
-    """A copy under way. total: word_sum of what lies in the arena then.
-
-    event: over when all is done, the total included; None where it is done, as on a CPU alone.
-    """
-
-    total: CopyTotal
-    event: CopyEvent | None
-
-
 Command = WriteRow | ReadsEnd | ClearRow | Compact
 """Plain data: another process with an arena of the same layout can run the same commands."""
 
@@ -147,6 +117,7 @@ class DeviceArena:
         """weights: on the device."""
         self.weights = weights
         self._copying: torch.cuda.Stream | None = None
+        self._copies: list[PacedCopy] = []  # of which the device does not have all parts
         self._reads: dict[int, torch.cuda.Event] = {}  # by slot; of those that may be evicted
         if device.type == "cuda":
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -159,21 +130,18 @@ class DeviceArena:
 
     def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> ImageCopy:
         """Copy the image from the host to where its pieces lie, in turn, and add it up there."""
-        blocks, most = self.blocks(pieces), _PART_BYTES // image.itemsize
+        blocks = self.blocks(pieces)
         sources = torch.split(image, [block.numel() for block in blocks])
         if self._copying is None:
             for block, source in zip(blocks, sources, strict=True):
                 block.copy_(source)
-            return ImageCopy(_sum(blocks), None)
-        with torch.cuda.stream(self._copying):
-            for block, source in zip(blocks, sources, strict=True):
-                parts = zip(torch.split(block, most), torch.split(source, most), strict=True)
-                for into, part in parts:
-                    into.copy_(part, non_blocking=True)
-            total = _sum(blocks)
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(self._copying)
-        return ImageCopy(total, event)
+            return ImageCopy(sum_of(blocks), None)
+        copy = PacedCopy(self._copying, blocks, sources)
+        self._copies = [each for each in self._copies if not each.given]
+        if not self._copies:  # else it begins when those are over
+            copy.start()
+        self._copies.append(copy)
+        return ImageCopy(copy, copy)
 
     def blocks(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Views of the arena that are an image end to end, while its pieces lie there."""
@@ -209,6 +177,8 @@ class DeviceArena:
         if self._copying is None:
             yield
             return
+        for copy in self._copies:
+            copy.give_all()
         computing = torch.cuda.current_stream(self._copying.device)
         computing.wait_stream(self._copying)
         yield
@@ -232,7 +202,3 @@ def allocate_weights(
         torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
         torch.zeros(table, dtype=torch.int64, device=device),
     )
-
-
-def _sum(blocks: Iterable[torch.Tensor]) -> Download:
-    return Download(reduce(add, map(word_sum, blocks)))

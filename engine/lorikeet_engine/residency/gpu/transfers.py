@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from lorikeet_engine.residency.gpu.arena import CopyEvent, CopyTotal, ImageCopy
+from lorikeet_engine.residency.gpu.image_copy import CopyEvent, CopyTotal, ImageCopy
 from lorikeet_engine.residency.workers import Workers
 
 

@@ -1,0 +1,122 @@
+"""A copy of an image from the host to the arena, which is given to the device part by part.
+
+All at once, 1.7 GB would take the bus for 35 ms, and what the steps meanwhile upload would wait
+for its end. So only as much is under way as the bus takes in a millisecond, and the thread that
+waits for the copy gives the next part whenever one is over.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import add
+from typing import NamedTuple, Protocol
+
+import torch
+
+from lorikeet_engine.device.async_copies import Download
+from lorikeet_engine.residency.checksums import word_sum
+
+# Smaller parts take the bus longer, and the thread that launches them.
+_PART_BYTES = 16 << 20
+_PARTS_UNDER_WAY = 2
+
+
+class CopyTotal(Protocol):
+    """A copy's sum, on its way. Implemented by Download (device/async_copies.py) and PacedCopy."""
+
+    def wait(self) -> torch.Tensor:
+        """The sum [] int64, once the copy is over."""
+        ...
+
+
+class CopyEvent(Protocol):
+    """A copy's end. Implemented by PacedCopy."""
+
+    def synchronize(self) -> None:
+        """Sleep until the copy is over. For one thread, without which not all is copied."""
+        ...
+
+
+class ImageCopy(NamedTuple):
+    """A copy under way. total: word_sum of what lies in the arena then.
+
+    event: over when all is done, the total included; None where it is done, as on a CPU alone.
+    """
+
+    total: CopyTotal
+    event: CopyEvent | None
+
+
+class PacedCopy:
+    """A copy on a stream: its CopyEvent and its CopyTotal.
+
+    start and give_all are for the engine's thread, synchronize and wait for the one that waits.
+    """
+
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        blocks: Sequence[torch.Tensor],
+        sources: Iterable[torch.Tensor],
+    ) -> None:
+        """blocks: of the arena, on the device. sources: as long, in pinned memory."""
+        self._stream, self._blocks = stream, blocks
+        self._parts = deque(_parts(blocks, sources))
+        self._under_way: deque[torch.cuda.Event] = deque()
+        self._total: Download | None = None  # until all parts are given
+        self._lock = threading.Lock()
+
+    @property
+    def given(self) -> bool:
+        """Whether the device has all of it."""
+        return self._total is not None
+
+    def start(self) -> None:
+        """Give the device the first parts; without it, synchronize does."""
+        with self._lock:
+            self._give(lambda: len(self._under_way) < _PARTS_UNDER_WAY)
+
+    def give_all(self) -> None:
+        """Give the device all that it has not."""
+        with self._lock:
+            self._give(lambda: True)
+
+    def synchronize(self) -> None:
+        """Give the device part after part, and sleep until the copy is over."""
+        self.start()
+        while self._under_way:
+            self._under_way[0].synchronize()
+            self._under_way.popleft()
+            self.start()
+
+    def wait(self) -> torch.Tensor:
+        """The sum [] int64, after synchronize."""
+        assert self._total is not None, "parts were not given"
+        return self._total.wait()
+
+    def _give(self, more: Callable[[], bool]) -> None:
+        if self.given:
+            return
+        with torch.cuda.stream(self._stream):
+            while self._parts and more():
+                into, source = self._parts.popleft()
+                into.copy_(source, non_blocking=True)
+                if not self._parts:
+                    self._total = sum_of(self._blocks)
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event.record(self._stream)
+                self._under_way.append(event)
+
+
+def sum_of(blocks: Iterable[torch.Tensor]) -> Download:
+    """The sum of an image's blocks, on its way."""
+    return Download(reduce(add, map(word_sum, blocks)))
+
+
+def _parts(
+    blocks: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    for block, source in zip(blocks, sources, strict=True):
+        most = _PART_BYTES // block.itemsize
+        yield from zip(torch.split(block, most), torch.split(source, most), strict=True)
