@@ -16,6 +16,13 @@ def upload(array: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) 
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def zeros_to_upload(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Zeros on the host, from where `device` takes them without a copy on the way."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
 class Download:
     """A tensor's values on their way to the host."""
 

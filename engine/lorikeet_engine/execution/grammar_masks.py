@@ -5,23 +5,43 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from lorikeet_engine.costs import SEEN_IN_PIECES
+from lorikeet_engine.device.async_copies import upload, zeros_to_upload
 from lorikeet_engine.errors import EngineError, InvalidRequest
-from lorikeet_engine.sampling.grammar import Grammars, Matcher, TokenBitmask, grammar_error
+from lorikeet_engine.kernels.masks import forbid_others
+from lorikeet_engine.sampling.grammar import (
+    Grammars,
+    Matcher,
+    TokenBitmask,
+    grammar_error,
+    octets_of,
+)
 from lorikeet_engine.scheduling.forced_budget import ForcedBudget
 from lorikeet_engine.scheduling.sequence import Sequence
 
+_STUCK = InvalidRequest("the grammar came to where no token can follow")
+
 
 class AllowedTokens(NamedTuple):
-    """The only tokens that may be sampled, by row. errors: of the rows whose grammar broke.
+    """The only tokens that may be sampled in some rows of a step.
 
-    forced: of rows where one token alone may be sampled, those that must follow it.
+    bitmasks [rows, octets_of(vocab)] uint8: those of `rows`, in their order. errors: of the rows
+    whose grammar broke. forced: of rows where one token alone may be sampled, those that must
+    follow it.
     """
 
-    bitmasks: Mapping[int, TokenBitmask]
+    rows: list[int]
+    bitmasks: torch.Tensor
     errors: Mapping[int, EngineError]
     forced: Mapping[int, tuple[int, ...]]
+
+    def forbid_others(self, logits: torch.Tensor) -> None:
+        """Set what the rows have of other tokens to -inf, in place; the host waits for nothing."""
+        if self.rows:
+            rows = upload(np.array(self.rows, np.int64), logits.device)
+            forbid_others(logits, rows, self.bitmasks.to(logits.device, non_blocking=True))
 
 
 class _Matched(NamedTuple):
@@ -33,22 +53,26 @@ class _Matched(NamedTuple):
 
 
 def allowed_tokens(
-    grammars: Grammars | None, sequences: list[Sequence], vocab: int, budget: ForcedBudget
+    grammars: Grammars | None, sequences: list[Sequence], logits: torch.Tensor, budget: ForcedBudget
 ) -> AllowedTokens:
     """Ask the grammars of a step's sequences, by row; rows without a grammar are in no result.
 
-    The matchers must have accepted all tokens before.
+    logits [sequences, vocab]: which forbid_others is to change. The matchers must have accepted all
+    tokens before.
     """
+    vocab = logits.shape[-1]
     matched = [
         _Matched(row, s, s.matcher)
         for row, s in enumerate(sequences)
         if s.matcher is not None and not s.ended
     ]
+    held = zeros_to_upload((len(matched), octets_of(vocab)), torch.uint8, logits.device)
     if grammars is None or not matched:
-        return AllowedTokens({}, {}, {})
-    bitmasks = np.zeros((len(matched), -(-vocab // 8)), np.uint8)
+        return AllowedTokens([], held, {}, {})
+    bitmasks: TokenBitmask = held.numpy()
     problems = _fill_bitmasks(grammars, matched, bitmasks)
     errors = {m.row: e for m, e in zip(matched, problems, strict=True) if e is not None}
+    bitmasks[[i for i, problem in enumerate(problems) if problem is not None]] = 255
     room, forced = _ForcedRoom(budget, sequences, vocab), dict[int, tuple[int, ...]]()
     for m, bitmask in budget.in_turn(list(zip(matched, bitmasks, strict=True))):
         if m.row not in errors:
@@ -57,8 +81,7 @@ def allowed_tokens(
             except BaseException as error:  # as a panic in Rust is
                 errors[m.row] = grammar_error(error, m.sequence.request.request_id)
     room.close()
-    allowed = {m.row: b for m, b in zip(matched, bitmasks, strict=True) if m.row not in errors}
-    return AllowedTokens(allowed, errors, forced)
+    return AllowedTokens([m.row for m in matched], held, errors, forced)
 
 
 class _ForcedRoom:
@@ -124,10 +147,10 @@ def _fill_bitmasks(
     """
     try:
         problems = grammars.fill_bitmasks([m.matcher for m in matched], bitmasks)
-        return [
-            problem or _finish_bitmask(m, bitmask)
-            for m, bitmask, problem in zip(matched, bitmasks, problems, strict=True)
-        ]
+        for m, bitmask in zip(matched, bitmasks, strict=True):
+            _set_stop_ids(m.sequence, m.matcher, bitmask)
+        stuck = (bitmasks.max(axis=1) == 0).tolist()
+        return [p or (_STUCK if none else None) for p, none in zip(problems, stuck, strict=True)]
     except BaseException as error:  # as a panic in Rust is
         if len(matched) == 1:
             return [grammar_error(error, matched[0].sequence.request.request_id)]
@@ -137,14 +160,6 @@ def _fill_bitmasks(
         for i, one in enumerate(matched)
         for problem in _fill_bitmasks(grammars, [one], bitmasks[i : i + 1])
     ]
-
-
-def _finish_bitmask(matched: _Matched, bitmask: TokenBitmask) -> InvalidRequest | None:
-    """Set the bits of a row's stop ids; return an error if no token can follow then."""
-    _set_stop_ids(matched.sequence, matched.matcher, bitmask)
-    if bitmask.max():
-        return None
-    return InvalidRequest("the grammar came to where no token can follow")
 
 
 def _set_stop_ids(sequence: Sequence, matcher: Matcher, bitmask: TokenBitmask) -> None:

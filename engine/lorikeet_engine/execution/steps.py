@@ -22,7 +22,7 @@ from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.request import LogprobsMode, TokenLogprobs
 from lorikeet_engine.sampling.draws import SamplingRow
-from lorikeet_engine.sampling.grammar import Grammars, TokenBitmask
+from lorikeet_engine.sampling.grammar import Grammars
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler
@@ -241,12 +241,13 @@ def sample(
     """
     sequences, logits = forward.sequences, forward.logits
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain_sampling}
-    allowed = allowed_tokens(grammars, sequences, logits.shape[-1], budget)
+    allowed = allowed_tokens(grammars, sequences, logits, budget)
     for sequence in special.values():
         _count_tokens(sampler, sequence)
-    rows = [_row(sequence, allowed.bitmasks.get(i)) for i, sequence in enumerate(sequences)]
+    rows = [_row(sequence) for sequence in sequences]
     counts = _logprobs_counts(special, LogprobsMode.RAW)
     logprobs = Logprobs(logits, counts) if counts else None
+    allowed.forbid_others(logits)
     of_drawn = _logprobs_counts(special, LogprobsMode.PROCESSED)
     processed = ProcessedLogprobs(of_drawn) if of_drawn else None
     tokens = sampler.sample(logits, rows, processed)
@@ -288,8 +289,10 @@ def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> d
     }
 
 
-def _row(sequence: Sequence, allowed: TokenBitmask | None) -> SamplingRow:
+def _row(sequence: Sequence) -> SamplingRow:
     params = sequence.request.sampling
-    banned = tuple(sequence.stop_ids) if sequence.below_min_tokens and allowed is None else ()
+    # a grammar's mask knows of them
+    may_ban = params.min_tokens and sequence.matcher is None
+    banned = tuple(sequence.stop_ids) if may_ban and sequence.below_min_tokens else ()
     step, slot = sequence.output_length, sequence.penalty_slot
-    return SamplingRow(params, sequence.seed, step, banned, slot, allowed)
+    return SamplingRow(params, sequence.seed, step, banned, slot)

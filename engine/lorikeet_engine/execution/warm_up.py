@@ -12,11 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.lora.tuning import FEW_TOKENS, PREFILL_TOKENS
+from lorikeet_engine.kernels.masks import forbid_others
 from lorikeet_engine.request import MAX_LOGPROBS, Request, SamplingParams
 from lorikeet_engine.sampling.draws import SamplingRow
+from lorikeet_engine.sampling.grammar import octets_of
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import Sampler
@@ -126,10 +129,13 @@ def _run(
     _sample(sampler, logits, [samplings[i % len(samplings)] for i in range(len(chunks))])
 
 
+@torch.inference_mode()
 def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]) -> None:
-    """Sample each row under a grammar that allows all tokens."""
-    all_tokens = np.full(-(-logits.shape[-1] // 8), 255, np.uint8)
-    rows = [SamplingRow(p, 0, 0, banned=(0,), allowed=all_tokens) for p in params]
+    """Sample each row, first under a grammar that allows all tokens."""
+    all_tokens = np.full((len(params), octets_of(logits.shape[-1])), 255, np.uint8)
+    every = np.arange(len(params))
+    forbid_others(logits, upload(every, logits.device), upload(all_tokens, logits.device))
+    rows = [SamplingRow(p, 0, 0, banned=(0,)) for p in params]
     for i, p in enumerate(params):
         if p.changes_logits:
             slot = sampler.penalties.begin(p, prompt=(0,), output=(0,))

@@ -20,7 +20,6 @@ from lorikeet_engine.kernels.sampling import (
     UNIFORM,
 )
 from lorikeet_engine.request import SamplingParams
-from lorikeet_engine.sampling.grammar import TokenBitmask
 from lorikeet_engine.sampling.penalties import PenaltySlot
 
 LEAST_TEMPERATURE = 1e-30  # below it, its inverse is no float32; greedy long since
@@ -33,7 +32,7 @@ class SamplingRow(NamedTuple):
     seed: the choice's own, of any size. step: the length of its output. These two alone decide
     which point of the distribution is taken. banned: ids that may not be sampled now, such as the
     stop ids below min_tokens. slot: the choice's own of the sampler's Penalties, if params change
-    logits. allowed: the only ids that may be sampled, as Grammars sets them; None for all.
+    logits.
     """
 
     params: SamplingParams
@@ -41,7 +40,6 @@ class SamplingRow(NamedTuple):
     step: int
     banned: tuple[int, ...] = ()
     slot: PenaltySlot | None = None
-    allowed: TokenBitmask | None = None
 
 
 def draws_of(rows: Mapping[int, SamplingRow], vocab: int) -> npt.NDArray[np.int64]:

@@ -19,6 +19,11 @@ TokenBitmask = npt.NDArray[np.uint8]
 """A bit for each token: token t is bit t % 8, from the lowest, of byte t // 8."""
 
 
+def octets_of(vocab: int) -> int:
+    """How many bytes a bitmask of this vocabulary has: whole words of 32 bits."""
+    return 4 * -(-vocab // 32)
+
+
 class Matcher(Protocol):
     """The state of one choice's output in its grammar."""
 
@@ -55,7 +60,7 @@ class Grammars(Protocol):
     ) -> Sequence[InvalidRequest | None]:
         """Set the bits of the tokens that may follow, and return what went wrong with each matcher.
 
-        matchers: made by `compile`. bitmasks [matchers, vocab / 8 rounded up], all 0. The bits of
+        matchers: made by `compile`. bitmasks [matchers, octets_of(vocab)], all 0. The bits of
         end-of-sequence tokens are left to the engine, which knows them.
         """
 

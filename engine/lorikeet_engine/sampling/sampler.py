@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import upload
-from lorikeet_engine.kernels.masks import forbid_others
 from lorikeet_engine.kernels.sampling import draw_tokens
 from lorikeet_engine.sampling.draws import SamplingRow, draws_of
 from lorikeet_engine.sampling.penalties import Penalties
@@ -67,7 +66,6 @@ class Sampler:
 def _choose(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> torch.Tensor:
     """Tokens [all rows of logits] int64; arbitrary in those that are not among `rows`."""
     _mask_banned(logits, rows)
-    _mask_by_grammar(logits, rows)
     best, tokens = logits.max(dim=-1)
     finite = best.isfinite()
     sampled = {i: row for i, row in rows.items() if row.params.temperature > 0.0}
@@ -83,10 +81,3 @@ def _mask_banned(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
         at, tokens = upload(np.array(bans, np.int64).T.copy(), logits.device)
         # on the device: the host would wait until a number of its own is copied there
         logits.index_put_((at, tokens), logits.new_full((), -torch.inf))
-
-
-def _mask_by_grammar(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
-    masks = {i: row.allowed for i, row in rows.items() if row.allowed is not None}
-    if masks:
-        at = upload(np.array(list(masks), np.int64), logits.device)
-        forbid_others(logits, at, upload(np.stack(list(masks.values())), logits.device))

@@ -21,7 +21,7 @@ from lorikeet.protocol.messages import Format, FormatKind
 from lorikeet.replica.idle_keywords import without_idle_keywords
 from lorikeet_engine.adapter_format import decoder_config
 from lorikeet_engine.errors import InvalidRequest
-from lorikeet_engine.sampling.grammar import Matcher, TokenBitmask
+from lorikeet_engine.sampling.grammar import Matcher, TokenBitmask, octets_of
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -144,18 +144,22 @@ class ModelGrammars:
         """
         ours = [matcher for matcher in matchers if isinstance(matcher, TextMatcher)]
         assert len(ours) == len(matchers), "matchers that others compiled"
-        words = np.zeros((len(ours), -(-self._tokenizer.vocab_size // 32)), np.int32)
-        octets = words.view(np.uint8)
+        # llguidance wants rows of just its length; vocabularies of models are rounded up
+        own = octets_of(self._tokenizer.vocab_size)
+        octets = bitmasks
+        if own != bitmasks.shape[1]:
+            octets = np.zeros((len(ours), own), np.uint8)
         forced = [matcher.forced_tokens() for matcher in ours]
         if free := [(ours[row].state, row) for row, tokens in enumerate(forced) if not tokens]:
-            fill_next_token_bitmask_par(self._executor, free, words)
+            fill_next_token_bitmask_par(self._executor, free, octets.view(np.int32))
         for row, tokens in enumerate(forced):
             if tokens:
                 octets[row, tokens[0] // 8] = 1 << tokens[0] % 8
         for token in self._tokenizer.eos_tokens:
             octets[:, token // 8] &= 255 ^ (1 << token % 8)
-        width = min(octets.shape[1], bitmasks.shape[1])  # vocabularies of models are rounded up
-        bitmasks[:, :width] = octets[:, :width]
+        if octets is not bitmasks:
+            width = min(own, bitmasks.shape[1])
+            bitmasks[:, :width] = octets[:, :width]
         return [_broken(each.state) if each.state.is_error() else None for each in ours]
 
     @cached_property

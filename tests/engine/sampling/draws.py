@@ -9,6 +9,8 @@ from lorikeet_engine.sampling.sampler import Sampler
 
 VOCAB = 40
 DRAWS = 100_000
+EVEN = torch.tensor([[0b01010101] * (VOCAB // 8)], dtype=torch.uint8)
+"""A bitmask of the tokens with even ids."""
 
 
 def logits_of(seed, rows=1, spread=2.0):

@@ -2,17 +2,17 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
+from lorikeet_engine.kernels.masks import forbid_others
 from lorikeet_engine.request import LogprobsMode, Request, SamplingParams, Tokens
 from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import Sampler
 from tests.engine import hash_model
 from tests.engine.blobs import Shelf
-from tests.engine.sampling.draws import VOCAB, changed, logits_of, pool, reference
+from tests.engine.sampling.draws import EVEN, changed, logits_of, pool, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PENALISED = SamplingParams(
@@ -81,11 +81,11 @@ def test_without_filters_the_least_likely_tokens_have_numbers_too(device):
 
 def test_a_greedy_token_has_neither_temperature_nor_filters_but_bans_and_a_grammar():
     logits = logits_of(seed=8, rows=2)
-    allowed = np.packbits(np.arange(VOCAB) % 2 == 0, bitorder="little")
     likeliest = int(logits[0].argmax())
     greedy = SamplingParams(temperature=0.0, top_k=1)
-    rows = [SamplingRow(greedy, 0, 0, (likeliest,)), SamplingRow(greedy, 0, 0, allowed=allowed)]
+    rows = [SamplingRow(greedy, 0, 0, (likeliest,)), SamplingRow(greedy, 0, 0)]
     want = logits.clone()
+    forbid_others(logits, torch.tensor([1]), EVEN)
     want[0, likeliest] = want[1, 1::2] = -torch.inf
     want = want.log_softmax(-1)
     processed = ProcessedLogprobs({0: 0, 1: 0})

@@ -2,16 +2,19 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
+from lorikeet_engine.device.async_copies import zeros_to_upload
 from lorikeet_engine.errors import InvalidRequest
+from lorikeet_engine.execution.grammar_masks import AllowedTokens
+from lorikeet_engine.kernels.masks import forbid_others
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler
 from tests.engine.sampling.draws import (
     DRAWS,
+    EVEN,
     VOCAB,
     assert_drawn,
     logits_of,
@@ -90,7 +93,7 @@ def test_a_long_tail_of_rare_tokens_keeps_its_share():
 )
 def test_a_gpu_draws_what_the_cpu_draws(choice):
     logits, params = logits_of(seed=9, rows=64), SamplingParams(**choice)
-    even = np.packbits(np.arange(VOCAB) % 2 == 0, bitorder="little")
+    bound = torch.tensor([i for i in range(64) if i % 3])
 
     def drawn(device):
         penalties = pool(device)
@@ -101,10 +104,11 @@ def test_a_gpu_draws_what_the_cpu_draws(choice):
         sampler, tokens = Sampler(penalties), []
         for turn in range(3):
             rows = [
-                SamplingRow(params, 2, 64 * turn + i, slot=slot, allowed=even if i % 3 else None)
-                for i, slot in enumerate(slots)
+                SamplingRow(params, 2, 64 * turn + i, slot=slot) for i, slot in enumerate(slots)
             ]
-            tokens.append(sampler.sample(logits.to(device, copy=True), rows).tolist())
+            own = logits.to(device, copy=True)
+            forbid_others(own, bound.to(device), EVEN.repeat(len(bound), 1).to(device))
+            tokens.append(sampler.sample(own, rows).tolist())
         return tokens
 
     assert drawn("cuda") == drawn("cpu")
@@ -133,15 +137,14 @@ def no_waiting():
 )
 def test_the_host_waits_for_nothing_while_a_gpu_samples(choice):
     params, prompt = SamplingParams(**choice), (4, 11)
-    penalties, allowed = pool("cuda"), np.full(-(-VOCAB // 8), 255, np.uint8)
+    penalties = pool("cuda")
     slots = [
         penalties.begin(params, prompt, (4, 8)) if params.changes_logits else None for _ in range(3)
     ]
-    rows = [
-        SamplingRow(params, 2, i, banned=(3,), slot=slot, allowed=allowed)
-        for i, slot in enumerate(slots)
-    ]
+    rows = [SamplingRow(params, 2, i, banned=(3,), slot=slot) for i, slot in enumerate(slots)]
     logits = logits_of(seed=9, rows=3).pin_memory().to("cuda", non_blocking=True)
+    every = zeros_to_upload((3, VOCAB // 8), torch.uint8, logits.device).fill_(255)
+    AllowedTokens([0, 1, 2], every, {}, {}).forbid_others(logits)
     tokens = Sampler(penalties).sample(logits, rows)
     assert tokens.shape == (3,)
 
@@ -188,12 +191,11 @@ def test_banned_ids_never_come(choice):
 
 @pytest.mark.parametrize("choice", [{"temperature": 0.0}, {}, {"top_p": 0.9}], ids=str)
 def test_a_row_draws_nothing_but_what_it_is_allowed(choice):
-    even = np.packbits(np.arange(VOCAB) % 2 == 0, bitorder="little")
     params = SamplingParams(**choice)
-    logits = logits_of(seed=7).expand(400, -1)
+    logits = logits_of(seed=7).expand(400, -1).clone()
+    forbid_others(logits, torch.arange(200, 400), EVEN.repeat(200, 1))
     free = [SamplingRow(params, 1, step) for step in range(200)]
-    bound = [SamplingRow(params, 1, step, allowed=even) for step in range(200)]
-    drawn = sample(logits, [*free, *bound])
+    drawn = sample(logits, [*free, *free])
     assert all(token % 2 == 0 for token in drawn[200:])
     assert drawn[:200] == sample(logits[:200], free)
     logits = logits.clone()

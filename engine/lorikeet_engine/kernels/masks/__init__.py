@@ -16,7 +16,7 @@ __all__ = ["forbid_others"]
 def forbid_others(logits: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor) -> None:
     """Set what some rows of logits [any, vocab], dense, have of other tokens to -inf, in place.
 
-    rows [rows] int64, each once. allowed [rows, vocab / 8 rounded up] uint8: bit t % 8, from the
+    rows [rows] int64, each once. allowed [rows, at least vocab / 8] uint8: bit t % 8, from the
     lowest, of byte t // 8 says whether the row may have token t.
     """
     _operators(logits.device.type).forbid_others(logits, rows, allowed)
