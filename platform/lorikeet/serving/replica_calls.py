@@ -21,6 +21,8 @@ _TIMEOUT_S = 2.0
 _LOOK_S = 0.05
 """How soon a new replica's stream is opened, and that of one that Serve removes is closed."""
 _PAUSES_S = (0.1, 0.5, 2.0)  # before one that failed is opened again
+_CALLS = set[asyncio.Task[Any]]()
+"""Tasks that call all replicas: the loop itself would not keep them."""
 
 
 def streaming_handle(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
@@ -71,8 +73,19 @@ async def broadcast_with_failures(
 ) -> tuple[list[Any], list[BaseException]]:
     """Call a method on every replica: the answers, and the errors of those that gave none in time.
 
-    Raises DeploymentUnavailableError when there is no replica.
+    The calls go on where the caller is cancelled: grpc.aio keeps a kilobyte of each call that is
+    cancelled, and with it 64 more of what was read beside. Raises DeploymentUnavailableError when
+    there is no replica.
     """
+    calls = asyncio.create_task(_call_all(handle, method, arguments, timeout_s))
+    _CALLS.add(calls)
+    calls.add_done_callback(_forget)
+    return await asyncio.shield(calls)
+
+
+async def _call_all(
+    handle: DeploymentHandle[Any], method: str, arguments: tuple[Any, ...], timeout_s: float
+) -> tuple[list[Any], list[BaseException]]:
     response = handle.broadcast(method, *arguments)
     pending = await response._fetch_replica_results_async()
     answers = await asyncio.gather(
@@ -81,6 +94,12 @@ async def broadcast_with_failures(
     )
     failures = [answer for answer in answers if isinstance(answer, BaseException)]
     return [answer for answer in answers if not isinstance(answer, BaseException)], failures
+
+
+def _forget(calls: asyncio.Task[Any]) -> None:
+    _CALLS.discard(calls)
+    if not calls.cancelled():
+        calls.exception()  # which nobody asks for who was cancelled
 
 
 def is_being_cancelled() -> bool:

@@ -18,7 +18,7 @@ from lorikeet_engine.device.async_copies import Download
 from lorikeet_engine.residency.checksums import word_sum
 
 # Smaller parts take the bus longer, and the thread that launches them.
-_PART_BYTES = 16 << 20
+_PART_BYTES = 8 << 20
 _PARTS_UNDER_WAY = 2
 
 
