@@ -177,11 +177,8 @@ class Footprint:
             held = log_bytes if name.startswith("gateway") else 0
             self.seen[f"{name}: memory"].append(process.memory_info().rss - held)
             self.seen[f"{name}: open files"].append(process.num_fds())
-        # walk, as glob raises where a folder goes meanwhile
-        held = (
-            Path(at, name) for at, _, names in os.walk(self._cache / "pushes") for name in names
-        )
-        self.bodies.append(sum(map(_size, held)))
+        walked = os.walk(self._cache / "pushes")  # glob raises where a folder goes meanwhile
+        self.bodies.append(sum(_size(Path(at, name)) for at, _, names in walked for name in names))
         self.disk.append(sum(map(_size, self._cache.iterdir())))
 
     def _request_log_bytes(self) -> int:
