@@ -21,25 +21,23 @@ from lorikeet_engine.sampling.grammar import (
 from lorikeet_engine.scheduling.forced_budget import ForcedBudget
 from lorikeet_engine.scheduling.sequence import Sequence
 
-_STUCK = InvalidRequest("the grammar came to where no token can follow")
-
 
 class AllowedTokens(NamedTuple):
     """The only tokens that may be sampled in some rows of a step.
 
-    bitmasks [rows, octets_of(vocab)] uint8: those of `rows`, in their order. errors: of the rows
-    whose grammar broke. forced: of rows where one token alone may be sampled, those that must
-    follow it.
+    bitmasks [rows, octets_of(vocab)] uint8: those of `rows`, in their order; None for none. errors:
+    of the rows whose grammar broke. forced: of rows where one token alone may be sampled, those
+    that must follow it.
     """
 
     rows: list[int]
-    bitmasks: torch.Tensor
+    bitmasks: torch.Tensor | None
     errors: Mapping[int, EngineError]
     forced: Mapping[int, tuple[int, ...]]
 
     def forbid_others(self, logits: torch.Tensor) -> None:
         """Set what the rows have of other tokens to -inf, in place; the host waits for nothing."""
-        if self.rows:
+        if self.bitmasks is not None:
             rows = upload(np.array(self.rows, np.int64), logits.device)
             forbid_others(logits, rows, self.bitmasks.to(logits.device, non_blocking=True))
 
@@ -60,19 +58,21 @@ def allowed_tokens(
     logits [sequences, vocab]: which forbid_others is to change. The matchers must have accepted all
     tokens before.
     """
-    vocab = logits.shape[-1]
     matched = [
         _Matched(row, s, s.matcher)
         for row, s in enumerate(sequences)
         if s.matcher is not None and not s.ended
     ]
-    held = zeros_to_upload((len(matched), octets_of(vocab)), torch.uint8, logits.device)
     if grammars is None or not matched:
-        return AllowedTokens([], held, {}, {})
+        return AllowedTokens([], None, {}, {})
+    vocab = logits.shape[-1]
+    held = zeros_to_upload((len(matched), octets_of(vocab)), torch.uint8, logits.device)
     bitmasks: TokenBitmask = held.numpy()
     problems = _fill_bitmasks(grammars, matched, bitmasks)
     errors = {m.row: e for m, e in zip(matched, problems, strict=True) if e is not None}
-    bitmasks[[i for i, problem in enumerate(problems) if problem is not None]] = 255
+    for bitmask, problem in zip(bitmasks, problems, strict=True):
+        if problem is not None:
+            bitmask[:] = 255  # its token is not looked at
     room, forced = _ForcedRoom(budget, sequences, vocab), dict[int, tuple[int, ...]]()
     for m, bitmask in budget.in_turn(list(zip(matched, bitmasks, strict=True))):
         if m.row not in errors:
@@ -149,8 +149,10 @@ def _fill_bitmasks(
         problems = grammars.fill_bitmasks([m.matcher for m in matched], bitmasks)
         for m, bitmask in zip(matched, bitmasks, strict=True):
             _set_stop_ids(m.sequence, m.matcher, bitmask)
-        stuck = (bitmasks.max(axis=1) == 0).tolist()
-        return [p or (_STUCK if none else None) for p, none in zip(problems, stuck, strict=True)]
+        largest = bitmasks.max(axis=1)
+        return [
+            p or (None if most else _stuck()) for p, most in zip(problems, largest, strict=True)
+        ]
     except BaseException as error:  # as a panic in Rust is
         if len(matched) == 1:
             return [grammar_error(error, matched[0].sequence.request.request_id)]
@@ -160,6 +162,10 @@ def _fill_bitmasks(
         for i, one in enumerate(matched)
         for problem in _fill_bitmasks(grammars, [one], bitmasks[i : i + 1])
     ]
+
+
+def _stuck() -> InvalidRequest:
+    return InvalidRequest("the grammar came to where no token can follow")
 
 
 def _set_stop_ids(sequence: Sequence, matcher: Matcher, bitmask: TokenBitmask) -> None:

@@ -1,8 +1,8 @@
 """A copy of an image from the host to the arena, which is given to the device part by part.
 
 All at once, 1.7 GB would take the bus for 35 ms, and what the steps meanwhile upload would wait
-for its end. So only as much is under way as the bus takes in a millisecond, and the thread that
-waits for the copy gives the next part whenever one is over.
+for its end. So no more is under way than takes the bus a third of a millisecond, and the thread
+that waits for the copy gives the next part whenever one is over.
 """
 
 import threading
@@ -17,7 +17,6 @@ import torch
 from lorikeet_engine.device.async_copies import Download
 from lorikeet_engine.residency.checksums import word_sum
 
-# Smaller parts take the bus longer, and the thread that launches them.
 _PART_BYTES = 8 << 20
 _PARTS_UNDER_WAY = 2
 
