@@ -71,15 +71,20 @@ class Engine:
                 self.streams.access(block, writes=False)
 
 
+def set_part_bytes(monkeypatch, part_bytes: int) -> None:
+    monkeypatch.setattr(image_copy, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(image_copy, "_AT_ONCE_BYTES", 0)
+
+
 @pytest.fixture(params=[1 << 20, 64])
 def part_bytes(request, monkeypatch):
     """Of the parts in which images are copied: more than an image has, and a fraction."""
-    monkeypatch.setattr(image_copy, "_PART_BYTES", request.param)
-    return request.param
+    set_part_bytes(monkeypatch, request.param)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_copy_meets_a_step_or_a_move(seed, part_bytes, monkeypatch):
+@pytest.mark.usefixtures("part_bytes")
+def test_no_copy_meets_a_step_or_a_move(seed, monkeypatch):
     chance, engine = random.Random(seed), Engine(monkeypatch)
     with engine.streams:
         for engine.now in range(400):
@@ -102,7 +107,7 @@ def test_no_copy_meets_a_step_or_a_move(seed, part_bytes, monkeypatch):
 
 
 def test_two_parts_of_an_image_are_under_way_at_a_time(monkeypatch):
-    monkeypatch.setattr(image_copy, "_PART_BYTES", 64)
+    set_part_bytes(monkeypatch, 64)
     engine = Engine(monkeypatch)
     first, second = torch.full((160,), 1.0), torch.full((96,), 2.0)
 
@@ -126,9 +131,17 @@ def test_two_parts_of_an_image_are_under_way_at_a_time(monkeypatch):
     assert engine.weights.arena[64:160].eq(2).all()
 
 
+def test_a_small_image_is_given_at_once(monkeypatch):
+    monkeypatch.setattr(image_copy, "_PART_BYTES", 64)
+    engine = Engine(monkeypatch)
+    with engine.streams:
+        engine.arena.copy(torch.ones(160), [Piece(0, 0, 160)])
+    assert int(engine.weights.arena.count_nonzero()) == 160
+
+
 def test_images_move_after_all_parts_of_copies(monkeypatch):
     """What moves may be on its way: the rest of it is given to the device first."""
-    monkeypatch.setattr(image_copy, "_PART_BYTES", 64)
+    set_part_bytes(monkeypatch, 64)
     engine = Engine(monkeypatch)
     image = torch.arange(1.0, 161.0)
     with engine.streams:

@@ -1,4 +1,4 @@
-"""A copy of an image from the host to the arena, which is given to the device part by part.
+"""A copy of an image from the host to the arena; a large one is given to the device part by part.
 
 All at once, 1.7 GB would take the bus for 35 ms, and what the steps meanwhile upload would wait
 for its end. So no more is under way than takes the bus a third of a millisecond, and the thread
@@ -7,7 +7,7 @@ that waits for the copy gives the next part whenever one is over.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
 from typing import NamedTuple, Protocol
@@ -19,6 +19,7 @@ from lorikeet_engine.residency.checksums import word_sum
 
 _PART_BYTES = 8 << 20
 _PARTS_UNDER_WAY = 2
+_AT_ONCE_BYTES = 256 << 20  # which the bus takes in 5 ms: no step waits so long for its uploads
 
 
 class CopyTotal(Protocol):
@@ -62,6 +63,8 @@ class PacedCopy:
         """blocks: of the arena, on the device. sources: as long, in pinned memory."""
         self._stream, self._blocks = stream, blocks
         self._parts = deque(_parts(blocks, sources))
+        at_once = sum(block.nbytes for block in blocks) <= _AT_ONCE_BYTES
+        self._most = len(self._parts) if at_once else _PARTS_UNDER_WAY
         self._under_way: deque[torch.cuda.Event] = deque()
         self._total: Download | None = None  # until all parts are given
         self._lock = threading.Lock()
@@ -74,12 +77,12 @@ class PacedCopy:
     def start(self) -> None:
         """Give the device the first parts; without it, synchronize does."""
         with self._lock:
-            self._give(lambda: len(self._under_way) < _PARTS_UNDER_WAY)
+            self._give(self._most)
 
     def give_all(self) -> None:
         """Give the device all that it has not."""
         with self._lock:
-            self._give(lambda: True)
+            self._give(len(self._parts) + len(self._under_way))
 
     def synchronize(self) -> None:
         """Give the device part after part, and sleep until the copy is over."""
@@ -94,11 +97,12 @@ class PacedCopy:
         assert self._total is not None, "parts were not given"
         return self._total.wait()
 
-    def _give(self, more: Callable[[], bool]) -> None:
+    def _give(self, most: int) -> None:
+        """Give the device parts until so many are under way."""
         if self.given:
             return
         with torch.cuda.stream(self._stream):
-            while self._parts and more():
+            while self._parts and len(self._under_way) < most:
                 into, source = self._parts.popleft()
                 into.copy_(source, non_blocking=True)
                 if not self._parts:
