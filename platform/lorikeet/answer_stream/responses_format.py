@@ -26,7 +26,7 @@ from lorikeet.answer_stream.responses_output import (
     OutputItem,
     ReasoningItem,
 )
-from lorikeet.dialects import error_body
+from lorikeet.error_shapes import openai_error_body
 from lorikeet.protocol.messages import Call, FinalUsage
 
 _IN_PROGRESS, _FAILED = "in_progress", "failed"
@@ -169,7 +169,7 @@ def failed_response_event(
 
     number: of events before it. What was made until then is in those.
     """
-    error = error_body(code, message, param)["error"]
+    error = openai_error_body(code, message, param)["error"]
     response = _response(call, _FAILED, (), error=dump(error))
     return _event("failed", number, b'"response":' + response)
 
