@@ -24,7 +24,7 @@ from pydantic_core import from_json
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs_format import SampledToken
 from lorikeet.answer_stream.openai_format import Choice, Ending, ToolCallPart
-from lorikeet.dialects import anthropic_error_body
+from lorikeet.error_shapes import anthropic_error_body
 from lorikeet.protocol.messages import Call, FinalUsage
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'

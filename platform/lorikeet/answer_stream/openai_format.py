@@ -12,7 +12,7 @@ from typing import Any
 
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs_format import LogprobsJson, SampledToken
-from lorikeet.dialects import error_body
+from lorikeet.error_shapes import openai_error_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 
 DONE = b"data: [DONE]\n\n"
@@ -193,7 +193,7 @@ def _adapter(call: Call) -> bytes:
 
 def failed_completion_event(code: str, message: str, param: str | None = None) -> bytes:
     """Return the event that ends a stream which failed; nothing follows it."""
-    return b"data: " + dump(error_body(code, message, param)) + b"\n\n"
+    return b"data: " + dump(openai_error_body(code, message, param)) + b"\n\n"
 
 
 def _has_functions(call: Call) -> bool:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs_format import LogprobsJson, SampledToken
 from lorikeet.answer_stream.openai_format import Choice, Ending, ToolCallPart
-from lorikeet.dialects import error_body
+from lorikeet.error_shapes import openai_error_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 
 
@@ -285,7 +285,7 @@ def failed_response_event(
 
     number: of events before it. What was made until then is in those.
     """
-    error = error_body(code, message, param)["error"]
+    error = openai_error_body(code, message, param)["error"]
     response = _response(call, _FAILED, (), error=dump(error))
     return _event("failed", number, b'"response":' + response)
 
