@@ -68,7 +68,7 @@ def test_what_the_gateway_needs_for_a_part_is_not_the_senders_time(
 
     async def taken() -> bytes:
         received = b""
-        async for part in body.in_time(parts()):
+        async for part in body.timed_parts(parts()):
             await asyncio.sleep(0.4)
             received += part
         return received

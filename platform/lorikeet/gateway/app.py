@@ -11,7 +11,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorikeet.dialects import Dialect
+from lorikeet.error_shapes import ClientApi
 from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.apis.openapi import openapi_routes
@@ -19,12 +19,12 @@ from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import (
     add_error_handlers,
-    dialect_of,
+    client_api,
     internal_error_response,
 )
 from lorikeet.gateway.generate import generate_routes
 from lorikeet.gateway.limit_sync import LimitSync
-from lorikeet.gateway.pushing.push_lane import PushLane
+from lorikeet.gateway.pushing.push_pipeline import PushPipeline
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
 from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
@@ -55,8 +55,8 @@ def create_app(services: Services) -> FastAPI:
     any: then it answers 503 until the store is back.
     """
     catalog_view = GatewayCatalogView(services.catalog, services.refresh_s, services.kept_view)
-    lane = PushLane(services, catalog_view)
-    authenticator = RequestAuthenticator(services, catalog_view, lane.pushed)
+    pipeline = PushPipeline(services, catalog_view)
+    authenticator = RequestAuthenticator(services, catalog_view, pipeline.pushed)
     shares = LimitShares(services.name, services.gateways, time.monotonic())
     rate_limiter = _rate_limiter(services, shares)
     limit_sync = LimitSync(services.peers, shares, rate_limiter)
@@ -66,7 +66,7 @@ def create_app(services: Services) -> FastAPI:
     add_gauges(services, request_log, catalog_view)
     usage = UsageReports(services.catalog.store)
 
-    app = _application(services, catalog_view, limit_sync, lane)
+    app = _application(services, catalog_view, limit_sync, pipeline)
     stored = StoredResponses(services.responses, services.metrics)
     registration = Registration(services, catalog_view)
     of_pushes = Registration(services, catalog_view)  # uploads may hang at the store, pushes do not
@@ -77,7 +77,7 @@ def create_app(services: Services) -> FastAPI:
         usage_routes(authenticator, usage),
         model_routes(services, authenticator, catalog_view),
         response_routes(authenticator, rate_limiter, request_log, stored),
-        push_routes(PushEndpoints(*checks, catalog_view, of_pushes, lane)),
+        push_routes(PushEndpoints(*checks, catalog_view, of_pushes, pipeline)),
         openapi_routes(authenticator),
         admin_routes(
             services, authenticator, catalog_view, registration, request_log, usage, traffic
@@ -91,12 +91,15 @@ def create_app(services: Services) -> FastAPI:
 
 
 def _application(
-    services: Services, catalog_view: GatewayCatalogView, limit_sync: LimitSync, lane: PushLane
+    services: Services,
+    catalog_view: GatewayCatalogView,
+    limit_sync: LimitSync,
+    pipeline: PushPipeline,
 ) -> FastAPI:
     """Build the application without its routes."""
     app = FastAPI(
         title="Lorikeet",
-        lifespan=lambda _: _running(services, catalog_view, limit_sync, lane),
+        lifespan=lambda _: _running(services, catalog_view, limit_sync, pipeline),
         openapi_url=None,  # nothing is told to who has no key
         # FastAPI's own would tell what exceptions say, and they may quote prompts.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
@@ -126,7 +129,10 @@ def _subscribe(request_log: RequestLog, services: Services, traffic: RecentTraff
 
 @asynccontextmanager
 async def _running(
-    services: Services, catalog_view: GatewayCatalogView, limit_sync: LimitSync, lane: PushLane
+    services: Services,
+    catalog_view: GatewayCatalogView,
+    limit_sync: LimitSync,
+    pipeline: PushPipeline,
 ) -> AsyncGenerator[None, None]:
     await catalog_view.start()
     work = (catalog_view.follow(), catalog_view.keep(), limit_sync.run())
@@ -136,7 +142,7 @@ async def _running(
     try:
         yield
     finally:
-        await lane.close()
+        await pipeline.close()
         for task in tasks:
             task.cancel()
         await asyncio.to_thread(usage.close, _LAST_FLUSH_S)
@@ -167,7 +173,7 @@ class RequestMiddleware:
                 started = True
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID_HEADER] = request_id
-                if dialect_of(scope) is Dialect.ANTHROPIC:
+                if client_api(scope) is ClientApi.ANTHROPIC:
                     headers["request-id"] = request_id
             await send(message)
 

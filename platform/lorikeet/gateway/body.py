@@ -116,7 +116,7 @@ async def read_body(request: Request) -> bytes:
     if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
         problem = "Content-Encoding: want the body as it is: compressed ones are not taken"
         raise InvalidInput(problem, param="content-encoding")
-    body = b"".join([part async for part in in_time(limited(request, MAX_JSON_BYTES))])
+    body = b"".join([part async for part in timed_parts(bounded_parts(request, MAX_JSON_BYTES))])
     return body.removeprefix(BOM_UTF8) or b"{}"
 
 
@@ -125,12 +125,12 @@ def parse_json(body: bytes, schema: type[B]) -> B:
 
     Parsing keeps the interpreter to itself, in a thread too, so what is parsed has to be bounded.
     """
-    if _marks(body) > schema.max_values:
+    if _count_separators(body) > schema.max_values:
         ValueBudget(schema.max_values).spend(body)
     try:
         return schema.model_validate_json(body, context=ValueBudget(schema.max_values))
     except ValidationError as error:
-        raise describe(error.errors(include_url=False, include_input=False)) from None
+        raise input_error(error.errors(include_url=False, include_input=False)) from None
 
 
 def json_text(value: object) -> str:
@@ -153,7 +153,9 @@ def json_body(schema: type[B]) -> Any:
     return Depends(read)
 
 
-async def limited(request: Request, max_bytes: int, limit: str = _LIMIT) -> AsyncIterator[bytes]:
+async def bounded_parts(
+    request: Request, max_bytes: int, limit: str = _LIMIT
+) -> AsyncIterator[bytes]:
     """Yield the body's parts as they come. Raises RequestTooLarge before passing on too much.
 
     limit: what max_bytes is called where it is exceeded.
@@ -183,7 +185,7 @@ def declared_bytes(request: Request, max_bytes: int, limit: str = _LIMIT) -> int
     return int(declared)
 
 
-async def in_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def timed_parts(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield a body's parts as they come. Raises RequestTimeout where they come too slowly.
 
     The time that their taker needs does not count.
@@ -220,19 +222,19 @@ class ValueBudget:
     def spend(self, text: bytes) -> None:
         """Count a text's values. Raises RequestTooLarge when there are too many."""
         # commas in strings do not count; twice as many strings as values would be too many
-        self._left -= _marks(_STRING.sub(b"", text, count=2 * self._left + 1))
+        self._left -= _count_separators(_STRING.sub(b"", text, count=2 * self._left + 1))
         if self._left < 0:
             raise RequestTooLarge(
                 f"the body has more than {self._max_values} JSON values and keys, the limit here"
             )
 
 
-def _marks(text: bytes) -> int:
+def _count_separators(text: bytes) -> int:
     """Count what comes before or between values."""
     return sum(map(text.count, (b",", b"[", b"{", b":")))
 
 
-def describe(problems: Sequence[Any]) -> InvalidInput:
+def input_error(problems: Sequence[Any]) -> InvalidInput:
     """Return the first of pydantic's problems. Quotes names of fields, never values."""
     problem = problems[0]
     if problem["type"] == "json_invalid":

@@ -9,15 +9,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from lorikeet.dialects import (
-    Dialect,
+from lorikeet.error_shapes import (
+    ClientApi,
     anthropic_error_body,
-    dialect_of_path,
-    error_body,
+    api_of_path,
     error_status,
+    openai_error_body,
 )
 from lorikeet.errors import InsufficientQuota, LorikeetError, RateLimited, status_of
-from lorikeet.gateway.body import describe
+from lorikeet.gateway.body import input_error
 from lorikeet.protocol.messages import Endpoint, Refusal
 from lorikeet.retry_after import whole_seconds
 from lorikeet.tenancy.allowance import limit_headers
@@ -73,11 +73,11 @@ class Refused(LorikeetError):
         self.code = refusal.code
 
 
-def dialect_of(scope: Scope) -> Dialect:
+def client_api(scope: Scope) -> ClientApi:
     """Return whose API a request speaks, by its path or by the header that says a version of it."""
     if any(name == b"anthropic-version" for name, _ in scope["headers"]):
-        return Dialect.ANTHROPIC
-    return dialect_of_path(scope["path"].removeprefix(scope.get("root_path", "")))
+        return ClientApi.ANTHROPIC
+    return api_of_path(scope["path"].removeprefix(scope.get("root_path", "")))
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -117,7 +117,7 @@ async def _on_lorikeet_error(request: Request, error: Exception) -> Response:
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     """Respond to FastAPI's own checks of paths and queries; `loc` begins with which it was."""
     assert isinstance(error, RequestValidationError)
-    problem = describe([{**p, "loc": p["loc"][1:]} for p in error.errors()])
+    problem = input_error([{**p, "loc": p["loc"][1:]} for p in error.errors()])
     return error_response(problem, request.scope)
 
 
@@ -141,12 +141,12 @@ def _response(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    dialect = dialect_of(scope)
-    if dialect is Dialect.ANTHROPIC:
+    api = client_api(scope)
+    if api is ClientApi.ANTHROPIC:
         body = anthropic_error_body(code, message, scope.get("state", {}).get("request_id"))
     else:
-        body = error_body(code, message, param)
-    return JSONResponse(body, error_status(code, dialect), headers)
+        body = openai_error_body(code, message, param)
+    return JSONResponse(body, error_status(code, api), headers)
 
 
 def _instead_of(path: str) -> str:

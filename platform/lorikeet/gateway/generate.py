@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from lorikeet.dialects import MESSAGES
+from lorikeet.error_shapes import MESSAGES
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext

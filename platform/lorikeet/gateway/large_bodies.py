@@ -30,19 +30,19 @@ class LargeBodies:
     """
 
     def __init__(self) -> None:
-        self._turns = WeakValueDictionary[str, _Turn]()  # by tenant
+        self._parse_locks = WeakValueDictionary[str, _ParseLock]()  # by tenant
 
     async def parse_json(self, request: Request, body: bytes, schema: type[B], tenant: str) -> B:
-        """Parse a tenant's body, a large one in its turn.
+        """Parse a tenant's body, a large one in its lock.
 
-        Raises as the function of this name, RateLimited where too many bytes wait for a turn, and
+        Raises as the function of this name, RateLimited where too many bytes wait for a lock, and
         ClientDisconnect where the client has gone when its turn comes.
         """
         if len(body) < LARGE_BYTES:
             return parse_json(body, schema)
-        loop, turn = asyncio.get_running_loop(), self._turns.setdefault(tenant, _Turn())
-        with turn.waiting(len(body)):
-            await turn.acquire()
+        loop, lock = asyncio.get_running_loop(), self._parse_locks.setdefault(tenant, _ParseLock())
+        with lock.waiting(len(body)):
+            await lock.acquire()
         rest_s = 0.0
         try:
             if await request.is_disconnected():
@@ -54,10 +54,10 @@ class LargeBodies:
                 took_s = time.thread_time() - began_s
                 rest_s = min(took_s * max(1.0, took_s / _SHORT_S), _MOST_REST_S)
         finally:
-            loop.call_later(rest_s, turn.release)
+            loop.call_later(rest_s, lock.release)
 
 
-class _Turn(asyncio.Lock):
+class _ParseLock(asyncio.Lock):
     """The turn of one tenant's large bodies, with the bytes of those that wait for it."""
 
     def __init__(self) -> None:

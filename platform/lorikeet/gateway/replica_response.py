@@ -1,8 +1,8 @@
 """The response to a generate request: a replica's bytes, passed on as they come."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, ExitStack, aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -12,6 +12,7 @@ from lorikeet.answer_stream.anthropic_format import failed_message_event
 from lorikeet.answer_stream.openai_format import failed_completion_event
 from lorikeet.answer_stream.responses_format import failed_response_event
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
+from lorikeet.gateway.client_disconnect import run_until_disconnect
 from lorikeet.gateway.error_responses import OK, Refused
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import (
@@ -83,7 +84,7 @@ class ReplicaResponse(Response):
         with ExitStack() as left_at_the_end:
             for observer in self._observers:
                 left_at_the_end.enter_context(observer)
-            await _while_connected(receive, self._answer(send))
+            await run_until_disconnect(receive, self._answer(send))
 
     async def _answer(self, send: Send) -> None:
         async with aclosing(self._items) as items:
@@ -168,33 +169,6 @@ class ReplicaResponse(Response):
         for observer in self._observers:
             headers += observer.on_first_bytes()
         return {"type": "http.response.start", "status": OK, "headers": headers}
-
-
-async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Run `work`; cancel it, and wait for its end, when the client goes away.
-
-    As asyncio.timeout does it: `work` needs no task of its own.
-    """
-    here = asyncio.current_task()
-    assert here is not None
-    gone = False
-
-    async def leave_with_the_client() -> None:
-        nonlocal gone
-        with suppress(Exception):  # of a connection that is lost in another way
-            while (await receive())["type"] != "http.disconnect":
-                pass
-        gone = True
-        here.cancel()
-
-    leaving = asyncio.create_task(leave_with_the_client())
-    try:
-        await work
-    except asyncio.CancelledError:
-        if not gone or here.uncancel():
-            raise  # the server cancels this request itself
-    finally:
-        leaving.cancel()
 
 
 def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:

@@ -25,7 +25,7 @@ from lorikeet.gateway.body import ValueBudget
 from lorikeet.gateway.replica_response import BeforeEnd
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call
-from lorikeet.responses.store import (
+from lorikeet.response_store import (
     MAX_STORED_BYTES,
     Json,
     ResponseStore,

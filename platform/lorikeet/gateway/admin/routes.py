@@ -5,7 +5,6 @@ from fastapi import APIRouter, Depends, Request
 from lorikeet.catalog.names import check_name
 from lorikeet.catalog.uploads import Uploads
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.admin.adapter_uploads import upload_routes
 from lorikeet.gateway.admin.adapters import adapter_routes
 from lorikeet.gateway.admin.fleet_view import FleetView, fleet_routes
 from lorikeet.gateway.admin.history import history_routes
@@ -16,6 +15,7 @@ from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.smoke import smoke_routes
 from lorikeet.gateway.admin.status import status_routes
 from lorikeet.gateway.admin.tenants import tenant_routes
+from lorikeet.gateway.admin.upload_routes import upload_routes
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.routes.requests import admin_request_routes

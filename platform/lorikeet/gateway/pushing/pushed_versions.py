@@ -105,7 +105,7 @@ class PushedVersions:
             return
         if known is None or known.alias != version.alias:
             self._alias_was.pop(version.key, None)
-        held = _kept([*(self._held | {version.key: version}).values()], version)
+        held = _without_surplus([*(self._held | {version.key: version}).values()], version)
         self._held = {
             each.key: replace(each, alias=self._claimed(each))
             for each in sorted(held, key=lambda each: each.created)
@@ -222,7 +222,9 @@ class PushedVersions:
             claim.is_over = True
 
 
-def _kept(held: Sequence[PushedVersion], newest: PushedVersion) -> tuple[PushedVersion, ...]:
+def _without_surplus(
+    held: Sequence[PushedVersion], newest: PushedVersion
+) -> tuple[PushedVersion, ...]:
     """What stays of these, in which the expiring ones of the newest's adapter are too many."""
     passing = [
         each

@@ -4,10 +4,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Query, Request, Response
@@ -15,18 +15,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
 from lorikeet.catalog.names import check_alias, check_digest, check_name
-from lorikeet.catalog.records import BlobFacts
+from lorikeet.catalog.records import AdapterRecord, BlobFacts, VersionRecord
 from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound
 from lorikeet.gateway.admin.blob_validation import MAX_BYTES, check_base_model
 from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
 from lorikeet.gateway.admin.serializers import Json
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
-from lorikeet.gateway.body import declared_bytes, in_time, limited
+from lorikeet.gateway.body import bounded_parts, declared_bytes, timed_parts
 from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.client_disconnect import wait_for_disconnect
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
-from lorikeet.gateway.pushing.progress import Progress, Wait, progress_json, taken_json
 from lorikeet.gateway.pushing.push_folders import BLOB
-from lorikeet.gateway.pushing.push_lane import MOST_OF_TENANT, Push, PushLane
+from lorikeet.gateway.pushing.push_pipeline import MOST_OF_TENANT, Push, PushPipeline
 from lorikeet.gateway.pushing.pushed_versions import PushedVersion
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
@@ -37,6 +37,9 @@ from lorikeet.usage.ledger import UsageAccount, UsageCounts
 from lorikeet_engine.adapter_format import ValueScan
 
 log = logging.getLogger(__name__)
+
+Wait = Literal["none", "ready", "durable"]
+"""State of a push that its response waits for."""
 
 _LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
@@ -69,7 +72,7 @@ class PushQuery(BaseModel):
             raise InvalidInput("wait: a version with a lifetime_s is never durable", param="wait")
 
 
-class Pusher(NamedTuple):
+class AdmittedPusher(NamedTuple):
     """Who pushes, the request's way through the limits, and what is noted of it."""
 
     caller: Caller
@@ -77,10 +80,10 @@ class Pusher(NamedTuple):
     trace: RequestTrace
 
 
-class PushOrder(NamedTuple):
+class PushRequest(NamedTuple):
     """What is pushed: an adapter's name, the body's digest, and how."""
 
-    pusher: Pusher
+    pusher: AdmittedPusher
     name: str
     digest: str
     query: PushQuery
@@ -96,6 +99,74 @@ class PushOrder(NamedTuple):
         tenant, now, query = self.pusher.caller.tenant.name, time.time(), self.query
         expires = None if query.lifetime_s is None else now + query.lifetime_s
         return PushedVersion(tenant, self.name, facts, query.alias, now, expires, query.keep)
+
+
+class Progress(NamedTuple):
+    """How far a version is. number: its own in the catalog's log; None until it is durable.
+
+    expires: when it goes by itself, Unix seconds; None is never.
+    """
+
+    adapter: AdapterRecord
+    version: VersionRecord
+    number: int | None
+    ready: bool
+    expires: float | None
+
+    def reached(self, wanted: Wait) -> bool:
+        """Whether this is as far as a client wants to wait."""
+        states = {"none": True, "ready": self.ready, "durable": self.number is not None}
+        return states[wanted]
+
+
+def progress_json(progress: Progress) -> Json:
+    """Return a version that requests can name."""
+    record, version = progress.adapter, progress.version
+    aliases = record.aliases_of(version.version)
+    return _version_json(
+        record.label,
+        version,
+        version.created,
+        aliases,
+        version=progress.number,
+        ready=progress.ready,
+        expires=progress.expires,
+    )
+
+
+def taken_json(version: PushedVersion) -> Json:
+    """Return a version that is carried, and that no request can name yet."""
+    label = f"{version.tenant}/{version.name}"
+    reached = version.facts, version.created, ()
+    return _version_json(label, *reached, version=None, ready=False, expires=version.expires)
+
+
+def _version_json(
+    label: str,
+    facts: BlobFacts,
+    created: float,
+    aliases: Sequence[str],
+    *,
+    version: int | None,
+    ready: bool,
+    expires: float | None,
+) -> Json:
+    return {
+        "object": "adapter.version",
+        "model": f"{label}@{facts.digest}",
+        "adapter": label,
+        "digest": facts.digest,
+        "version": version,
+        "ready": ready,
+        "durable": version is not None,
+        "aliases": list(aliases),
+        "base_model": facts.base_model,
+        "size_bytes": facts.size_bytes,
+        "max_rank": facts.max_rank,
+        "gpu_bytes": facts.gpu_bytes,
+        "created": created,
+        "expires": expires,
+    }
 
 
 def push_routes(endpoints: "PushEndpoints") -> APIRouter:
@@ -118,13 +189,13 @@ class PushEndpoints:
         request_log: RequestLog,
         catalog_view: GatewayCatalogView,
         registration: Registration,
-        lane: PushLane,
+        pipeline: PushPipeline,
     ) -> None:
         self._services, self._authenticator = services, authenticator
         self._rate_limiter, self._request_log = rate_limiter, request_log
         self._catalog_view, self._registration = catalog_view, registration
-        self._lane = lane
-        self._turns = WeakValueDictionary[str, asyncio.Lock]()
+        self._pipeline = pipeline
+        self._check_locks = WeakValueDictionary[str, asyncio.Lock]()
         self._waiting = Counter[str]()  # by tenant
 
     async def push(
@@ -136,15 +207,15 @@ class PushEndpoints:
         query: Annotated[PushQuery, Query()],
     ) -> Json:
         """Take the body, a blob with this SHA-256, as a version. The same again changes nothing."""
-        async with self._limited(request, name, digest) as pusher:
+        async with self._admitted(request, name, digest) as pusher:
             check_name(name, "name")
             check_digest(digest)
             query.check()
-            order = PushOrder(pusher, name, digest, query)
+            push_request = PushRequest(pusher, name, digest, query)
             key = pusher.caller.tenant.name, name, digest
             is_new = await self._progress(*key) is None
-            with self._lane.receiving(key):
-                push = await self._take(request, order)
+            with self._pipeline.receiving(key):
+                push = await self._take(request, push_request)
             await self._wait(request, push, query)
             push.note_stages(pusher.trace)
             progress = await self._progress(*key)
@@ -157,7 +228,7 @@ class PushEndpoints:
 
     async def show(self, request: Request, name: str, digest: str) -> Json:
         """Tell how far a pushed version is."""
-        async with self._limited(request, name, digest) as pusher:
+        async with self._admitted(request, name, digest) as pusher:
             pusher.hold.body_is_here()
             tenant = pusher.caller.tenant.name
             progress = await self._progress(tenant, name, digest)
@@ -169,45 +240,50 @@ class PushEndpoints:
                 )
             return progress_json(progress)
 
-    async def _take(self, request: Request, order: PushOrder) -> Push:
+    async def _take(self, request: Request, push_request: PushRequest) -> Push:
         """Receive and check a blob, and begin to carry it. Raises LorikeetError."""
-        tenant, hold = order.pusher.caller.tenant, order.pusher.hold
-        if order.query.base_model:
-            check_base_model(order.query.base_model, self._services.base_models)
+        tenant, hold = push_request.pusher.caller.tenant, push_request.pusher.hold
+        if push_request.query.base_model:
+            check_base_model(push_request.query.base_model, self._services.base_models)
         limits = await self._registration.limits(tenant.name)
         size_bytes = declared_bytes(request, limits.max_bytes, MAX_BYTES)
         if size_bytes is None:
             raise InvalidInput("send Content-Length, the size of the body", param="content-length")
         hold.take_bytes(size_bytes)
-        folder = self._lane.folders.make()
+        folder = self._pipeline.folders.make()
         async with AsyncExitStack() as refused:
             refused.push_async_callback(asyncio.to_thread, folder.cleanup)
             blob = Path(folder.name) / BLOB
-            body, scan = in_time(limited(request, limits.max_bytes)), ValueScan(size_bytes)
+            body, scan = (
+                timed_parts(bounded_parts(request, limits.max_bytes)),
+                ValueScan(size_bytes),
+            )
             blob.touch()
-            expecting = asyncio.create_task(self._expect(order, blob, size_bytes))
+            expecting = asyncio.create_task(self._expect(push_request, blob, size_bytes))
             try:
                 found = await receive_file(body, blob, self._registration.workers, scan)
             finally:
                 expecting.cancel()
             hold.body_is_here()
-            order.pusher.trace.end_stage("receive")
-            if found != order.digest:
+            push_request.pusher.trace.end_stage("receive")
+            if found != push_request.digest:
                 raise InvalidAdapter(
                     f"the body has the digest {found} and not the address's: send it again",
                     param="digest",
                 )
-            async with self._turns.setdefault(tenant.name, asyncio.Lock()):
-                facts = await self._registration.validate(order.registration(), blob, found, scan)
-                version = order.version(facts)
-                await self._lane.check_quota(version)
-                order.pusher.trace.end_stage("check")
-                push = self._lane.begin(version, order.pusher.caller.key.id, folder)
+            async with self._check_locks.setdefault(tenant.name, asyncio.Lock()):
+                facts = await self._registration.validate(
+                    push_request.registration(), blob, found, scan
+                )
+                version = push_request.version(facts)
+                await self._pipeline.check_quota(version)
+                push_request.pusher.trace.end_stage("check")
+                push = self._pipeline.begin(version, push_request.pusher.caller.key.id, folder)
             if push.folder is folder:
-                refused.pop_all()  # from here on the lane removes it
+                refused.pop_all()  # from here on the pipeline removes it
         self._count(push.version)
         if version.expires is not None:
-            _note_ephemeral(version, order.pusher.caller.key.id, request.state.request_id)
+            _note_ephemeral(version, push_request.pusher.caller.key.id, request.state.request_id)
         return push
 
     def _count(self, version: PushedVersion) -> None:
@@ -217,12 +293,12 @@ class PushEndpoints:
         account = UsageAccount(version.tenant, version.facts.base_model, adapter)
         self._services.usage.add(account, UsageCounts(pushes=1, pushed_bytes=size_bytes))
 
-    async def _expect(self, order: PushOrder, blob: Path, size_bytes: int) -> None:
+    async def _expect(self, push_request: PushRequest, blob: Path, size_bytes: int) -> None:
         """Tell replicas of a large blob that is coming, where its base model is known by now."""
         base_models = self._services.base_models
-        name = order.query.base_model or next(iter(base_models))
-        if size_bytes >= _LARGE_BYTES and (order.query.base_model or len(base_models) == 1):
-            await self._services.engines.expect(name, order.digest, blob, size_bytes)
+        name = push_request.query.base_model or next(iter(base_models))
+        if size_bytes >= _LARGE_BYTES and (push_request.query.base_model or len(base_models) == 1):
+            await self._services.engines.expect(name, push_request.digest, blob, size_bytes)
 
     async def _wait(self, request: Request, push: Push, query: PushQuery) -> None:
         """Wait for what a client wants, unless many of its tenant's do.
@@ -235,7 +311,7 @@ class PushEndpoints:
         self._waiting[tenant] += 1
         wanted = push.ready if query.wait == "ready" else push.ended
         waiting = asyncio.create_task(push.wait_for(wanted, query.timeout_s))
-        leaving = asyncio.create_task(_until_left(request))
+        leaving = asyncio.create_task(wait_for_disconnect(request.receive))
         try:
             await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
@@ -247,9 +323,9 @@ class PushEndpoints:
             self._waiting[tenant] -= 1
 
     @asynccontextmanager
-    async def _limited(
+    async def _admitted(
         self, request: Request, name: str, digest: str
-    ) -> AsyncGenerator[Pusher, None]:
+    ) -> AsyncGenerator[AdmittedPusher, None]:
         """Hold a request to its limits, and note it. Raises LorikeetError."""
         route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
         request_id = request.state.request_id
@@ -260,7 +336,7 @@ class PushEndpoints:
             trace.set_model(f"{caller.tenant.name}/{name}@{digest}")
             hold = self._rate_limiter.check(caller.tenant, caller.key, takes_tokens=False)
             try:
-                yield Pusher(caller, hold, trace)
+                yield AdmittedPusher(caller, hold, trace)
             finally:
                 hold.release()
 
@@ -268,15 +344,15 @@ class PushEndpoints:
         """Return how far a usable version is; None where no gateway knows it."""
         view = self._catalog_view
         known = await view.ask(
-            lambda state: self._lane.pushed.applied_to(state, tenant).find(tenant, name)
+            lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)
         )
         version = known.with_digest(digest) if known else None
         if known is None or version is None:
             return None
         recorded = await view.ask(lambda state: state.find(tenant, name))
         numbered = recorded.with_digest(digest) if recorded else None
-        ready = await self._lane.is_ready((tenant, name, digest), version.base_model)
-        pushed = self._lane.pushed.get((tenant, name, digest))
+        ready = await self._pipeline.is_ready((tenant, name, digest), version.base_model)
+        pushed = self._pipeline.pushed.get((tenant, name, digest))
         expires = pushed.expires if pushed else None
         return Progress(known, version, numbered.version if numbered else None, ready, expires)
 
@@ -292,9 +368,3 @@ def _note_ephemeral(version: PushedVersion, key_id: str, request_id: str) -> Non
         "request_id": request_id,
     }
     log.info("ephemeral_push", extra=about)
-
-
-async def _until_left(request: Request) -> None:
-    """Wait until the client of a request whose body has come leaves."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

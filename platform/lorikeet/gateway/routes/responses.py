@@ -11,7 +11,7 @@ from lorikeet.errors import InvalidInput, UnsupportedParameter
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.request_log.request_log import RequestLog
-from lorikeet.responses.store import Json
+from lorikeet.response_store import Json
 from lorikeet.tenancy.rate_limiter import RateLimiter
 
 Order = Literal["asc", "desc"]
@@ -27,11 +27,11 @@ def response_routes(
     """The routes of a tenant's stored responses. Each counts as a request, without tokens."""
     router = APIRouter(prefix="/v1/responses")
 
-    limited = partial(_limited, authenticator, rate_limiter, request_log)
+    admitted = partial(_admitted, authenticator, rate_limiter, request_log)
 
     @router.get("/{response_id}")
     async def get_response(request: Request, response_id: str, stream: bool = False) -> Json:
-        async with limited(request) as tenant:
+        async with admitted(request) as tenant:
             if stream:
                 problem = "not supported here: stream: a stored response comes whole"
                 raise UnsupportedParameter(problem, param="stream")
@@ -39,7 +39,7 @@ def response_routes(
 
     @router.delete("/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Json:
-        async with limited(request) as tenant:
+        async with admitted(request) as tenant:
             await stored.delete(tenant, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -51,7 +51,7 @@ def response_routes(
         after: str | None = None,
         order: Order = "desc",
     ) -> Json:
-        async with limited(request) as tenant:
+        async with admitted(request) as tenant:
             items = (await stored.get(tenant, response_id)).input_items
             return page(items if order == "asc" else items[::-1], limit, after)
 
@@ -59,7 +59,7 @@ def response_routes(
 
 
 @asynccontextmanager
-async def _limited(
+async def _admitted(
     authenticator: RequestAuthenticator,
     rate_limiter: RateLimiter,
     request_log: RequestLog,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lorikeet_engine.kernels.logprobs import MOST, fused, reference
+from lorikeet_engine.kernels.log_softmax import MOST, fused, reference
 from tests.engine.interpreter import INTERPRETED
 
 OPERATORS = [

@@ -77,7 +77,7 @@ class Push:
             raise self.failure
 
 
-class PushLane:
+class PushPipeline:
     """The pushes of one gateway. For one event loop.
 
     Store writes have threads of their own, each tenant one at most: a store that hangs keeps no
@@ -92,7 +92,7 @@ class PushLane:
         self._receiving = Counter[str]()  # by tenant
         self._tasks = set[asyncio.Task[None]]()
         self._storing = ThreadPoolExecutor(_STORERS, thread_name_prefix="push-store")
-        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by tenant
+        self._store_locks = WeakValueDictionary[str, asyncio.Lock]()  # by tenant
         services.peers.register(_QUESTION, self._learn)
 
     @contextmanager
@@ -181,7 +181,7 @@ class PushLane:
             keeping = asyncio.create_task(self._keep(push, ref))
             await push.wait_for(push.ready, _PATIENCE_S)
             if not await self._outlives(push):
-                async with self._turns.setdefault(tenant, asyncio.Lock()):
+                async with self._store_locks.setdefault(tenant, asyncio.Lock()):
                     await self._store(push)
                 self._services.metrics.pushes.durable(time.monotonic() - push.begun_s)
         except Exception as error:

@@ -66,4 +66,4 @@ def set_given(
 def _operators(device_type: str) -> ModuleType:
     # Triton is imported only here: a machine without a GPU may have none.
     name = "fused" if device_type == "cuda" else "reference"
-    return import_module(f"lorikeet_engine.kernels.logprobs.{name}")
+    return import_module(f"lorikeet_engine.kernels.log_softmax.{name}")

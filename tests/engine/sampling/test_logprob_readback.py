@@ -5,7 +5,7 @@ import torch
 
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.sampling.draws import SamplingRow
-from lorikeet_engine.sampling.logprobs import Logprobs
+from lorikeet_engine.sampling.logprob_readback import LogprobReadback
 from lorikeet_engine.sampling.sampler import Sampler
 from tests.engine.sampling.draws import VOCAB, logits_of, pool
 
@@ -27,7 +27,7 @@ def test_logprobs_are_those_of_the_logits_as_they_came(dtype, device):
     likeliest, penalties = int(logits[4].argmax()), pool(device)
     slot = penalties.begin(params, (), (2, 3))
     rows = [SamplingRow(params, 1, i, banned=(likeliest,), slot=slot) for i in range(6)]
-    logprobs = Logprobs(logits, {0: 3, 1: 0, 4: 20})
+    logprobs = LogprobReadback(logits, {0: 3, 1: 0, 4: 20})
     drawn = Sampler(penalties).sample(logits, rows)
     logprobs.download(logits, drawn)
     told = logprobs.read()
@@ -45,7 +45,7 @@ def test_of_equally_likely_tokens_the_first_are_told():
     logits = torch.zeros(2, VOCAB)
     logits[1] = -3.0
     logits[1, [31, 8]] = -1.0
-    logprobs = Logprobs(logits, {0: 4, 1: 4})
+    logprobs = LogprobReadback(logits, {0: 4, 1: 4})
     logprobs.download(logits, torch.zeros(2, dtype=torch.int64))
     told = logprobs.read()
     assert [token for token, _ in told[0].top] == [0, 1, 2, 3]
@@ -58,7 +58,7 @@ def test_the_most_likely_tokens_are_those_of_a_stable_sort(vocab):
     logits = torch.randint(-9, 10, (50, vocab), generator=generator).float()  # mostly equals
     logits[7] = -torch.inf
     logits[8] = -torch.nan
-    logprobs = Logprobs(logits, dict.fromkeys(range(50), 20))
+    logprobs = LogprobReadback(logits, dict.fromkeys(range(50), 20))
     logprobs.download(logits, torch.zeros(50, dtype=torch.int64))
     ids = logits.sort(descending=True, stable=True).indices[:, :20].tolist()
     for row, told in logprobs.read().items():

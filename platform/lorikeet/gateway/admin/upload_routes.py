@@ -23,7 +23,7 @@ from lorikeet.gateway.admin.blob_validation import MAX_BYTES
 from lorikeet.gateway.admin.registration import RegisteredVersion, Registration, RegistrationRequest
 from lorikeet.gateway.admin.smoke import smoke_test
 from lorikeet.gateway.auth import Actor
-from lorikeet.gateway.body import Body, declared_bytes, json_body, limited
+from lorikeet.gateway.body import Body, bounded_parts, declared_bytes, json_body
 from lorikeet.gateway.error_responses import CREATED, OK
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
@@ -97,7 +97,7 @@ class UploadEndpoints:
             blob = Path(folder) / "adapter.safetensors"
             size_bytes = declared_bytes(request, limits.max_bytes, MAX_BYTES)
             scan = None if size_bytes is None else ValueScan(size_bytes)
-            body = limited(request, limits.max_bytes, MAX_BYTES)
+            body = bounded_parts(request, limits.max_bytes, MAX_BYTES)
             digest = await receive_file(body, blob, registration.workers, scan)
             facts = await registration.validate(order, blob, digest, scan)
             made = await registration.record(order, blob, facts)
@@ -129,7 +129,7 @@ class UploadEndpoints:
         size = upload.part_size(number)
         with tempfile.TemporaryDirectory(prefix="lorikeet-part-") as folder:
             part = Path(folder) / "part"
-            await receive_file(limited(request, size), part, self._registration.workers)
+            await receive_file(bounded_parts(request, size), part, self._registration.workers)
             await run(_check_part, part, size, request.headers.get("content-md5"))
             await run(uploads.put, upload, number, part)
         return {"number": number, "size_bytes": size}

@@ -9,32 +9,32 @@ MESSAGES = "/v1/messages"
 _OVERLOADED = 529
 
 
-class Dialect(Enum):
+class ClientApi(Enum):
     """Whose API a client speaks."""
 
     OPENAI = "OpenAI"
     ANTHROPIC = "Anthropic"
 
 
-def dialect_of_path(path: str) -> Dialect:
-    """Return the dialect of a route: Anthropic's has /v1/messages and what is below it."""
+def api_of_path(path: str) -> ClientApi:
+    """Return the api of a route: Anthropic's has /v1/messages and what is below it."""
     below = path == MESSAGES or path.startswith(f"{MESSAGES}/")
-    return Dialect.ANTHROPIC if below else Dialect.OPENAI
+    return ClientApi.ANTHROPIC if below else ClientApi.OPENAI
 
 
-def error_status(code: str, dialect: Dialect) -> int:
+def error_status(code: str, api: ClientApi) -> int:
     """Return the HTTP status of an error's code.
 
     It is the table's (lorikeet/errors.py), but for an overloaded_error, which Anthropic's clients
     know by a status of its own.
     """
     kind = kind_of(code)
-    if dialect is Dialect.ANTHROPIC and kind.anthropic_type == "overloaded_error":
+    if api is ClientApi.ANTHROPIC and kind.anthropic_type == "overloaded_error":
         return _OVERLOADED
     return kind.status
 
 
-def error_body(code: str, message: str, param: str | None = None) -> dict[str, Any]:
+def openai_error_body(code: str, message: str, param: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's shape: {"error": {…}} with message, type, param and code."""
     kind = kind_of(code).type
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

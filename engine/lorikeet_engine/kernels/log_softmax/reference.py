@@ -3,13 +3,13 @@
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.logprobs import COUNT, ROW, SCALE, LogprobRows
+from lorikeet_engine.kernels.log_softmax import COUNT, ROW, SCALE, LogprobRows
 
 _GROUP = 64  # neighbouring tokens
 
 
 def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
-    """See kernels.logprobs."""
+    """See kernels.log_softmax."""
     x = logits[wanted[:, ROW]].float()
     best = x.amax(dim=-1, keepdim=True)
     log_sum = ((x - best) * _scales(wanted)).logsumexp(dim=-1, keepdim=True)
@@ -26,7 +26,7 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
 def set_given(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """See kernels.logprobs."""
+    """See kernels.log_softmax."""
     rows = wanted[:, ROW]
     given = logits[rows, tokens[rows].clamp(min=0)].float().unsqueeze(1)
     found.packed[:, :1] = _logprobs(given, found.norms, wanted)

@@ -1,10 +1,10 @@
-"""How the norm's kernel sums a row over ranks: parallel/row_exchange.py has the memory for it."""
+"""Sum of one row over ranks inside the norm's kernel, through a RowExchange (parallel/sums.py)."""
 
 import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.parallel.row_exchange import RowExchange
+from lorikeet_engine.parallel.sums import RowExchange
 
 
 def exchange_operands(

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import Download, upload
-from lorikeet_engine.kernels.logprobs import COUNT, FIELDS, ROW, SCALE, likeliest, set_given
+from lorikeet_engine.kernels.log_softmax import COUNT, FIELDS, ROW, SCALE, likeliest, set_given
 from lorikeet_engine.request import TokenLogprobs
 
 
-class Logprobs:
+class LogprobReadback:
     """The log_softmax of some rows of logits, for the sampled and the most likely tokens.
 
     Made before sampling, which may change the logits of tokens that cannot be sampled; of what

@@ -11,23 +11,23 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels import logprobs
-from lorikeet_engine.kernels.logprobs import LogprobRows
+from lorikeet_engine.kernels import log_softmax
+from lorikeet_engine.kernels.log_softmax import LogprobRows
 from lorikeet_engine.kernels.sampling.arithmetic import key_of
 
 _GROUP = tl.constexpr(64)  # neighbouring tokens with one largest logit
 _GROUPS = tl.constexpr(64)  # of a chunk
 _CHUNK = tl.constexpr(_GROUP.value * _GROUPS.value)
-_ROW, _COUNT = tl.constexpr(logprobs.ROW), tl.constexpr(logprobs.COUNT)
-_SCALE, _FIELDS = tl.constexpr(logprobs.SCALE), tl.constexpr(logprobs.FIELDS)
-_MOST = tl.constexpr(logprobs.MOST)
+_ROW, _COUNT = tl.constexpr(log_softmax.ROW), tl.constexpr(log_softmax.COUNT)
+_SCALE, _FIELDS = tl.constexpr(log_softmax.SCALE), tl.constexpr(log_softmax.FIELDS)
+_MOST = tl.constexpr(log_softmax.MOST)
 _LOWEST_KEY = tl.constexpr(-(2**31))
 _LOWEST = tl.constexpr(-(2**63))  # below what any number's key and id make
 _IDS = tl.constexpr(2**32 - 1)
 
 
 def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
-    """See kernels.logprobs."""
+    """See kernels.log_softmax."""
     rows, vocab = len(wanted), logits.shape[1]
     chunks = triton.cdiv(vocab, _CHUNK.value)
     parts = logits.new_empty((rows, 2, chunks), dtype=torch.float32)
@@ -45,7 +45,7 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
 def set_given(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """See kernels.logprobs."""
+    """See kernels.log_softmax."""
     vocab, width = logits.shape[1], found.packed.shape[1]
     _set_given[(len(wanted),)](
         logits, wanted, tokens, found.norms, found.packed, width, vocab, num_warps=1
