@@ -24,7 +24,7 @@ def lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PushLane:
     monkeypatch.setattr(push_lane, "MOST_OF_TENANT", 2)
     catalog = AdapterCatalog.init(LocalStore(tmp_path))
     services = Services(catalog, {"tiny": ServedModel(SHAPE)}, LIMITS, ReplayEngines())
-    return PushLane(services, GatewayCatalogView(catalog, 60.0))
+    return PushLane(services, GatewayCatalogView(catalog.reader, 60.0))
 
 
 def version(letter: str, tenant: str = "acme") -> PushedVersion:

@@ -54,7 +54,9 @@ def create_app(services: Services) -> FastAPI:
     While the store is away it starts with the view that a gateway of this machine kept, or without
     any: then it answers 503 until the store is back.
     """
-    catalog_view = GatewayCatalogView(services.catalog, services.refresh_s, services.kept_view)
+    catalog_view = GatewayCatalogView(
+        services.catalog.reader, services.refresh_s, services.kept_view
+    )
     lane = PushLane(services, catalog_view)
     authenticator = RequestAuthenticator(services, catalog_view, lane.pushed)
     shares = LimitShares(services.name, services.gateways, time.monotonic())

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from lorikeet.catalog.records import BlobFacts
-from lorikeet.catalog.uploads import Uploads
+from lorikeet.catalog.resumable_uploads import ResumableUploads
 from lorikeet.chat_template import template_warning
 from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge
 from lorikeet.gateway.admin.blob_validation import MAX_BYTES
@@ -60,7 +60,9 @@ class RegisterUpload(Body):
     smoke: bool = False
 
 
-def upload_routes(services: Services, uploads: Uploads, registration: Registration) -> APIRouter:
+def upload_routes(
+    services: Services, uploads: ResumableUploads, registration: Registration
+) -> APIRouter:
     """Routes of blobs: register one; begin or resume an upload, send its parts, register it."""
     endpoints = UploadEndpoints(services, uploads, registration)
     router = APIRouter()
@@ -75,7 +77,9 @@ def upload_routes(services: Services, uploads: Uploads, registration: Registrati
 class UploadEndpoints:
     """The operations on blobs and uploads."""
 
-    def __init__(self, services: Services, uploads: Uploads, registration: Registration) -> None:
+    def __init__(
+        self, services: Services, uploads: ResumableUploads, registration: Registration
+    ) -> None:
         self._services, self._uploads, self._registration = services, uploads, registration
 
     async def register_body(
@@ -182,7 +186,7 @@ class UploadEndpoints:
             raise
 
 
-def _begin(uploads: Uploads, wanted: BeginUpload, actor: str) -> Json:
+def _begin(uploads: ResumableUploads, wanted: BeginUpload, actor: str) -> Json:
     upload, missing = uploads.begin(wanted.digest, wanted.size_bytes, actor)
     return {
         "digest": upload.digest,
