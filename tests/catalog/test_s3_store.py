@@ -19,7 +19,7 @@ from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store import s3
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import NotFound, ObjectNotFound, StoreError, StoreRefused
-from lorikeet.responses.store import ResponseStore, StoredResponse
+from lorikeet.response_store import ResponseStore, StoredResponse
 from tests.s3_proxy import proxied
 
 MIB = 2**20

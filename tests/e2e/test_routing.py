@@ -12,8 +12,7 @@ from ray import serve
 from demo.tasks import TASKS
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint
-from lorikeet.routing.ranking import Work
+from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint, Work
 from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.fleet_registry import fleet_of
 from lorikeet.serving.request_router import routing_request_of

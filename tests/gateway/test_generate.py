@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from lorikeet.routing.ranking import Work
+from lorikeet.protocol.messages import Work
 from tests.gateway.conftest import Gateway, chat
 
 README = Path(__file__).parents[2] / "README.md"

@@ -42,7 +42,7 @@ def test_an_answer_that_ends_earlier_differs_from_there_on() -> None:
     [
         ([(BASE, BASE)], "changed none of 32 tokens"),
         ([([], [])], "changed none of 0 tokens"),
-        ([(BASE, []), (BASE, BASE)], "1 of 2 prompts with nothing"),
+        ([(BASE, []), (BASE, BASE)], "empty answer to 1 of 2 prompts"),
         ([(BASE, [5] * 32)], "repeats itself in 1 of 1"),
         ([(BASE, BASE[:16] + [5, 6] * 8)], "repeats itself in 1 of 1"),
     ],

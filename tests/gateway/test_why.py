@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 
 from lorikeet.errors import InvalidInput, NotFound, Unavailable
-from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Attempt,
+    Call,
+    Candidate,
+    Cost,
+    FinalUsage,
+    Refusal,
+)
 from lorikeet.protocol.peers import Peers
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import KEPT_S, RequestLog
-from lorikeet.routing.ranking import Candidate, Cost
-from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import EngineTimings
 from lorikeet_engine.telemetry.status import LiveStats

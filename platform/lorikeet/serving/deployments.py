@@ -25,7 +25,7 @@ from lorikeet.gateway.services import Services, read_base_models
 from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.replica.replica import Replica
-from lorikeet.responses.store import ResponseStore
+from lorikeet.response_store import ResponseStore
 from lorikeet.retry_after import FULL_PROXY_S
 from lorikeet.serving.autoscaling import autoscaling
 from lorikeet.serving.controller import Controller

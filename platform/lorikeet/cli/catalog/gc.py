@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
+from lorikeet import response_store
 from lorikeet.catalog.garbage_collection import GarbageCollector
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
-from lorikeet.responses import store as responses
 from lorikeet.settings import Settings
 from lorikeet.sizes import show_size
 from lorikeet.usage.compaction import clean_up
@@ -42,7 +42,7 @@ def gc(
     found = [*collector.collect(), *superseded]
     if settings.responses_lifetime_h is not None:
         lifetime_s = settings.responses_lifetime_h * _HOUR_S
-        found += responses.clean_up(catalog.store, lifetime_s, time.time(), dry_run=dry_run)
+        found += response_store.clean_up(catalog.store, lifetime_s, time.time(), dry_run=dry_run)
     total = sum(one.size_bytes for one in found)
     if as_json:
         objects = [

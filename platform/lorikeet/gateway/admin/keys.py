@@ -1,4 +1,4 @@
-"""Admin routes of keys: make an admin's; list, limit, rotate and revoke any."""
+"""Admin routes of keys: create admins' keys; list, limit, rotate and revoke all keys."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from lorikeet.gateway.error_responses import CREATED
 
 
 class AdminKey(NewKeyBody):
-    """An admin's key. Admins administer; they do not infer."""
+    """An admin's key, which administers and cannot infer."""
 
     scopes: list[Literal["admin", "read-only"]] = Field(
         [Scope.ADMIN.value], min_length=1, max_length=1
@@ -26,13 +26,16 @@ class AdminKey(NewKeyBody):
 
 
 class Rotation(Body):
-    """overlap_s: for so long the old key works beside the new one."""
+    """Rotation of a key.
+
+    overlap_s: seconds for which the old key keeps working beside the new one.
+    """
 
     overlap_s: Annotated[float, Field(ge=0, le=LONGEST_OVERLAP_S)] = 86400
 
 
 def key_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """Routes under /keys."""
+    """Return the routes under /keys."""
     router = APIRouter(prefix="/keys")
 
     @router.get("", response_model=None)

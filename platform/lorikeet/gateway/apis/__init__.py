@@ -6,8 +6,7 @@ chat_messages.py, tools.py, fields.py   their parts
 responses_request.py, responses_items.py, responses_tools.py
                      /v1/responses, which becomes a chat's Call
 anthropic_request.py, anthropic_content.py   /v1/messages, which becomes one too
-response_types.py, responses_types.py, anthropic_types.py   the answers, as types
-openapi.py           GET /v1/openapi.json, made of all these types
+openapi.py           GET /v1/openapi.json, with the schemas of all these requests
 
 The bytes of answers are formed on replicas, by the formats in answer_stream/.
 """

@@ -29,7 +29,7 @@ from lorikeet.gateway.apis.tools import (
     ResponseFormat,
     Tool,
     check_choice,
-    limited,
+    refuse_long_json,
 )
 from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Call, Endpoint
@@ -99,7 +99,7 @@ class JsonFormat(Body):
     """JSON that a schema allows."""
 
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], BeforeValidator(limited)] = Field(alias="schema")
+    schema_: Annotated[dict[str, Any], BeforeValidator(refuse_long_json)] = Field(alias="schema")
 
     def for_chat(self) -> ResponseFormat:
         """Return it as a chat has it."""
@@ -173,7 +173,9 @@ class PromptRequest(ApiRequest):
     ]
     system: Texts | None = None
     tools: Annotated[
-        list[CustomTool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(limited)
+        list[CustomTool],
+        Field(max_length=MAX_TOOLS, fail_fast=True),
+        BeforeValidator(refuse_long_json),
     ] = Field(default=[])
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None

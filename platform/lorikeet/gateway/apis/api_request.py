@@ -17,9 +17,8 @@ from lorikeet.gateway.apis.responses_items import StoredItems
 from lorikeet.gateway.apis.structured_outputs import StructuredFields
 from lorikeet.gateway.auth import Caller, ResolvedModel
 from lorikeet.gateway.body import Body, NoOps, misfit
-from lorikeet.protocol.messages import Call
+from lorikeet.protocol.messages import Call, Work
 from lorikeet.routing.locations import CHARACTERS_PER_TOKEN
-from lorikeet.routing.ranking import Work
 from lorikeet_engine.request import (
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,

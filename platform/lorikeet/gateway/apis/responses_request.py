@@ -33,7 +33,7 @@ from lorikeet.gateway.apis.tools import (
     NamedTool,
     ResponseFormat,
     check_choice,
-    limited,
+    refuse_long_json,
 )
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
@@ -47,7 +47,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: FunctionName | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any], BeforeValidator(limited)] | None = Field(
+    schema_: Annotated[dict[str, Any], BeforeValidator(refuse_long_json)] | None = Field(
         default=None, alias="schema"
     )
     strict: bool | None = None

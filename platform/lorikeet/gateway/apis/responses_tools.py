@@ -14,7 +14,7 @@ from lorikeet.gateway.apis.tools import (
     Function,
     Mode,
     Tool,
-    limited,
+    refuse_long_json,
 )
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
 
@@ -97,7 +97,7 @@ def _parse_choice(value: object) -> str | FunctionChoice:
 ResponseTools = Annotated[
     list[Annotated[OfferedTool, PlainValidator(_parse_tool, json_schema_input_type=OfferedTool)]],
     Field(max_length=MAX_TOOLS, fail_fast=True),
-    BeforeValidator(limited),
+    BeforeValidator(refuse_long_json),
 ]
 ResponseToolChoice = Annotated[
     str | FunctionChoice,

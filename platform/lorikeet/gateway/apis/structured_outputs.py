@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from lorikeet.gateway.apis.chat_messages import parse_object
-from lorikeet.gateway.apis.tools import limited
+from lorikeet.gateway.apis.tools import refuse_long_json
 from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Format, FormatKind
 
@@ -18,7 +18,7 @@ def _parse_schema(value: object, info: ValidationInfo) -> object:
     """Parse a JSON schema: an object, or the JSON text of one."""
     if not isinstance(value, dict):
         value = parse_object(value, info)
-    return limited(value)
+    return refuse_long_json(value)
 
 
 _Schema = Annotated[
@@ -28,7 +28,7 @@ _Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX_LENGTH)]
 _Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]],
     Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True),
-    BeforeValidator(limited),
+    BeforeValidator(refuse_long_json),
 ]
 
 

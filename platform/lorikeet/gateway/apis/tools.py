@@ -22,7 +22,7 @@ FUNCTIONS_ALONE = "functions are the only tools here"
 Mode = Literal["none", "auto", "required"]
 
 
-def limited(value: object) -> object:
+def refuse_long_json(value: object) -> object:
     """Refuse what is too long for a prompt or a grammar, before it is copied again and again."""
     if len(json_text(value)) > MAX_SCHEMAS_LENGTH:
         raise ValueError(f"want at most {MAX_SCHEMAS_LENGTH} characters of JSON")
@@ -82,7 +82,9 @@ def _parse_choice(value: object) -> str | NamedTool:
 ToolChoice = Annotated[
     str | NamedTool, PlainValidator(_parse_choice, json_schema_input_type=Mode | NamedTool)
 ]
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(limited)]
+Tools = Annotated[
+    list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(refuse_long_json)
+]
 
 
 def _parse_function_call(value: object) -> str | NamedTool:
@@ -95,7 +97,7 @@ def _parse_function_call(value: object) -> str | NamedTool:
 
 
 Functions = Annotated[
-    list[Function], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(limited)
+    list[Function], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(refuse_long_json)
 ]
 FunctionCall = Annotated[
     str | NamedTool,
@@ -160,7 +162,9 @@ class JsonSchema(Body):
 
     name: FunctionName
     description: str | None = None
-    schema_: Annotated[dict[str, Any], BeforeValidator(limited)] = Field(default={}, alias="schema")
+    schema_: Annotated[dict[str, Any], BeforeValidator(refuse_long_json)] = Field(
+        default={}, alias="schema"
+    )
     strict: bool | None = None
 
 

@@ -12,9 +12,9 @@ from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.body import parse_json
 from lorikeet.protocol.messages import ToolUse
-from lorikeet.replica.grammar import LAYOUT
-from lorikeet.replica.python_arguments import python_arguments
-from lorikeet.replica.tool_grammar import call_grammar
+from lorikeet.replica.grammars.format_grammar import LAYOUT
+from lorikeet.replica.grammars.python_arguments import python_arguments
+from lorikeet.replica.grammars.tool_grammar import call_grammar
 from tests.answer_stream.test_tool_calls import allows, forced
 
 

@@ -1,4 +1,4 @@
-"""Whose API a client speaks, and the shape that errors have there."""
+"""Error bodies and HTTP statuses in the shapes of OpenAI's and Anthropic's APIs."""
 
 from enum import Enum
 from typing import Any
@@ -9,32 +9,31 @@ MESSAGES = "/v1/messages"
 _OVERLOADED = 529
 
 
-class Dialect(Enum):
-    """Whose API a client speaks."""
+class ClientApi(Enum):
+    """API whose response shapes a client expects."""
 
     OPENAI = "OpenAI"
     ANTHROPIC = "Anthropic"
 
 
-def dialect_of_path(path: str) -> Dialect:
-    """Return the dialect of a route: Anthropic's has /v1/messages and what is below it."""
+def api_of_path(path: str) -> ClientApi:
+    """Return the API of a route: Anthropic's for /v1/messages and below, else OpenAI's."""
     below = path == MESSAGES or path.startswith(f"{MESSAGES}/")
-    return Dialect.ANTHROPIC if below else Dialect.OPENAI
+    return ClientApi.ANTHROPIC if below else ClientApi.OPENAI
 
 
-def error_status(code: str, dialect: Dialect) -> int:
-    """Return the HTTP status of an error's code.
+def error_status(code: str, api: ClientApi) -> int:
+    """Return the HTTP status of an error's code, by the table in lorikeet/errors.py.
 
-    It is the table's (lorikeet/errors.py), but for an overloaded_error, which Anthropic's clients
-    know by a status of its own.
+    Exception: an overloaded_error is 529 in Anthropic's API, because its clients expect that.
     """
     kind = kind_of(code)
-    if dialect is Dialect.ANTHROPIC and kind.anthropic_type == "overloaded_error":
+    if api is ClientApi.ANTHROPIC and kind.anthropic_type == "overloaded_error":
         return _OVERLOADED
     return kind.status
 
 
-def error_body(code: str, message: str, param: str | None = None) -> dict[str, Any]:
+def openai_error_body(code: str, message: str, param: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's shape: {"error": {…}} with message, type, param and code."""
     kind = kind_of(code).type
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -43,8 +42,8 @@ def error_body(code: str, message: str, param: str | None = None) -> dict[str, A
 def anthropic_error_body(code: str, message: str, request_id: str | None) -> dict[str, Any]:
     """Return an error in Anthropic's shape: {"type": "error", "error": {…}, "request_id": …}.
 
-    Its clients read our code from `details`, and know a prompt that is too long by the first words
-    of the message.
+    `details` carries our error code. The message of a too long prompt begins with the words by
+    which Anthropic's clients recognise the error.
     """
     if code == ContextLengthExceeded.code:
         message = f"prompt is too long: {message}"

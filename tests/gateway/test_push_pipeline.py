@@ -14,7 +14,7 @@ import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.gateway.app import create_app
-from lorikeet.gateway.pushing import push_lane, pushed_versions, routes
+from lorikeet.gateway.pushing import push_pipeline, pushed_versions, routes
 from lorikeet.gateway.services import ServedModel, Services
 from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, listening, serving
 from tests.gateway.linked_peers import LinkedPeers, link
@@ -27,7 +27,7 @@ from tests.waiting import eventually
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_lane, "_KEEP_S", 0.1)
+    monkeypatch.setattr(push_pipeline, "_KEEP_S", 0.1)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def trainer(gateway: Gateway) -> Trainer:
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> MovedTime:
     """The time by which versions expire."""
-    return MovedTime(monkeypatch, push_lane, pushed_versions, routes)
+    return MovedTime(monkeypatch, push_pipeline, pushed_versions, routes)
 
 
 def is_durable(trainer: Trainer, blob: bytes) -> bool:
@@ -153,7 +153,7 @@ def test_a_push_without_room_is_refused_before_anything_shows(trainer: Trainer) 
 def test_a_tenant_has_so_many_pushes_on_their_way(
     trainer: Trainer, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push_lane, "MOST_OF_TENANT", 2)
+    monkeypatch.setattr(push_pipeline, "MOST_OF_TENANT", 2)
     with store.away():
         for seed in (1, 2):
             assert trainer.push(trainer.blob(seed)).is_success
@@ -192,7 +192,7 @@ def test_every_gateway_answers_for_what_is_ready(
 def test_a_gateway_keeps_what_it_carries_however_long_it_takes_to_tell_others(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push_lane, "_KEEP_S", 60.0)
+    monkeypatch.setattr(push_pipeline, "_KEEP_S", 60.0)
     monkeypatch.setattr(pushed_versions, "FORGOTTEN_S", 0.1)
     trainer.push(trainer.blob(1), alias="prod", wait="durable")
     passing = trainer.blob(2)

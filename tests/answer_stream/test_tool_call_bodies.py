@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lorikeet.answer_stream.call_bodies import calls_of
+from lorikeet.answer_stream.tool_call_bodies import calls_of
 from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import FUNCTION_GEMMA, OLMO, PYTHON_LIST, TOOL_CODE
 from tests.answer_stream.test_tool_calls import USE, cost_s, read

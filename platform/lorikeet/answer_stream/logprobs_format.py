@@ -103,7 +103,7 @@ _LOGPROBS = {
 }
 
 
-class WholeLogprobs:
+class LogprobsJson:
     """The logprobs of one choice, or of a delta of it.
 
     Encoding all of them at the end would hold up every stream of the replica: 15,000 tokens with 20
@@ -125,7 +125,7 @@ class WholeLogprobs:
             parts.append(shaped[name])
         return sum(map(len, shaped.values()))
 
-    def before(self, later: "WholeLogprobs") -> "WholeLogprobs":
+    def before(self, later: "LogprobsJson") -> "LogprobsJson":
         """Return these with those of later tokens behind them."""
         joined = copy(self)
         joined._lists = {name: parts + later._lists[name] for name, parts in self._lists.items()}

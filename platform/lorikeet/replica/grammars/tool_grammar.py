@@ -11,9 +11,9 @@ from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Format, ToolUse
-from lorikeet.replica.grammar import LAYOUT, format_rule
-from lorikeet.replica.idle_keywords import without_idle_keywords
-from lorikeet.replica.python_arguments import python_arguments
+from lorikeet.replica.grammars.format_grammar import LAYOUT, format_rule
+from lorikeet.replica.grammars.noop_keywords import without_noop_keywords
+from lorikeet.replica.grammars.python_arguments import python_arguments
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How llguidance spaces JSON: as chat templates write arguments."""
@@ -123,7 +123,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
             f"the parameters of {function['name']}: want an object as their type", param="tools"
         )
     try:
-        held = without_idle_keywords(parameters)
+        held = without_noop_keywords(parameters)
     except RecursionError as error:
         raise InvalidInput("a function's parameters: nested too deeply", param="tools") from error
     return {**held, "type": "object", "x-guidance": {**LAYOUT, **_COMPACT}}

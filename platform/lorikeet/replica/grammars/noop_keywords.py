@@ -13,13 +13,13 @@ _NAMED_SCHEMAS = frozenset(
 )
 
 
-def without_idle_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
+def without_noop_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema that allows the same, without keywords that change nothing.
 
     Raises RecursionError where it is nested too deeply.
     """
     parts = {key: _part(key, value) for key, value in schema.items()}
-    return {key: value for key, value in parts.items() if not _is_idle(key, value, parts)}
+    return {key: value for key, value in parts.items() if not _is_noop(key, value, parts)}
 
 
 def _part(key: str, value: Any) -> Any:
@@ -32,10 +32,10 @@ def _part(key: str, value: Any) -> Any:
 
 def _of_any(part: Any) -> Any:
     """What is no schema, or one without keywords, is left as it is."""
-    return without_idle_keywords(part) if isinstance(part, Mapping) else part
+    return without_noop_keywords(part) if isinstance(part, Mapping) else part
 
 
-def _is_idle(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+def _is_noop(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     asks_nothing = _ASKS_NOTHING.get(key)
     return asks_nothing is not None and asks_nothing(value, schema)
 

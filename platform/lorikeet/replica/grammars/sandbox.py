@@ -1,7 +1,7 @@
 """A sandbox for grammars: compiles them first in a process that may die of it.
 
 A schema of a few bytes can take minutes, gigabytes, or more stack than there is; then this process
-ends and not a replica. Run by GrammarSandbox: python -m lorikeet.replica.grammar_sandbox.
+ends and not a replica. Run by GrammarSandbox: python -m lorikeet.replica.grammars.sandbox.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import numpy as np
 
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Format
-from lorikeet.replica.grammar import ModelGrammars
+from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
 from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 
