@@ -115,9 +115,9 @@ def test_a_smoke_that_fails_registers_nothing(gateway: Gateway, tmp_path: Path) 
     wanted = {"digest": body["digest"], "smoke": True}
 
     gateway.engines.try_out = lambda _: Refusal("invalid_adapter", "its logits overflow")
-    before = gateway.catalog.refresh().seq
+    before = gateway.catalog.reader.refresh().seq
     error_of(gateway.admin("POST", "/adapters/acme/new/versions", wanted), 422)
-    assert gateway.catalog.refresh().seq == before
+    assert gateway.catalog.reader.refresh().seq == before
 
     gateway.engines.try_out = type(gateway.engines)().try_out
     version = gateway.admin("POST", "/adapters/acme/new/versions", wanted).json()

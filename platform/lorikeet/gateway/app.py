@@ -54,7 +54,9 @@ def create_app(services: Services) -> FastAPI:
     While the store is unreachable the application starts with the view that a gateway saved on this
     machine. Without a saved view it answers 503 until the store is back.
     """
-    catalog_view = GatewayCatalogView(services.catalog, services.refresh_s, services.kept_view)
+    catalog_view = GatewayCatalogView(
+        services.catalog.reader, services.refresh_s, services.kept_view
+    )
     pipeline = PushPipeline(services, catalog_view)
     authenticator = RequestAuthenticator(services, catalog_view, pipeline.pushed)
     shares = LimitShares(services.name, services.gateways, time.monotonic())

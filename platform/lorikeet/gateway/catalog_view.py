@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from lorikeet.catalog.kept_view import KeptView
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.state import CatalogState, PartitionsNotRead
-from lorikeet.catalog.view import CatalogReader
 from lorikeet.errors import EndedKey, InvalidKey, StoreRefused, Unavailable, UnknownModel
 from lorikeet.retry_after import STORE_AWAY_S
 

@@ -20,7 +20,7 @@ from lorikeet.errors import InsufficientQuota, LorikeetError, RateLimited, statu
 from lorikeet.gateway.body import input_error
 from lorikeet.protocol.messages import Endpoint, Refusal
 from lorikeet.retry_after import whole_seconds
-from lorikeet.tenancy.allowance import limit_headers
+from lorikeet.tenancy.rate_limiter import limit_headers
 
 OK = 200
 CREATED = 201

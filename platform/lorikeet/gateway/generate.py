@@ -32,8 +32,7 @@ from lorikeet.protocol.messages import (
 )
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
-from lorikeet.tenancy.allowance import limit_headers
-from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
+from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold, limit_headers
 from lorikeet_engine.request import SchedulingParams
 
 SCHEMAS: Mapping[str, type[ApiRequest]] = {

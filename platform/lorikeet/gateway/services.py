@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
-from lorikeet.catalog.uploads import PART_BYTES
+from lorikeet.catalog.resumable_uploads import PART_BYTES
 from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
 from lorikeet.metrics.gateway import GatewayMetrics

@@ -247,7 +247,7 @@ def _open_catalog(store: ObjectStore, kept_view: KeptView) -> AdapterCatalog:
     """
     catalog = AdapterCatalog(store)
     try:
-        catalog.refresh()
+        catalog.reader.refresh()
     except StoreError as error:
         if isinstance(error, StoreRefused) and kept_view.read() is None:
             raise

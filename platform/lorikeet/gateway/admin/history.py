@@ -48,7 +48,7 @@ class AsOf:
         if self.seq is None and self.time is None:
             return await catalog_view.ask_in_thread(question)
         await catalog_view.refresh()
-        view = await catalog_view.in_thread(self._view, catalog.history)
+        view = await catalog_view.in_thread(self._view, catalog.reader.history)
         return await catalog_view.in_thread(view.ask, question)
 
     def _view(self, history: History) -> CatalogView:
@@ -89,7 +89,7 @@ def history_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) ->
         wanted = HistoryQuery(tenant=tenant, name=name, actor=actor, since=since)
         await catalog_view.refresh()
         found = await catalog_view.in_thread(
-            lambda history: history.find(wanted, limit, before), catalog.history
+            lambda history: history.find(wanted, limit, before), catalog.reader.history
         )
         return {"data": list(map(entry_json, found.entries)), "before": found.before}
 
@@ -101,6 +101,6 @@ def history_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) ->
 
     @router.post("/snapshots")
     def snapshot() -> dict[str, Any]:
-        return {"seq": catalog.snapshot()}
+        return {"seq": catalog.reader.snapshot()}
 
     return router

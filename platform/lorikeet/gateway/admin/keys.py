@@ -7,9 +7,8 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.catalog import LONGEST_OVERLAP_S, AdapterCatalog
 from lorikeet.catalog.records import Scope
-from lorikeet.catalog.tenants_and_keys import LONGEST_OVERLAP_S
 from lorikeet.gateway.admin.limit_bodies import KeyLimitsBody, NewKeyBody
 from lorikeet.gateway.admin.serializers import key_json, list_response
 from lorikeet.gateway.auth import Actor
@@ -60,7 +59,7 @@ def key_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> API
         key_id: str, wanted: Annotated[Rotation, json_body(Rotation)], actor: Actor
     ) -> dict[str, Any]:
         record, secret = catalog.rotate_key(key_id, wanted.overlap_s, actor=actor)
-        replaced = catalog.ask(lambda state: state.key(key_id))
+        replaced = catalog.reader.ask(lambda state: state.key(key_id))
         return {**key_json(record), "key": secret, "replaces": key_json(replaced)}
 
     @router.delete("/{key_id}")

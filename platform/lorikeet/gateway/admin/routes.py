@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Depends, Request
 
 from lorikeet.catalog.names import check_name
-from lorikeet.catalog.uploads import Uploads
+from lorikeet.catalog.resumable_uploads import ResumableUploads
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.admin.adapters import adapter_routes
 from lorikeet.gateway.admin.fleet_view import FleetView, fleet_routes
@@ -38,7 +38,7 @@ def admin_routes(
     checks = [Depends(authenticator.admin), Depends(_check_path)]
     router = APIRouter(prefix="/admin/v1", dependencies=checks)
     pins = PinReporter(services.catalog, services.engines, catalog_view)
-    uploads = Uploads(services.catalog.store, services.part_bytes)
+    uploads = ResumableUploads(services.catalog.store, services.part_bytes)
     router.include_router(upload_routes(services, uploads, registration))
     router.include_router(smoke_routes(services, catalog_view))
     router.include_router(adapter_routes(services, catalog_view))

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from starlette.responses import Response
 
 from lorikeet.base_warning import base_warning
-from lorikeet.catalog.log.changes import Entry
+from lorikeet.catalog.changes import Entry
 from lorikeet.catalog.records import (
     AdapterRecord,
     KeyRecord,

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from lorikeet.catalog.records import BlobFacts
-from lorikeet.catalog.uploads import Uploads
+from lorikeet.catalog.resumable_uploads import ResumableUploads
 from lorikeet.chat_template import template_warning
 from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge
 from lorikeet.gateway.admin.blob_validation import MAX_BYTES
@@ -64,7 +64,9 @@ class RegisterUpload(Body):
     smoke: bool = False
 
 
-def upload_routes(services: Services, uploads: Uploads, registration: Registration) -> APIRouter:
+def upload_routes(
+    services: Services, uploads: ResumableUploads, registration: Registration
+) -> APIRouter:
     """Return the routes that register a blob, and begin, continue and register an upload."""
     endpoints = UploadEndpoints(services, uploads, registration)
     router = APIRouter()
@@ -79,7 +81,9 @@ def upload_routes(services: Services, uploads: Uploads, registration: Registrati
 class UploadEndpoints:
     """Endpoints of blobs and uploads."""
 
-    def __init__(self, services: Services, uploads: Uploads, registration: Registration) -> None:
+    def __init__(
+        self, services: Services, uploads: ResumableUploads, registration: Registration
+    ) -> None:
         self._services, self._uploads, self._registration = services, uploads, registration
 
     async def register_body(
@@ -186,7 +190,7 @@ class UploadEndpoints:
             raise
 
 
-def _begin(uploads: Uploads, wanted: BeginUpload, actor: str) -> Json:
+def _begin(uploads: ResumableUploads, wanted: BeginUpload, actor: str) -> Json:
     upload, missing = uploads.begin(wanted.digest, wanted.size_bytes, actor)
     return {
         "digest": upload.digest,

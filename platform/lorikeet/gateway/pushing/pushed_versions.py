@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from lorikeet.catalog.log.apply import apply_changes
+from lorikeet.catalog.apply import apply_changes
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import CatalogState
