@@ -12,7 +12,7 @@
        │   reasoning      text → what is thought before it         │ the gateway can pass it on
        │   tool_calls     text → calls                             │
        │   logprobs                                                │
-       ├ ScoredPrompt   one a prompt, where its tokens'            │
+       ├ PromptLogprobsJson  a prompt, where its tokens'            │
        │                logprobs are asked for                     │
        └ …_format  the API's shape: the client's bytes           ResponseBuffers
        │                                                           ▲ delivers by request

@@ -18,9 +18,9 @@ from lorikeet.answer_stream.openai_format import (
     json_body,
 )
 from lorikeet.answer_stream.prompt_echoes import NO_ECHOES, PromptEchoes, prompt_echoes
+from lorikeet.answer_stream.prompt_logprobs import PromptLogprobsJson
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
-from lorikeet.answer_stream.scored_prompt import ScoredPrompt
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.errors import InvalidInput, engine_code
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, StreamItem
@@ -75,9 +75,11 @@ class Answer:
         self._calls: list[list[ToolCallPart]] = [[] for _ in self._choices]
         self._logprobs = [LogprobsJson(call.endpoint) for _ in self._choices]
         self._token_ids: list[list[int]] = [[] for _ in self._choices]
-        self._scored: list[ScoredPrompt] = []
+        self._prompt_logprobs: list[PromptLogprobsJson] = []
         if call.sampling.prompt_logprobs is not None:
-            self._scored = [ScoredPrompt(call, prompt, vocabulary) for prompt in prompts]
+            self._prompt_logprobs = [
+                PromptLogprobsJson(call, prompt, vocabulary) for prompt in prompts
+            ]
         self._logprobs_bytes = 0  # that wait to be sent together
         self._unfinished = len(self._choices)
         self._cached: dict[int, int] = {}
@@ -95,8 +97,8 @@ class Answer:
                 return [chunk, refusal] if chunk else [refusal]
             if not isinstance(output, PromptLogprobs):
                 chunk += self._advance(output)
-            elif self._score(output) > MOST_LOGPROBS_BYTES:
-                return [self._refuse_scores()]
+            elif self._add_prompt_logprobs(output) > MOST_LOGPROBS_BYTES:
+                return [self._refuse_prompt_logprobs()]
         if self._unfinished == 0:
             self.ended = True
             usage = self.usage()
@@ -127,15 +129,15 @@ class Answer:
         """Return the stop string that ended a choice, if one did."""
         return self._choices[choice].stop_string
 
-    def _score(self, output: PromptLogprobs) -> int:
+    def _add_prompt_logprobs(self, output: PromptLogprobs) -> int:
         """Take how likely tokens of a prompt are; return how many bytes the body has by now."""
         call = self._call
         copies = call.n if call.endpoint is Endpoint.COMPLETIONS else 1
-        size = self._scored[output.choice // call.n].add(output.logprobs)
+        size = self._prompt_logprobs[output.choice // call.n].add(output.logprobs)
         self._logprobs_bytes += copies * size
         return self._logprobs_bytes
 
-    def _refuse_scores(self) -> Refusal:
+    def _refuse_prompt_logprobs(self) -> Refusal:
         self.ended = True
         self.stopped += [i for i, choice in enumerate(self._choices) if choice.finish is None]
         most = MOST_LOGPROBS_BYTES >> 20
@@ -190,17 +192,17 @@ class Answer:
     def _end(self, usage: FinalUsage) -> bytes:
         if self._call.stream:
             return self._events.end(usage)
-        return whole_answer(self._call, [self._whole(i) for i in range(len(self._choices))], usage)
+        return whole_answer(self._call, [self._choice(i) for i in range(len(self._choices))], usage)
 
-    def _whole(self, index: int) -> Choice:
+    def _choice(self, index: int) -> Choice:
         finish = self._choices[index].finish
         assert finish is not None
         wanted = self._call.sampling.logprobs is not None
         logprobs = self._logprobs[index] if wanted else None
         text, thought = "".join(self._texts[index]), "".join(self._thoughts[index])
         stop, calls, prompt_logprobs = self.stop_string(index), self._calls[index], None
-        if self._scored:
-            scored = self._scored[index // self._call.n]
+        if self._prompt_logprobs:
+            scored = self._prompt_logprobs[index // self._call.n]
             if index == 0 or self._call.endpoint is Endpoint.COMPLETIONS:  # a chat tells them once
                 prompt_logprobs = scored.json()
             if logprobs is not None and self._call.echo:

@@ -99,7 +99,7 @@ class MessageEventStream:
         """Return the last events: why the message stopped and what it took, then its end."""
         stop = self._progress.stop_string(0)
         reason = _stop_reason(self._call, self._finish, stop, usage)
-        delta = dump(_stopped(reason, stop)), dump(_usage(usage))
+        delta = dump(_stop_fields(reason, stop)), dump(_usage(usage))
         self._events.append(_event("message_delta", b'"delta":%s,"usage":%s' % delta))
         self._events.append(_event("message_stop"))
         return self._take()
@@ -178,13 +178,13 @@ def _message(
         "type": "message",
         "role": "assistant",
         "model": call.model,
-        **_stopped(reason, stop),
+        **_stop_fields(reason, stop),
         "usage": usage,
     }
     return b'%s,"content":%s}' % (dump(head)[:-1], content)
 
 
-def _stopped(reason: str | None, stop: str | None) -> dict[str, str | None]:
+def _stop_fields(reason: str | None, stop: str | None) -> dict[str, str | None]:
     return {"stop_reason": reason, "stop_sequence": stop, "stop_details": None}
 
 
@@ -216,14 +216,14 @@ def _input(arguments: str) -> bytes:
     try:
         from_json(arguments, allow_inf_nan=False)
     except ValueError:
-        return _begun(arguments)
+        return _partial_input(arguments)
     return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], arguments).encode("ascii")
 
 
-def _begun(arguments: str) -> bytes:
+def _partial_input(arguments: str) -> bytes:
     try:
-        begun = from_json(arguments, allow_partial="trailing-strings")
-        return json.dumps(begun, separators=(",", ":"), allow_nan=False).encode("ascii")
+        partial = from_json(arguments, allow_partial="trailing-strings")
+        return json.dumps(partial, separators=(",", ":"), allow_nan=False).encode("ascii")
     except ValueError:
         return b"{}"
 

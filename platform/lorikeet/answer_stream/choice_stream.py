@@ -36,7 +36,7 @@ class ChoiceStream:
     parser: where the model may call tools. vocabulary: where logprobs are asked for. echo: what
     the text begins with; then special tokens have logprobs too: clients that know how many tokens a
     prompt has count on one each. reasoning: where the model may think; `text` hands it what it
-    decodes. thinking_shown: it is told what it takes. tells_tokens: whether deltas have token ids.
+    decodes. thinking_shown: it is told what it takes. returns_token_ids: deltas have token ids.
     """
 
     def __init__(
@@ -48,16 +48,18 @@ class ChoiceStream:
         reasoning: ReasoningParser | None,
         *,
         thinking_shown: bool,
-        tells_tokens: bool,
+        returns_token_ids: bool,
     ) -> None:
         self._text = text
         self._parser = parser
         self._vocabulary = vocabulary
         self._echo = echo or ""
-        self._echoed = len(self._echo)
-        self._untold = vocabulary.special if vocabulary is not None and echo is None else ()
+        self._echo_length = len(self._echo)
+        self._without_logprobs = (
+            vocabulary.special if vocabulary is not None and echo is None else ()
+        )
         self._reasoning = reasoning
-        self._thinking_shown, self._tells_tokens = thinking_shown, tells_tokens
+        self._thinking_shown, self._returns_token_ids = thinking_shown, returns_token_ids
         self._sent_tokens = 0  # of those that have logprobs
         self._unsent: list[tuple[int, TokenLogprobs]] = []
         self.finish: Ending | None = None
@@ -102,11 +104,11 @@ class ChoiceStream:
         if not self._thinking_shown:
             thought = ""
         # none behind a stop string
-        token_ids = output.token_ids[: self.tokens - begin] if self._tells_tokens else ()
+        token_ids = output.token_ids[: self.tokens - begin] if self._returns_token_ids else ()
         if self._vocabulary is None:
             return OutputDelta(text, calls, (), thought, token_ids)
         self._unsent += zip(output.token_ids, output.logprobs, strict=True)
-        if self._tells_tokens:
+        if self._returns_token_ids:
             vocabulary, new, end = self._vocabulary, range(begin, self.tokens), self.tokens
             logprobs = [self._describe(vocabulary, at) for at in new]
         else:
@@ -126,13 +128,13 @@ class ChoiceStream:
         removed, answer = self._answer_begin()
         if parser is not None and self.finish is None:
             end = bisect_left(offsets, removed + parser.parsed, begin, end)
-        told = [
+        listed = [
             self._describe(vocabulary, at)
             for at in range(max(begin, answer), end)
-            if self._unsent[at - begin][0] not in self._untold
+            if self._unsent[at - begin][0] not in self._without_logprobs
             and (parser is None or parser.is_text(max(0, offsets[at] - removed)))
         ]
-        return told, end
+        return listed, end
 
     def _answer_begin(self) -> tuple[int, int]:
         """Return the character and the token with which the answer begins behind its thinking."""
@@ -144,7 +146,7 @@ class ChoiceStream:
 
     def _describe(self, vocabulary: Vocabulary, at: int) -> SampledToken:
         token, logprobs = self._unsent[at - self._sent_tokens]
-        return vocabulary.describe(token, logprobs, self._echoed + self._text.offsets[at])
+        return vocabulary.describe(token, logprobs, self._echo_length + self._text.offsets[at])
 
 
 def open_choice(
@@ -182,5 +184,5 @@ def open_choice(
         echo,
         reasoning,
         thinking_shown=call.thinking_shown,
-        tells_tokens=call.return_token_ids,
+        returns_token_ids=call.return_token_ids,
     )

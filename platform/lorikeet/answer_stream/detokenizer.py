@@ -22,7 +22,7 @@ _BYTE = regex.compile("<0x([0-9A-F]{2})>")  # in SentencePiece's vocabularies
 _KEPT_NAMES = 2**15
 """How many tokens have their names and JSON kept: some 400 bytes each."""
 _CONTEXT_TOKENS = 8  # enough for a decoder that joins words to see what came before
-_MOST_UNDECODED = 64
+_MAX_UNDECODED = 64
 """Most tokens without the end of a character that may yet be text: each one more has all of them
 decoded again."""
 _PART_TOKENS = 3  # of a character of four bytes that is not whole
@@ -99,8 +99,8 @@ class StopStrings:
 
     def __init__(self, stop: Iterable[str] = ()) -> None:
         self._stop = tuple(stop)
-        self._begun = {each[:end] for each in self._stop for end in range(1, len(each))}
-        self._longest = max(map(len, self._begun), default=0)
+        self._prefixes = {each[:end] for each in self._stop for end in range(1, len(each))}
+        self._longest = max(map(len, self._prefixes), default=0)
 
     def find(self, text: str) -> int | None:
         """Return where the first stop string in a text begins; None if there is none."""
@@ -110,10 +110,10 @@ class StopStrings:
         """Return the stop string that `find` found there."""
         return next(stop for stop in self._stop if text.startswith(stop, begin))
 
-    def begun(self, text: str) -> int:
+    def partial_length(self, text: str) -> int:
         """Return the length of the longest end of a text that begins a stop string."""
         lengths = range(min(self._longest, len(text)), 0, -1)
-        return next((length for length in lengths if text[-length:] in self._begun), 0)
+        return next((length for length in lengths if text[-length:] in self._prefixes), 0)
 
 
 NO_STOP_STRINGS = StopStrings()
@@ -193,7 +193,7 @@ class Detokenizer:
         if token_id in self._hidden:
             return ""
         text = self._take(token_id)
-        return text + self._give_up() if len(self._undecoded) == _MOST_UNDECODED else text
+        return text + self._flush_undecodable() if len(self._undecoded) == _MAX_UNDECODED else text
 
     def _take(self, token_id: int) -> str:
         self._undecoded.append(token_id)
@@ -205,7 +205,7 @@ class Detokenizer:
         self._note_decoded(len(text), self.tokens)
         return str(text)
 
-    def _give_up(self) -> str:
+    def _flush_undecodable(self) -> str:
         """Decode tokens that end no character as they are; the last may yet be a part of one."""
         settled, rest = self._undecoded[:-_PART_TOKENS], self._undecoded[-_PART_TOKENS:]
         before, both = (
@@ -248,6 +248,6 @@ class Detokenizer:
         if begin is not None:
             self.stop_string = self._stop_strings.at(self._held, begin)
             return self._held[:begin]
-        end = len(self._held) - self._stop_strings.begun(self._held)
+        end = len(self._held) - self._stop_strings.partial_length(self._held)
         certain, self._held = self._held[:end], self._held[end:]
         return certain

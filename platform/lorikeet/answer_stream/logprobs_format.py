@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.protocol.messages import Endpoint
 
-_LEAST = -9999.0
+_MIN_LOGPROB = -9999.0
 """OpenAI's number for a token that cannot be; JSON knows no infinity."""
 
 
@@ -53,44 +53,44 @@ Fields = Mapping[str, bytes]
 
 def chat_logprobs(tokens: Sequence[SampledToken]) -> Fields:
     """Return the `logprobs` of a chat's choice, but for `refusal`."""
-    return {"content": b",".join([_of_chat(sampled) for sampled in tokens])}
+    return {"content": b",".join([_chat_entry(sampled) for sampled in tokens])}
 
 
 def response_logprobs(tokens: Sequence[SampledToken]) -> Fields:
     """Return the `logprobs` of a response's text, at "content"; there bytes are never null."""
-    return {"content": b",".join([_of_chat(sampled, b"[]") for sampled in tokens])}
+    return {"content": b",".join([_chat_entry(sampled, b"[]") for sampled in tokens])}
 
 
 def completion_logprobs(tokens: Sequence[SampledToken]) -> Fields:
     """Return the `logprobs` of a completion's choice; the sampled token is always among the top."""
     return {
         "tokens": b",".join([sampled.tokens[0].json for sampled in tokens]),
-        "token_logprobs": b",".join(numbers([sampled.logprobs[0] for sampled in tokens])),
-        "top_logprobs": b",".join(map(_of_completion, tokens)),
+        "token_logprobs": b",".join(json_numbers([sampled.logprobs[0] for sampled in tokens])),
+        "top_logprobs": b",".join(map(_completion_entry, tokens)),
         "text_offset": b",".join([b"%d" % sampled.offset for sampled in tokens]),
     }
 
 
-def numbers(logprobs: Sequence[float | None]) -> list[bytes]:
+def json_numbers(logprobs: Sequence[float | None]) -> list[bytes]:
     """Return log probabilities in JSON."""
-    finite = [each if each is None or each >= _LEAST else _LEAST for each in logprobs]
+    finite = [each if each is None or each >= _MIN_LOGPROB else _MIN_LOGPROB for each in logprobs]
     return to_json(finite)[1:-1].split(b",") if finite else []  # json takes twenty times as long
 
 
-def _of_chat(sampled: SampledToken, no_octets: bytes = b"null") -> bytes:
+def _chat_entry(sampled: SampledToken, no_octets: bytes = b"null") -> bytes:
     shown = [
         b'{"token":%s,"logprob":%s,"bytes":%s'
         % (token.json, known, no_octets if token.octets is None else token.json_octets)
-        for token, known in zip(sampled.tokens, numbers(sampled.logprobs), strict=True)
+        for token, known in zip(sampled.tokens, json_numbers(sampled.logprobs), strict=True)
     ]
     alternatives = b"},".join(shown[1:]) + b"}" * (len(shown) > 1)
     return b'%s,"top_logprobs":[%s]}' % (shown[0], alternatives)
 
 
-def _of_completion(sampled: SampledToken) -> bytes:
+def _completion_entry(sampled: SampledToken) -> bytes:
     if sampled.logprobs[0] is None:
         return b"null"
-    named = [token.json for token in sampled.tokens], numbers(sampled.logprobs)
+    named = [token.json for token in sampled.tokens], json_numbers(sampled.logprobs)
     (drawn, *top) = zip(*named, strict=True)
     return b"{%s}" % b",".join([b"%s:%s" % each for each in dict([*top, drawn]).items()])
 

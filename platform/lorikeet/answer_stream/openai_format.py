@@ -79,7 +79,7 @@ class EventStream:
         choice_usage: Callable[[int], FinalUsage] | None = None,
         prompts: Sequence[bytes] = (),
     ) -> None:
-        self._untold_prompts = {i: prompts[i // call.n] for i in range(len(prompts) * call.n)}
+        self._unsent_prompts = {i: prompts[i // call.n] for i in range(len(prompts) * call.n)}
         self._chat = call.endpoint is Endpoint.CHAT
         self._functions = _has_functions(call)
         self._include_usage, self._choice_usage = call.include_usage, choice_usage
@@ -124,7 +124,7 @@ class EventStream:
             content = b'{"content":' + dump(text) + b"}"
             events += self._event(choice, content, None, known, token_ids)
         for call in calls:
-            events += self._event(choice, dump(_call_delta(call, functions=self._functions)))
+            events += self._event(choice, dump(_tool_call_delta(call, functions=self._functions)))
         if finish is not None:
             events += self._event(choice, b"{}", finish)
         return events
@@ -150,16 +150,16 @@ class EventStream:
         if self._choice_usage is not None:
             close = self._close_with(self._choice_usage(choice))
         ids = _member("token_ids", dump(token_ids) if token_ids else None)
-        if self._untold_prompts:
+        if self._unsent_prompts:
             ids, close = self._with_prompt(choice, ids, close)
         return b"".join((self._open, *event, b',"finish_reason":', reason, ids, b"}", close))
 
     def _with_prompt(self, choice: int, of_choice: bytes, close: bytes) -> tuple[bytes, bytes]:
         """Return more members of a choice, and an event's end, with a prompt that is untold yet."""
-        prompt = _member("prompt_token_ids", self._untold_prompts.pop(choice, None))
+        prompt = _member("prompt_token_ids", self._unsent_prompts.pop(choice, None))
         if not self._chat:
             return of_choice + prompt, close
-        self._untold_prompts.clear()  # it is that of all choices
+        self._unsent_prompts.clear()  # it is that of all choices
         return of_choice, close[:1] + prompt + close[1:]
 
     def _close_with(self, usage: FinalUsage, adapter: bytes = b"") -> bytes:
@@ -176,7 +176,7 @@ def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes
     functions = _has_functions(call)
     bodies = [_choice(chat, functions, index, choice) for index, choice in enumerate(choices)]
     used = dump(_usage(usage, chat=chat))
-    prompt = _of_prompt(choices[0]) if chat else b""
+    prompt = _prompt_members(choices[0]) if chat else b""
     known = (head[:-1], b",".join(bodies), prompt, _adapter(call), used)
     return b'%s,"choices":[%s]%s%s,"usage":%s}' % known
 
@@ -209,13 +209,13 @@ def _choice(chat: bool, functions: bool, index: int, choice: Choice) -> bytes:
     )
     logprobs = b"null" if choice.logprobs is None else choice.logprobs.json()
     reason = dump(_reason(choice.finish, functions=functions))
-    prompt = b"" if chat else _of_prompt(choice)
+    prompt = b"" if chat else _prompt_members(choice)
     ids = None if choice.token_ids is None else dump(choice.token_ids)
     known = (index, text, logprobs, prompt, reason, _member("token_ids", ids))
     return b'{"index":%d,%s,"logprobs":%s%s,"finish_reason":%s%s}' % known
 
 
-def _of_prompt(choice: Choice) -> bytes:
+def _prompt_members(choice: Choice) -> bytes:
     known = choice.prompt_logprobs
     scored = b"" if known is None else b',"prompt_logprobs":' + known
     return scored + _member("prompt_token_ids", choice.prompt_token_ids)
@@ -250,7 +250,7 @@ def _whole_call(deltas: Sequence[ToolCallPart]) -> dict[str, Any]:
     return {"id": deltas[0].id, "type": "function", "function": function}
 
 
-def _call_delta(delta: ToolCallPart, *, functions: bool) -> dict[str, Any]:
+def _tool_call_delta(delta: ToolCallPart, *, functions: bool) -> dict[str, Any]:
     call: dict[str, Any] = {"function": {"arguments": delta.arguments}}
     if delta.id is not None:
         call = _whole_call([delta])

@@ -95,7 +95,7 @@ class ReasoningParser:
             self.closed_at = self.removed
             self._look = self._behind_thought
             return self._look(last)
-        tag = 0 if last else _begun(CLOSES, self._rest)
+        tag = 0 if last else _partial_length(CLOSES, self._rest)
         self._think(len(self._rest) - tag)
         return ""
 
@@ -125,6 +125,6 @@ class ReasoningParser:
         return removed
 
 
-def _begun(tag: str, text: str) -> int:
+def _partial_length(tag: str, text: str) -> int:
     """Return the length of the longest end of a text that begins a tag and is not all of it."""
     return next(length for length in range(len(tag) - 1, -1, -1) if text.endswith(tag[:length]))

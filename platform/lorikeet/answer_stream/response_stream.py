@@ -82,12 +82,12 @@ class ResponseStream:
         self._ready.set()
         for ended in self._unfinished:
             if not ended.done():
-                ended.set_exception(_unheard())
+                ended.set_exception(_gateway_gone())
 
     async def wait_for(self, ended: asyncio.Future[None]) -> None:
         """Wait until an answer has ended. Raises EngineClosed if it cannot reach its gateway."""
         if self.closed and not ended.done():
-            raise _unheard()
+            raise _gateway_gone()
         self._unfinished.add(ended)
         try:
             await ended
@@ -125,7 +125,7 @@ class ResponseStreams:
         return self._open[gateway]
 
 
-def _unheard() -> EngineClosed:
+def _gateway_gone() -> EngineClosed:
     return EngineClosed("the gateway hears this replica no more: send the request again")
 
 
@@ -148,16 +148,16 @@ class ResponseBuffer:
     """The items of one call's answer that have come. Lives on one event loop.
 
     Between here and a client nothing holds a delta back, so deltas that come too often for this
-    gateway would queue up where they cannot be joined. They are joined here instead: `rest_s` says
-    how long after a delta was taken the next one is ready. The first and the last never wait.
+    gateway would queue up where they cannot be joined. They are joined here instead: `interval_s`
+    says how long after a delta was taken the next one is ready. The first and the last never wait.
     received: how many items have come, and ended: whether all have, taken or not. replica: the one
     that answers, once it has.
     """
 
-    def __init__(self, rest_s: Callable[[], float]) -> None:
+    def __init__(self, interval_s: Callable[[], float]) -> None:
         self._items: list[StreamItem] = []
         self._ready = asyncio.Event()
-        self._rest_s = rest_s
+        self._interval_s = interval_s
         self._taken_s = -math.inf
         self._waking: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
@@ -197,7 +197,7 @@ class ResponseBuffer:
 
     def _wake(self) -> None:
         loop = asyncio.get_running_loop()
-        due_s = self._taken_s + self._rest_s()
+        due_s = self._taken_s + self._interval_s()
         if self.ended or self._error is not None or due_s <= loop.time():
             self._ready.set()
         elif self._waking is None:
@@ -213,7 +213,7 @@ class ResponseBuffers:
     @contextmanager
     def opened(self, request_id: str) -> Iterator[ResponseBuffer]:
         """Open the buffer of a call's answer for as long as the context lasts."""
-        buffer = self._open[request_id] = ResponseBuffer(self._rest_s)
+        buffer = self._open[request_id] = ResponseBuffer(self._interval_s)
         try:
             yield buffer
         finally:
@@ -237,6 +237,6 @@ class ResponseBuffers:
         """Whether an answer of this replica has begun and not ended."""
         return any(buffer.replica == replica for buffer in self._open.values())
 
-    def _rest_s(self) -> float:
+    def _interval_s(self) -> float:
         """Return how far apart deltas of one stream must be for this gateway to pass on all."""
         return len(self._open) / DELTAS_PER_S

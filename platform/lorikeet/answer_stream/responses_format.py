@@ -185,11 +185,11 @@ class ResponseEventStream:
             for kind in ("created", "in_progress"):
                 self._add(kind, begun)
         if reasoning:
-            self._think(reasoning)
+            self._add_reasoning(reasoning)
         if text or logprobs:
-            self._say(text, logprobs)
+            self._add_text(text, logprobs)
         for call in calls:
-            self._call_function(call)
+            self._add_function_call(call)
         if finish is not None:
             self._status = _STATUS[finish]
             if self._item is None:  # an answer of no token but the last
@@ -203,19 +203,19 @@ class ResponseEventStream:
         self._add(status, b'"response":' + _response(self._call, status, self._output, usage))
         return self._take()
 
-    def _think(self, text: str) -> None:
+    def _add_reasoning(self, text: str) -> None:
         if not isinstance(self._item, ReasoningItem):
             self._open(ReasoningItem(self._call, self._next_index()))
         assert isinstance(self._item, ReasoningItem)
         self._add_of_item(self._item.add(text))
 
-    def _say(self, text: str, logprobs: Sequence[SampledToken] | None) -> None:
+    def _add_text(self, text: str, logprobs: Sequence[SampledToken] | None) -> None:
         if not isinstance(self._item, MessageItem):
             self._open(MessageItem(self._call, self._next_index()))
         assert isinstance(self._item, MessageItem)
         self._add_of_item(self._item.add(text, logprobs))
 
-    def _call_function(self, delta: ToolCallPart) -> None:
+    def _add_function_call(self, delta: ToolCallPart) -> None:
         if delta.id is not None:
             self._open(FunctionCallItem(self._call, self._next_index(), delta))
         assert isinstance(self._item, FunctionCallItem)

@@ -46,9 +46,9 @@ class ToolCallParser:
         self._begin, self._end = body_begin(syntax), body_end(syntax)
         # in other styles what closes calls is the end of their body
         self._closes = syntax.closes if syntax.style is CallStyle.JSON else ""
-        self._made: list[_Call] = []
-        self._said: list[str] = []  # for the delta that is being made
-        self._deltas: list[ToolCallPart] = []
+        self._found: list[_Call] = []
+        self._new_text: list[str] = []  # for the delta that is being made
+        self._new_parts: list[ToolCallPart] = []
         self._text: list[range] = []  # characters that are text, in order
         self._calls = 0
         self.parsed = 0
@@ -63,9 +63,9 @@ class ToolCallParser:
             self._behind.append(self._take_rest(len(self._rest)))
             held = "".join((*self._held, *self._body, *self._behind))
             if not self._calls or held.strip():
-                self._say_held()
-        delta = ParsedDelta("".join(self._said), self._deltas)
-        self._said, self._deltas = [], []
+                self._emit_held()
+        delta = ParsedDelta("".join(self._new_text), self._new_parts)
+        self._new_text, self._new_parts = [], []
         return delta
 
     @property
@@ -91,8 +91,8 @@ class ToolCallParser:
             at = len(self._rest) - begun
         before = self._take_rest(at)
         if text := before.rstrip():
-            self._say_held()
-            self._say(text)
+            self._emit_held()
+            self._emit_text(text)
         self._held.append(before[len(text) :])
         if not self._rest.startswith(opens):
             return False
@@ -126,8 +126,8 @@ class ToolCallParser:
         self._body.append(self._take_rest(len(self._rest) if end is None else end))
         if end is None:
             return False
-        self._made = self._calls_of("".join(self._body))
-        if self._made:
+        self._found = self._calls_of("".join(self._body))
+        if self._found:
             self._look = self._look_for_closing
         else:
             self._no_call()
@@ -140,22 +140,22 @@ class ToolCallParser:
             if len(self._rest) < len(closes) and closes.startswith(self._rest):
                 return False
         if self._rest.startswith(closes):
-            self._call(len(closes))
+            self._emit_calls(len(closes))
         else:
             self._no_call()
         return True
 
     def _look_at_text(self) -> bool:
         """Say all: where calls are plain JSON, something else has come first."""
-        self._say(self._take_rest(len(self._rest)))
+        self._emit_text(self._take_rest(len(self._rest)))
         return False
 
-    def _call(self, closing: int) -> None:
+    def _emit_calls(self, closing: int) -> None:
         """Make calls of what is held back, and of what closes them."""
         held = (*self._held, *self._body, *self._behind, self._take_rest(closing))
         self.parsed += sum(map(len, held))
-        for name, arguments in self._made if self._parallel else self._made[:1]:
-            self._deltas += whole_call(self._calls, name, arguments)
+        for name, arguments in self._found if self._parallel else self._found[:1]:
+            self._new_parts += whole_call(self._calls, name, arguments)
             self._calls += 1
         self._held, self._body, self._behind = [], [], []
         self.done = not self._parallel
@@ -165,17 +165,17 @@ class ToolCallParser:
         """Make text of what is held back; whitespace behind a body may precede another call."""
         self._rest = "".join(self._behind) + self._rest
         self._behind = []
-        self._say_held()
+        self._emit_held()
         self._look = self._look_for_opening if self._syntax.opens else self._look_at_text
 
     def _calls_of(self, body: str) -> list[_Call]:
         """Return the calls that a body holds; none if it holds anything else, or is none."""
         try:
             calls = calls_of(body, self._syntax)
-            made = [(name, json.dumps(given, allow_nan=False)) for name, given in calls]
+            found = [(name, json.dumps(given, allow_nan=False)) for name, given in calls]
         except (ValueError, RecursionError):
             return []
-        return made if all(name in self._names for name, _ in made) else []
+        return found if all(name in self._names for name, _ in found) else []
 
     def _skip_whitespace(self, into: list[str]) -> bool:
         """Take whitespace off the rest; return whether anything is left."""
@@ -186,17 +186,17 @@ class ToolCallParser:
         taken, self._rest = self._rest[:length], self._rest[length:]
         return taken
 
-    def _say_held(self) -> None:
-        self._say("".join((*self._held, *self._body, *self._behind)))
+    def _emit_held(self) -> None:
+        self._emit_text("".join((*self._held, *self._body, *self._behind)))
         self._held, self._body, self._behind = [], [], []
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
             joins = self._text and self._text[-1].stop == self.parsed
             begin = self._text.pop().start if joins else self.parsed
             self.parsed += len(text)
             self._text.append(range(begin, self.parsed))
-            self._said.append(text)
+            self._new_text.append(text)
 
 
 class ForcedCallParser:

@@ -66,7 +66,7 @@ class PromptEncoder:
         templates = _templates(self._tokenizer.chat_template)
         self._variables = _names_in(templates)
         self._wants_parts = False
-        self._wants_parts = self._shows_parts_alone()
+        self._wants_parts = self._shows_only_parts()
         self.syntax = self._syntax()
         self._thinks = any(CLOSES in template for template in templates)
         self._max_context = max_context
@@ -127,7 +127,7 @@ class PromptEncoder:
                     param=param,
                 )
 
-    def _shows_parts_alone(self) -> bool:
+    def _shows_only_parts(self) -> bool:
         """Return whether the template shows content only where it is a list of parts.
 
         Templates of vision-language models such as LLaVA's drop a string without an error.

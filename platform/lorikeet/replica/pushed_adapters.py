@@ -41,11 +41,11 @@ log = logging.getLogger(__name__)
 
 HELD_S = 60.0
 """A gateway that carries a push asks every few seconds."""
-_LOADED_S = 1.5
+_LOAD_WAIT_S = 1.5
 """How long an answer waits for a load; gateways wait for 2 s."""
-_LOOK_S = 0.01
+_POLL_S = 0.01
 _ABANDONED_S = 600.0
-_ENDED = 256
+_REMEMBERED_TRANSFERS = 256
 """How many ended transfers are remembered: parts of theirs that come late are not written."""
 
 
@@ -73,8 +73,8 @@ class PushedAdapters:
         self._folder, self._engine = folder, engine
         self._residency, self._pinned = residency, pinned
         self._held: dict[str, _Held] = {}  # by digest
-        self._begun_s: dict[Path, float] = {}  # transfers that have not ended
-        self._ended = deque[Path](maxlen=_ENDED)
+        self._started_s: dict[Path, float] = {}  # transfers that have not ended
+        self._ended = deque[Path](maxlen=_REMEMBERED_TRANSFERS)
         self._transfers = threading.Lock()  # for these two, and for files' coming and going
 
     async def answer(self, message: PushMessage) -> HoldState:
@@ -84,7 +84,7 @@ class PushedAdapters:
                 await asyncio.to_thread(self._write, message)
                 return HoldState.LACKING
             case PushedEnd():
-                kept = await asyncio.to_thread(self._keep, message)
+                kept = await asyncio.to_thread(self._finish_transfer, message)
                 return HoldState.LOADING if kept else HoldState.LACKING
             case ExpectPushed():
                 return await self._expect(message)
@@ -109,16 +109,16 @@ class PushedAdapters:
     async def _hold(self, ref: AdapterRef, file: str) -> HoldState:
         digest = ref.digest
         is_lacking = await self._state(digest) is HoldState.LACKING
-        if is_lacking and not await asyncio.to_thread(self._take, digest, file):
+        if is_lacking and not await asyncio.to_thread(self._copy_file, digest, file):
             return HoldState.LACKING
         loop = asyncio.get_running_loop()
         if digest not in self._held and not self._kept_by_controller(digest):
             self._engine.pin(ref, Residency.HOST, passing=True)
         self._held[digest] = _Held(ref, loop.time() + HELD_S)
         loop.call_later(HELD_S, self._expire, digest)
-        due_s = loop.time() + _LOADED_S
-        while await self._where(digest) < Residency.HOST and loop.time() < due_s:
-            await asyncio.sleep(_LOOK_S)
+        due_s = loop.time() + _LOAD_WAIT_S
+        while await self._residency_of(digest) < Residency.HOST and loop.time() < due_s:
+            await asyncio.sleep(_POLL_S)
         return await self._state(digest)
 
     def _expire(self, digest: str) -> None:
@@ -139,14 +139,14 @@ class PushedAdapters:
         return target is not None and target.tier >= Residency.HOST
 
     async def _state(self, digest: str) -> HoldState:
-        residency = await self._where(digest)
+        residency = await self._residency_of(digest)
         if residency >= Residency.HOST:
             return HoldState.HELD
         if residency is Residency.DISK or await asyncio.to_thread(self._blob(digest).exists):
             return HoldState.LOADING
         return HoldState.LACKING
 
-    async def _where(self, digest: str) -> Residency:
+    async def _residency_of(self, digest: str) -> Residency:
         """Return where the engine has an adapter. About one that is held it is asked."""
         found, held = self._residency(digest), self._held.get(digest)
         if found < Residency.HOST and held is not None:
@@ -154,7 +154,7 @@ class PushedAdapters:
                 found = await asyncio.wrap_future(self._engine.residency(held.ref))
         return found
 
-    def _take(self, digest: str, file: str) -> bool:
+    def _copy_file(self, digest: str, file: str) -> bool:
         """Put a gateway's verified file under its digest; False where this machine lacks it."""
         path = self._path(digest, uuid.uuid4().hex)
         try:
@@ -187,16 +187,16 @@ class PushedAdapters:
         with self._transfers:
             if path in self._ended:
                 return
-            if path not in self._begun_s:
+            if path not in self._started_s:
                 self._remove_abandoned()
-                self._begun_s[path] = time.monotonic()
+                self._started_s[path] = time.monotonic()
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.pwrite(descriptor, part.data, part.offset)
         finally:
             os.close(descriptor)
 
-    def _keep(self, end: PushedEnd) -> bool:
+    def _finish_transfer(self, end: PushedEnd) -> bool:
         """Put a blob under its digest; False if what came is another."""
         path, blob = self._path(end.digest, end.transfer), self._blob(end.digest)
         try:
@@ -211,7 +211,7 @@ class PushedAdapters:
         finally:
             with self._transfers:
                 self._ended.append(path)
-                self._begun_s.pop(path, None)
+                self._started_s.pop(path, None)
                 path.unlink(missing_ok=True)
 
     def _path(self, digest: str, transfer: str) -> Path:
@@ -223,6 +223,6 @@ class PushedAdapters:
     def _remove_abandoned(self) -> None:
         """Remove what gateways that are no more have begun. The lock is held."""
         before_s = time.monotonic() - _ABANDONED_S
-        for path in [path for path, begun_s in self._begun_s.items() if begun_s < before_s]:
+        for path in [path for path, started_s in self._started_s.items() if started_s < before_s]:
             path.unlink(missing_ok=True)
-            del self._begun_s[path]
+            del self._started_s[path]

@@ -49,7 +49,7 @@ from lorikeet_engine.request import Failed, Output, Request, Tokens
 from lorikeet_engine.telemetry.status import EngineStatus
 
 _POLL_S = 0.1
-_LATE_S = 2.0
+_STALLED_S = 2.0
 """An engine that owes an answer for so long may hang: gateways get no status update."""
 _SUBMIT_S = 5.0
 """A request goes to another replica if the engine takes none for so long; one that works off a
@@ -189,7 +189,7 @@ class Replica:
 
     async def metrics(self) -> bytes:
         """Return this replica's part of the metrics page. Raises EngineClosed."""
-        if self._engine.silent_s > _LATE_S:
+        if self._engine.silent_s > _STALLED_S:
             raise EngineClosed("the engine does not answer: what it counts is not known")
         labels = {"base_model": self._base_model, "replica": self.name}
         found = replica_metrics(self._engine.status, self._engine.info)
@@ -203,7 +203,7 @@ class Replica:
         assert replica == self.name
         async with aclosing(self._feed.subscribe()) as feed:
             async for update in feed:
-                while self._engine.silent_s > _LATE_S:
+                while self._engine.silent_s > _STALLED_S:
                     await asyncio.sleep(_POLL_S)
                 yield update
 
@@ -217,7 +217,7 @@ class Replica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return a status update; Serve asks every second and passes it on even without a feed."""
-        if self._engine.silent_s < _LATE_S:
+        if self._engine.silent_s < _STALLED_S:
             self._stats = to_stats(self._feed.update_with_costs())
         return self._stats
 

@@ -29,7 +29,7 @@ MOST_PROMPT_IDS = 2**20
 """The most of one answer, whose choices repeat their prompt's: 7 MB."""
 MOST_ECHOED = 2**22
 """The most characters of one answer's prompts, which each of its choices begins with."""
-_ENCODERS, _OF_A_TENANT = 3, 2
+_ENCODERS, _ENCODERS_PER_TENANT = 3, 2
 """Threads, and how many of them may work for one tenant: its long prompts delay its own."""
 _SHORT_PROMPT_TOKENS = 256
 """Prompts up to about this long take less time than a thread waits beside a busy event loop."""
@@ -61,7 +61,7 @@ class RequestBuilder:
         """model: the base model's folder. max_context: the engine's, in tokens."""
         self._encoder, self._max_context = encoder, max_context
         self._threads = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
-        self._turns = WeakValueDictionary[str, asyncio.Semaphore]()  # by tenant
+        self._tenant_slots = WeakValueDictionary[str, asyncio.Semaphore]()  # by tenant
         self._grammars = GrammarSandbox(model)
 
     async def build(self, call: Call) -> EncodedCall:
@@ -70,35 +70,35 @@ class RequestBuilder:
         Only a call that asks for tools or a format may have a grammar (grammar.py and its like).
         """
         encode = partial(encode_call, encoder=self._encoder, max_context=self._max_context)
-        encoded = await self._in_time(encode, call)
+        encoded = await self._run(encode, call)
         if encoded.tried_grammar is None:
             return encoded
-        tried = await self._with_grammar_tried(call, encoded.request, encoded.tried_grammar)
+        tried = await self._try_grammar(call, encoded.request, encoded.tried_grammar)
         return replace(encoded, request=tried)
 
     async def count_tokens(self, call: Call) -> int:
         """Return how many tokens a call's prompts have. Raises InvalidInput."""
-        return sum(map(len, await self._in_time(self._encoder.encode, call)))
+        return sum(map(len, await self._run(self._encoder.encode, call)))
 
     def close(self) -> None:
         """End the processes that try grammars. Safe to call twice."""
         self._grammars.close()
 
-    async def _in_time(self, encode: Callable[[Call], T], call: Call) -> T:
+    async def _run(self, encode: Callable[[Call], T], call: Call) -> T:
         if _is_short(call):
             return encode(call)
-        turn = self._turns.setdefault(call.tenant, asyncio.Semaphore(_OF_A_TENANT))
-        await turn.acquire()
+        slot = self._tenant_slots.setdefault(call.tenant, asyncio.Semaphore(_ENCODERS_PER_TENANT))
+        await slot.acquire()
         loop, working = asyncio.get_running_loop(), self._threads.submit(encode, call)
 
         def done(_: Future[T]) -> None:  # also where the client has left, but the thread goes on
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(turn.release)
+                loop.call_soon_threadsafe(slot.release)
 
         working.add_done_callback(done)
         return await asyncio.wrap_future(working)
 
-    async def _with_grammar_tried(self, call: Call, request: Request, grammar: str) -> Request:
+    async def _try_grammar(self, call: Call, request: Request, grammar: str) -> Request:
         """Return the request, which may wait in the engine for what is left. See `check`."""
         began_s = time.monotonic()
         await self._grammars.check(call, grammar)
@@ -117,19 +117,20 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     max_context: the engine's, in tokens.
     """
     prompts = encoder.encode(call)
-    room = max_answer_tokens(call, prompts, max_context)
+    limit = max_answer_tokens(call, prompts, max_context)
     check_prompt_echoes(call, prompts)
     echoes = prompt_echoes(call, prompts, encoder.backend)
     check_echo(call, echoes)
-    room = fit_body(call, len(prompts) * call.n, room, prompts_logprobs(call, prompts))
+    prompt_logprobs = count_prompt_logprobs(call, prompts)
+    limit = max_tokens_in_body(call, len(prompts) * call.n, limit, prompt_logprobs)
     thinking = encoder.thinking(call, prompts)
     tried_grammar = grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary)
     if grammar is not None and thinking is not Thinking.NEVER:
         grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary, thinking)
     sampling = replace(
         call.sampling,
-        max_tokens=room if call.max_tokens is None else min(max(call.max_tokens, 1), room),
-        min_tokens=min(call.min_tokens, room),
+        max_tokens=limit if call.max_tokens is None else min(max(call.max_tokens, 1), limit),
+        min_tokens=min(call.min_tokens, limit),
         grammar=grammar,
     )
     request = Request(
@@ -192,7 +193,7 @@ def check_echo(call: Call, echoes: PromptEchoes) -> None:
         )
 
 
-def prompts_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
+def count_prompt_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
     """Return how many log probabilities of prompts' tokens the body of an answer has.
 
     Raises InvalidInput where one body does not hold them and a token of each choice.
@@ -212,28 +213,28 @@ def prompts_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
     return tokens * each
 
 
-def fit_body(call: Call, choices: int, room: int, of_prompts: int = 0) -> int:
+def max_tokens_in_body(call: Call, choices: int, limit: int, prompt_logprobs: int = 0) -> int:
     """Return how much of the room of each choice one body holds; all of it for a chat's stream.
 
-    of_prompts: prompts_logprobs, which the body holds as well. Raises InvalidInput where the
+    of_prompts: count_prompt_logprobs, which the body holds as well. Raises InvalidInput where the
     caller's own max_tokens is more than that.
     """
     logprobs = call.sampling.logprobs
     repeats = call.endpoint is Endpoint.RESPONSES  # its last four events have all of them
     if logprobs is None or (call.stream and not repeats):
-        return room
+        return limit
     copies = RESPONSE_COPIES if call.stream else 1
-    left = MOST_LOGPROBS - of_prompts
+    left = MOST_LOGPROBS - prompt_logprobs
     most = left // (choices * (1 + logprobs) * copies)
-    max_tokens = min(call.max_tokens or 1, room)
+    max_tokens = min(call.max_tokens or 1, limit)
     if max_tokens > most:
         raise InvalidInput(
             f"an answer of up to {choices} × {max_tokens} tokens with {1 + logprobs} log "
             f"probabilities each: {left} is the most without stream. "
-            f"{'Want' if of_prompts else 'Set stream, or'} a smaller max_tokens",
+            f"{'Want' if prompt_logprobs else 'Set stream, or'} a smaller max_tokens",
             param="logprobs",
         )
-    return min(room, most)
+    return min(limit, most)
 
 
 def _is_short(call: Call) -> bool:

@@ -14,7 +14,7 @@ FEED_S = 60.0
 """About how long a subscription lasts: one that ends by itself never holds up a replica's end."""
 HEARTBEAT_S = 1.0
 """How often a replica with nothing new sends an update: gateways must not take it for dead."""
-_PART = 5000  # adapters in one update, some 350 KB
+_SNAPSHOT_PART = 5000  # adapters in one update, some 350 KB
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,10 @@ class StatusFeed:
     def _snapshot(self) -> list[StatusUpdate]:
         """Return all that is held at this moment, in parts."""
         held = iter(self._held.items())
-        parts = [dict(islice(held, _PART)) for _ in range(0, max(1, len(self._held)), _PART)]
+        parts = [
+            dict(islice(held, _SNAPSHOT_PART))
+            for _ in range(0, max(1, len(self._held)), _SNAPSHOT_PART)
+        ]
         updates = [replace(self.update(), moved=part) for part in parts]
         updates[0] = replace(updates[0], begins_snapshot=True, costs=self._status.costs)
         updates[-1] = replace(updates[-1], ends_snapshot=True)

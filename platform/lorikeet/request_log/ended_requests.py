@@ -60,7 +60,7 @@ class EndedRequests:
 
     def find(self, request_id: str, since_s: float) -> RequestRecord | None:
         """Return the record of a request, unless it ended before since_s."""
-        found = self._newest.get(request_id) or self._unpacked(request_id)
+        found = self._newest.get(request_id) or self._find_packed(request_id)
         if found is None:
             return None
         ended_s, record = found
@@ -83,7 +83,7 @@ class EndedRequests:
     def _drop(self) -> None:
         self._bytes -= self._blocks.popleft().held_bytes
 
-    def _unpacked(self, request_id: str) -> _Ended | None:
+    def _find_packed(self, request_id: str) -> _Ended | None:
         key = bytes.fromhex(request_id)
         for block in reversed(self._blocks):
             if key in block.ids:

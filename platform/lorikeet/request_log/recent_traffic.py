@@ -26,7 +26,7 @@ Lines = Mapping[str, Sequence[float | None]]
 """A value for each of SPAN_S seconds, by what it is; None where there is none."""
 
 _QUESTION = "traffic"
-_LEAST_S = 1e-4
+_MIN_S = 1e-4
 _PER_OCTAVE = 8  # buckets: quantiles are right to 5%
 
 
@@ -138,7 +138,7 @@ def _quantile_s(second: Second, share: float) -> float | None:
     for bucket, times in buckets:
         left -= times
         if left <= 0:
-            return _LEAST_S * math.exp2((bucket - 0.5) / _PER_OCTAVE)
+            return _MIN_S * math.exp2((bucket - 0.5) / _PER_OCTAVE)
     return None
 
 
@@ -161,4 +161,4 @@ def _count(record: RequestRecord, seconds: defaultdict[int, Second]) -> None:
 
 
 def _bucket(duration_s: float) -> int:
-    return math.ceil(_PER_OCTAVE * math.log2(max(duration_s, _LEAST_S) / _LEAST_S))
+    return math.ceil(_PER_OCTAVE * math.log2(max(duration_s, _MIN_S) / _MIN_S))

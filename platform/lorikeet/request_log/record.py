@@ -151,7 +151,7 @@ class RequestTrace:
     ) -> None:
         self._record = RequestRecord(request_id, path, traceparent, time.time(), method=method)
         self._running, self._ended = running, ended
-        self._came_s = time.monotonic()
+        self._received_s = time.monotonic()
         self._sent_s = 0.0  # when the last attempt began
         self._attempts: dict[str, AttemptRecord] = {}
 
@@ -190,7 +190,7 @@ class RequestTrace:
 
     def end_stage(self, name: str, at_s: float | None = None) -> None:
         """Note that a stage has ended, at time.monotonic() or when that was `at_s`."""
-        ended = EndedStage(name, (at_s or time.monotonic()) - self._came_s)
+        ended = EndedStage(name, (at_s or time.monotonic()) - self._received_s)
         self._record.ended_stages += (ended,)
 
     def set_call(
@@ -271,4 +271,4 @@ class RequestTrace:
         return not answered and bool(record.attempts) and record.attempts[-1].failure is not None
 
     def _now_s(self) -> float:
-        return time.monotonic() - self._came_s
+        return time.monotonic() - self._received_s

@@ -15,7 +15,7 @@ from lorikeet.tracing.spans import gateway_resource, origin_of, spans_of
 log = logging.getLogger(__name__)
 
 _SEND_S = 5
-_LAST_S = 2  # for what is left at the end
+_CLOSE_S = 2  # for what is left at the end
 _QUEUE = 8192  # spans: a second of a busy gateway's
 _BATCH = 512
 _BATCH_MS = 200
@@ -49,7 +49,7 @@ class TraceExporter:
         # a daemon thread: the queue itself waits half a minute for a collector that is away
         last = threading.Thread(target=self._queue.shutdown, daemon=True)
         last.start()
-        await asyncio.to_thread(last.join, _LAST_S)
+        await asyncio.to_thread(last.join, _CLOSE_S)
 
 
 class _Sender(SpanExporter):

@@ -184,7 +184,7 @@ def _add_replica(
     )
     if timings is None:
         return
-    at_s = _begun_s(record, timings, taken_s, end_s)
+    at_s = _engine_start_s(record, timings, taken_s, end_s)
     for stage, took_s in (
         ("adapter", timings.load_s),
         ("queue", timings.queued_s - timings.load_s),
@@ -196,7 +196,9 @@ def _add_replica(
         at_s = then_s
 
 
-def _begun_s(record: RequestRecord, timings: EngineTimings, taken_s: float, end_s: float) -> float:
+def _engine_start_s(
+    record: RequestRecord, timings: EngineTimings, taken_s: float, end_s: float
+) -> float:
     """Return the latest time when the engine can have begun, by all that the gateway saw."""
     latest = [end_s - engine_s(timings)]
     if record.accepted_s is not None:

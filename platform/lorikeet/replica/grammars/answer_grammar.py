@@ -33,8 +33,8 @@ def _without_thinking(
         assert syntax is not None
         if use.forced or call.format is not None:
             return call_grammar(use, syntax, vocabulary, call.format)
-        apart = () if thinking is Thinking.NEVER else THINK_TAGS
-        return text_grammar(use, syntax, vocabulary, apart) if use.strict else None
+        excluded = () if thinking is Thinking.NEVER else THINK_TAGS
+        return text_grammar(use, syntax, vocabulary, excluded) if use.strict else None
     if call.format is None or thinking is Thinking.NEVER:
         return format_grammar(call.format) if call.format is not None else None
     return f"start: {format_rule(call.format)}"

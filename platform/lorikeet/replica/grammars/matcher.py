@@ -32,8 +32,8 @@ _SLICES = [
 Others are walked one after another, which takes a hundred times as long. So there is one for each
 of the last characters that a `maxLength` leaves: llguidance's own begin at ten.
 """
-_MOST_TOLD = 256  # of the tokens that must follow; a step takes fewer
-_OF_LARK = re.compile(
+_MAX_FORCED = 256  # of the tokens that must follow; a step takes fewer
+_LARK_CONTEXT = re.compile(
     r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *\d+ \| .*", re.DOTALL
 )
 """What an error says of the grammar around a schema, which the client did not write."""
@@ -51,7 +51,7 @@ class ModelGrammars:
         limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
-            reason = _OF_LARK.sub("", matcher.get_error().split("\n<", 1)[0])
+            reason = _LARK_CONTEXT.sub("", matcher.get_error().split("\n<", 1)[0])
             raise InvalidRequest(reason[:_LONGEST_REASON], param="grammar")
         compiled = TextMatcher(matcher)
         compiled.forced_tokens()  # here, and not in a step for each copy
@@ -83,7 +83,7 @@ class ModelGrammars:
         if octets is not bitmasks:
             width = min(own, bitmasks.shape[1])
             bitmasks[:, :width] = octets[:, :width]
-        return [_broken(each.state) if each.state.is_error() else None for each in ours]
+        return [_too_complex(each.state) if each.state.is_error() else None for each in ours]
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -105,10 +105,10 @@ class TextMatcher:
     What must follow is asked of llguidance once, and kept until it has been accepted.
     """
 
-    def __init__(self, state: LLMatcher, told: "array[int] | None" = None, at: int = 0) -> None:
-        """Take a matcher. told: the tokens that must follow, from `at` on; None: not asked for."""
+    def __init__(self, state: LLMatcher, forced: "array[int] | None" = None, at: int = 0) -> None:
+        """Take a matcher. forced: the tokens that must follow, from `at` on; None: unknown."""
         self.state = state
-        self._told, self._at = told, at
+        self._forced, self._forced_at = forced, at
 
     @property
     def may_end(self) -> bool:
@@ -127,23 +127,25 @@ class TextMatcher:
         bytes, masks have the tokenizer's own next token alone. Not among them are the last ones,
         which might be spelled together with what comes behind. Of a long text come the first.
         """
-        if self._told is None:
-            self._told, self._at = array("I", self.state.compute_ff_tokens()), 0
-        return self._told[self._at : self._at + _MOST_TOLD].tolist()
+        if self._forced is None:
+            self._forced, self._forced_at = array("I", self.state.compute_ff_tokens()), 0
+        return self._forced[self._forced_at : self._forced_at + _MAX_FORCED].tolist()
 
     def accept(self, token: int) -> None:
         """Append a token to the choice. Raises InvalidRequest."""
         if not self.state.consume_token(token):
-            raise _broken(self.state)
-        if self._told is not None:
-            as_told = self._at < len(self._told) and self._told[self._at] == token
-            self._at += 1
-            if not as_told or self._at == len(self._told):
-                self._told = None
+            raise _too_complex(self.state)
+        if self._forced is not None:
+            as_forced = (
+                self._forced_at < len(self._forced) and self._forced[self._forced_at] == token
+            )
+            self._forced_at += 1
+            if not as_forced or self._forced_at == len(self._forced):
+                self._forced = None
 
     def copy(self) -> "TextMatcher":
         """Return the matcher of another choice with the same tokens."""
-        return TextMatcher(self.state.deep_copy(), self._told, self._at)
+        return TextMatcher(self.state.deep_copy(), self._forced, self._forced_at)
 
 
 _GENERATION = "generation_config.json"
@@ -158,6 +160,6 @@ def _eos(config: Path) -> list[int]:
     return [found] if isinstance(found, int) else list(found)
 
 
-def _broken(matcher: LLMatcher) -> InvalidRequest:
+def _too_complex(matcher: LLMatcher) -> InvalidRequest:
     # The matcher's own error would quote what was sampled.
     return InvalidRequest(f"the grammar is too complex to follow on: {matcher.stop_reason()}")

@@ -14,7 +14,7 @@ _WHOLE = "arguments"
 _MOST_SCHEMAS_LENGTH = 2**22
 _MOST_PARTS = 256
 _TOO_MANY = "too many $ref, allOf and anyOf around them, or a $ref to itself: write them out"
-_NOT_HELD = frozenset(
+_UNSUPPORTED = frozenset(
     {
         "const", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "if",
         "maxProperties", "minProperties", "not", "oneOf", "patternProperties", "propertyNames",
@@ -34,7 +34,7 @@ class ArgumentRules:
     required: tuple[str, ...] = ()
     closed: bool = False  # whether there may be no others
 
-    def meeting(self, part: Mapping[str, Any]) -> "ArgumentRules | None":
+    def merged(self, part: Mapping[str, Any]) -> "ArgumentRules | None":
         """Return what asks for what a further schema does too; None if no arguments meet that.
 
         Raises InvalidInput if it is no schema.
@@ -42,21 +42,21 @@ class ArgumentRules:
         properties, required = part.get("properties", {}), part.get("required", [])
         names = isinstance(required, list) and all(isinstance(key, str) for key in required)
         if not isinstance(properties, Mapping) or not names:
-            raise _wrong("want properties by name, and a list of the required ones")
+            raise _invalid("want properties by name, and a list of the required ones")
         types, others = part.get("type", "object"), part.get("additionalProperties", True)
         if types != "object" and not (isinstance(types, list) and "object" in types):
             return None
-        unheld = part.keys() & _NOT_HELD
+        unsupported = part.keys() & _UNSUPPORTED
         if not (isinstance(others, bool) or others == {}):
-            unheld |= {"additionalProperties"}
-        if unheld:
-            raise _wrong(
-                f"{', '.join(sorted(unheld))} cannot be held of all arguments of a call in Python: "
-                "take it out, or say it of single properties"
+            unsupported |= {"additionalProperties"}
+        if unsupported:
+            raise _invalid(
+                f"{', '.join(sorted(unsupported))} cannot be held of all arguments of a call in "
+                "Python: take it out, or say it of single properties"
             )
         closed = others is False
         both = {
-            key: _meeting_both(self.properties[key], properties[key])
+            key: _both_of(self.properties[key], properties[key])
             for key in self.properties.keys() & properties.keys()
         }
         return ArgumentRules(
@@ -92,19 +92,21 @@ def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
     far as it is $ref, allOf, anyOf, additionalProperties that are true or false, and which ones are
     required; InvalidInput is raised for more.
     """
-    met = _alternatives(schema)
-    rules = [f"{rule}: {' | '.join(f'{rule}_of_{at}' for at in range(len(met)))}"]
+    alternatives = _alternatives(schema)
+    rules = [f"{rule}: {' | '.join(f'{rule}_of_{at}' for at in range(len(alternatives)))}"]
     try:
-        for at, one in enumerate(met):
-            rules += _pairs(f"{rule}_of_{at}", one, schema, _MOST_SCHEMAS_LENGTH // len(met))
+        for at, one in enumerate(alternatives):
+            rules += _pairs(
+                f"{rule}_of_{at}", one, schema, _MOST_SCHEMAS_LENGTH // len(alternatives)
+            )
     except RecursionError as error:
-        raise _wrong("nested too deeply") from error
+        raise _invalid("nested too deeply") from error
     return rules
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
     """Return of what arguments have to meet one. Raises InvalidInput."""
-    met, begun = list[ArgumentRules](), list[tuple[ArgumentRules, list[Any]]]()
+    alternatives, begun = list[ArgumentRules](), list[tuple[ArgumentRules, list[Any]]]()
     begun.append((ArgumentRules(), [schema]))  # what was read, and what has to be met beside that
     for _ in range(_MOST_PARTS):
         if not begun:
@@ -113,7 +115,7 @@ def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
         match parts:
             case []:
                 if rules := known.satisfiable():
-                    met.append(rules)
+                    alternatives.append(rules)
             case [True, *rest]:
                 begun.append((known, rest))
             case [False, *_]:
@@ -121,27 +123,27 @@ def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
             case [{"$ref": str(ref), **others}, *rest]:
                 begun.append((known, [_referred(ref, schema), others, *rest]))
             case [{"allOf": list(all_of), **others}, *rest]:
-                _bounded(all_of, rest)
+                _check_count(all_of, rest)
                 begun.append((known, [*all_of, others, *rest]))
             case [{"anyOf": list(any_of), **others}, *rest]:
-                _bounded(any_of, begun)
+                _check_count(any_of, begun)
                 begun += [(known, [part, others, *rest]) for part in reversed(any_of)]
             case [Mapping() as part, *rest] if not part.keys() & {"$ref", "allOf", "anyOf"}:
-                if both := known.meeting(part):
+                if both := known.merged(part):
                     begun.append((both, rest))
             case _:
-                raise _wrong("want schemas in allOf and anyOf, and a text as $ref")
+                raise _invalid("want schemas in allOf and anyOf, and a text as $ref")
     else:
-        raise _wrong(_TOO_MANY)
-    if not met:
-        raise _wrong("no object meets their schema")
-    return met
+        raise _invalid(_TOO_MANY)
+    if not alternatives:
+        raise _invalid("no object meets their schema")
+    return alternatives
 
 
-def _bounded(more: list[Any], parts: list[Any]) -> None:
+def _check_count(more: list[Any], parts: list[Any]) -> None:
     """Raise InvalidInput where there would be too many, before they are there."""
     if len(more) + len(parts) > _MOST_PARTS:
-        raise _wrong(_TOO_MANY)
+        raise _invalid(_TOO_MANY)
 
 
 def _referred(ref: str, schema: Mapping[str, Any]) -> Any:
@@ -154,7 +156,7 @@ def _referred(ref: str, schema: Mapping[str, Any]) -> Any:
             key = step.replace("~1", "/").replace("~0", "~")
             part = part[int(key) if isinstance(part, list) else key]
     except (LookupError, TypeError, ValueError):
-        raise _wrong("want a $ref to a part of them, such as #/$defs/place") from None
+        raise _invalid("want a $ref to a part of them, such as #/$defs/place") from None
     return part
 
 
@@ -181,9 +183,9 @@ def _pairs(
         first, more = f"{rule}_first_{at}: {pair}", f'{rule}_more_{at}: ", " {pair}'
         if key not in asked.required:
             first, more = f"{first} | {rule}_first_{at + 1}", f"{more} | {rule}_more_{at + 1}"
-        held = json.dumps({**_standing_alone(value, schema), **guidance})
+        held = json.dumps({**_self_contained(value, schema), **guidance})
         if (length := length + len(held)) > most_length:
-            raise _wrong(
+            raise _invalid(
                 "too large where each that has a $ref has a copy of them all, and so has each part "
                 f"of an anyOf around them, over {_MOST_SCHEMAS_LENGTH} characters: write out what "
                 "$ref names"
@@ -192,32 +194,32 @@ def _pairs(
     return [*rules, f'{rule}_first_{at + 1}: ""', f'{rule}_more_{at + 1}: ""']
 
 
-def _standing_alone(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _self_contained(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a property's schema; with the whole one in it, where it refers to any of that."""
     if value is True:
         return {}
     if not isinstance(value, Mapping):
-        raise _wrong("want a schema for each property")
+        raise _invalid("want a schema for each property")
     if '"$ref"' not in json.dumps(value):
         return value
-    return {**_referring(value), "$defs": {_WHOLE: _referring(schema)}}
+    return {**_rebased(value), "$defs": {_WHOLE: _rebased(schema)}}
 
 
-def _meeting_both(one: Any, other: Any) -> Any:
+def _both_of(one: Any, other: Any) -> Any:
     """Return a schema of what meets two."""
     return False if one is False or other is False else {"allOf": [one, other]}
 
 
-def _referring(part: Any) -> Any:
+def _rebased(part: Any) -> Any:
     """Return a part of a schema, whose references are into the copy of the whole."""
     if isinstance(part, Mapping):
-        referring = {key: _referring(value) for key, value in part.items()}
+        referring = {key: _rebased(value) for key, value in part.items()}
         match part.get("$ref"):
             case str(ref) if ref.startswith("#"):
                 referring["$ref"] = f"#/$defs/{_WHOLE}{ref[1:]}"
         return referring
-    return [_referring(each) for each in part] if isinstance(part, list) else part
+    return [_rebased(each) for each in part] if isinstance(part, list) else part
 
 
-def _wrong(problem: str) -> InvalidInput:
+def _invalid(problem: str) -> InvalidInput:
     return InvalidInput(f"a function's parameters: {problem}", param="tools")

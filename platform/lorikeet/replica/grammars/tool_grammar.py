@@ -19,7 +19,7 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """How llguidance spaces JSON: as chat templates write arguments."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"parameters": {"type": "object"}}
-_TEXT_BESIDE = {
+_PLAIN_TEXT = {
     CallStyle.JSON: r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?",
     CallStyle.PYTHON: r"\s*([^\s;\[](?s:.*)|;\s*([^\s\[](?s:.*))?)?",
 }
@@ -27,19 +27,19 @@ _TEXT_BESIDE = {
 
 
 def call_grammar(
-    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, otherwise: Format | None = None
+    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, alternative: Format | None = None
 ) -> str:
     """Return a grammar of calls of the forced tools, as the syntax writes them, and nothing else.
 
-    Where none is forced: of calls of any, or of an answer in the format of `otherwise`.
+    Where none is forced: of calls of any, or of an answer in the format of `alternative`.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
     arguments = {name: _parameters(functions[name]) for name in use.forced or functions}
     more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
     start = "calls"
-    if otherwise is not None and not use.forced:
-        start += f" | {format_rule(otherwise)}"
+    if alternative is not None and not use.forced:
+        start += f" | {format_rule(alternative)}"
     rules = [
         f"start: {start}",
         f"calls: {literal(syntax.before)} call{more} {literal(syntax.after)}",
@@ -48,12 +48,12 @@ def call_grammar(
 
 
 def text_grammar(
-    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, apart: Collection[str] = ()
+    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, excluded: Collection[str] = ()
 ) -> str:
     """Return a grammar of text and of calls of any tool; strict ones keep to their schemas.
 
     What begins like a call has to become one. Special tokens come in calls only, and the tokens of
-    these words, `apart`, not at all.
+    these words, `excluded`, not at all.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
@@ -62,14 +62,14 @@ def text_grammar(
         for name, function in functions.items()
     }
     more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
-    words = ",".join(map(str, _words({*syntax.tokens, *apart}, vocabulary)))
+    words = ",".join(map(str, _words({*syntax.tokens, *excluded}, vocabulary)))
     rules = [*_call(arguments, syntax, literal), "TEXT: /(?s:.*)/"]
     if not syntax.opens:
         said = f"BEGIN (<[{words}]> TEXT)*" if words else "BEGIN"
         calls = " ".join(
             filter(None, (literal(syntax.before), f"call{more}", literal(syntax.after)))
         )
-        rules += [f"start: {said} | {calls}", f"BEGIN: /{_TEXT_BESIDE[syntax.style]}/"]
+        rules += [f"start: {said} | {calls}", f"BEGIN: /{_PLAIN_TEXT[syntax.style]}/"]
         return "\n".join(rules)
     mark = syntax.opens
     if mark in syntax.between:
