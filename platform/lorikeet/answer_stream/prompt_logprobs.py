@@ -1,4 +1,4 @@
-"""A prompt in an answer: how likely the model thought its tokens, as JSON that grows with them."""
+"""Log probabilities of a prompt in an answer."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from lorikeet_engine.request import TokenLogprobs
 
 
 class PromptLogprobsJson:
-    """The tokens of one prompt, in their order; nothing says how likely the first one was.
+    """Growing JSON of one prompt's log probabilities. The first token has none.
 
-    echoed: what the `logprobs` of a completion that echoes its prompt begin with.
+    echoed: logprobs of the prompt's tokens, for a completion that echoes its prompt.
     """
 
     def __init__(self, call: Call, prompt: Sequence[int], vocabulary: Vocabulary) -> None:
@@ -24,9 +24,9 @@ class PromptLogprobsJson:
         self.add((None,))
 
     def add(self, logprobs: Sequence[TokenLogprobs | None]) -> int:
-        """Take the log probabilities of the next tokens; None for the first.
+        """Add the log probabilities of the next tokens; return the bytes that they take.
 
-        Return how many bytes they take in the answer.
+        logprobs: None for the prompt's first token.
         """
         vocabulary, begin, size = self._vocabulary, self._text.tokens, 0
         tokens = self._prompt[begin : begin + len(logprobs)]
@@ -47,16 +47,16 @@ class PromptLogprobsJson:
         return size
 
     def json(self) -> bytes | None:
-        """Return the answer's `prompt_logprobs`, vLLM's field; None if not asked for."""
+        """Return the answer's `prompt_logprobs` (vLLM's field); None if not asked for."""
         return None if self._alternatives is None else b"[%s]" % b",".join(self._entries)
 
 
 def _entry(
     vocabulary: Vocabulary, token: int, logprobs: TokenLogprobs | None, alternatives: int
 ) -> bytes:
-    """Return one token's part of `prompt_logprobs`: by their ids it and the most likely ones.
+    """Return one token's entry in `prompt_logprobs`: the token and its alternatives by id.
 
-    null for the first. Only the latter have a rank.
+    The entry of a prompt's first token is null. Only alternatives have a rank.
     """
     if logprobs is None:
         return b"null"

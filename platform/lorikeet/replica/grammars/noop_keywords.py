@@ -1,4 +1,4 @@
-"""Keywords of JSON schemas whose value asks for nothing, which llguidance refuses all the same."""
+"""JSON schema keywords without effect, which llguidance would refuse."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +14,9 @@ _NAMED_SCHEMAS = frozenset(
 
 
 def without_noop_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema that allows the same, without keywords that change nothing.
+    """Return an equivalent schema without keywords that have no effect.
 
-    Raises RecursionError where it is nested too deeply.
+    Raises RecursionError if the schema is nested too deeply.
     """
     parts = {key: _part(key, value) for key, value in schema.items()}
     return {key: value for key, value in parts.items() if not _is_noop(key, value, parts)}
@@ -31,7 +31,7 @@ def _part(key: str, value: Any) -> Any:
 
 
 def _subschema(part: Any) -> Any:
-    """What is no schema, or one without keywords, is left as it is."""
+    """Clean a subschema; return booleans and other values unchanged."""
     return without_noop_keywords(part) if isinstance(part, Mapping) else part
 
 
