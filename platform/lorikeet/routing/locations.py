@@ -17,9 +17,8 @@ CHARACTERS_PER_TOKEN = 4
 MAX_HASHED_BLOCKS = 64
 """The most blocks of a prompt that are hashed: 4,096 tokens."""
 MAX_HASHED_CHARACTERS = MAX_HASHED_BLOCKS * BLOCK_TOKENS * CHARACTERS_PER_TOKEN
-_MAX_BLOCKS_KEPT = (
-    1 << 17
-)  # blocks: 8 million tokens, more than the KV caches of a few replicas hold
+_MAX_BLOCKS_KEPT = 1 << 17
+"""8 million tokens, more than the KV caches of a few replicas hold."""
 _NOWHERE = Residency.REMOTE
 
 PrefixHashes = tuple[int, ...]
