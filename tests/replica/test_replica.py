@@ -16,18 +16,25 @@ import pytest
 from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
 from lorikeet.answer_stream import response_stream as response_stream_module
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.apis.api_request import prompt_tokens
-from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Format, Refusal
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Call,
+    Endpoint,
+    FinalUsage,
+    Format,
+    Refusal,
+    Work,
+)
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
+from lorikeet.protocol.status_update import from_stats
 from lorikeet.replica import replica as replica_module
 from lorikeet.replica import request_builder
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.replica import Replica
-from lorikeet.routing.ranking import Work
-from lorikeet.routing.status_update import from_stats
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
@@ -52,7 +59,7 @@ def settings(tmp_path_factory):
 
 @pytest.fixture
 def ref(settings):
-    state = AdapterCatalog(open_store(settings.catalog)).refresh()
+    state = CatalogReader(open_store(settings.catalog)).refresh()
     return state.resolve(TASK.model, TASK.tenant)
 
 

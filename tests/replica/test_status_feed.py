@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
+from lorikeet.protocol.status_update import from_stats, to_stats
 from lorikeet.replica import status_feed as module
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.fleet import Fleet
-from lorikeet.routing.status_update import from_stats, to_stats
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
 from lorikeet_engine.telemetry.status import EngineStatus, EvictionCandidate, LiveStats

@@ -7,6 +7,7 @@ from time import thread_time
 
 import pytest
 
+from lorikeet.protocol.messages import Work
 from lorikeet.rendezvous import CANDIDATES, by_preference, rendezvous_candidates
 from lorikeet.routing.ranking import H200_LLAMA_8B as COSTS
 from lorikeet.routing.ranking import (
@@ -15,7 +16,6 @@ from lorikeet.routing.ranking import (
     Holders,
     ReplicaOption,
     RoutingStatus,
-    Work,
     candidate_sample,
     expected_cost,
     rank_by_cost,

@@ -59,7 +59,7 @@ def catalog(store: HangingStore, settings: Settings, tmp_path: Path) -> AdapterC
     facts = BlobFacts(DIGEST, 7, 8, "lorikeet-demo", 7)
     catalog.register("acme", "support", tmp_path / "blob", facts, actor="test")
     catalog.pin("acme", "support", tier=Residency.GPU, actor="test")
-    KeptView(settings.cache_dir, store.url).write(catalog.state)
+    KeptView(settings.cache_dir, store.url).write(catalog.reader.state)
     return catalog
 
 

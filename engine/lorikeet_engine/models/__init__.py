@@ -1,7 +1,7 @@
 """The base models: decoders of the Llama family, loaded from Hugging Face checkpoints.
 
 `config` reads and checks config.json, `rope_config` what it says of the rotary embedding, whose
-angles `rotary` makes, and `sliding_windows` which layers see a window alone; `kv_groups` says which
+angles `rotary` makes; `kv_groups` says which
 then share KV pages. `checkpoint` reads the safetensors, through `staging`'s buffers; linears that
 are stored quantised (`weight_formats`) become floats on the way or stay FP8, and of each a process
 keeps its `cut`; `kv_scales` finds what it says of an FP8 KV cache. `llama` is the decoder of all

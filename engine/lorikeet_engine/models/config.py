@@ -21,9 +21,9 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
 from lorikeet_engine.models.kv_groups import KvGroups
 from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_configs
-from lorikeet_engine.models.sliding_windows import sliding_layers, windows
 
 _IS_GELU = {"silu": False, "gelu_pytorch_tanh": True}
+_IS_SLIDING = {"full_attention": False, "sliding_attention": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class ModelConfig:
         if "use_bidirectional_attention" in family.switches:
             _refuse_bidirectional(raw)
         turning = _turning(raw, family, shape.layers)
-        sliding = sliding_layers(raw, family, turning)
+        sliding = _sliding_layers(raw, family, turning)
         bias = _flag(raw, family, "attention_bias")
         return cls(
             shape=shape,
@@ -100,7 +100,7 @@ class ModelConfig:
             max_context=context,
             norm_eps=number(raw, "rms_norm_eps", 1e-6),
             ropes=_ropes(raw, shape, context, turning, sliding),
-            windows=(seen := windows(raw, sliding, context)),
+            windows=(seen := _windows(raw, sliding, context)),
             kv_groups=KvGroups.of(seen, context),
             attention_soft_cap=_soft_cap(raw, family, "attn_logit_softcapping"),
             logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),
@@ -213,6 +213,50 @@ def _turning(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool,
     if not isinstance(given, list) or len(given) < layers or not {*given} <= {0, 1}:
         raise refusal("no_rope_layers", given, f"a list of {layers} of 0 and 1")
     return tuple(map(bool, given[:layers]))
+
+
+def _windows(
+    raw: Mapping[str, Any], sliding: tuple[bool, ...], context: int
+) -> tuple[int | None, ...]:
+    """How many tokens each layer's queries see, up to themselves; None where they see all.
+
+    sliding: as _sliding_layers returns it. A window that is as long as the context hides nothing.
+    Raises ModelError.
+    """
+    if not any(sliding) or raw["sliding_window"] is None:
+        return (None,) * len(sliding)
+    window = integer(raw, "sliding_window")
+    return tuple(window if slides and window < context else None for slides in sliding)
+
+
+def _sliding_layers(
+    raw: Mapping[str, Any], family: Family, turning: tuple[bool, ...]
+) -> tuple[bool, ...]:
+    """Which layers have a sliding window, if the model has one.
+
+    turning: whether each layer has a rotary embedding. Raises ModelError.
+    """
+    layers, switches = range(len(turning)), family.switches
+    if "sliding_window" not in switches:
+        return (False,) * len(layers)
+    if "use_sliding_window" in switches and not flag(raw, "use_sliding_window"):
+        return (False,) * len(layers)
+    if "layer_types" in switches and raw["layer_types"] is not None:
+        return _sliding_by_kind(raw["layer_types"], len(layers))
+    if "sliding_window_pattern" in switches:
+        every = integer(raw, "sliding_window_pattern")
+        return tuple((layer + 1) % every != 0 for layer in layers)
+    if "max_window_layers" in switches:
+        return tuple(layer >= raw["max_window_layers"] for layer in layers)
+    if "no_rope_layers" in switches:
+        return tuple(not turns for turns in turning)
+    return (True,) * len(layers)
+
+
+def _sliding_by_kind(kinds: object, layers: int) -> tuple[bool, ...]:
+    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {*_IS_SLIDING}:
+        raise refusal("layer_types", kinds, f"a list of {layers} of {' and '.join(_IS_SLIDING)}")
+    return tuple(_IS_SLIDING[kind] for kind in kinds)
 
 
 def _context(raw: Mapping[str, Any], family: Family, max_context: int | None) -> int:

@@ -4,6 +4,7 @@ import torch
 
 from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.errors import ModelError
+from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.linear import Inputs, Weight, rows_of
@@ -13,6 +14,9 @@ from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
+from lorikeet_engine.models.linears import LoraLinear
+from lorikeet_engine.models.norms import Product, read_norm_weight, summed_product
+from lorikeet_engine.parallel.rank_group import RankGroup
 
 
 class Experts:
@@ -74,6 +78,38 @@ class Experts:
         down = expert_products(gated, self.down, routed)  # [rows, hidden]
         add_expert_lora(down, rows_of(gated), adapted, self.layer, self.down_group)
         return combine(down, routed)
+
+
+class RoutedMlp:
+    """Experts, of which each token's are chosen by its logits.
+
+    The router is whole in every rank. All compute it from the same bits, which the sum over ranks
+    before it left, so they choose the same experts, and each computes a part of every one.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layer: int,
+        ranks: RankGroup | None,
+        output_norm: str | None,
+    ) -> None:
+        """Read a layer's router, and this rank's part of its experts; raises ModelError."""
+        self._ranks = ranks
+        self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
+        self.experts = Experts(config, checkpoint, layer)
+        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
+
+    def rounds(self, tokens: int) -> bool:
+        """Whether it reads N tokens rounded to FP8."""
+        return fp8.rounds(self.experts.gate_up, tokens)
+
+    def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
+        """Return y [tokens, hidden] of x [tokens, hidden]."""
+        logits, delta = self.router(x, lora)
+        mixed = self.experts(x, logits, delta, lora)
+        return summed_product(mixed, None, self.output_weight, self._ranks)
 
 
 def _read(

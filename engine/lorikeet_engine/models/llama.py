@@ -31,9 +31,10 @@ from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
+from lorikeet_engine.models.experts import RoutedMlp
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.linears import LoraLinear
-from lorikeet_engine.models.mlp import Mlp, RoutedMlp
+from lorikeet_engine.models.mlp import Mlp
 from lorikeet_engine.models.norms import (
     Product,
     RmsNorm,
@@ -81,7 +82,7 @@ class LlamaModel:
         self._ranks = ranks
         shape = config.shape
         if ranks is not None:
-            ranks.connect_rows(shape.hidden)
+            ranks.sums.connect_rows(shape.hidden)
         size = config.vocab_size, shape.hidden
         self._embeddings = checkpoint.read(["model.embed_tokens.weight"], [size[0]], size[1])
         self._layers = [_Layer(config, checkpoint, i, ranks) for i in range(shape.layers)]

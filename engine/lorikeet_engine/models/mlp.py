@@ -1,4 +1,4 @@
-"""What follows attention in a layer: a gated MLP, or a mixture of them."""
+"""Gated MLP of a layer; experts.py has the mixtures of experts."""
 
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.lora.linear import Inputs, linear_act_and_mul, rows_of
@@ -6,7 +6,6 @@ from lorikeet_engine.kernels.lora.types import LoraStep
 from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.experts import Experts
 from lorikeet_engine.models.linears import LoraLinear
 from lorikeet_engine.models.norms import Product, read_norm_weight, summed_product
 from lorikeet_engine.parallel.rank_group import RankGroup
@@ -47,35 +46,3 @@ class Mlp:
         if lora is None:
             return linear_act_and_mul(x, first.weight, first.bias, gelu=gelu)
         return act_and_mul(*first.before_act(x, lora), gelu=gelu)
-
-
-class RoutedMlp:
-    """Experts, of which each token's are chosen by its logits.
-
-    The router is whole in every rank. All compute it from the same bits, which the sum over ranks
-    before it left, so they choose the same experts, and each computes a part of every one.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        layer: int,
-        ranks: RankGroup | None,
-        output_norm: str | None,
-    ) -> None:
-        """Read a layer's router, and this rank's part of its experts; raises ModelError."""
-        self._ranks = ranks
-        self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
-        self.experts = Experts(config, checkpoint, layer)
-        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
-
-    def rounds(self, tokens: int) -> bool:
-        """Whether it reads N tokens rounded to FP8."""
-        return fp8.rounds(self.experts.gate_up, tokens)
-
-    def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
-        """Return y [tokens, hidden] of x [tokens, hidden]."""
-        logits, delta = self.router(x, lora)
-        mixed = self.experts(x, logits, delta, lora)
-        return summed_product(mixed, None, self.output_weight, self._ranks)

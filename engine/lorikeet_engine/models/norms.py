@@ -19,7 +19,7 @@ from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.parallel.rank_group import RankGroup
-from lorikeet_engine.parallel.row_exchange import RowExchange
+from lorikeet_engine.parallel.sums import RowExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ def summed_product(
     """
     if ranks is None:
         return Product(y, lora, norm_weight)
-    exchange = ranks.exchange_for(y)
+    exchange = ranks.sums.exchange_for(y)
     if exchange is not None:
         return Product(y, lora, norm_weight, exchange)
     if lora is not None:
         add_delta(y, lora)
-    ranks.sum_(y)
+    ranks.sums.all_reduce(y)
     return Product(y, None, norm_weight)
 
 
@@ -118,7 +118,7 @@ def shared_qk_norm(
     qkv, kv_heads, lora: as rotary_and_store_kv is to get them.
     """
     squares = mean_squares(qkv, kv_heads, ranks.world, lora)
-    ranks.sum_(squares)
+    ranks.sums.all_reduce(squares)
     return replace(norm, mean_squares=squares)
 
 

@@ -10,7 +10,7 @@ from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.sampling.reference import kept_tokens
 from lorikeet_engine.request import SamplingParams, TokenLogprobs
 from lorikeet_engine.sampling.draws import LEAST_TEMPERATURE, SamplingRow, draws_of
-from lorikeet_engine.sampling.logprobs import Logprobs
+from lorikeet_engine.sampling.logprob_readback import LogprobReadback
 
 _PIECE_ROWS = 16  # with 128,256 tokens in the vocabulary, some 130 MB at once
 
@@ -20,7 +20,7 @@ class _Piece:
     """Some rows of a step, and their log probabilities in this order."""
 
     rows: tuple[int, ...]
-    logprobs: Logprobs
+    logprobs: LogprobReadback
 
 
 class ProcessedLogprobs:
@@ -47,17 +47,17 @@ class ProcessedLogprobs:
             counts = {at: self._counts[row] for at, row in plain}
             temperatures = [_temperature(rows[row].params) for _, row in plain]
             of = tuple(row for _, row in plain)
-            self._add(of, Logprobs(logits, counts, temperatures), logits, tokens)
+            self._add(of, LogprobReadback(logits, counts, temperatures), logits, tokens)
         filtered = [(at, row) for at, row in wanted if _has_filters(rows[row].params)]
         for begin in range(0, len(filtered), _PIECE_ROWS):
             places, of = zip(*filtered[begin : begin + _PIECE_ROWS], strict=True)
             at = upload(np.array(places, np.int64), logits.device)
             drawn_from = _filtered(logits[at].float(), [rows[row].params for row in of])
             counts = {i: self._counts[row] for i, row in enumerate(of)}
-            self._add(of, Logprobs(drawn_from, counts), drawn_from, tokens[at])
+            self._add(of, LogprobReadback(drawn_from, counts), drawn_from, tokens[at])
 
     def _add(
-        self, rows: tuple[int, ...], of: Logprobs, logits: torch.Tensor, tokens: torch.Tensor
+        self, rows: tuple[int, ...], of: LogprobReadback, logits: torch.Tensor, tokens: torch.Tensor
     ) -> None:
         of.download(logits, tokens)
         self._pieces.append(_Piece(rows, of))

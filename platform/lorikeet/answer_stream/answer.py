@@ -10,11 +10,11 @@ from lorikeet.answer_stream.anthropic_format import (
 )
 from lorikeet.answer_stream.choice_stream import open_choice
 from lorikeet.answer_stream.detokenizer import StopStrings, Vocabulary
-from lorikeet.answer_stream.logprobs import WholeLogprobs
+from lorikeet.answer_stream.logprobs_format import LogprobsJson
 from lorikeet.answer_stream.openai_format import (
-    CallDelta,
     Choice,
     EventStream,
+    ToolCallPart,
     json_body,
 )
 from lorikeet.answer_stream.prompt_echoes import NO_ECHOES, PromptEchoes, prompt_echoes
@@ -72,8 +72,8 @@ class Answer:
         ]
         self._thoughts: list[list[str]] = [[] for _ in self._choices]
         self._texts: list[list[str]] = [[] for _ in self._choices]
-        self._calls: list[list[CallDelta]] = [[] for _ in self._choices]
-        self._logprobs = [WholeLogprobs(call.endpoint) for _ in self._choices]
+        self._calls: list[list[ToolCallPart]] = [[] for _ in self._choices]
+        self._logprobs = [LogprobsJson(call.endpoint) for _ in self._choices]
         self._token_ids: list[list[int]] = [[] for _ in self._choices]
         self._scored: list[ScoredPrompt] = []
         if call.sampling.prompt_logprobs is not None:

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 from pydantic_core import from_json
 
 from lorikeet.answer_stream.compact_json import dump
-from lorikeet.answer_stream.logprobs import SampledToken
-from lorikeet.answer_stream.openai_format import CallDelta, Choice, Ending
-from lorikeet.dialects import anthropic_error_body
+from lorikeet.answer_stream.logprobs_format import SampledToken
+from lorikeet.answer_stream.openai_format import Choice, Ending, ToolCallPart
+from lorikeet.error_shapes import anthropic_error_body
 from lorikeet.protocol.messages import Call, FinalUsage
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -64,7 +64,7 @@ class MessageEventStream:
         choice: int,
         text: str,
         finish: Ending | None = None,
-        calls: Sequence[CallDelta] = (),
+        calls: Sequence[ToolCallPart] = (),
         logprobs: Sequence[SampledToken] | None = None,  # noqa: ARG002
         reasoning: str = "",
         token_ids: Sequence[int] = (),  # noqa: ARG002
@@ -104,7 +104,7 @@ class MessageEventStream:
         self._events.append(_event("message_stop"))
         return self._take()
 
-    def _call_tool(self, delta: CallDelta) -> None:
+    def _call_tool(self, delta: ToolCallPart) -> None:
         if delta.id is not None:
             self._open("tool_use", _tool_use([delta], b"{}"))
         if delta.arguments:
@@ -203,7 +203,7 @@ def _thinking(text: str, signature: str) -> bytes:
     return dump({"type": "thinking", "thinking": text, "signature": signature})
 
 
-def _tool_use(deltas: Sequence[CallDelta], arguments: bytes) -> bytes:
+def _tool_use(deltas: Sequence[ToolCallPart], arguments: bytes) -> bytes:
     head = dump({"type": "tool_use", "id": deltas[0].id, "name": deltas[0].name})
     return b'%s,"input":%s}' % (head[:-1], arguments)
 

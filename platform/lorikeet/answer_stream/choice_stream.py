@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lorikeet.answer_stream.detokenizer import Detokenizer, StopStrings, Vocabulary
-from lorikeet.answer_stream.logprobs import SampledToken
-from lorikeet.answer_stream.openai_format import CallDelta, Ending
+from lorikeet.answer_stream.logprobs_format import SampledToken
+from lorikeet.answer_stream.openai_format import Ending, ToolCallPart
 from lorikeet.answer_stream.prompt_echoes import PromptEchoes
 from lorikeet.answer_stream.reasoning import THINK_TAGS, ReasoningParser, Thinking
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
@@ -24,7 +24,7 @@ class OutputDelta:
     """
 
     text: str
-    calls: Sequence[CallDelta]
+    calls: Sequence[ToolCallPart]
     logprobs: Sequence[SampledToken]
     reasoning: str
     token_ids: Sequence[int]
@@ -93,7 +93,7 @@ class ChoiceStream:
             self.finish = Ending.STOP
         if self._echo:
             text, self._echo = self._echo + text, ""
-        calls: Sequence[CallDelta] = ()
+        calls: Sequence[ToolCallPart] = ()
         if self._parser is not None:
             text, calls = self._parser.push(text, last=self.finish is not None)
             if self._parser.done or (self._parser.called and self.finish is Ending.STOP):

@@ -8,7 +8,7 @@ import regex
 from tokenizers import Tokenizer, decoders
 from tokenizers.decoders import DecodeStream
 
-from lorikeet.answer_stream.logprobs import NamedToken, SampledToken
+from lorikeet.answer_stream.logprobs_format import NamedToken, SampledToken
 from lorikeet.answer_stream.reasoning import ReasoningParser
 from lorikeet_engine.request import MAX_LOGPROBS, TokenLogprobs
 

@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import Any
 
 from lorikeet.answer_stream.compact_json import dump
-from lorikeet.answer_stream.logprobs import SampledToken, WholeLogprobs
-from lorikeet.dialects import error_body
+from lorikeet.answer_stream.logprobs_format import LogprobsJson, SampledToken
+from lorikeet.error_shapes import openai_error_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 
 DONE = b"data: [DONE]\n\n"
@@ -31,7 +31,7 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class CallDelta:
+class ToolCallPart:
     """What is new in a tool call. The first delta of a call has its id and name.
 
     index: the call's, in its choice. arguments: the next part of their JSON text.
@@ -55,8 +55,8 @@ class Choice:
 
     text: str
     finish: Ending
-    calls: Sequence[CallDelta] = ()
-    logprobs: WholeLogprobs | None = None
+    calls: Sequence[ToolCallPart] = ()
+    logprobs: LogprobsJson | None = None
     stop: str | None = None
     reasoning: str = ""
     prompt_logprobs: bytes | None = None
@@ -95,7 +95,7 @@ class EventStream:
         choice: int,
         text: str,
         finish: Ending | None = None,
-        calls: Sequence[CallDelta] = (),
+        calls: Sequence[ToolCallPart] = (),
         logprobs: Sequence[SampledToken] | None = None,
         reasoning: str = "",
         token_ids: Sequence[int] = (),
@@ -193,7 +193,7 @@ def _adapter(call: Call) -> bytes:
 
 def failed_completion_event(code: str, message: str, param: str | None = None) -> bytes:
     """Return the event that ends a stream which failed; nothing follows it."""
-    return b"data: " + dump(error_body(code, message, param)) + b"\n\n"
+    return b"data: " + dump(openai_error_body(code, message, param)) + b"\n\n"
 
 
 def _has_functions(call: Call) -> bool:
@@ -223,7 +223,7 @@ def _of_prompt(choice: Choice) -> bytes:
 
 def _logprobs(endpoint: Endpoint, tokens: Sequence[SampledToken] | None) -> bytes:
     """Return the `logprobs` of a delta."""
-    return WholeLogprobs(endpoint, tokens).json() if tokens else b"null"
+    return LogprobsJson(endpoint, tokens).json() if tokens else b"null"
 
 
 def _member(name: str, token_ids: bytes | None) -> bytes:
@@ -244,13 +244,13 @@ def _message(choice: Choice, functions: bool) -> dict[str, Any]:
     return message
 
 
-def _whole_call(deltas: Sequence[CallDelta]) -> dict[str, Any]:
+def _whole_call(deltas: Sequence[ToolCallPart]) -> dict[str, Any]:
     arguments = "".join(delta.arguments for delta in deltas)
     function = {"name": deltas[0].name, "arguments": arguments}
     return {"id": deltas[0].id, "type": "function", "function": function}
 
 
-def _call_delta(delta: CallDelta, *, functions: bool) -> dict[str, Any]:
+def _call_delta(delta: ToolCallPart, *, functions: bool) -> dict[str, Any]:
     call: dict[str, Any] = {"function": {"arguments": delta.arguments}}
     if delta.id is not None:
         call = _whole_call([delta])

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lorikeet.answer_stream.detokenizer import Detokenizer, Vocabulary
-from lorikeet.answer_stream.logprobs import WholeLogprobs, numbers
+from lorikeet.answer_stream.logprobs_format import LogprobsJson, numbers
 from lorikeet.protocol.messages import Call
 from lorikeet_engine.request import TokenLogprobs
 
@@ -20,7 +20,7 @@ class ScoredPrompt:
         self._tells = call.prompt_logprobs
         self._text = Detokenizer(vocabulary.tokenizer, ())
         self._told: list[bytes] = []
-        self.echoed = WholeLogprobs(call.endpoint)
+        self.echoed = LogprobsJson(call.endpoint)
         self.add((None,))
 
     def add(self, logprobs: Sequence[TokenLogprobs | None]) -> int:

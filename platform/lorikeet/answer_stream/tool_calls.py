@@ -8,8 +8,8 @@ from uuid import uuid4
 
 import regex
 
-from lorikeet.answer_stream.call_bodies import JsonEnd, body_begin, body_end, calls_of
-from lorikeet.answer_stream.openai_format import CallDelta
+from lorikeet.answer_stream.openai_format import ToolCallPart
+from lorikeet.answer_stream.tool_call_bodies import JsonEnd, body_begin, body_end, calls_of
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import ToolUse
 
@@ -17,11 +17,11 @@ _ID_LENGTH = 9  # Mistral's templates want ids of exactly nine letters and digit
 _Call = tuple[str, str]  # a function's name, the JSON of its arguments
 
 
-class ToolDelta(NamedTuple):
+class ParsedDelta(NamedTuple):
     """New text, then new parts of calls."""
 
     text: str
-    calls: list[CallDelta]
+    calls: list[ToolCallPart]
 
 
 class ToolCallParser:
@@ -48,13 +48,13 @@ class ToolCallParser:
         self._closes = syntax.closes if syntax.style is CallStyle.JSON else ""
         self._made: list[_Call] = []
         self._said: list[str] = []  # for the delta that is being made
-        self._deltas: list[CallDelta] = []
+        self._deltas: list[ToolCallPart] = []
         self._text: list[range] = []  # characters that are text, in order
         self._calls = 0
         self.parsed = 0
         self.done = False
 
-    def push(self, text: str, *, last: bool = False) -> ToolDelta:
+    def push(self, text: str, *, last: bool = False) -> ParsedDelta:
         """Take new text, `last` if no more comes."""
         self._rest += text
         while not self.done and self._look():
@@ -64,7 +64,7 @@ class ToolCallParser:
             held = "".join((*self._held, *self._body, *self._behind))
             if not self._calls or held.strip():
                 self._say_held()
-        delta = ToolDelta("".join(self._said), self._deltas)
+        delta = ParsedDelta("".join(self._said), self._deltas)
         self._said, self._deltas = [], []
         return delta
 
@@ -215,24 +215,24 @@ class ForcedCallParser:
         self._arguments: JsonEnd | None = None  # of the call that is being read
         self._calls = 0
 
-    def push(self, text: str, *, last: bool = False) -> ToolDelta:  # noqa: ARG002
+    def push(self, text: str, *, last: bool = False) -> ParsedDelta:  # noqa: ARG002
         """Take new text."""
         self._held += text
         self.parsed += len(text)
-        deltas: list[CallDelta] = []
+        deltas: list[ToolCallPart] = []
         while self._held:
             if self._arguments is not None:
                 deltas.append(self._next_arguments(self._arguments))
             elif head := self._head.search(self._held):
                 self._held = self._held[head.end() :]
                 self._arguments = JsonEnd()
-                deltas.append(CallDelta(self._calls, "", call_id(), head[1]))
+                deltas.append(ToolCallPart(self._calls, "", call_id(), head[1]))
                 self._calls += 1
             else:
                 begin = self._held.rfind("{")  # of a head, perhaps
                 self._held = self._held[begin:] if begin >= 0 else ""
                 break
-        return ToolDelta("", deltas)
+        return ParsedDelta("", deltas)
 
     @property
     def called(self) -> bool:
@@ -243,19 +243,19 @@ class ForcedCallParser:
         """Whether a character is text: none is."""
         return False
 
-    def _next_arguments(self, arguments: JsonEnd) -> CallDelta:
+    def _next_arguments(self, arguments: JsonEnd) -> ToolCallPart:
         end = arguments.find(self._held)
         if end is None:
             end = len(self._held)
         else:
             self._arguments = None
         new, self._held = self._held[:end], self._held[end:]
-        return CallDelta(self._calls - 1, new)
+        return ToolCallPart(self._calls - 1, new)
 
 
-def whole_call(index: int, name: str, arguments: str) -> list[CallDelta]:
+def whole_call(index: int, name: str, arguments: str) -> list[ToolCallPart]:
     """Return a whole call as deltas: the function's name, then its arguments."""
-    return [CallDelta(index, "", call_id(), name), CallDelta(index, arguments)]
+    return [ToolCallPart(index, "", call_id(), name), ToolCallPart(index, arguments)]
 
 
 def call_id() -> str:

@@ -7,12 +7,13 @@ that have are pickled by Python's code, field by field, in half as long again.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from lorikeet.routing.ranking import Candidate, Work
-from lorikeet.routing.status_update import StatusUpdate
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingParams
+
+R = TypeVar("R")
 
 
 class Endpoint(Enum):
@@ -68,6 +69,18 @@ class ToolUse:
     def strict(self) -> bool:
         """Whether calls of some of them must have arguments that its schema allows."""
         return any(tool["function"].get("strict") for tool in self.tools)
+
+
+class Work(NamedTuple):
+    """The work that a request is for a replica. rank and adapter_bytes: 0 for the base model.
+
+    sequences: how many will decode for it, which share what of the prompts they can.
+    """
+
+    prompt_tokens: int
+    rank: int = 0
+    adapter_bytes: int = 0
+    sequences: int = 1
 
 
 @dataclass(frozen=True)
@@ -189,6 +202,34 @@ class Refusal:
     param: str | None = None
     retry_after_s: float | None = None
     own_disk: bool = False
+
+
+class Cost(NamedTuple):
+    """What a request is expected to cost at a replica, part by part, seconds.
+
+    prefill_s: of its own prompt. queue_s: the prompts before it, and a place in the batch. load_s:
+    of its adapter from its tier; it overlaps with the queue. others_s: what other requests lose by
+    it. copy_s: what it is worth not to make one more copy of the adapter, and of what goes for it.
+    """
+
+    prefill_s: float
+    queue_s: float
+    load_s: float
+    others_s: float
+    copy_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The total by which replicas are compared."""
+        return self.prefill_s + self.others_s + max(self.queue_s, self.load_s) + self.copy_s
+
+
+class Candidate(NamedTuple, Generic[R]):
+    """A replica that was considered, where it had the adapter, and what was expected of it."""
+
+    replica: R
+    tier: Residency
+    cost: Cost
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ def build_engine(settings: Settings, base_model: str) -> "Engine":
     """
     # Here, because the replica imports this module to name this function to its host.
     from lorikeet.replica.engine_settings import engine_settings
-    from lorikeet.replica.grammar import ModelGrammars
+    from lorikeet.replica.grammars.matcher import ModelGrammars
     from lorikeet_engine.engine import Engine
 
     log_to_stderr()

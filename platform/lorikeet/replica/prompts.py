@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.reasoning import (
     CLOSES,
-    THINK_TAGS,
     Thinking,
     thinking_behind,
     thinking_within,
@@ -24,9 +23,6 @@ from lorikeet.errors import (
     UnsupportedParameter,
 )
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
-from lorikeet.replica.grammar import format_grammar, format_rule
-from lorikeet.replica.thinking_grammar import behind_thinking
-from lorikeet.replica.tool_grammar import call_grammar, text_grammar
 
 _TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError),
@@ -95,24 +91,6 @@ class PromptEncoder:
             return thinking_within(call.messages[-1]["content"])
         end = list(prompts[0][-_END_TOKENS:])
         return thinking_behind(self.backend.decode(end, skip_special_tokens=False))
-
-    def grammar(self, call: Call, thinking: Thinking = Thinking.NEVER) -> str | None:
-        """Return the grammar of an encoded call's answers; None if they are free."""
-        grammar = self._answer_grammar(call, thinking)
-        if grammar is None or thinking is Thinking.NEVER:
-            return grammar
-        return behind_thinking(grammar, thinking, self.vocabulary)
-
-    def _answer_grammar(self, call: Call, thinking: Thinking) -> str | None:
-        if (use := call.tools) is not None:
-            assert self.syntax is not None
-            if use.forced or call.format is not None:
-                return call_grammar(use, self.syntax, self.vocabulary, call.format)
-            apart = () if thinking is Thinking.NEVER else THINK_TAGS
-            return text_grammar(use, self.syntax, self.vocabulary, apart) if use.strict else None
-        if call.format is None or thinking is Thinking.NEVER:
-            return format_grammar(call.format) if call.format is not None else None
-        return f"start: {format_rule(call.format)}"
 
     def ignored(self, call: Call) -> tuple[str, ...]:
         """Return what has no effect: template_args that are not read, and what is left out."""

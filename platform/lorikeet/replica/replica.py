@@ -30,6 +30,7 @@ from lorikeet.protocol.messages import (
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.pushing import HoldState, PushMessage
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.protocol.status_update import StatusUpdate, to_stats
 from lorikeet.replica.base_copies import changed_copies
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.replica.metering import Metering
@@ -39,7 +40,6 @@ from lorikeet.replica.pushed_adapters import PushedAdapters
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.replica.smoke import Completions, run_smoke_test
 from lorikeet.replica.status_feed import StatusFeed
-from lorikeet.routing.status_update import StatusUpdate, to_stats
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseCopy

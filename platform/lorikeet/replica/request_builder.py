@@ -16,7 +16,8 @@ from lorikeet.answer_stream.prompt_echoes import PromptEchoes, prompt_echoes
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet.replica.grammar_sandbox import GrammarSandbox
+from lorikeet.replica.grammars.answer_grammar import answer_grammar
+from lorikeet.replica.grammars.sandbox import GrammarSandbox
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet_engine.request import Request
 
@@ -38,14 +39,14 @@ _SHORT_PROMPT_TOKENS = 256
 class EncodedCall:
     """The engine's request for a call, and what its answer is read by.
 
-    thinking: whether the model thinks before it answers. answer_grammar: the request's grammar but
+    thinking: whether the model thinks before it answers. tried_grammar: the request's grammar but
     for thinking, behind which nobody sees at once what it costs; None if the answer is free.
     echoes: what the answer repeats of the prompts.
     """
 
     request: Request
     thinking: Thinking
-    answer_grammar: str | None
+    tried_grammar: str | None
     echoes: PromptEchoes
 
 
@@ -70,9 +71,9 @@ class RequestBuilder:
         """
         encode = partial(encode_call, encoder=self._encoder, max_context=self._max_context)
         encoded = await self._in_time(encode, call)
-        if encoded.answer_grammar is None:
+        if encoded.tried_grammar is None:
             return encoded
-        tried = await self._with_grammar_tried(call, encoded.request, encoded.answer_grammar)
+        tried = await self._with_grammar_tried(call, encoded.request, encoded.tried_grammar)
         return replace(encoded, request=tried)
 
     async def count_tokens(self, call: Call) -> int:
@@ -122,9 +123,9 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     check_echo(call, echoes)
     room = fit_body(call, len(prompts) * call.n, room, prompts_logprobs(call, prompts))
     thinking = encoder.thinking(call, prompts)
-    answer_grammar = grammar = encoder.grammar(call)
+    tried_grammar = grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary)
     if grammar is not None and thinking is not Thinking.NEVER:
-        grammar = encoder.grammar(call, thinking)
+        grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary, thinking)
     sampling = replace(
         call.sampling,
         max_tokens=room if call.max_tokens is None else min(max(call.max_tokens, 1), room),
@@ -140,7 +141,7 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
         salt=call.tenant,
         scheduling=call.scheduling,
     )
-    return EncodedCall(request, thinking, answer_grammar, echoes)
+    return EncodedCall(request, thinking, tried_grammar, echoes)
 
 
 def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:

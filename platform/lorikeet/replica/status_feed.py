@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import uniform
 
-from lorikeet.routing.status_update import StatusUpdate
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import EngineStatus
 

@@ -11,8 +11,15 @@ from dataclasses import dataclass, replace
 from starlette.requests import ClientDisconnect
 
 from lorikeet.errors import LorikeetError, Unavailable, status_of
-from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal, StreamItem
-from lorikeet.routing.ranking import Candidate
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Attempt,
+    Call,
+    Candidate,
+    FinalUsage,
+    Refusal,
+    StreamItem,
+)
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import EngineTimings
 

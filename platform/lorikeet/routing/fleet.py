@@ -7,19 +7,19 @@ from functools import partial
 from random import Random
 from threading import Lock
 
+from lorikeet.protocol.messages import Candidate
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.rendezvous import rendezvous_candidates
 from lorikeet.routing.locations import AdapterLocations, PrefixIndex
 from lorikeet.routing.median_costs import median_costs
 from lorikeet.routing.ranking import (
     H200_LLAMA_8B,
-    Candidate,
     CostCoefficients,
     Holders,
     RoutingRequest,
     candidate_sample,
     rank_by_cost,
 )
-from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.routing.tracked_replica import InFlightRequest, RoutingDecision, TrackedReplica
 from lorikeet_engine.adapter import AdapterRef, Residency
 

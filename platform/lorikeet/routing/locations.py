@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import count, takewhile
 from typing import TypeVar
 
-from lorikeet.routing.status_update import StatusUpdate
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 
 K = TypeVar("K")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, NamedTuple, TypeVar
 
+from lorikeet.protocol.messages import Candidate, Cost, Work
 from lorikeet.routing.locations import PrefixHashes
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens
@@ -54,18 +55,6 @@ def capacity_per_s(
     context = steps.max_running * steps.decode_sees(prompt_tokens + answer_tokens / 2)
     token_s = steps.step_s(steps.max_running, ranks, context) / steps.max_running
     return 1.0 / (prompt_s + answer_tokens * token_s)
-
-
-class Work(NamedTuple):
-    """The work that a request is for a replica. rank and adapter_bytes: 0 for the base model.
-
-    sequences: how many will decode for it, which share what of the prompts they can.
-    """
-
-    prompt_tokens: int
-    rank: int = 0
-    adapter_bytes: int = 0
-    sequences: int = 1
 
 
 class RoutingRequest(NamedTuple):
@@ -139,34 +128,6 @@ class ReplicaOption(NamedTuple, Generic[R]):
     loading: bool = False
     queue_share: float = 1.0
     can_fetch: bool = True
-
-
-class Cost(NamedTuple):
-    """What a request is expected to cost at a replica, part by part, seconds.
-
-    prefill_s: of its own prompt. queue_s: the prompts before it, and a place in the batch. load_s:
-    of its adapter from its tier; it overlaps with the queue. others_s: what other requests lose by
-    it. copy_s: what it is worth not to make one more copy of the adapter, and of what goes for it.
-    """
-
-    prefill_s: float
-    queue_s: float
-    load_s: float
-    others_s: float
-    copy_s: float
-
-    @property
-    def total_s(self) -> float:
-        """The total by which replicas are compared."""
-        return self.prefill_s + self.others_s + max(self.queue_s, self.load_s) + self.copy_s
-
-
-class Candidate(NamedTuple, Generic[R]):
-    """A replica that was considered, where it had the adapter, and what was expected of it."""
-
-    replica: R
-    tier: Residency
-    cost: Cost
 
 
 class Holders(NamedTuple, Generic[R]):

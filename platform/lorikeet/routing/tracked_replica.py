@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lorikeet.protocol.messages import Candidate
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.routing.locations import AdapterLocations, decrement
 from lorikeet.routing.ranking import (
-    Candidate,
     CostCoefficients,
     ReplicaOption,
     RoutingRequest,
     RoutingStatus,
     evicted_uses,
 )
-from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.costs import MeasuredCosts, seen_tokens
 
 FETCH_PAUSE_S = 10.0

@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import LorikeetError, StoreError
 from lorikeet.logs import log_to_stderr
@@ -47,7 +47,7 @@ class Controller:
     def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
         log_to_stderr()
         store = open_store(settings.catalog)
-        self._catalog = AdapterCatalog(store)
+        self._catalog = CatalogReader(store)
         self._kept_view = KeptView(settings.cache_dir, store.url)
         self._reconcilers = [
             ReplicaReconciler(engine, settings, name) for name, engine in engines.items()

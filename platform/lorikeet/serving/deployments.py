@@ -26,7 +26,7 @@ from lorikeet.gateway.services import Services, read_base_models
 from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.replica.replica import Replica
-from lorikeet.responses.store import ResponseStore
+from lorikeet.response_store import ResponseStore
 from lorikeet.retry_after import FULL_PROXY_S
 from lorikeet.serving.autoscaling import autoscaling
 from lorikeet.serving.controller import Controller
@@ -247,7 +247,7 @@ def _open_catalog(store: ObjectStore, kept_view: KeptView) -> AdapterCatalog:
     """
     catalog = AdapterCatalog(store)
     try:
-        catalog.refresh()
+        catalog.reader.refresh()
     except StoreError as error:
         if isinstance(error, StoreRefused) and kept_view.read() is None:
             raise

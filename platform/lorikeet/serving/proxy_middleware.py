@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorikeet.dialects import error_body
+from lorikeet.error_shapes import openai_error_body
 from lorikeet.errors import Unavailable
 from lorikeet.gateway.error_responses import error_response
 
@@ -246,7 +246,7 @@ class HiddenRoutesMiddleware:
         """Pass the request on unless it asks for the list."""
         app = self._app
         if scope["type"] == "http" and scope["path"].removeprefix(scope["root_path"]) == _ROUTES:
-            app = JSONResponse(error_body("not_found", f"there is no {_ROUTES} here"), 404)
+            app = JSONResponse(openai_error_body("not_found", f"there is no {_ROUTES} here"), 404)
         await app(scope, receive, send)
 
 

@@ -12,11 +12,11 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from lorikeet.protocol.messages import Call, SmokeTest
+from lorikeet.protocol.messages import Call, SmokeTest, Work
+from lorikeet.protocol.status_update import from_stats
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
 from lorikeet.routing.locations import MAX_HASHED_CHARACTERS, prefix_hashes
-from lorikeet.routing.ranking import RoutingRequest, Work
-from lorikeet.routing.status_update import from_stats
+from lorikeet.routing.ranking import RoutingRequest
 from lorikeet.serving.fleet_registry import fleet_of
 
 log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from lorikeet.dialects import dialect_of_path, error_status
+from lorikeet.error_shapes import api_of_path, error_status
 from lorikeet.request_log.record import RequestRecord, engine_s
 from lorikeet_engine.request import EngineTimings
 
@@ -208,7 +208,7 @@ def _begun_s(record: RequestRecord, timings: EngineTimings, taken_s: float, end_
 
 def _request(record: RequestRecord, operation: str) -> Attributes:
     """Return attributes of the request, and of how it ended."""
-    status = record.code and error_status(record.code, dialect_of_path(record.path))
+    status = record.code and error_status(record.code, api_of_path(record.path))
     if record.first_byte_s is not None or record.usage is not None:
         status = HTTPStatus.OK
     return {

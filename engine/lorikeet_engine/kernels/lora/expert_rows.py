@@ -5,15 +5,13 @@ chooses. In a decode runs are of a row or two: then each program takes one row (
 Else programs take tiles of neighbouring rows (expert_tiles).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels.lora import expert_singles, expert_tiles
-from lorikeet_engine.kernels.lora.types import LoraGroup, Segments
-from lorikeet_engine.kernels.moe.types import RoutedRows
+from lorikeet_engine.kernels.lora.types import ExpertStep, LoraGroup, Segments
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 _BLOCK = 128
 _TILED_FROM = 8  # rows a run: with fewer, tiles multiply mostly zeros
@@ -33,7 +31,13 @@ def list_owners(segments: Segments, routed: RoutedRows) -> torch.Tensor:
 
 
 def add_expert_lora(
-    y: torch.Tensor, x: torch.Tensor, experts: Any, layer: int, group: LoraGroup, *, gathered: bool
+    y: torch.Tensor,
+    x: torch.Tensor,
+    experts: ExpertStep,
+    layer: int,
+    group: LoraGroup,
+    *,
+    gathered: bool,
 ) -> None:
     """See kernels.lora.experts; in 16-bit dtypes A x is rounded to the adapter's dtype."""
     rows, segments, routed = len(y), experts.step.segments, experts.routed

@@ -5,13 +5,11 @@ for its first numbers. Neighbours of one run read the same numbers at about the 
 the first from the GPU's cache.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.lora.types import LoraGroup
+from lorikeet_engine.kernels.lora.types import ExpertStep, LoraGroup
 
 _BLOCK_RANK = 16
 _BLOCK = 1024  # of d_in and d_out: more programs take longer to launch than they read
@@ -19,7 +17,13 @@ _WARP_COLUMNS = 256  # 16 bytes a thread: no sum of an expand crosses threads
 
 
 def add(
-    y: torch.Tensor, x: torch.Tensor, experts: Any, layer: int, group: LoraGroup, *, gathered: bool
+    y: torch.Tensor,
+    x: torch.Tensor,
+    experts: ExpertStep,
+    layer: int,
+    group: LoraGroup,
+    *,
+    gathered: bool,
 ) -> None:
     """See kernels.lora.experts; in 16-bit dtypes A x is rounded to the adapter's dtype."""
     weights, segments, routed = experts.step.weights, experts.step.segments, experts.routed

@@ -3,13 +3,11 @@
 Whoever a tile's rows are of, a program reads a run's A or B once for all of them.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.lora.types import LoraGroup
+from lorikeet_engine.kernels.lora.types import ExpertStep, LoraGroup
 
 _MAX_PARTS = 8
 _PROGRAMS = 512  # as many shrink, or d_in is split: few read too little at once
@@ -20,7 +18,7 @@ _MOST_TILE_ROWS = 64
 def add(
     y: torch.Tensor,
     x: torch.Tensor,
-    experts: Any,
+    experts: ExpertStep,
     layer: int,
     group: LoraGroup,
     per_run: int,

@@ -4,7 +4,6 @@ Of an expert's rows those of one adapter are neighbours, too (kernels/moe): a ru
 for each expert its own A and B, so a run is what a segment of tokens is to other linears.
 """
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -12,20 +11,14 @@ import torch
 
 from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.lora import reference
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraStep, check_group, check_rows
-from lorikeet_engine.kernels.moe.types import RoutedRows
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertStep:
-    """The LoRA work of one layer's experts in a step.
-
-    owners [rows, 2] int32: the slot of each row's adapter, −1 for none, and its expert.
-    """
-
-    step: LoraStep
-    routed: RoutedRows
-    owners: torch.Tensor
+from lorikeet_engine.kernels.lora.types import (
+    ExpertStep,
+    LoraGroup,
+    LoraStep,
+    check_group,
+    check_rows,
+)
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 
 def begin_experts(step: LoraStep | None, routed: RoutedRows) -> ExpertStep | None:

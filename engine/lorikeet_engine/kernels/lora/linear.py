@@ -168,10 +168,7 @@ def linear_and_lora(
     """
     rows = rows_of(x)
     main, side = torch.cuda.current_stream(rows.device), _side_stream(rows.device)
-    tiles = step.tiles
-    # Our own products have many small programs, which LoRA's can run among.
-    own = len(rows) == 1 or _is_own_product(weight, rows)
-    sms = 0 if own else tiles.config.sms_for_lora(tiles.segments * tiles.max_rank)
+    sms = _sms_for_lora(step, weight, rows)
     side.wait_stream(main)
     if sms:
         reserve = _reserve_sms_of_lt if isinstance(weight, Fp8Rows) else _reserve_sms
@@ -179,7 +176,7 @@ def linear_and_lora(
             y = linear(x, weight, bias)
     with torch.cuda.stream(side):
         shrink = _cuda("lora.shrink").shrink
-        shrunk: UnexpandedDelta = shrink(rows, step.weights, tiles, layer, group)
+        shrunk: UnexpandedDelta = shrink(rows, step.weights, step.tiles, layer, group)
         if delta is not None:
             _cuda("lora.expand").expand(shrunk, delta)
     if not sms:
@@ -188,12 +185,21 @@ def linear_and_lora(
     return y, shrunk
 
 
-def _is_own_product(weight: Weight, rows: torch.Tensor) -> bool:
-    """Whether the kernel of kernels/fp8/few_tokens.py multiplies, and not a library."""
-    if not isinstance(weight, Fp8Rows):
-        return False
-    config_of = _cuda("fp8.few_tokens").product_config
-    return config_of(weight, len(rows), rows.device) is not None
+def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
+    """Return how many multiprocessors the base model's product leaves free for LoRA.
+
+    0: LoRA is launched first, and the product takes what LoRA leaves. So it is with our own
+    kernels for products of one row (kernels/gemv.py) or of a few by FP8
+    (kernels/fp8/few_tokens.py): they have many small programs, among which LoRA's can run.
+    """
+    if len(rows) == 1:
+        return 0
+    if isinstance(weight, Fp8Rows):
+        config_of = _cuda("fp8.few_tokens").product_config
+        if config_of(weight, len(rows), rows.device) is not None:
+            return 0
+    sms: int = step.tiles.config.sms_for_lora(step.tiles.segments * step.tiles.max_rank)
+    return sms
 
 
 def replace_logits(

@@ -3,17 +3,12 @@
 Also the product's CPU path, so it loops over segments and never over tokens.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
-from lorikeet_engine.kernels.moe.types import RoutedRows
-
-if TYPE_CHECKING:
-    from lorikeet_engine.kernels.lora.experts import ExpertStep
+from lorikeet_engine.kernels.lora.types import ExpertStep, LoraGroup, LoraWeights, Segments
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 
 def add_lora(
@@ -102,7 +97,7 @@ def list_owners(segments: Segments, routed: RoutedRows) -> torch.Tensor:
 def add_expert_lora(
     y: torch.Tensor,
     x: torch.Tensor,
-    experts: "ExpertStep",
+    experts: ExpertStep,
     layer: int,
     group: LoraGroup,
     *,

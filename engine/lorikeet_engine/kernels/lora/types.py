@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lorikeet_engine.errors import ShapeError
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,18 @@ class LoraStep:
     weights: LoraWeights
     segments: Segments
     tiles: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStep:
+    """The LoRA work of one layer's experts in a step.
+
+    owners [rows, 2] int32: the slot of each row's adapter, −1 for none, and its expert.
+    """
+
+    step: LoraStep
+    routed: RoutedRows
+    owners: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 
 from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe.types import RoutedRows
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 __all__ = ["RoutedRows", "combine", "expert_products", "experts_of_one", "route"]
 

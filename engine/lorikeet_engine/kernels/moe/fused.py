@@ -13,7 +13,7 @@ from lorikeet_engine.kernels.moe import grouped_fp8
 from lorikeet_engine.kernels.moe.grouped import is_torchs_better, products
 from lorikeet_engine.kernels.moe.one_token import experts_of_one
 from lorikeet_engine.kernels.moe.routing import choose_experts, sort_by_expert, sum_weighed
-from lorikeet_engine.kernels.moe.types import RoutedRows
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 __all__ = ["combine", "expert_products", "experts_of_one", "route"]
 

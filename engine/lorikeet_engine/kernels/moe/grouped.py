@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.moe.types import RoutedRows
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 _FIRST_WITH_GROUPED = (9, 0)
 # Rows of an expert, on average, from which on torch's grouped product is faster; its rows must be

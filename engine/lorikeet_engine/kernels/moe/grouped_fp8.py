@@ -18,7 +18,7 @@ import triton.language as tl
 
 from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
 from lorikeet_engine.kernels.moe.grouped import TileConfig, tile_at
-from lorikeet_engine.kernels.moe.types import RoutedRows
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 TILES = (
     (8, TileConfig(rows=16, outputs=64, inputs=256, warps=4, stages=4)),

@@ -17,7 +17,7 @@ import torch
 from lorikeet_engine.kernels.fp8 import Activations
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
-from lorikeet_engine.parallel.row_exchange import RowExchange
+from lorikeet_engine.parallel.sums import RowExchange
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from lorikeet_engine.kernels.fp8.fused import divided, empty_rows, quantize_rows
 from lorikeet_engine.kernels.lora.expand_act import activated, expand_act_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.kernels.pointwise.fused_norm import add_rms_norm, add_rms_norm_fp8
-from lorikeet_engine.kernels.pointwise.fused_rotary import mean_squares, rotary_and_store_kv
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
+from lorikeet_engine.kernels.pointwise.rotary_and_store_kv import mean_squares, rotary_and_store_kv
 
 __all__ = [
     "act_and_mul",

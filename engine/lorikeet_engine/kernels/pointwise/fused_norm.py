@@ -11,8 +11,8 @@ from lorikeet_engine.kernels.fp8 import LARGEST, LEAST_SCALE, Activations, Fp8Ro
 from lorikeet_engine.kernels.fp8.fused import empty_rows, store_rounded
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
-from lorikeet_engine.kernels.pointwise.rank_sums import exchange_operands, sum_over_ranks
-from lorikeet_engine.parallel.row_exchange import RowExchange
+from lorikeet_engine.kernels.pointwise.sum_over_ranks import exchange_operands, sum_over_ranks
+from lorikeet_engine.parallel.sums import RowExchange
 
 
 def add_rms_norm(

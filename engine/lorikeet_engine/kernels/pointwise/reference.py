@@ -8,7 +8,7 @@ from lorikeet_engine.kernels.fp8.reference import quantize_rows
 from lorikeet_engine.kernels.fp8_kv import KvScales, to_fp8
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm
-from lorikeet_engine.parallel.row_exchange import RowExchange
+from lorikeet_engine.parallel.sums import RowExchange
 
 
 def add_rms_norm(
