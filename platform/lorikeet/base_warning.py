@@ -6,7 +6,7 @@ from lorikeet_engine.adapter_format import (
     is_nf4,
     is_nf4_copy,
     last_part,
-    original,
+    unquantised_name,
 )
 
 
@@ -22,7 +22,7 @@ def base_warning(trained_on: str | None, served: str, quantization: str | None) 
     if not trained_on:
         return None
     format_ = f" ({quantization})" if quantization else ""
-    if last_part(trained_on) in (original(trained_on), last_part(served)):
+    if last_part(trained_on) in (unquantised_name(trained_on), last_part(served)):
         if Quantization.AWQ not in (quantization or "") or "awq" in trained_on.lower():
             return None
         return (

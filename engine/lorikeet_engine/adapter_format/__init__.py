@@ -15,14 +15,15 @@ against a base model's `shape`, whose linears are its family's (`families`) and 
 call it.
 """
 
+from lorikeet_engine.adapter_format.adapter_memory import FLOAT32_MEMORY, AdapterMemory
 from lorikeet_engine.adapter_format.base_config import decoder_config, read_config, read_json
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, base_copies
 from lorikeet_engine.adapter_format.base_names import (
     is_fp8_copy,
     is_nf4_copy,
     last_part,
-    original,
     same_model,
+    unquantised_name,
 )
 from lorikeet_engine.adapter_format.base_quantization import (
     Quantization,
@@ -48,13 +49,12 @@ from lorikeet_engine.adapter_format.families import (
     QkNormKind,
 )
 from lorikeet_engine.adapter_format.header import TensorSpan
-from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory
 from lorikeet_engine.adapter_format.mlx import MLX_WEIGHTS_FILE
 from lorikeet_engine.adapter_format.saved_weights import (
     INDEX_FILE,
     MAX_INDEX_BYTES,
     WEIGHTS_FILE,
-    check_beside,
+    refuse_added_tokens,
     shard_names,
 )
 from lorikeet_engine.adapter_format.shape import BaseShape
@@ -66,7 +66,7 @@ from lorikeet_engine.adapter_format.spec import (
     aligned,
     read_spec,
 )
-from lorikeet_engine.adapter_format.trtllm import has_pair, read_pair
+from lorikeet_engine.adapter_format.trtllm import has_trtllm_pair, read_trtllm_pair
 from lorikeet_engine.adapter_format.values import SCAN_ALIGNMENT, ValueScan, check_values
 
 __all__ = [
@@ -98,24 +98,24 @@ __all__ = [
     "aligned",
     "base_copies",
     "blob_digest",
-    "check_beside",
     "check_values",
     "decoder_config",
-    "has_pair",
+    "has_trtllm_pair",
     "is_fp8_copy",
     "is_nf4",
     "is_nf4_copy",
     "last_part",
-    "original",
     "quantized_linears",
     "read_config",
     "read_json",
-    "read_pair",
     "read_spec",
+    "read_trtllm_pair",
+    "refuse_added_tokens",
     "same_model",
     "served_quantization",
     "shard_names",
     "trained_on",
+    "unquantised_name",
     "write_blob",
     "write_peft_folder",
 ]

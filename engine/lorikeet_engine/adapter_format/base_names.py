@@ -20,7 +20,7 @@ def last_part(name: str) -> str:
     return (snapshot[1] if snapshot else name.rpartition("/")[2]).replace("___", ".")
 
 
-def original(name: str) -> str:
+def unquantised_name(name: str) -> str:
     """Return what a quantised copy is a copy of: unsloth/Llama-3.1-8B-bnb-4bit → Llama-3.1-8B.
 
     Of another model, its last part. The endings are those of Unsloth's and MLX's copies, and of
@@ -41,5 +41,5 @@ def is_fp8_copy(name: str) -> bool:
 
 def same_model(name: str, other: str) -> bool:
     """Whether two names are of one model, quantised or not."""
-    one, another = (_META.sub("", original(each).casefold()) for each in (name, other))
+    one, another = (_META.sub("", unquantised_name(each).casefold()) for each in (name, other))
     return one == another

@@ -31,8 +31,8 @@ from lorikeet_engine.adapter_format.mlx import is_mlx, mlx_tensors, peft_config
 from lorikeet_engine.adapter_format.saved_weights import WEIGHTS_FILE, SavedTensor, saved_tensors
 from lorikeet_engine.adapter_format.spec import METADATA_KEY, pair_tensors
 from lorikeet_engine.adapter_format.tensor_names import (
+    canonical_module,
     copied_module,
-    module_in_blobs,
     split_saved_name,
     tensor_name,
     token_rows_module,
@@ -125,7 +125,7 @@ def _in_blobs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     """The pairs by what blobs call their modules."""
     modules: dict[str, Pair] = {}
     for saved, sides in pairs.items():
-        module = module_in_blobs(saved)
+        module = canonical_module(saved)
         if module in modules:
             raise AdapterRejected(f"two modules of the file are {module}", field=saved)
         modules[module] = sides

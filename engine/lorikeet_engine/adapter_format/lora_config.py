@@ -14,7 +14,7 @@ from typing import Any
 from lorikeet_engine.adapter_format.expressions import Expressions, bad_config
 from lorikeet_engine.adapter_format.header import parse_json_object
 from lorikeet_engine.adapter_format.targets import check_targets, resolve_pattern
-from lorikeet_engine.adapter_format.tensor_names import module_in_blobs
+from lorikeet_engine.adapter_format.tensor_names import canonical_module
 from lorikeet_engine.errors import AdapterRejected
 
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
@@ -116,8 +116,8 @@ class LoraConfig:
             r=r,
             lora_alpha=alpha,
             use_rslora=raw.get("use_rslora") or False,
-            rank_pattern={module_in_blobs(m): rank for m, rank in ranks.items() if rank != r},
-            alpha_pattern={module_in_blobs(m): a for m, a in alphas.items() if a != alpha},
+            rank_pattern={canonical_module(m): rank for m, rank in ranks.items() if rank != r},
+            alpha_pattern={canonical_module(m): a for m, a in alphas.items() if a != alpha},
             families=families,
         )
 

@@ -85,11 +85,11 @@ class SavedTensor(TensorSpan):
 
 def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
     """The tensors of PEFT's folder, by name. Raises AdapterRejected."""
-    check_beside([path.name for path in folder.iterdir()])
+    refuse_added_tokens([path.name for path in folder.iterdir()])
     return tensors_of(_files(folder))
 
 
-def check_beside(names: Container[str]) -> None:
+def refuse_added_tokens(names: Container[str]) -> None:
     """Refuse an adapter whose added tokens are in a file of their own, where vLLM once read them.
 
     names: of the files that lie beside it. Raises AdapterRejected.

@@ -7,12 +7,12 @@ from lorikeet_engine.adapter_format.experts.names import PARAMETER, ConfiguredNa
 from lorikeet_engine.adapter_format.expressions import MAX_EXPRESSIONS, Expressions, bad_config
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear
 from lorikeet_engine.adapter_format.tensor_names import (
+    canonical_module,
     is_outer,
     layer_of,
+    layers_prefix,
     linears_of,
     locate_module,
-    module_in_blobs,
-    place_of_layers,
 )
 
 _ALL_LINEAR = "all-linear"
@@ -35,9 +35,9 @@ def check_targets(
     weights are not looked for: only the base model knows how many there are. Without target_modules
     nothing is said. Raises AdapterRejected.
     """
-    linears = linears_of([module_in_blobs(module) for module in modules])
+    linears = linears_of([canonical_module(module) for module in modules])
     outer = {m for m in modules if not _is_in_layer(m)}
-    located = [locate_module(module_in_blobs(m), linears) for m in modules if m not in outer]
+    located = [locate_module(canonical_module(m), linears) for m in modules if m not in outer]
     if raw.get("target_modules") is None and not raw.get("target_parameters"):
         return None
     if raw.get("target_parameters") and not any(targets_parameter(raw, m) for m in modules):
@@ -59,7 +59,7 @@ def check_targets(
     if not whole:
         module = next(iter(missing.values()))[0]
         key = "target_parameters" if targets_parameter(raw, module) else "target_modules"
-        raise bad_config(_missing(module_in_blobs(module), last, layers), key)
+        raise bad_config(_missing(canonical_module(module), last, layers), key)
     return None if len(whole) == len(expected) else tuple(whole)
 
 
@@ -70,7 +70,7 @@ def _expected(
 
     The family that the weights look like comes first.
     """
-    place, layers = place_of_layers(modules), range(min(last + 1, _MAX_LAYERS))
+    place, layers = layers_prefix(modules), range(min(last + 1, _MAX_LAYERS))
     names = {old: ConfiguredNames(modules, old_linears=old) for old in (False, True)}
     beside = {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
     found: dict[tuple[tuple[Linear, ...], bool], set[str]] = {}

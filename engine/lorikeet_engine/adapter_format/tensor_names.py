@@ -75,7 +75,7 @@ def token_rows_module(name: str) -> str | None:
     match = _SAVED_ROWS.fullmatch(_WRAPPERS.sub("", name))
     if match is None:
         return None
-    module = module_in_blobs(match[1])
+    module = canonical_module(match[1])
     if module not in (HEAD.module, EMBEDDINGS.module):
         raise AdapterRejected(f"tensor {name}: only embed_tokens and lm_head have rows", field=name)
     return module
@@ -86,7 +86,7 @@ def token_rows_name(module: str) -> str:
     return f"base_model.model.{module}.token_adapter.trainable_tokens_delta"
 
 
-def module_in_blobs(saved: str) -> str:
+def canonical_module(saved: str) -> str:
     """What a blob calls a module that a trainer saved: model.language_model.layers.0… the same."""
     for outer in (HEAD, EMBEDDINGS):
         if is_outer(saved, outer):
@@ -101,7 +101,7 @@ def is_outer(saved: str, outer: Linear) -> bool:
     return match is not None and match[1] == outer.name
 
 
-def place_of_layers(saved: Iterable[str]) -> str:
+def layers_prefix(saved: Iterable[str]) -> str:
     """What stands before "layers." in the modules of a decoder's layers. Raises AdapterRejected."""
     matches = [match for match in map(_SAVED_MODULE.fullmatch, saved) if match]
     places = {match[1] for match in matches}

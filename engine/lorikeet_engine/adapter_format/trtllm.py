@@ -37,12 +37,12 @@ _ELSEWHERE = {
 }
 
 
-def has_pair(folder: Path) -> bool:
+def has_trtllm_pair(folder: Path) -> bool:
     """Whether both tensors' files are in a folder."""
     return all((folder / name).is_file() for name in PAIR)
 
 
-def read_pair(
+def read_trtllm_pair(
     folder: Path, shape: BaseShape, base_model: str, alpha: float | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """PEFT's tensors by name, and its config.

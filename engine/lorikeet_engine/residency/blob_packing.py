@@ -6,11 +6,12 @@ layers that differ in values alone are read and written together, some megabytes
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product
+from itertools import groupby, pairwise, product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,14 +20,33 @@ from lorikeet_engine.adapter_format.header import DTYPE_BYTES
 from lorikeet_engine.adapter_format.token_rows import digits
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.checksums import LayerSums, layer_sums
-from lorikeet_engine.residency.packing import PackedLayout
-from lorikeet_engine.residency.staged_layers import StagedLayer, layers_together, staged_layers
+from lorikeet_engine.residency.packed_image import PackedLayout
 
 _MOST_THREADS = 4
 _CORES_A_THREAD = 4
 """An engine takes one of a machine's cores for each GPU, beside gateways and other replicas."""
 _BYTES_A_THREAD = _BYTES_TOGETHER = 2**24
+_WIDEST = 4  # bytes of an element
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class _StagedLayer(NamedTuple):
+    """A layer's linears, and where each matrix lies in `size` bytes beside the image.
+
+    begin: where in a span of the image the layer begins. likeness: equal for layers whose matrices
+    have the same sizes, places there and places from `begin` on.
+    """
+
+    parts: tuple[LinearLora, ...]
+    places: dict[TensorSpan, int]
+    size: int
+    begin: int
+    likeness: object
+
+    @property
+    def end(self) -> int:
+        """Where in the file the last of it ends."""
+        return max(matrix.end for matrix in self.places)
 
 
 def pack(
@@ -47,7 +67,7 @@ def pack(
     value does not fit out's dtype, and what `arrived` raises.
     """
     spans = torch.split(out, layout.elements)
-    layers = staged_layers(spec, layout)
+    layers = _staged_layers(spec, layout)
     each = -(-len(layers) // (1 if arrived else threads or _threads(spec.size_bytes)))
     shares = [layers[at : at + each] for at in range(0, len(layers), each)]
     write = partial(_write_layers, blob, layout, spans, arrived)
@@ -72,18 +92,65 @@ def _threads(size_bytes: int) -> int:
     return max(1, min(most, _MOST_THREADS, size_bytes // _BYTES_A_THREAD))
 
 
+def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer]:
+    """All layers that have linears, the outer one among them, in the file's order."""
+    table = layout.rows.tolist()
+    layers = [
+        _staged(tuple(parts), layout.layers[layer], table[layer])
+        for layer, parts in groupby(spec.linears, key=lambda part: part.layer)
+    ]
+    return sorted(layers, key=lambda layer: next(iter(layer.places)).begin)
+
+
+def _layers_together(
+    layers: Sequence[_StagedLayer], most_bytes: int
+) -> Iterator[list[_StagedLayer]]:
+    """Yield runs of layers to pack at once: alike, and equally far from each other in the image.
+
+    most_bytes: of the file, of more than one layer.
+    """
+    run: list[_StagedLayer] = []
+    for layer in layers:
+        strides = {after.begin - one.begin for one, after in pairwise([*run, layer])}
+        alike = not run or run[0].likeness == layer.likeness
+        fits = (len(run) + 1) * layer.size <= most_bytes
+        if run and not (alike and fits and len(strides) == 1 and min(strides) > 0):
+            yield run
+            run = []
+        run.append(layer)
+    if run:
+        yield run
+
+
+def _staged(
+    parts: tuple[LinearLora, ...], begin: int, rows: Sequence[Sequence[int]]
+) -> _StagedLayer:
+    places, size = dict[TensorSpan, int](), 0
+    for matrix in sorted({m for part in parts for m in (part.a, part.b)}, key=lambda m: m.begin):
+        places[matrix] = size
+        size += -(-matrix.size_bytes // _WIDEST) * _WIDEST
+    likeness = [
+        (
+            (part.linear, part.scaling, *(at - begin for at in rows[part.linear][:2])),
+            [(matrix.dtype, matrix.shape, places[matrix]) for matrix in (part.a, part.b)],
+        )
+        for part in parts
+    ]
+    return _StagedLayer(parts, places, size, begin, likeness)
+
+
 def _write_layers(
     blob: Path,
     layout: PackedLayout,
     spans: Sequence[torch.Tensor],
     arrived: Callable[[int], None] | None,
-    layers: Sequence[StagedLayer],
+    layers: Sequence[_StagedLayer],
 ) -> dict[tuple[int, int], int]:
     """Write these layers of each span, and return their sums, by the number of the span and layer.
 
     The outer layer's have no meaning yet.
     """
-    runs = list(layers_together(layers, _BYTES_TOGETHER))
+    runs = list(_layers_together(layers, _BYTES_TOGETHER))
     writer, sums = _Writer(layout, spans, runs), dict[tuple[int, int], int]()
     with blob.open("rb", buffering=0) as file:
         for run in runs:
@@ -105,7 +172,7 @@ class _Writer:
         self,
         layout: PackedLayout,
         spans: Sequence[torch.Tensor],
-        runs: Sequence[Sequence[StagedLayer]],
+        runs: Sequence[Sequence[_StagedLayer]],
     ) -> None:
         self._layout, self._spans, self._dtype = layout, spans, spans[0].dtype
         self._table = layout.rows.tolist()
@@ -115,7 +182,7 @@ class _Writer:
         largest = max(len(run) * math.prod(part.b.shape) for run in runs for part in run[0].parts)
         self._wide, self._rounded = torch.empty(largest), torch.empty(largest, dtype=self._dtype)
 
-    def write(self, descriptor: int, run: Sequence[StagedLayer]) -> None:
+    def write(self, descriptor: int, run: Sequence[_StagedLayer]) -> None:
         """Read layers that are alike and write them. Raises AdapterRejected."""
         for row, layer in enumerate(run):
             _read(descriptor, self._targets(layer, row * layer.size))
@@ -126,7 +193,7 @@ class _Writer:
         for number in range(len(self._spans)):
             self._check(run, number)
 
-    def _targets(self, layer: StagedLayer, row: int) -> dict[TensorSpan, memoryview]:
+    def _targets(self, layer: _StagedLayer, row: int) -> dict[TensorSpan, memoryview]:
         """Where each matrix is read to: an A that is kept as it is, to its place in the image."""
         stage, image = self._bytes
         targets = {
@@ -144,7 +211,7 @@ class _Writer:
         shared = part.a.shape[:-2] not in ((), (part.experts,))
         return fits and len(self._spans) == 1 and not shared
 
-    def _matrix(self, run: Sequence[StagedLayer], matrix: TensorSpan) -> torch.Tensor:
+    def _matrix(self, run: Sequence[_StagedLayer], matrix: TensorSpan) -> torch.Tensor:
         """A matrix of each layer of the run, [layers, experts, rows, columns]."""
         typed, bytes_each = self._typed[matrix.dtype], DTYPE_BYTES[matrix.dtype]
         at, stride = run[0].places[matrix] // bytes_each, run[0].size // bytes_each
@@ -160,7 +227,7 @@ class _Writer:
         return b if b.dtype == self._dtype else self._rounded[: b.numel()].view(b.shape).copy_(b)
 
     def _place(
-        self, run: Sequence[StagedLayer], part: LinearLora, number: int, b: torch.Tensor
+        self, run: Sequence[_StagedLayer], part: LinearLora, number: int, b: torch.Tensor
     ) -> None:
         """Write the part of A and B that a span has; a shared matrix to each of its experts."""
         kept = self._layout.ranges[number][part.linear]
@@ -175,7 +242,7 @@ class _Writer:
             at += len(rows)
 
     def _of_span(
-        self, run: Sequence[StagedLayer], part: LinearLora, number: int
+        self, run: Sequence[_StagedLayer], part: LinearLora, number: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B transposed of a linear in a span, [layers, experts, rows, columns] both."""
         kept, span = self._layout.ranges[number][part.linear], self._spans[number]
@@ -186,7 +253,7 @@ class _Writer:
         a = _strided(span, a_at, (*each, *of_a), stride)
         return a, _strided(span, b_at, (*each, rank, kept.d_out), stride)
 
-    def _check(self, run: Sequence[StagedLayer], number: int) -> None:
+    def _check(self, run: Sequence[_StagedLayer], number: int) -> None:
         """Raises AdapterRejected for the first matrix that holds what is not finite."""
         ends = (*self._layout.layers[1:], self._layout.elements)
         span = self._spans[number]

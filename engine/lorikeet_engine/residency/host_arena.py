@@ -12,7 +12,7 @@ from lorikeet_engine.parallel.ring import SharedMemory
 from lorikeet_engine.residency.changes import OnChange, ignore_change
 from lorikeet_engine.residency.checksums import LayerSums
 from lorikeet_engine.residency.free_list import FreeList
-from lorikeet_engine.residency.packing import PackedImage, PackedLayout
+from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 from lorikeet_engine.residency.reservations import MemoryReservations
 from lorikeet_engine.telemetry.status import TierStatus
 
@@ -91,7 +91,7 @@ class HostArena:
             if digest in self._images:
                 return None
             if for_request:
-                self._reservations.make_way_for(layout.image_elements)
+                self._reservations.revoke_for(layout.image_elements)
             offset = self._blocks.allocate(layout.image_elements)
             if offset is None:
                 offset = self._evict_for(layout.image_elements, for_request)

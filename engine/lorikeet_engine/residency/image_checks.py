@@ -24,12 +24,11 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.device.async_copies import Download
 from lorikeet_engine.errors import AdapterDamaged
 from lorikeet_engine.residency.checksums import LayerSums, added, word_sum
-from lorikeet_engine.residency.gpu.adapters import GpuAdapters
+from lorikeet_engine.residency.gpu.adapters import GpuAdapter, GpuAdapters
 from lorikeet_engine.residency.gpu.arena import Piece
-from lorikeet_engine.residency.gpu.leases import GpuAdapter
 from lorikeet_engine.residency.gpu.slots import PlacedImage, SlotPool
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.packing import PackedImage, PackedLayout
+from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,14 +25,11 @@ from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.errors import AdapterError, AdapterLoadFailed, AdapterRejected, AdapterTooLarge
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.checksums import LayerSums
-from lorikeet_engine.residency.disk.cache import DiskCache
-from lorikeet_engine.residency.disk.full_disk import is_disk_trouble, memory_file
-from lorikeet_engine.residency.disk.image_file import ImageFile
-from lorikeet_engine.residency.disk.image_writer import ImageWriter
+from lorikeet_engine.residency.disk.cache import DiskCache, is_disk_error, memory_file
+from lorikeet_engine.residency.disk.image_file import ImageFile, ImageWriter
 from lorikeet_engine.residency.disk.incoming_blobs import IncomingBlobs
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.load_tasks import LoadResult, LoadTask, SourceFailure, error_about
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from lorikeet_engine.residency.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -43,6 +41,53 @@ _SOURCE_HANGS_S = 3.0
 """A download that fails so late tells of the source; sooner, of its adapter."""
 _SOURCE_RETRY_S = 10.0
 """When to ask again for what the source failed to give: as long as it takes to notice that."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """A load that ended.
+
+    residency: HOST if the image is there, and held for the receiver of this result. DISK without
+    an error if that was asked for, or the host had no room: try again once its `frees` has changed.
+    elements, read_s: of the image that was loaded to the host, what one GPU takes of it, None
+    without one, and how long that took from the disk, or, of one that was packed while it came, the
+    processor time of that. download_s: the blob's, None if it was there.
+    """
+
+    ref: AdapterRef
+    residency: Residency
+    error: AdapterError | None
+    frees: int
+    elements: int | None
+    read_s: float
+    download_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _SourceFailure:
+    """A download that hung until the source was given up, and when that was."""
+
+    error: Exception
+    at_s: float
+
+
+@dataclass(slots=True)
+class _LoadTask:
+    """A load that has not ended. asked_s, reading_since_s: by the clocks of `Loader`.
+
+    without_disk: it goes on without the disk. downloads: how many were begun for it.
+    """
+
+    ref: AdapterRef
+    tier: Residency
+    urgent: bool
+    passing: bool
+    asked_s: float
+    started: bool = False
+    without_disk: bool = False
+    downloads: int = 0
+    download_s: float | None = None
+    reading_since_s: float = 0.0
 
 
 class Loader:
@@ -60,15 +105,15 @@ class Loader:
     ) -> None:
         self._shape, self._limits, self._world = shape, limits, world
         self._disk, self._host = disk, host
-        self._most_elements = min(gpu_elements, host.elements // world)
+        self._max_elements = min(gpu_elements, host.elements // world)
         self._on_result = on_result
         self.incoming_blobs = IncomingBlobs(
-            shape, limits, host, self._most_elements, world, on_result
+            shape, limits, host, self._max_elements, world, on_result
         )
         self._lock = threading.RLock()  # guards the two below
-        self._tasks: dict[str, LoadTask] = {}
+        self._tasks: dict[str, _LoadTask] = {}
         self._results: deque[LoadResult] = deque()
-        self._source_failure: SourceFailure | None = None  # since which nothing has come
+        self._source_failure: _SourceFailure | None = None  # since which nothing has come
         self._closed = False
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
@@ -86,7 +131,7 @@ class Loader:
         with self._lock:
             task = self._tasks.get(ref.digest)
             if task is None:
-                task = LoadTask(ref, tier, urgent, passing, asked_s=time.monotonic())
+                task = _LoadTask(ref, tier, urgent, passing, asked_s=time.monotonic())
                 self._tasks[ref.digest] = task
             elif task.urgent >= urgent and task.tier >= tier and task.passing <= passing:
                 return
@@ -111,59 +156,59 @@ class Loader:
             each.close()
         self._verifiers.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, workers: Workers, task: LoadTask, work: Callable[[], None]) -> None:
+    def _submit(self, workers: Workers, task: _LoadTask, work: Callable[[], None]) -> None:
         workers.submit(work, urgent=task.urgent, tenant=task.ref.tenant)
 
-    def _begin(self, task: LoadTask, work: Callable[[LoadTask], None]) -> None:
+    def _begin(self, task: _LoadTask, work: Callable[[_LoadTask], None]) -> None:
         with self._lock:
             if task.started:
                 return
             task.started = True
         self._attempt(task, work)
 
-    def _attempt(self, task: LoadTask, work: Callable[[LoadTask], None]) -> None:
+    def _attempt(self, task: _LoadTask, work: Callable[[_LoadTask], None]) -> None:
         try:
             work(task)
         except AdapterError as error:
             kind = AdapterTooLarge if isinstance(error, AdapterTooLarge) else AdapterLoadFailed
-            self._finish(task, error=error_about(task.ref, error, kind))
+            self._finish(task, error=_error_about(task.ref, error, kind))
         except Exception as error:  # its text is for the log: it may name the machine's folders
             if self._closed:  # that is why it failed, and nobody waits for it
                 return
-            if is_disk_trouble(error) and self._goes_past_disk(task, error):
+            if is_disk_error(error) and self._retries_without_disk(task, error):
                 return
             log.exception("adapter_load_failed", extra={"adapter": str(task.ref)})
             failure = AdapterLoadFailed(
                 f"its weights could not be brought to the engine ({type(error).__name__}): try "
                 f"again in {_SOURCE_RETRY_S:g} s, or ask your admin to look into the log",
                 retry_after_s=_SOURCE_RETRY_S,
-                own_disk=is_disk_trouble(error),
+                own_disk=is_disk_error(error),
             )
-            self._finish(task, error=error_about(task.ref, failure, AdapterLoadFailed))
+            self._finish(task, error=_error_about(task.ref, failure, AdapterLoadFailed))
 
-    def _goes_past_disk(self, task: LoadTask, error: Exception) -> bool:
+    def _retries_without_disk(self, task: _LoadTask, error: Exception) -> bool:
         """Whether the load goes on without the disk, which it has not tried yet."""
         with self._lock:
-            if task.past_disk or task.tier is Residency.DISK or not hasattr(os, "memfd_create"):
+            if task.without_disk or task.tier is Residency.DISK or not hasattr(os, "memfd_create"):
                 return False
-            task.past_disk = True
+            task.without_disk = True
         log.warning("disk_left_out", extra={"adapter": str(task.ref), "error": str(error)})
         self._submit(self._streamer, task, partial(self._attempt, task, self._stream))
         return True
 
-    def _stream(self, task: LoadTask) -> None:
+    def _stream(self, task: _LoadTask) -> None:
         with memory_file() as blob:
             self._fetch(task, partial(self._disk.fetch_to, task.ref, blob))
             task.reading_since_s = time.perf_counter()
             self._pack(task, blob)
 
-    def _download(self, task: LoadTask) -> None:
+    def _download(self, task: _LoadTask) -> None:
         task.downloads += 1
         self._fetch(task, partial(self._disk.fetch, task.ref))
         if not self._stays_on_disk(task):
             self._submit(self._packers, task, partial(self._attempt, task, self._from_disk))
 
-    def _fetch(self, task: LoadTask, fetch: Callable[[], None]) -> None:
+    def _fetch(self, task: _LoadTask, fetch: Callable[[], None]) -> None:
         if (failure := self._source_failure) and task.asked_s < failure.at_s:
             raise failure.error  # it has waited for those that hung, and would hang as long again
         began_s = time.monotonic()
@@ -171,33 +216,33 @@ class Loader:
             fetch()
         except Exception as error:
             failed_s = time.monotonic()
-            if failed_s - began_s >= _SOURCE_HANGS_S and not is_disk_trouble(error):
-                self._source_failure = SourceFailure(error, failed_s)
+            if failed_s - began_s >= _SOURCE_HANGS_S and not is_disk_error(error):
+                self._source_failure = _SourceFailure(error, failed_s)
             raise
         self._source_failure = None
         task.download_s = time.monotonic() - began_s
 
-    def _from_disk(self, task: LoadTask) -> None:
+    def _from_disk(self, task: _LoadTask) -> None:
         if self._stays_on_disk(task):
             return
         task.reading_since_s = time.perf_counter()
         try:
-            if not self._take_arrived(task) and not self._read_image(task):
+            if not self._take_incoming(task) and not self._read_image(task):
                 self._pack_blob(task)
         except FileNotFoundError as error:  # removed by another, or damaged and without a blob
             if task.downloads < _DOWNLOADS:
                 self._submit(self._downloaders, task, partial(self._attempt, task, self._download))
-            elif not self._goes_past_disk(task, error):
+            elif not self._retries_without_disk(task, error):
                 raise
 
-    def _stays_on_disk(self, task: LoadTask) -> bool:
+    def _stays_on_disk(self, task: _LoadTask) -> bool:
         """Whether the disk was as far as the load was to go; it has ended then."""
         with self._lock:
             if stays := task.tier is Residency.DISK:
                 self._finish(task, Residency.DISK)
             return stays
 
-    def _take_arrived(self, task: LoadTask) -> bool:
+    def _take_incoming(self, task: _LoadTask) -> bool:
         """Whether the blob was packed while it came; its load has ended then."""
         image = self.incoming_blobs.take(task.ref.digest, self._disk.blob)
         if image is not None:
@@ -206,7 +251,7 @@ class Loader:
             self._keep_image(task)
         return image is not None
 
-    def _read_image(self, task: LoadTask) -> bool:
+    def _read_image(self, task: _LoadTask) -> bool:
         """Load the image; False where there is no good one, a damaged one is removed."""
         ref = task.ref
         try:
@@ -220,7 +265,7 @@ class Loader:
             return False
         return True
 
-    def _pack_blob(self, task: LoadTask) -> None:
+    def _pack_blob(self, task: _LoadTask) -> None:
         """Pack the disk's blob, which is verified meanwhile if it did not come just now."""
         blob = self._disk.blob(task.ref.digest)
         if task.download_s is not None:
@@ -239,7 +284,7 @@ class Loader:
             verify()  # a damaged one can be refused for anything
             raise
 
-    def _pack(self, task: LoadTask, blob: Path, verify: Callable[[], None] | None = None) -> None:
+    def _pack(self, task: _LoadTask, blob: Path, verify: Callable[[], None] | None = None) -> None:
         """Pack a blob to the host. verify: raises where it was damaged; runs beside the packing."""
         spec = read_spec(blob, self._shape, self._limits)
         layout = PackedLayout.of(spec, self._shape, self._world)
@@ -255,20 +300,20 @@ class Loader:
         if self._fill(task, layout, write):
             self._keep_image(task)
 
-    def _keep_image(self, task: LoadTask) -> None:
+    def _keep_image(self, task: _LoadTask) -> None:
         if not task.passing:
             self._images.write(task.ref, urgent=task.urgent)
 
     def _fill(
-        self, task: LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
+        self, task: _LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
         """Reserve the image's place on the host and write it; False if there was no room."""
-        layout.check_size(self._most_elements)
+        layout.check_size(self._max_elements)
         digest, frees = task.ref.digest, self._host.frees
         out = self._host.reserve(digest, layout, for_request=task.urgent)
         if out is None:
-            self.incoming_blobs.make_way()
-            if task.past_disk:  # it is not on the disk: each try would fetch it again
+            self.incoming_blobs.drop_untaken()
+            if task.without_disk:  # it is not on the disk: each try would fetch it again
                 problem = "the disk cannot take it, and the host has no room for it yet: try again"
                 raise AdapterLoadFailed(problem, retry_after_s=_SOURCE_RETRY_S, own_disk=True)
             self._finish(task, Residency.DISK, frees=frees)
@@ -285,7 +330,7 @@ class Loader:
 
     def _finish(
         self,
-        task: LoadTask,
+        task: _LoadTask,
         residency: Residency = Residency.REMOTE,
         error: AdapterError | None = None,
         frees: int = 0,
@@ -297,3 +342,8 @@ class Loader:
             del self._tasks[task.ref.digest]
             self._results.append(result)
         self._on_result()
+
+
+def _error_about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:
+    """An error of this kind, which names the adapter."""
+    return kind(f"{ref}: {error.message}", **{**error.fields, "adapter": str(ref)})

@@ -2,23 +2,18 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.disk.cache import DiskCache
-from lorikeet_engine.residency.gpu.adapters import GpuAdapters
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters, LoadReason, PlaceOnGpu
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.load_tasks import LoadResult
-from lorikeet_engine.residency.loader import Loader
-from lorikeet_engine.residency.packing import PackedImage
+from lorikeet_engine.residency.loader import Loader, LoadResult
+from lorikeet_engine.residency.packed_image import PackedImage
 
 RETRY_S = 5.0
 # Loads for pins at one time: requests' loads need threads too.
 _LOADS = 2
-
-# Moves an image to the GPU; False when there is no room.
-Place = Callable[[AdapterRef, PackedImage], bool]
 
 
 @dataclass(slots=True)
@@ -38,7 +33,7 @@ class Pins:
         host: HostArena,
         disk: DiskCache,
         loader: Loader,
-        place: Place,
+        place: PlaceOnGpu,
     ) -> None:
         self._gpu, self._host, self._disk = gpu, host, disk
         self._loader, self._place = loader, place
@@ -140,4 +135,4 @@ class Pins:
         # Asked before anything is evicted for it.
         if not self._gpu.may_pin(image.layout.elements):
             return False
-        return self._place(ref, image) and self._gpu.pin(ref.digest)
+        return self._place(ref, image, LoadReason.PIN) and self._gpu.pin(ref.digest)

@@ -1,24 +1,17 @@
 """Prefetches: adapters to load before a request asks for them, if that costs nobody."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.residency.gpu.adapters import GpuAdapters
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters, LoadReason, PlaceOnGpu
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.load_tasks import LoadResult
-from lorikeet_engine.residency.loader import Loader
-from lorikeet_engine.residency.packing import PackedImage
+from lorikeet_engine.residency.loader import Loader, LoadResult
 
 # Beyond these that wait, the oldest is forgotten.
 _MAX_WAITING = 64
 # Loads for prefetches at one time: requests' loads need threads too.
 _LOADS = 2
-
-# Moves an image to the GPU if it, with these uses, scores higher than what must go for it; False if
-# it does not.
-Place = Callable[[AdapterRef, PackedImage, float], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +27,9 @@ class Prefetches:
     Belongs to the engine's thread; add may be called from any.
     """
 
-    def __init__(self, gpu: GpuAdapters, host: HostArena, loader: Loader, place: Place) -> None:
+    def __init__(
+        self, gpu: GpuAdapters, host: HostArena, loader: Loader, place: PlaceOnGpu
+    ) -> None:
         self._gpu, self._host = gpu, host
         self._loader, self._place = loader, place
         self._waiting: deque[_Prefetch] = deque(maxlen=_MAX_WAITING)
@@ -75,7 +70,7 @@ class Prefetches:
             return False
         try:
             if prefetch.tier is Residency.GPU and may_place:
-                self._place(prefetch.ref, held, prefetch.uses)
+                self._place(prefetch.ref, held, LoadReason.PREFETCH, prefetch.uses)
         finally:
             self._host.release(digest)
         return True

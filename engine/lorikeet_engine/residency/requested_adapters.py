@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterDamaged, AdapterError
-from lorikeet_engine.residency.gpu.leases import SlotUser
+from lorikeet_engine.residency.gpu.adapters import LoadReason, PlaceOnGpu
+from lorikeet_engine.residency.gpu.slot_usage import SlotUser
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.load_tasks import LoadResult
-from lorikeet_engine.residency.loader import Loader
-from lorikeet_engine.residency.pins import Place
+from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.stats import ResidencyStats
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class RequestedAdapters:
         host: HostArena,
         loader: Loader,
         stats: ResidencyStats,
-        place: Place,
+        place: PlaceOnGpu,
         wake: Callable[[], None],
     ) -> None:
         """place: moves an image to the GPU, False without room. wake: called for advance."""
@@ -70,7 +69,7 @@ class RequestedAdapters:
         return len(self._waiting) > len(self._ready)
 
     @property
-    def need_room(self) -> bool:
+    def wait_for_gpu(self) -> bool:
         """Whether one waits on the host for room on the GPU."""
         return bool(self._ready)
 
@@ -84,7 +83,7 @@ class RequestedAdapters:
             if time.monotonic() - failure.at_s < _FAILURE_LASTS_S:
                 return
             del self._failures[digest]
-        self._stats.requested(ref)
+        self._stats.remember(ref)
         self._waiting[digest] = SlotUser(tenant, ref)
         self._load(ref)
 
@@ -116,7 +115,7 @@ class RequestedAdapters:
             if held is None:  # it was discarded while it waited
                 del self._ready[digest]
                 self._load(ref)
-            elif held.layout.elements < refused and not self._place(ref, held):
+            elif held.layout.elements < refused and not self._place(ref, held, LoadReason.REQUEST):
                 refused = held.layout.elements
             self._host.release(digest)
         for digest, frees in list(self._blocked.items()):
@@ -153,7 +152,7 @@ class RequestedAdapters:
     def _load(self, ref: AdapterRef) -> None:
         held = self._host.hold(ref.digest)
         if held is not None:
-            self._stats.image_seen(ref.digest, held.layout.elements)
+            self._stats.remember_size(ref.digest, held.layout.elements)
             self._ready[ref.digest] = ref
             self._wake()  # advance has work, and nothing is loading that would say so
         else:

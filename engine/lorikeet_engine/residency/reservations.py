@@ -29,19 +29,19 @@ class MemoryReservations:
     def __len__(self) -> int:
         return len(self._granted)
 
-    def leaves_room(self, elements: int) -> bool:
+    def can_grant(self, elements: int) -> bool:
         """Whether one more reservation of this size leaves room for others."""
         return self.granted + elements <= self.capacity
 
     def grant(self, digest: str, elements: int) -> bool:
         """Reserve memory for an adapter; False if that would leave too little."""
         if digest not in self._granted:
-            if not self.leaves_room(elements):
+            if not self.can_grant(elements):
                 return False
             self._granted[digest] = elements
         return True
 
-    def make_way_for(self, elements: int) -> None:
+    def revoke_for(self, elements: int) -> None:
         """Revoke reservations, the newest first, for an adapter that a request needs."""
         self._largest = max(self._largest, elements)
         while self._granted and self.granted + elements > self._capacity:

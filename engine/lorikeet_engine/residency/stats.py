@@ -6,18 +6,19 @@ from dataclasses import dataclass
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts
-from lorikeet_engine.residency.gpu.adapters import GpuAdapters
-from lorikeet_engine.residency.gpu.leases import GpuAdapter
+from lorikeet_engine.residency.gpu.adapters import GpuAdapter, GpuAdapters
+from lorikeet_engine.residency.gpu.image_copies import FinishedCopy, ImageCopies
 from lorikeet_engine.residency.gpu.slots import PlacedImage, SlotPool
-from lorikeet_engine.residency.gpu.transfers import FinishedCopy, Transfers
-from lorikeet_engine.residency.load_tasks import LoadResult
-from lorikeet_engine.residency.load_times import LoadTimes
+from lorikeet_engine.residency.loader import LoadResult
 from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.telemetry.counters import LOAD_S, Histogram
 from lorikeet_engine.telemetry.status import AdapterStatus, Distribution
 
 # Adapters that are remembered: the last ones requested, pinned or prefetched.
 _MAX_SEEN = 16_384
+# The weight of each load in the mean.
+_WEIGHT = 0.1
+_UNMEASURED = LoadCosts()
 
 
 class ResidencyStats:
@@ -28,7 +29,7 @@ class ResidencyStats:
         pool: SlotPool,
         itemsize: int,
         gpu: GpuAdapters,
-        copies: Transfers,
+        copies: ImageCopies,
         pins: Pins,
         residency: Callable[[str], Residency],
     ) -> None:
@@ -41,7 +42,7 @@ class ResidencyStats:
         self._loads = {tier: Histogram(LOAD_S) for tier in Residency if tier is not Residency.GPU}
         self.failures = 0  # loads that ended with an error
 
-    def requested(self, ref: AdapterRef) -> None:
+    def remember(self, ref: AdapterRef) -> None:
         """Remember an adapter that a request, a pin or a prefetch is for. On any thread."""
         self._seen.add(ref)
 
@@ -49,7 +50,7 @@ class ResidencyStats:
         """The adapter with this digest, if it was asked for lately."""
         return self._seen.refs().get(digest)
 
-    def image_seen(self, digest: str, elements: int) -> None:
+    def remember_size(self, digest: str, elements: int) -> None:
         """Remember the size of an adapter's image."""
         self._seen.measured(digest, elements)
 
@@ -61,7 +62,7 @@ class ResidencyStats:
         if result.elements is not None:
             self._loads[Residency.DISK].add(result.read_s)
             size_bytes = result.elements * self._itemsize
-            self.image_seen(result.ref.digest, result.elements)
+            self.remember_size(result.ref.digest, result.elements)
             self._times.reads.add(result.read_s, size_bytes)
             if result.download_s is not None:
                 self._times.downloads.add(result.download_s, size_bytes)
@@ -175,3 +176,46 @@ class SeenAdapters:
         """All seen adapters, by digest."""
         with self._lock:
             return {digest: seen.ref for digest, seen in self._seen.items()}
+
+
+@dataclass(slots=True)
+class Hop:
+    """Exponentially weighted means of the loads over one hop.
+
+    seconds: without waiting for a thread or for loads before it. size_bytes: the image's.
+    """
+
+    seconds: float = 0.0
+    size_bytes: float = 0.0
+
+    def add(self, seconds: float, size_bytes: int) -> None:
+        """Take a finished load into the means."""
+        weight = _WEIGHT if self.size_bytes else 1.0
+        self.seconds += weight * (seconds - self.seconds)
+        self.size_bytes += weight * (size_bytes - self.size_bytes)
+
+    def scaled(self, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
+        """A latency and a rate with which a load of the mean size takes the mean time.
+
+        In the proportion of those given: a mean alone cannot tell the two apart. Those given while
+        nothing was measured.
+        """
+        if not self.size_bytes:
+            return latency_s, bytes_per_s
+        slower = self.seconds / (latency_s + self.size_bytes / bytes_per_s)
+        return latency_s * slower, bytes_per_s / slower
+
+
+class LoadTimes:
+    """The three hops' means. Written by one thread; any may ask for the costs."""
+
+    def __init__(self) -> None:
+        self.downloads, self.reads, self.copies = Hop(), Hop(), Hop()
+
+    def costs(self) -> LoadCosts:
+        """What loads take, as measured here; LoadCosts' defaults where nothing was."""
+        default = _UNMEASURED
+        host = self.copies.scaled(default.host_latency_s, default.host_bytes_per_s)
+        disk = self.reads.scaled(default.disk_latency_s, default.disk_bytes_per_s)
+        remote = self.downloads.scaled(default.remote_latency_s, default.remote_bytes_per_s)
+        return LoadCosts(*host, *disk, *remote)

@@ -5,7 +5,6 @@ the host and say so. `requested_adapters`, `pins` and `prefetches` each have ada
 placed for their own reason.
 """
 
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,16 +22,16 @@ from lorikeet_engine.residency.disk.cache import AdapterSource, DiskCache
 from lorikeet_engine.residency.disk.image_file import fingerprint
 from lorikeet_engine.residency.disk.watcher import DiskWatcher
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
-from lorikeet_engine.residency.gpu.adapters import GpuAdapters
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters, Lease, LoadReason
 from lorikeet_engine.residency.gpu.arena import allocate_weights
-from lorikeet_engine.residency.gpu.leases import Lease, SlotUsage, SlotUser
+from lorikeet_engine.residency.gpu.image_copies import ImageCopies
 from lorikeet_engine.residency.gpu.rank_arenas import arena_of
+from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, SlotUser
 from lorikeet_engine.residency.gpu.slots import SlotPool
-from lorikeet_engine.residency.gpu.transfers import Transfers
 from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.image_checks import ImageChecks
 from lorikeet_engine.residency.loader import Loader
-from lorikeet_engine.residency.packing import PackedImage
+from lorikeet_engine.residency.packed_image import PackedImage
 from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.residency.prefetches import Prefetches
 from lorikeet_engine.residency.requested_adapters import RequestedAdapters
@@ -75,28 +74,31 @@ class Tiers:
         followers: Followers | None = None,
     ) -> None:
         """Allocate both arenas. `wake` is called, on other threads, when advance has work."""
+        self._wake = wake
         self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
-        self._wake, self._usage, self._copies = wake, SlotUsage(time.monotonic), Transfers(wake)
+        self.arena = arena_of(self.weights, device, followers)
         self._changes = ResidencyChanges(self.residency_of)
         self.changed, note = self._changes.changed, self._changes.note
-        pool = self._pool = SlotPool(self.weights.arena.numel(), max_slots)
-        self.arena = arena_of(self.weights, device, followers)
-        self._gpu = GpuAdapters(pool, self.arena, LeastUsedForItsSize(), time.monotonic, note)
+        clock, pool = time.monotonic, SlotPool(self.weights.arena.numel(), max_slots)
+        self._pool = pool
+        self._gpu = GpuAdapters(pool, self.arena, LeastUsedForItsSize(), clock, note)
         shared = None if followers is None else followers.memory
         self._host = HostArena(host_bytes, dtype, device.type == "cuda", note, shared)
         kind = fingerprint(shape, limits, dtype, world)
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)
+        self._disk_watcher = DiskWatcher(self._disk, self._changes)
         self._loader = Loader(shape, limits, self._disk, self._host, pool.elements, wake, world)
         self.incoming_blobs = self._loader.incoming_blobs
+        self._copies, self._usage = ImageCopies(wake), SlotUsage(clock)
         self._pins = Pins(self._gpu, self._host, self._disk, self._loader, self._place)
-        parts = self._gpu, self._copies, self._pins
-        self._stats = ResidencyStats(pool, dtype.itemsize, *parts, self.residency_of)
-        loads = self._host, self._loader, self._stats
-        self._requests = RequestedAdapters(*loads, self._place_requested, wake)
-        self._prefetches = Prefetches(self._gpu, self._host, self._loader, self._place_spare)
-        self._disk_watcher = DiskWatcher(self._disk, self._changes)
-        images = self._gpu, pool, self.weights.arena, self._host
-        self._checks = ImageChecks(*images, self._stats.ref, self.prefetch)
+        self._stats = ResidencyStats(
+            pool, dtype.itemsize, self._gpu, self._copies, self._pins, self.residency_of
+        )
+        self._requests = RequestedAdapters(self._host, self._loader, self._stats, self._place, wake)
+        self._prefetches = Prefetches(self._gpu, self._host, self._loader, self._place)
+        self._checks = ImageChecks(
+            self._gpu, pool, self.weights.arena, self._host, self._stats.ref, self.prefetch
+        )
 
     @property
     def loading_bytes(self) -> int:
@@ -104,9 +106,9 @@ class Tiers:
         return self._stats.loading_bytes(self._requests.digests())
 
     @property
-    def room_bytes(self) -> int:
+    def available_bytes(self) -> int:
         """Bytes of the device's arena that are free or could be evicted now."""
-        return self._gpu.room_elements * self.weights.arena.itemsize
+        return self._gpu.available_elements * self.weights.arena.itemsize
 
     @property
     def victim(self) -> EvictionCandidate | None:
@@ -182,11 +184,13 @@ class Tiers:
         """
         self._take_copies()
         for result in self._loader.results():
-            for part in (self._pins, self._prefetches, self._stats, self._requests):
-                part.on_result(result)
+            self._stats.on_result(result)
+            self._pins.on_result(result)
+            self._prefetches.on_result(result)
+            self._requests.on_result(result)  # keeps or releases the image, which is held for it
         began_s = time.monotonic()  # a guard that ends during what follows may have been in its way
         self._requests.advance()
-        may_place = not self._requests.need_room
+        may_place = not self._requests.wait_for_gpu
         retry_s = self._pins.maintain(may_place=may_place)
         may_load = not self._pins.loading and not self._requests.loading
         self._prefetches.advance(may_load=may_load, may_place=may_place)
@@ -199,7 +203,7 @@ class Tiers:
 
         passing: for a short time: its image, while nothing else wants it, is on the host alone.
         """
-        self._stats.requested(ref)
+        self._stats.remember(ref)
         self._pins.add(ref, tier, passing)
         self._wake()
 
@@ -209,7 +213,7 @@ class Tiers:
         uses: recently by other replicas, as far as this one could serve them. Tried once, and
         forgotten where it cannot be.
         """
-        self._stats.requested(ref)
+        self._stats.remember(ref)
         self._prefetches.add(ref, tier, uses)
         self._wake()
 
@@ -262,34 +266,20 @@ class Tiers:
         self._disk.close()
 
     def _place(
-        self,
-        ref: AdapterRef,
-        image: PackedImage,
-        *,
-        requested: bool = False,
-        score: float | None = None,
+        self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> bool:
-        """Copy an image to the GPU, evicting for it; False when there is no room."""
-        below, elements = math.inf if score is None else score, image.layout.elements
-        if not self._gpu.make_room(elements, for_request=requested, below=below):
+        """Copy an image to the GPU, as PlaceOnGpu says."""
+        began_s = time.perf_counter()
+        copy = self._gpu.place(ref, image, reason, uses)
+        if copy is None:
             return False
-        digest, began_s = ref.digest, time.perf_counter()
-        copy = self._gpu.place(ref, image, requested=requested, score=score)
+        digest, elements = ref.digest, image.layout.elements
         self._host.hold(digest)
         self._copies.track(digest, elements, began_s, copy)
         if user := self._requests.placed(digest):
             self._usage.loaded(user, elements * self.weights.arena.itemsize)
         self._take_copies()  # on a CPU it is over
         return self._gpu.placed(digest)
-
-    def _place_requested(self, ref: AdapterRef, image: PackedImage) -> bool:
-        """Copy an image that a request waits for to the GPU."""
-        return self._place(ref, image, requested=True)
-
-    def _place_spare(self, ref: AdapterRef, image: PackedImage, uses: float) -> bool:
-        """Copy a prefetched image to the GPU, evicting only what has a lower score."""
-        score = self._gpu.prefetch_score(ref.digest, image.layout, uses)
-        return self._place(ref, image, score=score)
 
     def _take_copies(self) -> None:
         for copy in self._copies.finished():

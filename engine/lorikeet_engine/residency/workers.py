@@ -13,12 +13,12 @@ log = logging.getLogger(__name__)
 _JOIN_S = 2.0
 
 
-class _Turn(IntEnum):
+class _Priority(IntEnum):
     """The order of work: the least first."""
 
     CLOSE = 0
     URGENT = 1
-    LATER = 2
+    NORMAL = 2
 
 
 class Workers:
@@ -30,12 +30,12 @@ class Workers:
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._queue: queue.PriorityQueue[tuple[_Turn, int, int, Callable[[], None]]]
+        self._queue: queue.PriorityQueue[tuple[_Priority, int, int, Callable[[], None]]]
         self._queue = queue.PriorityQueue()
         self._order = itertools.count()
         self._lock = threading.Lock()  # guards the two below
-        self._rounds = Counter[_Turn]()  # that are being worked on
-        self._next_rounds: dict[tuple[_Turn, str], int] = {}  # of tenants that have work
+        self._rounds = Counter[_Priority]()  # that are being worked on
+        self._next_rounds: dict[tuple[_Priority, str], int] = {}  # of tenants that have work
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"lorikeet-{name}-{n}", daemon=True)
@@ -46,27 +46,27 @@ class Workers:
 
     def submit(self, work: Callable[[], None], *, urgent: bool, tenant: str = "") -> None:
         """Run work on one of the threads, in a tenant's turn."""
-        turn = _Turn.URGENT if urgent else _Turn.LATER
+        priority = _Priority.URGENT if urgent else _Priority.NORMAL
         with self._lock:
             if self._queue.empty():
                 self._next_rounds.clear()
-            at = max(self._rounds[turn], self._next_rounds.get((turn, tenant), 0))
-            self._next_rounds[turn, tenant] = at + 1
-            self._queue.put((turn, at, next(self._order), work))
+            at = max(self._rounds[priority], self._next_rounds.get((priority, tenant), 0))
+            self._next_rounds[priority, tenant] = at + 1
+            self._queue.put((priority, at, next(self._order), work))
 
     def close(self) -> None:
         """Start nothing more. What hangs in a source is left to end with the process."""
         self._closed = True
         for _ in self._threads:
-            self._queue.put((_Turn.CLOSE, 0, next(self._order), lambda: None))
+            self._queue.put((_Priority.CLOSE, 0, next(self._order), lambda: None))
         for thread in self._threads:
             thread.join(_JOIN_S / len(self._threads))
 
     def _run(self) -> None:
         while True:
-            turn, at, _, work = self._queue.get()
+            priority, at, _, work = self._queue.get()
             with self._lock:
-                self._rounds[turn] = max(self._rounds[turn], at)
+                self._rounds[priority] = max(self._rounds[priority], at)
             if self._closed:
                 return
             try:

@@ -118,10 +118,11 @@ def _is_down_of(down: Pair, gate_up: Pair) -> bool:
 def stack_experts(
     pairs: Mapping[str, Pair], config: LoraConfig
 ) -> tuple[dict[str, Mapping[str, Stored]], LoraConfig]:
-    """What a blob holds of the pairs, and the config for its modules.
+    """Return the tensors that a blob holds, by module, and the config for these modules.
 
-    pairs: by their modules as module_in_blobs calls them; those that are not of experts come out as
-    they are. config: of these modules; its patterns come out with a blob's. Raises AdapterRejected.
+    pairs: by canonical module; pairs of other modules than experts are returned unchanged.
+    config: of these modules; in the returned one the patterns are those of the blob's modules.
+    Raises AdapterRejected.
     """
     modules: dict[str, Mapping[str, Stored]] = {}
     origins: dict[str, str] = {}

@@ -5,18 +5,16 @@ they are found.
 """
 
 from lorikeet_engine.adapter_format.families.family import (
-    Family,
-    LayerNorms,
-    QkNormKind,
-)
-from lorikeet_engine.adapter_format.families.linear import (
     EMBEDDING_ROWS,
     EMBEDDINGS,
     HEAD,
     HEAD_ROWS,
     OUTER_MODULES,
+    Family,
+    LayerNorms,
     Linear,
     Parallel,
+    QkNormKind,
     Width,
 )
 from lorikeet_engine.adapter_format.families.table import FAMILIES

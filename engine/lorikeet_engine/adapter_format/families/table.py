@@ -10,9 +10,11 @@ from lorikeet_engine.adapter_format.families.family import (
     ExpertKeys,
     Family,
     LayerNorms,
+    Linear,
+    Parallel,
     QkNormKind,
+    Width,
 )
-from lorikeet_engine.adapter_format.families.linear import Linear, Parallel, Width
 
 _Q = Linear("self_attn.q_proj", Width.HIDDEN, (Width.QUERIES,), "qkv", Parallel.COLUMN)
 _K = Linear("self_attn.k_proj", Width.HIDDEN, (Width.KEYS,), "qkv", Parallel.COLUMN)

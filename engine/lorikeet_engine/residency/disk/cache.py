@@ -6,22 +6,22 @@ never removes what another has pinned.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import blob_digest
 from lorikeet_engine.errors import AdapterLoadFailed
 from lorikeet_engine.residency.changes import OnChange, ignore_change
-from lorikeet_engine.residency.disk.pinned_files import PinnedFiles, lock_file
-from lorikeet_engine.residency.disk.usage import FILE, DiskUsage
+from lorikeet_engine.residency.disk.index import FILE, DiskIndex
 from lorikeet_engine.telemetry.status import TierStatus
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PART = ".part"
 _LOCK = ".lock"
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _ABANDONED_S = 3600.0
 _NEW_S = 10.0
 """Who has put a file into the folder needs a moment until it is pinned."""
@@ -72,37 +73,37 @@ class DiskCache:
         self._evictions = self._checksum_failures = 0
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._remove_abandoned()
-        self._usage = DiskUsage(folder, self._usable)
-        self._pins = PinnedFiles(folder, self._names, self._usage)
+        self._index = DiskIndex(folder, self._usable)
+        self._pins = _PinnedFiles(folder, self._names, self._index)
 
     def holds(self, digest: str) -> bool:
         """Whether the blob or its image is there, whole and verified, without asking the disk.
 
         What other processes do is known once `changed` has seen it.
         """
-        return any(map(self._usage.holds, self._names(digest)))
+        return any(map(self._index.holds, self._names(digest)))
 
     def changed(self) -> set[str] | None:
         """The digests of all that holds() now; None if the folder is as at the last call.
 
         For one thread. Sees other processes' doing, too.
         """
-        return self._usage.changed()
+        return self._index.changed()
 
     def trim(self) -> None:
         """Remove what is beyond the budget, of files that others have put into the folder.
 
         Those put there or used in the last seconds stay. By what `changed` saw last.
         """
-        if self._usage.bytes > self.budget_bytes:
+        if self._index.bytes > self.budget_bytes:
             with self._exclusive():
                 self._evict(used_before_ns=time.time_ns() - int(1e9 * _NEW_S))
 
     def status(self) -> TierStatus:
         """What `changed` saw last, and what this process has evicted."""
-        usage, budget = self._usage, self.budget_bytes
+        index, budget = self._index, self.budget_bytes
         counted = self._evictions, self._checksum_failures
-        return TierStatus(usage.adapters, usage.bytes, budget, budget, *counted)
+        return TierStatus(index.adapters, index.bytes, budget, budget, *counted)
 
     def fetch(self, ref: AdapterRef) -> None:
         """See that the blob is there, fetched and verified, or the image.
@@ -135,7 +136,7 @@ class DiskCache:
 
         Raises FileNotFoundError.
         """
-        return self._usage.use(digest)
+        return self._index.use(digest)
 
     def verify(self, digest: str) -> None:
         """Read all of a blob and compare its digest, as after a download `fetch` has done.
@@ -152,7 +153,7 @@ class DiskCache:
 
         Raises FileNotFoundError.
         """
-        return self._usage.use(self.image_name(digest))
+        return self._index.use(self.image_name(digest))
 
     def image_name(self, digest: str) -> str:
         """What the file of this adapter's image is called."""
@@ -213,7 +214,7 @@ class DiskCache:
     def _remove_damaged(self, name: str) -> None:
         self._checksum_failures += 1
         (self._folder / name).unlink(missing_ok=True)
-        self._usage.remove(name)
+        self._index.remove(name)
         self._on_change(name[:64])
 
     def _names(self, digest: str) -> tuple[str, ...]:
@@ -233,7 +234,7 @@ class DiskCache:
             with self._exclusive():
                 if not path.exists():  # never replace what somebody may have pinned meanwhile
                     part.replace(path)
-                self._usage.add(path)
+                self._index.add(path)
                 self._on_change(name[:64])
                 self._evict(keep=path)
         finally:
@@ -278,11 +279,11 @@ class DiskCache:
                 return
             if path == keep or used_ns >= used_before_ns:
                 continue
-            descriptor = lock_file(path, fcntl.LOCK_EX)
+            descriptor = _lock_file(path, fcntl.LOCK_EX)
             if descriptor is not None:
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
-                self._usage.remove(path.name)
+                self._index.remove(path.name)
                 self._on_change(path.name[:64])
                 self._evictions += self._usable(path.name) and not self.holds(path.name[:64])
                 excess -= size
@@ -293,8 +294,104 @@ class DiskCache:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - part.stat().st_mtime > _ABANDONED_S:
                     part.unlink()
-        for turn in self._folder.glob(f"*{_LOCK}"):
-            descriptor = lock_file(turn, fcntl.LOCK_EX)
+        for lock in self._folder.glob(f"*{_LOCK}"):
+            descriptor = _lock_file(lock, fcntl.LOCK_EX)
             if descriptor is not None:
-                turn.unlink()
+                lock.unlink()
                 os.close(descriptor)
+
+
+def is_disk_error(error: BaseException | None) -> bool:
+    """Whether the cause is this machine's disk, so that another engine might load the adapter."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextlib.contextmanager
+def memory_file() -> Iterator[Path]:
+    """Make an empty file in this process's memory, which is freed at the end. Linux alone has such.
+
+    Raises OSError.
+    """
+    descriptor = os.memfd_create("adapter")
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+class _HeldFile(NamedTuple):
+    """A file that is locked as long as the descriptor is open."""
+
+    name: str
+    descriptor: int
+
+
+class _PinnedFiles:
+    """Which adapters are pinned, and the locks on their files.
+
+    add and remove ask no file system, may be called from any thread and wait for nobody; apply and
+    close, which do the work, from one.
+    """
+
+    def __init__(
+        self, folder: Path, names: Callable[[str], tuple[str, ...]], index: DiskIndex
+    ) -> None:
+        """names: of the files that an adapter may have, the best first."""
+        self._folder, self._names, self._index = folder, names, index
+        self._wanted: set[str] = set()
+        self._held: dict[str, _HeldFile] = {}
+
+    def add(self, digest: str) -> bool:
+        """Lock a file of this adapter from the next `apply` on; whether one is locked now."""
+        self._wanted.add(digest)
+        held = self._held.get(digest)
+        return held is not None and self._index.holds(held.name)
+
+    def remove(self, digest: str) -> None:
+        """Unlock an adapter's file in the next `apply`."""
+        self._wanted.discard(digest)
+
+    def apply(self) -> None:
+        """Lock the files of all that is pinned, as far as they are there, and unlock all others."""
+        wanted = set(self._wanted)
+        for digest, held in list(self._held.items()):
+            # without a link it was an image, found damaged and removed
+            if digest not in wanted or not os.fstat(held.descriptor).st_nlink:
+                os.close(self._held.pop(digest).descriptor)
+        for digest in wanted - self._held.keys():
+            for path in (self._folder / name for name in self._names(digest)):
+                descriptor = _lock_file(path, fcntl.LOCK_SH)
+                if descriptor is not None:
+                    self._held[digest] = _HeldFile(path.name, descriptor)
+                    self._index.add(path)
+                    break
+
+    def close(self) -> None:
+        """Unlock all; the files stay."""
+        self._wanted.clear()
+        self.apply()
+
+
+def _lock_file(path: Path, kind: int) -> int | None:
+    """A descriptor that holds the lock, or None: taken by somebody, or the file is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # too many open files: a pin can wait, the engine must not stop
+        log.warning("disk_file_not_locked", extra={"file": path.name, "error": str(error)})
+        return None
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        log.warning("disk_file_not_locked", extra={"file": path.name, "error": str(error)})
+    os.close(descriptor)
+    return None

@@ -18,9 +18,9 @@ from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.adapter_format.header import MAX_HEADER_BYTES
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.residency.blob_packing import pack
-from lorikeet_engine.residency.disk.full_disk import memory_file
+from lorikeet_engine.residency.disk.cache import memory_file
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +75,13 @@ class IncomingBlobs:
         shape: BaseShape,
         limits: AdapterLimits,
         host: HostArena,
-        most_elements: int,
+        max_elements: int,
         world: int,
         on_end: Callable[[], None],
     ) -> None:
         """on_end: called, on other threads, when one has ended: there may be room for others."""
         self._shape, self._limits, self._world = shape, limits, world
-        self._host, self._most_elements = host, most_elements
+        self._host, self._max_elements = host, max_elements
         self._on_end = on_end
         self._lock = threading.Lock()
         self._incoming: dict[str, _IncomingBlob] = {}  # by digest
@@ -115,7 +115,7 @@ class IncomingBlobs:
         blob.ended.wait()
         return blob.image
 
-    def make_way(self) -> None:
+    def drop_untaken(self) -> None:
         """Give up all that nobody has taken: something else needs the room."""
         with self._lock:
             for blob in self._incoming.values():
@@ -124,7 +124,7 @@ class IncomingBlobs:
     def close(self) -> None:
         """Pack nothing more."""
         self._closed = True
-        self.make_way()
+        self.drop_untaken()
         for blob in list(self._incoming.values()):
             blob.ended.wait(_CLOSING_S)
 
@@ -155,7 +155,7 @@ class IncomingBlobs:
             os.truncate(head, blob.size_bytes)
             spec = read_spec(head, self._shape, self._limits)
         layout = PackedLayout.of(spec, self._shape, self._world)
-        layout.check_size(self._most_elements)
+        layout.check_size(self._max_elements)
         out = self._host.reserve(digest, layout, for_request=False)
         if out is None:
             return

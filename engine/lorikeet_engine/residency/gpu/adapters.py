@@ -4,16 +4,18 @@ import logging
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.changes import OnChange, ignore_change
-from lorikeet_engine.residency.checksums import added
+from lorikeet_engine.residency.checksums import LayerSums, added
 from lorikeet_engine.residency.eviction_score import EvictionPolicy, RecentUses, UsageRecord
 from lorikeet_engine.residency.gpu.arena import DeviceArena, ReadsEnd
-from lorikeet_engine.residency.gpu.image_copy import ImageCopy
-from lorikeet_engine.residency.gpu.leases import GpuAdapter, Lease
+from lorikeet_engine.residency.gpu.image_copies import ImageCopy
 from lorikeet_engine.residency.gpu.slots import SlotPool
-from lorikeet_engine.residency.packing import PackedImage, PackedLayout
+from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 from lorikeet_engine.residency.reservations import MemoryReservations
 from lorikeet_engine.telemetry.status import EvictionCandidate, TierStatus
 
@@ -27,8 +29,100 @@ GUARD_S = 0.5
 _EVICT_BEFORE_MOVING = 2
 
 
+class LoadReason(Enum):
+    """Reason for which an image is placed on the GPU."""
+
+    REQUEST = auto()  # pins give way if nothing else does
+    PIN = auto()
+    PREFETCH = auto()  # only adapters with a lower score give way
+
+
+class PlaceOnGpu(Protocol):
+    """Signature of Tiers' method that copies an image to the GPU."""
+
+    def __call__(
+        self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
+    ) -> bool:
+        """Copy an image to the GPU, evicting others if need be; return False without capacity.
+
+        uses: recent uses by other replicas that this one could serve. For prefetches only.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class GpuAdapter:
+    """One adapter on the GPU.
+
+    sums: of its image. guarded_until_s: while a request waits to lease it. copying: nobody can
+    lease it yet. damaged: nobody can any more.
+    """
+
+    ref: AdapterRef
+    slot: int
+    layout: PackedLayout
+    sums: LayerSums
+    last_used_s: float
+    score: float
+    leases: int = 0
+    guarded_until_s: float | None = None
+    copying: bool = True
+    damaged: bool = False
+    loaded_at_s: float = 0.0
+
+    def held_at(self, now_s: float) -> bool:
+        """Whether the adapter is in use or about to be, and must stay."""
+        guarded = self.guarded_until_s is not None and self.guarded_until_s > now_s
+        return bool(self.leases) or self.copying or guarded
+
+
+class Lease:
+    """While it lasts, the adapter stays on the GPU, in this slot of the table.
+
+    rank: the adapter's largest. head_rank: lm_head's; head_rows: how many rows it replaces there.
+    changes_experts: whether it changes linears of experts.
+    Use as a context manager, or release once done.
+    """
+
+    __slots__ = (
+        *("_adapter", "_ended", "_on_release"),
+        *("changes_experts", "head_rank", "head_rows", "rank", "slot"),
+    )
+
+    def __init__(
+        self,
+        adapter: GpuAdapter,
+        ended: Callable[[GpuAdapter], None],
+        on_release: Callable[[], None],
+    ) -> None:
+        """ended, on_release: called, in this order, when the lease is released."""
+        adapter.leases += 1
+        self._adapter: GpuAdapter | None = adapter
+        self._ended, self._on_release = ended, on_release
+        self.slot = adapter.slot
+        self.rank = adapter.layout.max_rank
+        self.head_rank = adapter.layout.head_rank
+        self.head_rows = adapter.layout.head_rows
+        self.changes_experts = adapter.layout.changes_experts
+
+    def release(self) -> None:
+        """End the lease; doing so again changes nothing."""
+        adapter, self._adapter = self._adapter, None
+        if adapter is not None:
+            self._ended(adapter)
+            self._on_release()
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class GpuAdapters:
-    """Belongs to the engine's thread; holds, snapshot, room_elements and victim are for any."""
+    """Adapters on the GPU: decides which are there, and leases them.
+
+    Engine thread only, except holds, snapshot, available_elements and victim.
+    """
 
     def __init__(
         self,
@@ -50,7 +144,7 @@ class GpuAdapters:
         self._evictions = self._checksum_failures = 0
 
     @property
-    def room_elements(self) -> int:
+    def available_elements(self) -> int:
         """Elements of the arena that are free or could be evicted now."""
         now_s, pinned = self._clock(), self._reservations
         held = sum(
@@ -135,23 +229,15 @@ class GpuAdapters:
         self._held[digest] = adapter
         return Lease(adapter, self._lease_ended, on_release)
 
-    def prefetch_score(self, digest: str, layout: PackedLayout, elsewhere: float) -> float:
-        """The score of an adapter that nobody asks for here, −∞ if it was never used.
-
-        elsewhere: its uses by other replicas that this one could serve.
-        """
-        uses, now_s = max(self.uses(digest), elsewhere), self._clock()
-        return self._policy.score(UsageRecord(layout.elements, uses, now_s)) if uses else -math.inf
-
-    def make_room(self, elements: int, *, for_request: bool, below: float = math.inf) -> bool:
+    def evict_for(self, elements: int, *, for_request: bool, below: float = math.inf) -> bool:
         """Evict what it takes to place an image of this size; nothing if that would not do.
 
         for_request: a request waits for it, so pins give way if nothing else does. below: evict
         only what has a lower score than this.
         """
         if for_request:
-            self._reservations.make_way_for(elements)
-        if self._pool.has_room(elements):
+            self._reservations.revoke_for(elements)
+        if self._pool.can_place(elements):
             return True
         victims, free = list[GpuAdapter](), self._pool.elements - self._pool.used_elements
         for adapter in self._evictable(below):
@@ -166,24 +252,27 @@ class GpuAdapters:
         return True
 
     def place(
-        self,
-        ref: AdapterRef,
-        image: PackedImage,
-        *,
-        requested: bool,
-        score: float | None = None,
-    ) -> ImageCopy:
-        """Copy an image into the room made for it.
+        self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
+    ) -> ImageCopy | None:
+        """Copy an image to the GPU, evicting adapters for it; return None without capacity.
 
-        Nobody can lease it before `copy_finished`. score: if not that of a use now.
+        The adapter can be leased after `copy_finished`.
+        uses: as PlaceOnGpu says.
         """
-        layout, digest, now_s = image.layout, ref.digest, self._clock()
+        layout, digest, requested = image.layout, ref.digest, reason is LoadReason.REQUEST
         assert digest not in self._adapters
-        self._evict_rather_than_move(layout, math.inf if score is None else score)
+        score = below = math.inf
+        if reason is LoadReason.PREFETCH:
+            score = below = self._prefetch_score(digest, layout, uses)
+        if not self.evict_for(layout.elements, for_request=requested, below=below):
+            return None
+        self._evict_rather_than_move(layout, below)
+        now_s = self._clock()
         placement = self._pool.place(layout)
         self._arena.run(*placement.commands)
         copy = self._arena.copy(image.elements, placement.pieces)
-        score = self._score(digest, layout, now_s) if score is None else score
+        if reason is not LoadReason.PREFETCH:
+            score = self._score(digest, layout, now_s)
         adapter = GpuAdapter(ref, placement.slot, layout, image.sums, now_s, score)
         self._adapters[digest] = self._held[digest] = adapter
         self._sort_in(adapter)
@@ -220,7 +309,7 @@ class GpuAdapters:
 
     def may_pin(self, elements: int) -> bool:
         """Whether one more adapter of this size could be pinned."""
-        return len(self._reservations) + 1 < self._pool.slots and self._reservations.leaves_room(
+        return len(self._reservations) + 1 < self._pool.slots and self._reservations.can_grant(
             elements
         )
 
@@ -282,6 +371,14 @@ class GpuAdapters:
         uses = self._uses.count(digest, now_s) + 1.0
         return self._policy.score(UsageRecord(layout.elements, uses, now_s))
 
+    def _prefetch_score(self, digest: str, layout: PackedLayout, elsewhere: float) -> float:
+        """The score of an adapter that nobody asks for here, −∞ if it was never used.
+
+        elsewhere: its uses by other replicas that this one could serve.
+        """
+        uses, now_s = max(self.uses(digest), elsewhere), self._clock()
+        return self._policy.score(UsageRecord(layout.elements, uses, now_s)) if uses else -math.inf
+
     def _sort_in(self, adapter: GpuAdapter) -> None:
         insort(self._by_score, (adapter.score, adapter.ref.digest))
 
@@ -295,6 +392,6 @@ class GpuAdapters:
         self._held.pop(digest, None)
         self._take_out(adapter)
         self._on_change(digest)
-        self._arena.run(self._pool.evict(adapter.slot))
+        self._arena.run(self._pool.free(adapter.slot))
         idle_s = self._clock() - adapter.last_used_s
         log.info("adapter_evicted", extra={"adapter": str(adapter.ref), "idle_s": idle_s})

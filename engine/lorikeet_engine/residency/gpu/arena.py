@@ -21,7 +21,7 @@ end of its last lease leaves an event behind (ReadsEnd), which copies wait for o
 The copying stream works in order: no later copy needs to wait for the same event again.
 
 Images move. All copies so far end before, the parts included that were still to be given to the
-device (image_copy.py), and no later one begins until all is moved.
+device (image_copies.py), and no later one begins until all is moved.
 
 A step reads what was copied. It is launched after the adapter was leased, and that is after
 somebody has seen the copy's event over: no step ever waits for a copy.
@@ -46,7 +46,7 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.checksums import word_sum
-from lorikeet_engine.residency.gpu.image_copy import ImageCopy, PacedCopy, sum_of
+from lorikeet_engine.residency.gpu.image_copies import ImageCopy, PacedCopy, sum_of
 
 # An image that moves onto itself goes through a buffer of this many elements.
 _MOVE_ELEMENTS = 4 << 20

@@ -14,7 +14,7 @@ from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.parallel.followers import Followers, RankCopies, for_good
 from lorikeet_engine.residency.checksums import added
 from lorikeet_engine.residency.gpu.arena import Command, DeviceArena, Piece
-from lorikeet_engine.residency.gpu.image_copy import CopyEvent, CopyTotal, ImageCopy
+from lorikeet_engine.residency.gpu.image_copies import CopyEvent, CopyTotal, ImageCopy
 
 
 @dataclass(frozen=True, slots=True)

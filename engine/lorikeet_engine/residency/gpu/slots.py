@@ -20,7 +20,7 @@ from lorikeet_engine.residency.gpu.arena import (
     Piece,
     WriteRow,
 )
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class SlotPool:
         """Elements that placed images occupy."""
         return self.elements - self._blocks.free
 
-    def has_room(self, elements: int) -> bool:
+    def can_place(self, elements: int) -> bool:
         """Whether an image of this size can be placed."""
         return bool(self._free) and elements <= self._blocks.free
 
@@ -69,8 +69,8 @@ class SlotPool:
         return bool(self._free) and bool(self._split(layout))
 
     def place(self, layout: PackedLayout) -> SlotAllocation:
-        """Give the image a slot; may move other images. Only where has_room says so."""
-        assert self.has_room(layout.elements)
+        """Give the image a slot; may move other images. Only where can_place says so."""
+        assert self.can_place(layout.elements)
         commands, ends = list[Command](), self._split(layout)
         if not ends:
             commands.append(self._compact(layout.elements))
@@ -91,7 +91,7 @@ class SlotPool:
         """What lies in a slot; another object once it has moved or is another's."""
         return self._placed.get(slot)
 
-    def evict(self, slot: int) -> ClearRow:
+    def free(self, slot: int) -> ClearRow:
         """Free the slot and its blocks."""
         for piece in self._placed.pop(slot).pieces:
             self._blocks.release(piece.offset, piece.end - piece.begin)

@@ -18,7 +18,7 @@ FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
 _SETTLED_NS = 100_000_000
 
 
-class DiskUsage:
+class DiskIndex:
     """The files of the last listing, and what this process has done since.
 
     Each is measured once: nobody writes to one that has its name. `changed` is for one thread;

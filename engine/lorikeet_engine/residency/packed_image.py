@@ -56,14 +56,14 @@ class PackedLayout:
         """The size of all spans together, which is what the image takes on the host."""
         return self.elements * len(self.ranges)
 
-    def check_size(self, most_elements: int) -> None:
+    def check_size(self, max_elements: int) -> None:
         """Raises AdapterTooLarge where a span has more elements than the arenas."""
-        if self.elements > most_elements:
+        if self.elements > max_elements:
             raise AdapterTooLarge(
-                f"the adapter has {self.elements} elements and the arenas hold {most_elements}: "
+                f"the adapter has {self.elements} elements and the arenas hold {max_elements}: "
                 "enlarge the adapter memory",
                 elements=self.elements,
-                max_elements=most_elements,
+                max_elements=max_elements,
             )
 
     @classmethod
