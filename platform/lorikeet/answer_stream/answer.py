@@ -50,7 +50,7 @@ class Answer:
     stopped: choices that ended at a stop string or after a single tool call while the engine still
         generates for them; the owner aborts these choices and clears the list.
 
-    Parameters:
+    Constructor arguments:
     syntax: the model's syntax for tool calls; None if no tools may be called.
     thinking: the model's thinking before the answer.
     echoes: the prompts as the answer repeats them; None makes them here, slowly for long prompts.

@@ -30,7 +30,7 @@ class AnswerSender:
 
     ended: future that is done once all is sent, and fails with an exception of our code.
 
-    Parameters:
+    Constructor arguments:
     meter: counter of the tenant's billed tokens.
     abort: called for choices that ended here while the engine still generates.
     """

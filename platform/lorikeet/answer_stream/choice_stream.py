@@ -35,7 +35,7 @@ class ChoiceStream:
 
     finish: why the choice ended; set with the last delta.
 
-    Parameters:
+    Constructor arguments:
     text: the choice's detokenizer.
     parser: parser of tool calls; None if the model may call no tools.
     vocabulary: names of tokens; None if no logprobs are asked for.

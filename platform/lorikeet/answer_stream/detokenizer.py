@@ -137,7 +137,7 @@ class Detokenizer:
     offsets: the first character of each token in the text.
     stop_string: the stop string that ended the choice.
 
-    Parameters:
+    Constructor arguments:
     min_tokens: leading tokens in which stop strings are ignored.
     hidden: tokens that are no text; None hides all special tokens.
     reasoning: parser that removes thinking from the text's beginning; stop strings are looked for

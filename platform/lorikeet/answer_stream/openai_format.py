@@ -78,7 +78,7 @@ class EventStream:
     Call `delta` for each delta of text, then `end` once. `delta` puts a chat's role chunk before a
     choice's first delta.
 
-    Parameters:
+    Constructor arguments:
     choice_usage: usage of a choice until now, which each event then includes; None leaves it out.
     prompts: JSON of each prompt's token ids, for the first event of a chat or of each choice of a
         completion; empty if not asked for.

@@ -156,7 +156,7 @@ class ResponseBuffer:
     ended: all items were received, whether taken or not.
     replica: the replica that answers; None before its first item.
 
-    Parameters:
+    Constructor arguments:
     interval_s: returns the least seconds between deltas.
     """
 

@@ -59,7 +59,7 @@ class _Held(NamedTuple):
 class PushedAdapters:
     """Pushed adapters on one replica. For one event loop.
 
-    Parameters:
+    Constructor arguments:
     folder: folder of the disk cache.
     residency: an adapter's tier as the engine last reported it, by digest.
     pinned: the controller's pin of an adapter, by digest; None if it has no pin.

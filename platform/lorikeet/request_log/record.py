@@ -152,7 +152,7 @@ def engine_s(timings: EngineTimings) -> float:
 class RequestTrace:
     """Writer of one request's record; the call's RequestObserver.
 
-    Parameters:
+    Constructor arguments:
     running: called when the call begins.
     ended: called with the record when the request ends.
     """
