@@ -1,4 +1,4 @@
-"""Whose API a client speaks, and the shape that errors have there."""
+"""Error bodies and HTTP statuses in the shapes of OpenAI's and Anthropic's APIs."""
 
 from enum import Enum
 from typing import Any
@@ -10,23 +10,22 @@ _OVERLOADED = 529
 
 
 class ClientApi(Enum):
-    """Whose API a client speaks."""
+    """API whose response shapes a client expects."""
 
     OPENAI = "OpenAI"
     ANTHROPIC = "Anthropic"
 
 
 def api_of_path(path: str) -> ClientApi:
-    """Return the api of a route: Anthropic's has /v1/messages and what is below it."""
+    """Return the API of a route: Anthropic's for /v1/messages and below, else OpenAI's."""
     below = path == MESSAGES or path.startswith(f"{MESSAGES}/")
     return ClientApi.ANTHROPIC if below else ClientApi.OPENAI
 
 
 def error_status(code: str, api: ClientApi) -> int:
-    """Return the HTTP status of an error's code.
+    """Return the HTTP status of an error's code, by the table in lorikeet/errors.py.
 
-    It is the table's (lorikeet/errors.py), but for an overloaded_error, which Anthropic's clients
-    know by a status of its own.
+    Exception: an overloaded_error is 529 in Anthropic's API, because its clients expect that.
     """
     kind = kind_of(code)
     if api is ClientApi.ANTHROPIC and kind.anthropic_type == "overloaded_error":
@@ -43,8 +42,8 @@ def openai_error_body(code: str, message: str, param: str | None = None) -> dict
 def anthropic_error_body(code: str, message: str, request_id: str | None) -> dict[str, Any]:
     """Return an error in Anthropic's shape: {"type": "error", "error": {…}, "request_id": …}.
 
-    Its clients read our code from `details`, and know a prompt that is too long by the first words
-    of the message.
+    `details` carries our error code. The message of a too long prompt begins with the words by
+    which Anthropic's clients recognise the error.
     """
     if code == ContextLengthExceeded.code:
         message = f"prompt is too long: {message}"

@@ -1,4 +1,4 @@
-"""Stored responses: one object each, under a key that names the tenant whose it is."""
+"""Store of responses: one object per response in the catalog's store, under its tenant's prefix."""
 
 import json
 import re
@@ -11,22 +11,23 @@ from lorikeet.errors import InvalidInput, NotFound, ObjectExists, ObjectNotFound
 
 PREFIX = "responses/"
 MAX_STORED_BYTES = 8 * 2**20
-"""What a request's body may have: a conversation that is longer is not stored."""
+"""Size limit of a stored conversation, equal to the size limit of a request's body."""
 MAX_CONVERSATIONS = 4
-"""Most that are read for the items that a request names: each may hold a gateway up for 0.1 s."""
-_ID = re.compile("resp_[0-9a-f]{32}(-[0-9])?")  # with a number: of a call that was sent again
+"""Most stored conversations read for one request's item references: each may take 0.1 s."""
+_ID = re.compile("resp_[0-9a-f]{32}(-[0-9])?")  # -N: the call was resent to another replica
 _ITEM_ID = re.compile("(?:rs|msg|fc|in)_([0-9a-f]{32}(?:-[0-9])?)_[0-9]{1,4}")
-"""An item's id; its group: the id of the response that it was made for, without resp_."""
+"""Item id. Its group is the id, without resp_, of the response that the item belongs to."""
 
 Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as its client got it, and the conversation up to it.
+    """Response as its client got it, with the conversation up to it.
 
-    created: Unix seconds. turns: the items of all inputs and outputs in order, those of the
-    response's own output last, so that a continuation reads one object.
+    created: Unix seconds.
+    turns: items of all inputs and outputs in order, the response's own output last, so that a
+        continuation reads one object.
     """
 
     created: int
@@ -35,21 +36,22 @@ class StoredResponse:
 
     @property
     def input_items(self) -> Sequence[Json]:
-        """The conversation that the response answers."""
+        """Conversation that the response answers."""
         return self.turns[: len(self.turns) - len(self.response["output"])]
 
 
 class ResponseStore:
-    """Saves, finds and deletes responses of tenants. Safe for many threads.
+    """Store that saves, finds and deletes tenants' responses. Thread-safe.
 
-    lifetime_s: seconds after which a response is not found any more. clock: Unix seconds.
+    lifetime_s: age in seconds at which a response is no longer found.
+    clock: returns Unix seconds.
     """
 
     def __init__(self, store: ObjectStore, lifetime_s: float, clock: Callable[[], float]) -> None:
         self._store, self._lifetime_s, self._clock = store, lifetime_s, clock
 
     def save(self, tenant: str, saved: StoredResponse) -> None:
-        """Write a response under its id, once. Raises StoreError, also where it is too large."""
+        """Write a response under its id, once. Raises StoreError, also for a too large response."""
         members = {"created": saved.created, "response": saved.response, "turns": saved.turns}
         data = json.dumps(members, separators=(",", ":")).encode("ascii")
         if len(data) > MAX_STORED_BYTES:
@@ -57,14 +59,14 @@ class ResponseStore:
         key = _key(tenant, saved.response["id"])
         try:
             self._store.put_if_absent(key, data)
-        except ObjectExists:  # an answer of the store was lost on its way; the id is nobody else's
+        except ObjectExists:  # an earlier attempt worked, but its reply was lost; ids are unique
             return
 
     def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Return a tenant's response.
 
-        Raises NotFound, alike for one that never was, is another tenant's, is deleted or older than
-        the lifetime; StoreError.
+        Raises StoreError, and NotFound without distinguishing an unknown id, another tenant's
+        response, a deleted one and one older than the lifetime.
         """
         try:
             raw = json.loads(self._store.get(_key(tenant, response_id)))
@@ -77,8 +79,9 @@ class ResponseStore:
     def items(self, tenant: str, item_ids: Sequence[str]) -> dict[str, Json]:
         """Return items of a tenant's responses, by their ids.
 
-        The last one's response is read first: a conversation has in it what it went on from, so one
-        is mostly enough. Raises InvalidInput where MAX_CONVERSATIONS are not; else as `get` does.
+        The last item's response is read first: a stored conversation contains the turns before it,
+        so one read is usually enough. Raises InvalidInput if more than MAX_CONVERSATIONS reads are
+        needed; else as `get`.
         """
         wanted, found, read = set(item_ids), dict[str, Json](), 0
         for item_id in reversed(item_ids):
@@ -94,22 +97,23 @@ class ResponseStore:
         return found
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Delete a tenant's response. Raises as `get` does."""
+        """Delete a tenant's response. Raises as `get`."""
         self.get(tenant, response_id)
         self._store.delete(_key(tenant, response_id))
 
 
 def too_large() -> StoreError:
-    """Return why a conversation is not stored."""
+    """Return the error for a conversation above MAX_STORED_BYTES."""
     return StoreError(f"a conversation of more than {MAX_STORED_BYTES} bytes is not stored")
 
 
 def clean_up(
     store: ObjectStore, lifetime_s: float, now: float, *, dry_run: bool
 ) -> Iterator[StoredObject]:
-    """Delete responses that were written longer ago than the lifetime, in seconds.
+    """Delete responses older than `lifetime_s`; yield each, also in a dry run. Raises StoreError.
 
-    now: Unix seconds. The answer is what is deleted, or would be. Raises StoreError.
+    now: Unix seconds.
+    dry_run: yield without deleting.
     """
     for one in store.scan(PREFIX):
         if one.modified + lifetime_s <= now:
@@ -133,7 +137,7 @@ def _response_of(item_id: str) -> str:
 
 def _not_found() -> NotFound:
     return NotFound(
-        "no such response is stored: it may have been deleted, have outlived its time, or been "
-        "made with store: false",
+        "no such response is stored: it may have been deleted, have expired, or been made with "
+        "store: false",
         param="response_id",
     )

@@ -103,7 +103,7 @@ def test_every_field_reaches_the_replica(gateway: Gateway) -> None:
 
 
 def test_a_call_says_what_it_asks_of_a_replica(gateway: Gateway) -> None:
-    record = gateway.catalog.refresh().adapter("acme", "support").versions[0]
+    record = gateway.catalog.reader.refresh().adapter("acme", "support").versions[0]
 
     def work(path: str, **body: object) -> Work:
         gateway.post(f"/v1/{path}", body)

@@ -24,7 +24,7 @@ def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PushPipeline:
     monkeypatch.setattr(push_pipeline, "MOST_OF_TENANT", 2)
     catalog = AdapterCatalog.init(LocalStore(tmp_path))
     services = Services(catalog, {"tiny": ServedModel(SHAPE)}, LIMITS, ReplayEngines())
-    return PushPipeline(services, GatewayCatalogView(catalog, 60.0))
+    return PushPipeline(services, GatewayCatalogView(catalog.reader, 60.0))
 
 
 def version(letter: str, tenant: str = "acme") -> PushedVersion:

@@ -136,7 +136,7 @@ def test_of_two_pushes_with_one_alias_the_later_one_keeps_it(
             assert digest_that_answers(trainer.gateway, "acme/policy") == digest_of(blob)
         assert trainer.show(digest_of(first)).json()["aliases"] == []
     assert eventually(lambda: is_durable(trainer, first) and is_durable(trainer, second))
-    record = trainer.gateway.catalog.refresh().adapter("acme", "policy")
+    record = trainer.gateway.catalog.reader.refresh().adapter("acme", "policy")
     assert [version.digest for version in record.versions] == [digest_of(first), digest_of(second)]
     assert record.aliases == {"prod": 2}
 
@@ -145,7 +145,9 @@ def test_a_push_without_room_is_refused_before_anything_shows(trainer: Trainer) 
     catalog = trainer.gateway.catalog
     catalog.limit_tenant("acme", max_adapters=2, actor="test")
     assert eventually(lambda: trainer.push(trainer.blob()).status_code == 409)
-    assert "acme/policy" not in {record.label for record in catalog.refresh().adapters("acme")}
+    assert "acme/policy" not in {
+        record.label for record in catalog.reader.refresh().adapters("acme")
+    }
 
 
 def test_a_tenant_has_so_many_pushes_on_their_way(
@@ -216,7 +218,7 @@ def test_an_alias_moves_though_another_gateway_carries_the_version_without_one(
                 assert digest_that_answers(each, "acme/policy") == digest_of(second)
         assert eventually(lambda: is_durable(trainer, second))
         assert eventually(
-            lambda: gateway.catalog.refresh().adapter("acme", "policy").aliases["prod"] == 2
+            lambda: gateway.catalog.reader.refresh().adapter("acme", "policy").aliases["prod"] == 2
         )
         for each in (gateway, there):
             assert digest_that_answers(each, "acme/policy") == digest_of(second)
@@ -230,12 +232,12 @@ def test_a_client_that_leaves_in_the_middle_changes_nothing(trainer: Trainer) ->
         f"PUT /v1/adapters/policy/versions/{hashlib.sha256(blob).hexdigest()} HTTP/1.1\r\n"
         f"host: x\r\nauthorization: Bearer {trainer.key}\r\ncontent-length: {len(blob)}\r\n\r\n"
     )
-    before = gateway.catalog.refresh().seq
+    before = gateway.catalog.reader.refresh().seq
     with socket.create_connection((at.hostname or "", at.port or 0)) as connection:
         connection.sendall(head.encode() + blob[:100])
     time.sleep(0.2)
     assert trainer.show(digest_of(blob)).status_code == 404
-    assert gateway.catalog.refresh().seq == before
+    assert gateway.catalog.reader.refresh().seq == before
     assert trainer.push(blob, wait="durable").status_code == 201
 
 
@@ -244,7 +246,7 @@ def test_a_version_with_a_lifetime_goes_by_itself_and_is_never_recorded(
 ) -> None:
     gateway, first, passing = trainer.gateway, trainer.blob(1), trainer.blob(2)
     trainer.push(first, wait="durable")
-    before = gateway.catalog.refresh().seq
+    before = gateway.catalog.reader.refresh().seq
     version = trainer.push(passing, alias="prod", lifetime_s=60).json()
     assert (version["ready"], version["durable"], version["aliases"]) == (True, False, ["prod"])
     assert version["expires"] == pytest.approx(version["created"] + 60)
@@ -253,7 +255,7 @@ def test_a_version_with_a_lifetime_goes_by_itself_and_is_never_recorded(
     assert eventually(lambda: trainer.show(digest_of(passing)).status_code == 404)
     assert gateway.post("/v1/chat/completions", chat(version["model"])).status_code == 404
     assert digest_that_answers(gateway, "acme/policy") == digest_of(first)
-    assert gateway.catalog.refresh().seq == before
+    assert gateway.catalog.reader.refresh().seq == before
 
 
 def test_a_version_with_a_lifetime_that_is_pushed_without_one_becomes_durable(
@@ -289,7 +291,7 @@ def test_a_version_that_is_carried_already_gets_the_alias_of_a_later_push(
         assert trainer.push(second, alias="prod").json()["aliases"] == ["prod"]
         assert digest_that_answers(gateway, "acme/policy") == digest_of(second)
     assert eventually(lambda: is_durable(trainer, second))
-    assert gateway.catalog.refresh().adapter("acme", "policy").aliases == {"prod": 2}
+    assert gateway.catalog.reader.refresh().adapter("acme", "policy").aliases == {"prod": 2}
 
 
 def test_a_durable_version_lends_its_lifetime_to_an_alias(
@@ -320,7 +322,7 @@ def test_an_adapter_stays_retired_though_a_push_of_it_was_on_its_way(
     store.takes_blobs = True
     assert eventually(lambda: trainer.show(digest_of(second)).status_code == 404)
     time.sleep(0.7)
-    assert gateway.catalog.refresh().adapter("acme", "policy").retired
+    assert gateway.catalog.reader.refresh().adapter("acme", "policy").retired
     assert trainer.show(digest_of(second)).status_code == 404
     assert trainer.push(second, wait="durable").json()["aliases"] == ["prod"]
 

@@ -91,7 +91,7 @@ def test_a_finished_request_tells_its_whole_story(gateway: Gateway) -> None:
         "adapter": "acme/support@1",
         "stream": False,
     }
-    (key,) = gateway.catalog.refresh().keys("acme")
+    (key,) = gateway.catalog.reader.refresh().keys("acme")
     assert found["key_id"] == key.id
     assert (found["outcome"], found["code"]) == ("finished", None)
     assert (found["replica"], found["residency"], found["load_ms"]) == ("replica-7", "host", 3.0)

@@ -16,7 +16,7 @@ import pytest
 from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
 from lorikeet.answer_stream import response_stream as response_stream_module
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.apis.api_request import prompt_tokens
@@ -59,7 +59,7 @@ def settings(tmp_path_factory):
 
 @pytest.fixture
 def ref(settings):
-    state = AdapterCatalog(open_store(settings.catalog)).refresh()
+    state = CatalogReader(open_store(settings.catalog)).refresh()
     return state.resolve(TASK.model, TASK.tenant)
 
 

@@ -1,4 +1,4 @@
-"""The gateway: an ASGI application that knows nothing of Ray, and what is around every request."""
+"""The gateway's ASGI application, free of Ray, and the middleware around every request."""
 
 import asyncio
 import time
@@ -44,17 +44,19 @@ from lorikeet.ui.routes import ui_routes
 from lorikeet.usage.writer import UsageWriter
 
 REQUEST_ID_HEADER = "x-request-id"
-_WRITTEN_FLUSHES = 2  # after so many, what was used is written down where the store can be reached
+_WRITTEN_FLUSHES = 2  # flushes after which usage is in the store, if the store is reachable
 _LAST_FLUSH_S = 10.0
 
 
 def create_app(services: Services) -> FastAPI:
     """Build the application. Its lifespan reads the catalog and keeps following it.
 
-    While the store is away it starts with the view that a gateway of this machine kept, or without
-    any: then it answers 503 until the store is back.
+    While the store is unreachable the application starts with the view that a gateway saved on this
+    machine. Without a saved view it answers 503 until the store is back.
     """
-    catalog_view = GatewayCatalogView(services.catalog, services.refresh_s, services.kept_view)
+    catalog_view = GatewayCatalogView(
+        services.catalog.reader, services.refresh_s, services.kept_view
+    )
     pipeline = PushPipeline(services, catalog_view)
     authenticator = RequestAuthenticator(services, catalog_view, pipeline.pushed)
     shares = LimitShares(services.name, services.gateways, time.monotonic())
@@ -69,7 +71,7 @@ def create_app(services: Services) -> FastAPI:
     app = _application(services, catalog_view, limit_sync, pipeline)
     stored = StoredResponses(services.responses, services.metrics)
     registration = Registration(services, catalog_view)
-    of_pushes = Registration(services, catalog_view)  # uploads may hang at the store, pushes do not
+    of_pushes = Registration(services, catalog_view)  # its own threads: uploads may hang at a store
     checks = services, authenticator, rate_limiter, request_log
     app.router.routes += generate_routes(*checks, stored)
     for router in (
@@ -86,7 +88,7 @@ def create_app(services: Services) -> FastAPI:
         metrics_routes(authenticator, Scrape(services)),
         health_routes(services.engines, catalog_view),
     ):
-        app.router.routes += router.routes  # include_router would build each of them again
+        app.router.routes += router.routes  # include_router would build each route again
     return app
 
 
@@ -100,8 +102,8 @@ def _application(
     app = FastAPI(
         title="Lorikeet",
         lifespan=lambda _: _running(services, catalog_view, limit_sync, pipeline),
-        openapi_url=None,  # nothing is told to who has no key
-        # FastAPI's own would tell what exceptions say, and they may quote prompts.
+        openapi_url=None,  # callers without a key learn nothing
+        # FastAPI's telemetry would export exception messages, which may quote prompts.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         redirect_slashes=False,
     )
@@ -151,9 +153,9 @@ async def _running(
 
 
 class RequestMiddleware:
-    """Makes the request's id, and turns an unexpected exception into a plain 500.
+    """Middleware that makes the request's id and turns an unexpected exception into a plain 500.
 
-    Clients cannot choose the id: theirs could collide with another's.
+    Clients cannot choose the id: two clients could choose the same.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -180,7 +182,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            return  # before its body was parsed: nobody reads a response
+            return  # the client left before its body was parsed, so no response can be sent
         except Exception as error:
             log_unexpected("request_failed", request_id, error)
             if started:

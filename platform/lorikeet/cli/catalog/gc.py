@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from lorikeet import response_store
-from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.garbage_collection import GarbageCollector
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 from lorikeet.settings import Settings
@@ -36,7 +36,7 @@ def gc(
     Example: `LORIKEET_CATALOG=s3://my-bucket/lorikeet lorikeet gc --dry-run`
     """
     settings = Settings.from_env()
-    catalog = AdapterCatalog(open_store(settings.catalog))
+    catalog = CatalogReader(open_store(settings.catalog))
     collector = GarbageCollector(catalog, grace_days * _DAY_S, dry_run=dry_run)
     superseded = clean_up(catalog.store, time.time, dry_run=dry_run)
     found = [*collector.collect(), *superseded]

@@ -1,9 +1,11 @@
-"""Admin routes: an adapter's blob becomes a version, in one request or in parts.
+"""Admin routes of uploads: an adapter's blob becomes a version, in one request or in parts.
 
-PUT /adapters/…/versions takes a small blob whole. POST /uploads says which parts of a large one are
-missing and where to PUT them, straight into the store where it can; PUT /uploads/…/parts/… takes
-those that cannot go there; POST /adapters/…/versions makes the upload a version. All of them may
-be repeated at will.
+PUT /adapters/…/versions registers a small blob, the request's body.
+POST /uploads begins or resumes a large upload; the response lists the missing parts with the URLs
+to PUT them to, straight into the store where possible.
+PUT /uploads/…/parts/… takes parts that cannot go straight into the store.
+POST /adapters/…/versions registers the upload as a version.
+All of them are idempotent.
 """
 
 import base64
@@ -16,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from lorikeet.catalog.records import BlobFacts
-from lorikeet.catalog.uploads import Uploads
+from lorikeet.catalog.resumable_uploads import ResumableUploads
 from lorikeet.chat_template import template_warning
 from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge
 from lorikeet.gateway.admin.blob_validation import MAX_BYTES
@@ -34,9 +36,10 @@ Json = dict[str, Any]
 
 
 class BeginUpload(Body):
-    """A blob that is to come. digest: SHA-256 of its bytes.
+    """A blob that is going to be uploaded.
 
-    tenant, base_model: what it is to be registered for, if that should be checked already.
+    digest: SHA-256 of its bytes.
+    tenant, base_model: tenant and base model to check the upload for in advance.
     """
 
     digest: Digest
@@ -46,10 +49,11 @@ class BeginUpload(Body):
 
 
 class RegisterUpload(Body):
-    """A blob that came, or that the store had already, and what to do with it.
+    """Request to register a blob that was uploaded, or that the store had already.
 
-    smoke: only if a replica can generate with it, and say how it differs from the base model.
-    chat_template: template_digest of the folder that the blob was made of.
+    chat_template: template_digest of the folder that the blob was made from.
+    promote, shared, base_model: as RegistrationRequest.
+    smoke: run a smoke test first; register only if a replica can generate with the adapter.
     """
 
     digest: Digest
@@ -60,8 +64,10 @@ class RegisterUpload(Body):
     smoke: bool = False
 
 
-def upload_routes(services: Services, uploads: Uploads, registration: Registration) -> APIRouter:
-    """Routes of blobs: register one; begin or resume an upload, send its parts, register it."""
+def upload_routes(
+    services: Services, uploads: ResumableUploads, registration: Registration
+) -> APIRouter:
+    """Return the routes that register a blob, and begin, continue and register an upload."""
     endpoints = UploadEndpoints(services, uploads, registration)
     router = APIRouter()
     versions = "/adapters/{tenant}/{name}/versions"
@@ -73,9 +79,11 @@ def upload_routes(services: Services, uploads: Uploads, registration: Registrati
 
 
 class UploadEndpoints:
-    """The operations on blobs and uploads."""
+    """Endpoints of blobs and uploads."""
 
-    def __init__(self, services: Services, uploads: Uploads, registration: Registration) -> None:
+    def __init__(
+        self, services: Services, uploads: ResumableUploads, registration: Registration
+    ) -> None:
         self._services, self._uploads, self._registration = services, uploads, registration
 
     async def register_body(
@@ -89,7 +97,7 @@ class UploadEndpoints:
         shared: bool | None = None,
         base_model: str | None = None,
     ) -> Json:
-        """Register the body, a blob; it is validated before anything is stored."""
+        """Register the body, a blob, which is validated before anything is stored."""
         registration = self._registration
         order = RegistrationRequest(tenant, name, actor, promote, shared, base_model)
         limits = await registration.check(tenant, base_model)
@@ -107,7 +115,7 @@ class UploadEndpoints:
     async def begin(
         self, wanted: Annotated[BeginUpload, json_body(BeginUpload)], actor: Actor
     ) -> Json:
-        """Begin or resume an upload: say which parts are missing, and where to PUT them."""
+        """Begin or resume an upload: return its missing parts with the URLs to PUT them to."""
         limits = await self._registration.check(wanted.tenant, wanted.base_model)
         if wanted.size_bytes > limits.max_bytes:
             raise RequestTooLarge(
@@ -118,7 +126,7 @@ class UploadEndpoints:
         return await self._registration.run(_begin, self._uploads, wanted, actor)
 
     async def put_part(self, request: Request, digest: str, number: int, actor: Actor) -> Json:
-        """Take a part of an upload."""
+        """Receive a part of an upload."""
         run, uploads = self._registration.run, self._uploads
         upload = await run(uploads.find, digest, actor)
         if number not in upload.numbers:
@@ -143,7 +151,7 @@ class UploadEndpoints:
         wanted: Annotated[RegisterUpload, json_body(RegisterUpload)],
         actor: Actor,
     ) -> Json:
-        """Make an upload a version."""
+        """Register an upload as a version."""
         registration = self._registration
         order = RegistrationRequest(
             tenant, name, actor, wanted.promote, wanted.shared, wanted.base_model
@@ -177,12 +185,12 @@ class UploadEndpoints:
         try:
             return await self._registration.validate(order, blob)
         except InvalidAdapter as error:
-            if error.param != "base_model":  # else it is right once the admin says which
+            if error.param != "base_model":  # else the blob is right once the admin names one
                 await self._registration.run(self._uploads.end, digest, order.actor)
             raise
 
 
-def _begin(uploads: Uploads, wanted: BeginUpload, actor: str) -> Json:
+def _begin(uploads: ResumableUploads, wanted: BeginUpload, actor: str) -> Json:
     upload, missing = uploads.begin(wanted.digest, wanted.size_bytes, actor)
     return {
         "digest": upload.digest,
@@ -200,11 +208,11 @@ def _begin(uploads: Uploads, wanted: BeginUpload, actor: str) -> Json:
 
 
 def _check_part(part: Path, size: int, md5: str | None) -> None:
-    """Compare a part with the size and MD5 that its sender gave. Raises InvalidInput."""
+    """Raise InvalidInput unless a part has the expected size and the client's MD5, if any."""
     if part.stat().st_size != size:
         raise InvalidInput(f"the part has {part.stat().st_size} bytes: want {size}")
     if md5 is not None:
         with part.open("rb") as file:
             found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).digest()
         if base64.b64encode(found).decode() != md5:
-            raise InvalidInput("the part was damaged on its way: send it again")
+            raise InvalidInput("the part's MD5 differs from Content-MD5: send it again")

@@ -1,9 +1,9 @@
-"""Carries pushed versions: to all replicas first, then into the store.
+"""Pipeline of pushed versions: delivered to all replicas first, then written to the store.
 
-A push has two states that it reaches by itself. It is *ready* once all replicas of its base model
-hold it and all gateways answer for it; it is *durable* once blob and entry are in the store, for
-which a store that is away is asked again and again. One with a lifetime is never durable: it is
-carried until it ends, or newer ones take its place.
+A push becomes *ready* once all replicas of its base model hold the adapter and all gateways know
+the version. It becomes *durable* once blob and log entry are in the store; an unreachable store is
+retried without end. A push with a lifetime never becomes durable: it stays in the pipeline until it
+expires or newer versions replace it.
 """
 
 import asyncio
@@ -34,19 +34,24 @@ log = logging.getLogger(__name__)
 
 _QUESTION = "pushed"
 MOST_OF_TENANT = 16
-"""Versions of one tenant that a gateway carries at once: each lies on its disk and on all hosts."""
+"""Most pushes of one tenant in a gateway at once: each blob lies on its disk and on all hosts."""
 _KEEP_S, _AGAIN_S = 2.0, 0.25
 _PATIENCE_S = 10.0
-"""After so long a version is recorded that not all replicas could take."""
+"""Seconds after which a version is recorded though not all replicas have it."""
 _CLOSING_S = 20.0
 _STORERS = 4
-_FAULT = "the version could not be recorded, by a fault of the service: send it again"
+_FAULT = "the version could not be recorded, due to a fault of the service: send it again"
 
 
 class Push:
-    """One version that this gateway carries. folder: holds its blob, and goes with it.
+    """Push of one version, in this gateway's pipeline.
 
-    ready: set when all replicas have it; ended: when it is carried no more.
+    version: the version; replaced when the same blob is pushed again.
+    actor: id of the key that pushed.
+    folder: folder of the blob, removed at the push's end.
+    ready: set when all replicas have the adapter and all gateways know the version.
+    ended: set when the push has left the pipeline.
+    failure: error that ended the push; None if none did.
     """
 
     def __init__(self, version: PushedVersion, actor: str, folder: PushFolder) -> None:
@@ -60,13 +65,13 @@ class Push:
         self.ready_s: float | None = None
 
     def note_stages(self, trace: RequestTrace) -> None:
-        """Note which stages have ended since it began."""
+        """Record the stages that have ended since the push began."""
         for name, at_s in (("deliver", self.delivered_s), ("announce", self.ready_s)):
             if at_s is not None:
                 trace.end_stage(name, at_s)
 
     async def wait_for(self, event: asyncio.Event, timeout_s: float) -> None:
-        """Wait for the event or the end, so long at most. Raises the failure that ended it."""
+        """Wait for the event or the push's end, at most `timeout_s`. Raises the push's failure."""
         waits = {asyncio.create_task(each.wait()) for each in (event, self.ended)}
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -78,11 +83,13 @@ class Push:
 
 
 class PushPipeline:
-    """The pushes of one gateway. For one event loop.
+    """Pushes of one gateway, from checked blob to log entry. For one event loop.
 
-    Store writes have threads of their own, each tenant one at most: a store that hangs keeps no
-    push from being ready.
-    pushed: what is ready, here or at another gateway, and not durable. folders: for blobs.
+    Store writes run in threads of their own, at most one per tenant, so that a hanging store keeps
+    no push from becoming ready.
+
+    pushed: versions that are ready, here or at another gateway, and not durable.
+    folders: folders of blobs.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
@@ -97,18 +104,17 @@ class PushPipeline:
 
     @contextmanager
     def receiving(self, key: Key) -> Iterator[None]:
-        """Count a body that is being received, from before it until its push has begun.
+        """Count a body as being received in the context, which ends after the push has begun.
 
-        Raises Overloaded where a tenant has as many pushes on their way as it may, those being
-        received among them. There is room for a version that is carried already, so long as not as
-        many bodies are being received.
+        Raises Overloaded if the tenant has MOST_OF_TENANT pushes in the pipeline or being received.
+        If the pipeline has this version already, only bodies being received count.
         """
         tenant = key[0]
         carried = 0 if key in self._pushes else sum(each[0] == tenant for each in self._pushes)
         if carried + self._receiving[tenant] >= MOST_OF_TENANT:
             raise Overloaded(
-                f"{MOST_OF_TENANT} pushed versions of this tenant are not durable yet, as many as "
-                "may be: wait for the store to take one, or for one to expire",
+                f"{MOST_OF_TENANT} pushed versions of this tenant are not durable yet, the limit: "
+                "wait until one is stored, or until one expires",
                 retry_after_s=STORE_AWAY_S,
             )
         self._receiving[tenant] += 1
@@ -118,7 +124,7 @@ class PushPipeline:
             self._receiving[tenant] -= 1
 
     async def check_quota(self, version: PushedVersion) -> None:
-        """Raises Conflict without room in the tenant's limits, or if its adapter was retired."""
+        """Raise Conflict if the version exceeds the tenant's limits or its adapter was retired."""
         tenant, name, _ = version.key
         await self._catalog_view.ask(
             lambda state: register(
@@ -131,9 +137,10 @@ class PushPipeline:
         )
 
     def begin(self, version: PushedVersion, actor: str, folder: PushFolder) -> Push:
-        """Carry a version whose blob lies in a folder, or go on with one that is carried already.
+        """Start the push of a version whose blob is in `folder`, or join the running push of it.
 
-        That one gets the alias and the longer life; it is ready once all gateways know of both.
+        A joined push gets the new alias and the longer lifetime, and is ready again once all
+        gateways know these.
         """
         held = self._pushes.get(version.key)
         if held is None:
@@ -150,7 +157,7 @@ class PushPipeline:
         return held
 
     async def is_ready(self, key: Key, base_model: str) -> bool:
-        """Whether all replicas have a version, and, if it is carried here, all gateways know it."""
+        """Return whether all replicas have a version and, if pushed here, all gateways know it."""
         push = self._pushes.get(key)
         if push is not None:
             return push.ready.is_set()
@@ -158,7 +165,7 @@ class PushPipeline:
         return served and await self._services.engines.holds(base_model, key[2])
 
     async def close(self) -> None:
-        """Wait for what is to be durable, as long as a gateway has to end."""
+        """Wait up to _CLOSING_S for pending durable pushes, then cancel the others."""
         pushes = [push for push in self._pushes.values() if push.version.expires is None]
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSING_S):
@@ -202,7 +209,11 @@ class PushPipeline:
             await _try(partial(release, push.version.facts.base_model, digest))
 
     async def _outlives(self, push: Push) -> bool:
-        """Wait until a version has expired, was retired or replaced; False: it is to be durable."""
+        """Wait until a version with a lifetime is expired, retired or replaced; return True.
+
+        Return False at once for a version without a lifetime, which is to be durable, and when
+        another push of the blob removes the lifetime.
+        """
         while (expires := push.version.expires) is not None:
             gone = push.ready.is_set() and self.pushed.get(push.version.key) is None
             with suppress(PartitionsNotRead):
@@ -213,7 +224,7 @@ class PushPipeline:
         return False
 
     async def _keep(self, push: Push, ref: AdapterRef) -> None:
-        """Have all replicas hold a version and all gateways know it, until cancelled."""
+        """Deliver a version to all replicas and announce it to all gateways, until cancelled."""
         engines, base_model = self._services.engines, push.version.facts.base_model
         deliver = partial(_try, partial(engines.deliver, base_model, ref, push.blob))
         announce = partial(_try, partial(self._announce, push))
@@ -221,12 +232,12 @@ class PushPipeline:
             await asyncio.sleep(_AGAIN_S)
         push.ready_s = time.monotonic()
         self._services.metrics.pushes.ready(push.ready_s - push.begun_s)
-        async with asyncio.TaskGroup() as both:  # a blob may take long, and is not to be forgotten
+        async with asyncio.TaskGroup() as both:  # a slow delivery must not delay announcements
             both.create_task(_repeat(deliver))
             both.create_task(_repeat(announce))
 
     async def _announce(self, push: Push) -> bool:
-        """Tell all gateways, this one first, of what replicas hold; whether all have heard it."""
+        """Announce a version that replicas hold to all gateways; return whether all replied."""
         version = push.version
         push.delivered_s = push.delivered_s or time.monotonic()
         known = self.pushed.get(version.key)  # its alias may be another's by now
@@ -247,7 +258,10 @@ class PushPipeline:
         return held.version if held else len(record.versions) + 1 if record else 1
 
     async def _store(self, push: Push) -> None:
-        """Write blob and entry, however long the store is away. Raises Conflict for good."""
+        """Write blob and entry, retrying until the store is reachable.
+
+        Raises Conflict if the tenant's limits forbid the version.
+        """
         away = False
         while True:
             version = push.version
@@ -260,7 +274,7 @@ class PushPipeline:
             except Conflict:
                 await self.check_quota(push.version)
             else:
-                if push.version is version:  # else it was pushed again, with another alias
+                if push.version is version:  # else the blob was pushed again, with another alias
                     return
                 continue
             await asyncio.sleep(_KEEP_S)
@@ -285,7 +299,7 @@ async def _repeat(work: Callable[[], Awaitable[bool]]) -> NoReturn:
 
 
 async def _try(work: Callable[[], Awaitable[bool | None]]) -> bool:
-    """Whether it has worked; what went wrong is logged, and it is tried again."""
+    """Return whether `work` succeeded; log an error, so that the caller can retry."""
     try:
         return bool(await work())
     except Exception as error:  # a replica is lost, or the disk

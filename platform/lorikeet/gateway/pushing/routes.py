@@ -1,4 +1,4 @@
-"""PUT /v1/adapters/{name}/versions/{digest}: push a version of an adapter; GET: how far it is."""
+"""PUT /v1/adapters/{name}/versions/{digest}: push a version; GET: show the state of its push."""
 
 import asyncio
 import logging
@@ -43,15 +43,18 @@ Wait = Literal["none", "ready", "durable"]
 
 _LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
-"""Smaller blobs are packed sooner than replicas could be told that they come."""
+"""Least size of a blob that is announced to replicas. They pack a smaller one faster than that."""
 _MOST_WAITING = 16
-"""Pushes of one tenant that may wait at once: each holds a place of its gateway's meanwhile."""
+"""Most requests of one tenant that wait for a push's state at once on one gateway."""
 
 
 class PushQuery(BaseModel):
-    """How a version is pushed. lifetime_s, keep: of one that is never durable, as PushedVersion.
+    """Query parameters of a push. Unknown ones are refused: a misspelt lifetime_s would make a
+    version durable.
 
-    No other parameter is taken: a misspelt lifetime_s would make a version durable.
+    wait: state that the response waits for, at most timeout_s.
+    lifetime_s: seconds until the version expires; it never becomes durable.
+    keep: as PushedVersion.keep; only with lifetime_s.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -63,7 +66,7 @@ class PushQuery(BaseModel):
     keep: Annotated[int, Field(ge=1, le=MOST_OF_TENANT - 1)] | None = None
 
     def check(self) -> None:
-        """Raises InvalidInput where a field does not fit the others."""
+        """Raise InvalidInput if a field does not fit the others."""
         if self.alias is not None:
             check_alias(self.alias)
         if self.keep is not None and self.lifetime_s is None:
@@ -73,7 +76,7 @@ class PushQuery(BaseModel):
 
 
 class AdmittedPusher(NamedTuple):
-    """Who pushes, the request's way through the limits, and what is noted of it."""
+    """Key of a push, its hold on the tenant's limits, and its request record."""
 
     caller: Caller
     hold: RateLimitHold
@@ -81,7 +84,7 @@ class AdmittedPusher(NamedTuple):
 
 
 class PushRequest(NamedTuple):
-    """What is pushed: an adapter's name, the body's digest, and how."""
+    """Request to push a version: the adapter's name, the body's digest and the query."""
 
     pusher: AdmittedPusher
     name: str
@@ -89,22 +92,23 @@ class PushRequest(NamedTuple):
     query: PushQuery
 
     def registration(self) -> RegistrationRequest:
-        """Return what it is checked as."""
+        """Return the request to register the blob, for its checks."""
         tenant, key = self.pusher.caller
         base_model = self.query.base_model
         return RegistrationRequest(tenant.name, self.name, key.id, base_model=base_model)
 
     def version(self, facts: BlobFacts) -> PushedVersion:
-        """Return the version, once its blob was checked."""
+        """Return the version to push, from the facts of its checked blob."""
         tenant, now, query = self.pusher.caller.tenant.name, time.time(), self.query
         expires = None if query.lifetime_s is None else now + query.lifetime_s
         return PushedVersion(tenant, self.name, facts, query.alias, now, expires, query.keep)
 
 
 class Progress(NamedTuple):
-    """How far a version is. number: its own in the catalog's log; None until it is durable.
+    """State of a pushed version.
 
-    expires: when it goes by itself, Unix seconds; None is never.
+    number: version number in the catalog's log; None until durable.
+    expires: end of its lifetime, Unix seconds; None: never.
     """
 
     adapter: AdapterRecord
@@ -114,13 +118,13 @@ class Progress(NamedTuple):
     expires: float | None
 
     def reached(self, wanted: Wait) -> bool:
-        """Whether this is as far as a client wants to wait."""
+        """Return whether the state that a client waits for is reached."""
         states = {"none": True, "ready": self.ready, "durable": self.number is not None}
         return states[wanted]
 
 
 def progress_json(progress: Progress) -> Json:
-    """Return a version that requests can name."""
+    """Return the JSON of a version that requests can name."""
     record, version = progress.adapter, progress.version
     aliases = record.aliases_of(version.version)
     return _version_json(
@@ -135,7 +139,7 @@ def progress_json(progress: Progress) -> Json:
 
 
 def taken_json(version: PushedVersion) -> Json:
-    """Return a version that is carried, and that no request can name yet."""
+    """Return the JSON of a version in the pipeline that no request can name yet."""
     label = f"{version.tenant}/{version.name}"
     reached = version.facts, version.created, ()
     return _version_json(label, *reached, version=None, ready=False, expires=version.expires)
@@ -170,7 +174,7 @@ def _version_json(
 
 
 def push_routes(endpoints: "PushEndpoints") -> APIRouter:
-    """The two routes of one version."""
+    """Return the two routes of one version."""
     router = APIRouter()
     path = "/v1/adapters/{name}/versions/{digest}"
     router.add_api_route(path, endpoints.push, methods=["PUT"])
@@ -179,7 +183,7 @@ def push_routes(endpoints: "PushEndpoints") -> APIRouter:
 
 
 class PushEndpoints:
-    """What publish keys can ask. A tenant's pushes are checked one after another."""
+    """Endpoints for publish keys. A tenant's pushes are checked one after another."""
 
     def __init__(
         self,
@@ -206,7 +210,7 @@ class PushEndpoints:
         digest: str,
         query: Annotated[PushQuery, Query()],
     ) -> Json:
-        """Take the body, a blob with this SHA-256, as a version. The same again changes nothing."""
+        """Push the body, a blob with this SHA-256, as a version. Idempotent."""
         async with self._admitted(request, name, digest) as pusher:
             check_name(name, "name")
             check_digest(digest)
@@ -219,7 +223,7 @@ class PushEndpoints:
             await self._wait(request, push, query)
             push.note_stages(pusher.trace)
             progress = await self._progress(*key)
-        late = query.wait == "durable" and not push.ended.is_set()  # an alias is still to move
+        late = query.wait == "durable" and not push.ended.is_set()  # its alias has not moved yet
         if progress is None or late or not progress.reached(query.wait):
             response.status_code = ACCEPTED
         else:
@@ -227,7 +231,7 @@ class PushEndpoints:
         return taken_json(push.version) if progress is None else progress_json(progress)
 
     async def show(self, request: Request, name: str, digest: str) -> Json:
-        """Tell how far a pushed version is."""
+        """Show the state of a pushed version."""
         async with self._admitted(request, name, digest) as pusher:
             pusher.hold.body_is_here()
             tenant = pusher.caller.tenant.name
@@ -241,7 +245,7 @@ class PushEndpoints:
             return progress_json(progress)
 
     async def _take(self, request: Request, push_request: PushRequest) -> Push:
-        """Receive and check a blob, and begin to carry it. Raises LorikeetError."""
+        """Receive and check a blob, and begin its push. Raises LorikeetError."""
         tenant, hold = push_request.pusher.caller.tenant, push_request.pusher.hold
         if push_request.query.base_model:
             check_base_model(push_request.query.base_model, self._services.base_models)
@@ -268,7 +272,7 @@ class PushEndpoints:
             push_request.pusher.trace.end_stage("receive")
             if found != push_request.digest:
                 raise InvalidAdapter(
-                    f"the body has the digest {found} and not the address's: send it again",
+                    f"the body's digest is {found}, not the one in the address: send it again",
                     param="digest",
                 )
             async with self._check_locks.setdefault(tenant.name, asyncio.Lock()):
@@ -280,7 +284,7 @@ class PushEndpoints:
                 push_request.pusher.trace.end_stage("check")
                 push = self._pipeline.begin(version, push_request.pusher.caller.key.id, folder)
             if push.folder is folder:
-                refused.pop_all()  # from here on the pipeline removes it
+                refused.pop_all()  # from here on the pipeline removes the folder
         self._count(push.version)
         if version.expires is not None:
             _note_ephemeral(version, push_request.pusher.caller.key.id, request.state.request_id)
@@ -294,16 +298,16 @@ class PushEndpoints:
         self._services.usage.add(account, UsageCounts(pushes=1, pushed_bytes=size_bytes))
 
     async def _expect(self, push_request: PushRequest, blob: Path, size_bytes: int) -> None:
-        """Tell replicas of a large blob that is coming, where its base model is known by now."""
+        """Announce a large blob to replicas while it arrives, if its base model is known."""
         base_models = self._services.base_models
         name = push_request.query.base_model or next(iter(base_models))
         if size_bytes >= _LARGE_BYTES and (push_request.query.base_model or len(base_models) == 1):
             await self._services.engines.expect(name, push_request.digest, blob, size_bytes)
 
     async def _wait(self, request: Request, push: Push, query: PushQuery) -> None:
-        """Wait for what a client wants, unless many of its tenant's do.
+        """Wait for the state that a client asks for, unless too many of its tenant's clients wait.
 
-        Raises LorikeetError, and ClientDisconnect where it leaves meanwhile.
+        Raises LorikeetError, and ClientDisconnect if the client disconnects meanwhile.
         """
         tenant = push.version.tenant
         if query.wait == "none" or self._waiting[tenant] >= _MOST_WAITING:
@@ -326,7 +330,7 @@ class PushEndpoints:
     async def _admitted(
         self, request: Request, name: str, digest: str
     ) -> AsyncGenerator[AdmittedPusher, None]:
-        """Hold a request to its limits, and note it. Raises LorikeetError."""
+        """Check a request's key and limits and record the request. Raises LorikeetError."""
         route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
         request_id = request.state.request_id
         trace = self._request_log.trace(request_id, route, traceparent, request.method)
@@ -341,7 +345,7 @@ class PushEndpoints:
                 hold.release()
 
     async def _progress(self, tenant: str, name: str, digest: str) -> Progress | None:
-        """Return how far a usable version is; None where no gateway knows it."""
+        """Return the state of a version that requests can name; None if no gateway knows one."""
         view = self._catalog_view
         known = await view.ask(
             lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)
@@ -358,7 +362,7 @@ class PushEndpoints:
 
 
 def _note_ephemeral(version: PushedVersion, key_id: str, request_id: str) -> None:
-    """Log who has pushed what: of such a version the catalog's log never tells."""
+    """Log a push with a lifetime, which the catalog's log never records."""
     about = {
         "adapter": f"{version.tenant}/{version.name}",
         "digest": version.facts.digest,

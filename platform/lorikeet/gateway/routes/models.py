@@ -1,4 +1,4 @@
-"""GET /v1/models: what a tenant may ask for, and nothing else; in the words of its client's API."""
+"""GET /v1/models: the models that a tenant may use, in the shape of its client's API."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -19,7 +19,7 @@ _OWNER = "lorikeet"
 def model_routes(
     services: Services, authenticator: RequestAuthenticator, catalog_view: GatewayCatalogView
 ) -> APIRouter:
-    """Routes of the list of models and of one model."""
+    """Return the routes of the list of models and of one model."""
     router = APIRouter(prefix="/v1/models")
 
     @router.get("")
@@ -44,7 +44,7 @@ def model_routes(
 
 
 def _list(entries: list[dict[str, Any]], api: ClientApi) -> dict[str, Any]:
-    """Return all entries; the list has one page."""
+    """Return all entries as a list of one page, in the shape of the client's API."""
     if api is ClientApi.OPENAI:
         return {"object": "list", "data": entries}
     models = [_anthropics_entry(entry) for entry in entries]
@@ -59,7 +59,7 @@ def _anthropics_entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adapter_entries(record: AdapterRecord) -> list[dict[str, Any]]:
-    """Return an entry for each alias, under the name that a request would use."""
+    """Return an entry for each alias, with the name that requests use."""
     return [
         _entry(
             record.label if alias == DEFAULT_ALIAS else f"{record.label}@{alias}",

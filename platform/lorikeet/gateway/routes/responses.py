@@ -24,7 +24,7 @@ def response_routes(
     request_log: RequestLog,
     stored: StoredResponses,
 ) -> APIRouter:
-    """The routes of a tenant's stored responses. Each counts as a request, without tokens."""
+    """Return the routes of stored responses. Each call counts as a request without tokens."""
     router = APIRouter(prefix="/v1/responses")
 
     admitted = partial(_admitted, authenticator, rate_limiter, request_log)
@@ -33,7 +33,7 @@ def response_routes(
     async def get_response(request: Request, response_id: str, stream: bool = False) -> Json:
         async with admitted(request) as tenant:
             if stream:
-                problem = "not supported here: stream: a stored response comes whole"
+                problem = "not supported here: stream: a stored response is sent whole"
                 raise UnsupportedParameter(problem, param="stream")
             return (await stored.get(tenant, response_id)).response
 
@@ -65,7 +65,7 @@ async def _admitted(
     request_log: RequestLog,
     request: Request,
 ) -> AsyncGenerator[str, None]:
-    """Hold a request to its limits, and note it; its tenant's name. Raises LorikeetError."""
+    """Check a request's key and limits and record it; yield the tenant. Raises LorikeetError."""
     route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
     trace = request_log.trace(request.state.request_id, route, traceparent, request.method)
     with trace.answering():
@@ -80,7 +80,7 @@ async def _admitted(
 
 
 def page(items: Sequence[Json], limit: int, after: str | None) -> dict[str, Any]:
-    """Return a page of items, those behind the one with the id `after`. Raises InvalidInput."""
+    """Return a page of the items behind the item with the id `after`. Raises InvalidInput."""
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise InvalidInput("after: want the id of one of these items", param="after")

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.resumable_uploads import ResumableUploads, Upload
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
-from lorikeet.catalog.uploads import Upload, Uploads
 from lorikeet.errors import Conflict, InvalidAdapter, NotFound, StoreError
 
 PART = 1000
@@ -25,12 +25,12 @@ Send = Callable[..., None]
 
 
 @pytest.fixture
-def uploads(store: ObjectStore) -> Uploads:
-    return Uploads(store, part_bytes=PART)
+def uploads(store: ObjectStore) -> ResumableUploads:
+    return ResumableUploads(store, part_bytes=PART)
 
 
 @pytest.fixture
-def send(uploads: Uploads, tmp_path: Path) -> Send:
+def send(uploads: ResumableUploads, tmp_path: Path) -> Send:
     """send(upload, 2, 3): parts of DATA, to the store's own address if it has one."""
 
     def run(upload: Upload, *numbers: int, data: bytes = DATA) -> None:
@@ -46,16 +46,16 @@ def send(uploads: Uploads, tmp_path: Path) -> Send:
     return run
 
 
-def begun(uploads: Uploads, owner: str = ANN) -> Upload:
+def begun(uploads: ResumableUploads, owner: str = ANN) -> Upload:
     return uploads.begin(DIGEST, len(DATA), owner)[0]
 
 
-def missing(uploads: Uploads, owner: str = ANN) -> tuple[int, ...]:
+def missing(uploads: ResumableUploads, owner: str = ANN) -> tuple[int, ...]:
     return uploads.begin(DIGEST, len(DATA), owner)[1]
 
 
 def test_parts_in_any_order_become_the_blob(
-    uploads: Uploads, send: Send, store: ObjectStore, tmp_path: Path
+    uploads: ResumableUploads, send: Send, store: ObjectStore, tmp_path: Path
 ) -> None:
     upload = begun(uploads)
     send(upload, 3, 1, 2)
@@ -68,15 +68,17 @@ def test_parts_in_any_order_become_the_blob(
     assert store.get(blob_key(DIGEST)) == DATA
 
 
-def test_an_upload_goes_on_in_another_process(uploads: Uploads, send: Send, store_url: str) -> None:
+def test_an_upload_goes_on_in_another_process(
+    uploads: ResumableUploads, send: Send, store_url: str
+) -> None:
     send(begun(uploads), 1, 3)
 
-    other = Uploads(open_store(store_url), part_bytes=7 * PART)  # configured otherwise by now
+    other = ResumableUploads(open_store(store_url), part_bytes=7 * PART)  # configured anew
     assert other.begin(DIGEST, len(DATA), ANN) == (begun(uploads), (2,))
 
 
 def test_what_is_not_whole_cannot_be_downloaded(
-    uploads: Uploads, send: Send, tmp_path: Path
+    uploads: ResumableUploads, send: Send, tmp_path: Path
 ) -> None:
     send(begun(uploads), 1, 3)
     with pytest.raises(Conflict, match="1 of 3 parts"):
@@ -85,7 +87,7 @@ def test_what_is_not_whole_cannot_be_downloaded(
 
 
 def test_a_part_of_another_size_has_not_arrived(
-    uploads: Uploads, send: Send, store: ObjectStore, tmp_path: Path
+    uploads: ResumableUploads, send: Send, store: ObjectStore, tmp_path: Path
 ) -> None:
     upload = begun(uploads)
     (tmp_path / "short").write_bytes(b"x")
@@ -98,7 +100,7 @@ def test_a_part_of_another_size_has_not_arrived(
 
 
 def test_other_bytes_than_the_digest_says_are_thrown_away(
-    uploads: Uploads, send: Send, store: ObjectStore, tmp_path: Path
+    uploads: ResumableUploads, send: Send, store: ObjectStore, tmp_path: Path
 ) -> None:
     send(begun(uploads), data=DATA[::-1])
     with pytest.raises(InvalidAdapter, match=f"and not {DIGEST}: register the file again"):
@@ -109,7 +111,7 @@ def test_other_bytes_than_the_digest_says_are_thrown_away(
 
 
 def test_nothing_is_sent_of_a_blob_that_is_stored(
-    uploads: Uploads, store: ObjectStore, tmp_path: Path
+    uploads: ResumableUploads, store: ObjectStore, tmp_path: Path
 ) -> None:
     store.put_if_absent(blob_key(DIGEST), DATA)
     assert missing(uploads) == ()
@@ -122,7 +124,7 @@ def test_nothing_is_sent_of_a_blob_that_is_stored(
 
 
 def test_an_upload_belongs_to_the_key_that_began_it(
-    uploads: Uploads, send: Send, tmp_path: Path
+    uploads: ResumableUploads, send: Send, tmp_path: Path
 ) -> None:
     send(begun(uploads, ANN))
     assert missing(uploads, BOB) == (1, 2, 3)
@@ -135,14 +137,14 @@ def test_an_upload_belongs_to_the_key_that_began_it(
     assert missing(uploads, ANN) == ()
 
 
-def test_one_size_is_announced_and_kept_to(uploads: Uploads) -> None:
+def test_one_size_is_announced_and_kept_to(uploads: ResumableUploads) -> None:
     begun(uploads)
     with pytest.raises(Conflict, match=f"{len(DATA)} bytes, and now has 5"):
         uploads.begin(DIGEST, 5, ANN)
 
 
 def test_a_joined_upload_is_whole_and_takes_no_more_parts(
-    uploads: Uploads, send: Send, store: ObjectStore, tmp_path: Path
+    uploads: ResumableUploads, send: Send, store: ObjectStore, tmp_path: Path
 ) -> None:
     upload = begun(uploads)
     send(upload)
@@ -154,7 +156,7 @@ def test_a_joined_upload_is_whole_and_takes_no_more_parts(
 
 
 def test_an_address_stops_working_when_its_upload_is_joined(
-    uploads: Uploads, send: Send, store: ObjectStore, tmp_path: Path
+    uploads: ResumableUploads, send: Send, store: ObjectStore, tmp_path: Path
 ) -> None:
     upload = begun(uploads)
     url = uploads.url(upload, 1)
@@ -167,7 +169,7 @@ def test_an_address_stops_working_when_its_upload_is_joined(
     assert store.get(upload.key) == DATA
 
 
-def test_an_address_takes_the_size_of_its_part_and_nothing_else(uploads: Uploads) -> None:
+def test_an_address_takes_the_size_of_its_part_and_nothing_else(uploads: ResumableUploads) -> None:
     url = uploads.url(begun(uploads), 3)
     if url is None:
         pytest.skip("a folder has no addresses")
@@ -179,7 +181,7 @@ def test_an_address_takes_the_size_of_its_part_and_nothing_else(uploads: Uploads
 
 
 def test_of_many_that_begin_at_once_one_upload_is_left(
-    uploads: Uploads, store: ObjectStore
+    uploads: ResumableUploads, store: ObjectStore
 ) -> None:
     with ThreadPoolExecutor(8) as threads:
         found = set(threads.map(lambda _: begun(uploads), range(16)))
@@ -191,7 +193,9 @@ def test_of_many_that_begin_at_once_one_upload_is_left(
     assert len(begun_in_store) == (0 if uploads.url(upload, 1) is None else 1)
 
 
-def test_what_was_given_up_starts_over(uploads: Uploads, send: Send, store: ObjectStore) -> None:
+def test_what_was_given_up_starts_over(
+    uploads: ResumableUploads, send: Send, store: ObjectStore
+) -> None:
     upload = begun(uploads)
     send(upload, 1)
     assert upload.token is not None
@@ -200,7 +204,7 @@ def test_what_was_given_up_starts_over(uploads: Uploads, send: Send, store: Obje
     assert missing(uploads) == (1, 2, 3)
 
 
-def test_a_discarded_upload_takes_no_part(uploads: Uploads, send: Send) -> None:
+def test_a_discarded_upload_takes_no_part(uploads: ResumableUploads, send: Send) -> None:
     upload = begun(uploads)
     if uploads.url(upload, 1) is None:
         pytest.skip("a folder takes it, and the collector takes it away")
@@ -211,20 +215,22 @@ def test_a_discarded_upload_takes_no_part(uploads: Uploads, send: Send) -> None:
     assert list(uploads.in_flight()) == []
 
 
-def test_a_record_that_cannot_be_read_is_named(uploads: Uploads, store: ObjectStore) -> None:
+def test_a_record_that_cannot_be_read_is_named(
+    uploads: ResumableUploads, store: ObjectStore
+) -> None:
     store.put_if_absent(f"uploads/{DIGEST}/{ANN}/upload.json", b"{}")
     with pytest.raises(StoreError, match=f"uploads/{DIGEST}/{ANN}/upload.json .*: delete it"):
         begun(uploads)
 
 
-def test_a_vast_blob_has_larger_parts_and_no_more_of_them(uploads: Uploads) -> None:
+def test_a_vast_blob_has_larger_parts_and_no_more_of_them(uploads: ResumableUploads) -> None:
     upload, parts = uploads.begin(DIGEST, 10_000_001, ANN)
     assert len(parts) <= 1000
     assert sum(map(upload.part_size, parts)) == 10_000_001
 
 
 def test_a_sweep_removes_what_was_given_up_and_nothing_younger(
-    uploads: Uploads, send: Send, store: ObjectStore
+    uploads: ResumableUploads, send: Send, store: ObjectStore
 ) -> None:
     send(begun(uploads, ANN), 1)
     crashed = Upload(DIGEST, BOB, len(DATA), PART, 0.0, "nonce", token=None)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from lorikeet.errors import Overloaded
-from lorikeet.tenancy.queue_time import QueueTimeEstimator
+from lorikeet.tenancy.queue_time_estimator import QueueTimeEstimator
 
 MAX_RUNNING = 32
 MAX_QUEUE_S = 60.0

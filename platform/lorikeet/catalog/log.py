@@ -10,8 +10,8 @@ import secrets
 import threading
 from collections.abc import Collection, Sequence
 
-from lorikeet.catalog.log.changes import Change, Entry
-from lorikeet.catalog.log.log_format import object_from_json, object_to_json
+from lorikeet.catalog.changes import Change, Entry
+from lorikeet.catalog.log_format import object_from_json, object_to_json
 from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import Conflict, ObjectNotFound, StoreError
 

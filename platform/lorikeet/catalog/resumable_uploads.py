@@ -62,7 +62,7 @@ class Upload:
         return min(self.part_bytes, self.size_bytes - (number - 1) * self.part_bytes)
 
 
-class Uploads:
+class ResumableUploads:
     """The uploads of one store. Safe from any thread of any process."""
 
     def __init__(self, store: ObjectStore, part_bytes: int = PART_BYTES) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lorikeet.catalog.snapshots.partition_format import (
+from lorikeet.catalog.partition_format import (
     PARTITION_SCHEMA,
     READ_SCHEMAS,
     compact,

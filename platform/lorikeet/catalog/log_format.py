@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from lorikeet.catalog.log.changes import SCHEMA, Entry
+from lorikeet.catalog.changes import SCHEMA, Entry
 from lorikeet.errors import StoreError, StoreRefused
 
 _ENTRIES = TypeAdapter(tuple[Entry, ...])
