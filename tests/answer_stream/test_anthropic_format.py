@@ -13,7 +13,7 @@ from lorikeet.answer_stream.anthropic_format import (
     message_body,
     token_count_body,
 )
-from lorikeet.answer_stream.openai_format import CallDelta, Choice, Ending
+from lorikeet.answer_stream.openai_format import Choice, Ending, ToolCallPart
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from tests.answer_stream.test_openai_format import CALLS, assert_no_extras
 from tests.answer_stream.typed_events import kinds, typed_events
@@ -218,7 +218,7 @@ def test_what_nothing_was_asked_to_say_is_no_content() -> None:
     ],
 )
 def test_a_tools_input_is_an_object_as_far_as_it_is_there(arguments: str, there: bytes) -> None:
-    calls = [CallDelta(0, "", "call00001", "weather"), CallDelta(0, arguments)]
+    calls = [ToolCallPart(0, "", "call00001", "weather"), ToolCallPart(0, arguments)]
     body = message_body(CALL, Choice("", Ending.LENGTH, calls), USAGE)
     assert b'"input":' + there + b"}" in body
     assert isinstance(json.loads(body)["content"][0]["input"], dict)

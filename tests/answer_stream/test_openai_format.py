@@ -10,12 +10,12 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from lorikeet.answer_stream.logprobs import NamedToken, SampledToken, WholeLogprobs
+from lorikeet.answer_stream.logprobs_format import LogprobsJson, NamedToken, SampledToken
 from lorikeet.answer_stream.openai_format import (
-    CallDelta,
     Choice,
     Ending,
     EventStream,
+    ToolCallPart,
     failed_completion_event,
     json_body,
 )
@@ -23,11 +23,11 @@ from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 
 T = TypeVar("T", bound=openai.BaseModel)
 CALLS = [
-    CallDelta(0, "", "call00001", "weather"),
-    CallDelta(0, '{"place": '),
-    CallDelta(0, '"Paris"}'),
-    CallDelta(1, "", "call00002", "time"),
-    CallDelta(1, "{}"),
+    ToolCallPart(0, "", "call00001", "weather"),
+    ToolCallPart(0, '{"place": '),
+    ToolCallPart(0, '"Paris"}'),
+    ToolCallPart(1, "", "call00002", "time"),
+    ToolCallPart(1, "{}"),
 ]
 LIKELY, END = NamedToken("a", b"a"), NamedToken("<|eos|>", None)
 DRAWN = [SampledToken((LIKELY, LIKELY, END), (-0.5, -0.5, -1.5), 0)]
@@ -193,7 +193,7 @@ def test_what_is_said_before_a_call_is_its_content() -> None:
 @pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS])
 def test_logprobs_are_openais_whole_and_streamed(endpoint: Endpoint) -> None:
     chat = endpoint is Endpoint.CHAT
-    logprobs = WholeLogprobs(endpoint)
+    logprobs = LogprobsJson(endpoint)
     logprobs.add(DRAWN)
     choice = Choice("a", Ending.STOP, logprobs=logprobs)
     whole = json.loads(json_body(call(endpoint), [choice], FinalUsage(1, 0, 1)))
@@ -212,7 +212,7 @@ def test_logprobs_that_come_one_by_one_are_as_those_that_come_together(
     endpoint: Endpoint, count: int
 ) -> None:
     tokens = [DRAWN[0]._replace(offset=at) for at in range(count)]
-    one_by_one, together = WholeLogprobs(endpoint), WholeLogprobs(endpoint)
+    one_by_one, together = LogprobsJson(endpoint), LogprobsJson(endpoint)
     together.add(tokens)
     for token in tokens:
         one_by_one.add([token])

@@ -8,7 +8,7 @@ from openai._models import construct_type
 from openai.types.responses import Response, ResponseFailedEvent, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from lorikeet.answer_stream.openai_format import CallDelta, Choice, Ending
+from lorikeet.answer_stream.openai_format import Choice, Ending, ToolCallPart
 from lorikeet.answer_stream.responses_format import (
     ResponseEventStream,
     failed_response_event,
@@ -155,6 +155,6 @@ def test_a_whole_response_is_what_the_stream_ends_with() -> None:
 
 
 def test_arguments_that_never_came_are_empty() -> None:
-    calls = [CallDelta(0, "", "call00001", "weather")]
+    calls = [ToolCallPart(0, "", "call00001", "weather")]
     body = json.loads(response_body(CALL, Choice("", Ending.LENGTH, calls), USAGE))
     assert body["output"][0]["arguments"] == ""

@@ -25,7 +25,7 @@ from lorikeet.answer_stream.tool_syntax import (
     syntax_of,
 )
 from lorikeet.protocol.messages import Format, ToolUse
-from lorikeet.replica.tool_grammar import call_grammar
+from lorikeet.replica.grammars.tool_grammar import call_grammar
 
 PLACE = {
     "type": "object",

@@ -38,7 +38,7 @@ from lorikeet.protocol.messages import (
     StreamItem,
 )
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.responses.store import ResponseStore
+from lorikeet.response_store import ResponseStore
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, BaseShape, write_blob
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus

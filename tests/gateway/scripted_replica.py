@@ -7,7 +7,7 @@ from pathlib import Path
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import AnswerHeader, Call, Refusal
-from lorikeet.replica.grammar import ModelGrammars
+from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.request_builder import encode_call
 from lorikeet_engine.request import FinishReason, PromptLogprobs, TokenLogprobs, Tokens

@@ -110,13 +110,13 @@ def test_a_tenants_pin_is_set_listed_and_taken_away(gateway: Gateway) -> None:
 
 
 def test_a_dry_run_of_a_pin_changes_nothing(gateway: Gateway) -> None:
-    before = gateway.catalog.refresh()
+    before = gateway.catalog.reader.refresh()
     moves = gateway.admin("PUT", "/pins/acme/support", {"dry_run": True}).json()
     assert set(moves) == {"loads", "releases", "unmet", "lost"}
     assert "leave 0 on gpu" in moves["unmet"][0]["reason"]
     absent = gateway.admin("PUT", "/pins/acme/absent", {"dry_run": True})
     assert error_of(absent, 404)["code"] == "model_not_found"
-    assert gateway.catalog.refresh() is before
+    assert gateway.catalog.reader.refresh() is before
 
 
 def test_a_budget_for_pins_is_set_kept_and_lifted(gateway: Gateway) -> None:
@@ -188,7 +188,7 @@ def test_the_audit_trail_names_the_key_that_did_it(gateway: Gateway) -> None:
 
 def test_status_shows_every_replica(gateway: Gateway) -> None:
     status = gateway.admin("GET", "/status").json()
-    assert status["catalog_seq"] == gateway.catalog.state.seq
+    assert status["catalog_seq"] == gateway.catalog.reader.state.seq
     assert status["replicas"] == [
         {
             "replica": "r0",
@@ -221,7 +221,7 @@ def test_status_does_not_wait_for_a_catalog_that_hangs(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr(gateway.catalog, "ask", lambda _: released.wait(20))
+    monkeypatch.setattr(gateway.catalog.reader, "ask", lambda _: released.wait(20))
     try:
         status = gateway.admin("GET", "/status").json()
     finally:
@@ -285,9 +285,9 @@ def test_status_does_not_wait_for_a_catalog_that_hangs(
 def test_what_cannot_be_is_refused_by_name(
     unchanged: Gateway, method: str, path: str, body: Any, status: int, param: str
 ) -> None:
-    before = unchanged.catalog.state
+    before = unchanged.catalog.reader.state
     assert error_of(unchanged.admin(method, path, body), status)["param"] == param
-    assert unchanged.catalog.refresh() is before
+    assert unchanged.catalog.reader.refresh() is before
 
 
 @pytest.mark.parametrize(
@@ -307,11 +307,11 @@ def test_what_cannot_be_is_refused_by_name(
 def test_no_name_in_an_address_leads_elsewhere(
     unchanged: Gateway, method: str, path: str, param: str | None
 ) -> None:
-    before = unchanged.catalog.state
+    before = unchanged.catalog.reader.state
     address = path.format(id=before.keys()[0].id)
     answer = unchanged.admin(method, address)
     assert error_of(answer, 400)["param"] == param
-    assert unchanged.catalog.refresh() is before
+    assert unchanged.catalog.reader.refresh() is before
 
 
 def test_adapters_are_listed_page_by_page(gateway: Gateway) -> None:

@@ -210,17 +210,17 @@ def test_values_that_ask_for_nothing_are_taken(
     [
         ("POST", "/v1/conversations", "ask /v1/chat/completions"),
         ("POST", "/v1/messages/batches", "one by one"),
-        ("POST", "/v1/embeddings", "generates text alone"),
-        ("POST", "/v1/audio/speech", "generates text alone"),
-        ("GET", "/v1/files/file-1", "generates text alone"),
+        ("POST", "/v1/embeddings", "only generates text"),
+        ("POST", "/v1/audio/speech", "only generates text"),
+        ("GET", "/v1/files/file-1", "only generates text"),
         ("POST", "/chat/completions", "base_url must end in /v1"),
         ("POST", "/responses", "base_url must end in /v1"),
         ("GET", "/models", "base_url must end in /v1"),
         ("POST", "/v1/v1/chat/completions", "base_url has /v1 twice"),
         ("POST", "/v1/chat/completions/", "leave out the last /"),
-        ("GET", "/", "begins with /v1; /ui"),
+        ("GET", "/", "begin with /v1; /ui"),
         ("GET", "/docs", "/ui, /metrics and /admin/v1 are at the admin listener"),
-        ("POST", "/api/chat", "what tenants ask begins with /v1"),
+        ("POST", "/api/chat", "tenants' paths begin with /v1"),
         ("GET", "/v1", "such as /v1/chat/completions"),
         ("GET", "/v1/", "such as /v1/chat/completions"),
     ],
@@ -352,7 +352,7 @@ def test_numbers_are_finite_where_any_value_is_taken(
         ("/v1/messages", chat(max_tokens=9)),
     ],
 )
-def test_a_body_comes_as_it_is(unchanged: Gateway, path: str, body: dict[str, Any]) -> None:
+def test_a_compressed_body_is_refused(unchanged: Gateway, path: str, body: dict[str, Any]) -> None:
     raw, key = json.dumps(body).encode(), unchanged.keys["acme"]
 
     def sent(content: bytes, encoding: str) -> Any:
@@ -360,7 +360,7 @@ def test_a_body_comes_as_it_is(unchanged: Gateway, path: str, body: dict[str, An
         return unchanged.request("POST", path, key, headers, content=content)
 
     error = error_of(sent(gzip.compress(raw), "gzip"), 400)
-    assert error["message"].startswith("Content-Encoding: want the body as it is")
+    assert error["message"].startswith("Content-Encoding: want an uncompressed body")
     assert error["param"] == (None if path == "/v1/messages" else "content-encoding")
     assert sent(raw, "identity").status_code == 200
     assert sent(BOM_UTF8 + raw, "identity").status_code == 200

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.local import LocalStore
@@ -25,7 +26,7 @@ from tests.waiting import eventually, until
 HOUR = 3600.0
 
 
-class CountingCatalog(AdapterCatalog):
+class CountingReader(CatalogReader):
     """Counts refreshes, and fails them when told to."""
 
     reads = 0
@@ -39,9 +40,9 @@ class CountingCatalog(AdapterCatalog):
 
 
 @pytest.fixture
-def catalog(tmp_path: Path) -> CountingCatalog:
+def reader(tmp_path: Path) -> CountingReader:
     AdapterCatalog.init(LocalStore(tmp_path))
-    return CountingCatalog(LocalStore(tmp_path))
+    return CountingReader(LocalStore(tmp_path))
 
 
 def elsewhere(gateway: Gateway) -> AdapterCatalog:
@@ -91,14 +92,14 @@ def test_an_outage_of_the_store_leaves_the_last_view_in_force(tmp_path: Path) ->
 
 
 def test_a_store_that_hangs_is_no_proof_that_a_name_is_unknown(
-    catalog: CountingCatalog, monkeypatch: pytest.MonkeyPatch
+    reader: CountingReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.gateway.catalog_view.LONGEST_WAIT_S", 0.05)
     answers = threading.Event()
-    monkeypatch.setattr(catalog, "refresh", lambda: answers.wait(20))
+    monkeypatch.setattr(reader, "refresh", lambda: answers.wait(20))
 
     async def look() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
+        catalog_view = GatewayCatalogView(reader, HOUR)
         with pytest.raises(Unavailable):
             await catalog_view.refresh_or_raise()
         assert await catalog_view.refresh() is catalog_view.state
@@ -109,7 +110,7 @@ def test_a_store_that_hangs_is_no_proof_that_a_name_is_unknown(
     asyncio.run(look())
 
 
-class SlowParts(CountingCatalog):
+class SlowParts(CountingReader):
     """Counts reads of parts, which wait until they are let go."""
 
     def __init__(self, store: LocalStore) -> None:
@@ -128,13 +129,13 @@ def test_parts_are_read_off_the_loop_and_once_for_all(
 ) -> None:
     writer = AdapterCatalog.init(LocalStore(tmp_path))
     writer.create_tenant("acme", actor="test")
-    writer.snapshot()
-    catalog = SlowParts(LocalStore(tmp_path))
-    catalog.refresh()
+    writer.reader.snapshot()
+    reader = SlowParts(LocalStore(tmp_path))
+    reader.refresh()
     monkeypatch.setattr("lorikeet.gateway.catalog_view.LONGEST_WAIT_S", 0.1)
 
     async def ask() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
+        catalog_view = GatewayCatalogView(reader, HOUR)
         with pytest.raises(Unavailable):  # and a refresh is not kept from its work
             await catalog_view.ask(lambda state: state.tenant("acme"))
         assert (await catalog_view.refresh()).seq == 2
@@ -142,22 +143,22 @@ def test_parts_are_read_off_the_loop_and_once_for_all(
         asking = [catalog_view.ask(lambda state: state.tenant("acme")) for _ in range(50)]
         answers = asyncio.gather(*asking)
         await asyncio.sleep(0.05)
-        catalog.goes.set()
+        reader.goes.set()
         assert {tenant.name for tenant in await answers} == {"acme"}
 
     asyncio.run(ask())
-    assert catalog.part_reads == 1
+    assert reader.part_reads == 1
 
 
 def test_a_part_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
     writer = AdapterCatalog.init(LocalStore(tmp_path))
     writer.create_tenant("acme", actor="test")
-    writer.snapshot()
-    catalog = AdapterCatalog(LocalStore(tmp_path))
-    catalog.refresh()
+    writer.reader.snapshot()
+    reader = CatalogReader(LocalStore(tmp_path))
+    reader.refresh()
 
     async def ask() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
+        catalog_view = GatewayCatalogView(reader, HOUR)
         (tmp_path / "snapshot-partitions").rename(tmp_path / "away")
         with pytest.raises(Unavailable):
             await catalog_view.ask(lambda state: state.tenant("acme"))
@@ -170,13 +171,13 @@ def test_a_part_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
 def test_an_unknown_name_is_not_looked_up_again_at_once(tmp_path: Path) -> None:
     with serving(tmp_path, refresh_s=HOUR) as gateway:
         reads: list[float] = []
-        refresh = gateway.catalog.refresh
+        refresh = gateway.catalog.reader.refresh
 
         def count() -> CatalogState:
             reads.append(time.monotonic())
             return refresh()
 
-        gateway.catalog.refresh = count  # type: ignore[method-assign]
+        gateway.catalog.reader.refresh = count  # type: ignore[method-assign]
         for _ in range(5):
             assert gateway.post(CHAT, chat("acme/absent")).status_code == 404
         assert len(reads) == 1
@@ -197,14 +198,14 @@ def test_unknown_keys_in_bulk_share_reads_of_the_catalog_and_known_ones_wait_for
     monkeypatch.setattr(GatewayCatalogView, "refresh_or_raise", counted)
     with serving(tmp_path, refresh_s=HOUR) as gateway, ThreadPoolExecutor(40) as flood:
         answers, reads = threading.Event(), list[float]()
-        refresh = gateway.catalog.refresh
+        refresh = gateway.catalog.reader.refresh
 
         def count_late() -> CatalogState:
             reads.append(time.monotonic())
             assert answers.wait(60)
             return refresh()
 
-        gateway.catalog.refresh = count_late  # type: ignore[method-assign]
+        gateway.catalog.reader.refresh = count_late  # type: ignore[method-assign]
         keys = [f"lk_{number:043}" for number in range(40)]
         refused = [flood.submit(gateway.request, "GET", "/v1/models", key) for key in keys]
         assert eventually(lambda: bool(reads) and len(came) == len(keys), within_s=30)
@@ -214,31 +215,31 @@ def test_unknown_keys_in_bulk_share_reads_of_the_catalog_and_known_ones_wait_for
         assert len(reads) <= 2  # of the first, and of all that came meanwhile
 
 
-def test_many_misses_share_one_read(catalog: CountingCatalog) -> None:
+def test_many_misses_share_one_read(reader: CountingReader) -> None:
     async def miss_together() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
+        catalog_view = GatewayCatalogView(reader, HOUR)
         await asyncio.gather(*(catalog_view.refresh() for _ in range(100)))
 
     asyncio.run(miss_together())
-    assert catalog.reads == 1
+    assert reader.reads == 1
 
 
-def test_unknown_names_cannot_hammer_the_store(catalog: CountingCatalog) -> None:
+def test_unknown_names_cannot_hammer_the_store(reader: CountingReader) -> None:
     async def miss_for(duration_s: float) -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
+        catalog_view = GatewayCatalogView(reader, HOUR)
         until = time.monotonic() + duration_s
         while time.monotonic() < until:
             await catalog_view.refresh()
 
     asyncio.run(miss_for(5 * MIN_GAP_S))
-    assert 1 <= catalog.reads <= 6
+    assert 1 <= reader.reads <= 6
 
 
-def test_a_refresh_sees_what_was_written_before_it_was_asked_for(catalog: CountingCatalog) -> None:
-    other = AdapterCatalog(catalog.store)
+def test_a_refresh_sees_what_was_written_before_it_was_asked_for(reader: CountingReader) -> None:
+    other = AdapterCatalog(reader.store)
 
     async def write_and_look() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
+        catalog_view = GatewayCatalogView(reader, HOUR)
         for number in range(4):
             early = asyncio.create_task(catalog_view.refresh())
             await asyncio.sleep(0.01 * number)
@@ -250,16 +251,16 @@ def test_a_refresh_sees_what_was_written_before_it_was_asked_for(catalog: Counti
 
 
 def test_an_outage_is_logged_once_and_so_is_its_end(
-    catalog: CountingCatalog, caplog: pytest.LogCaptureFixture
+    reader: CountingReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
 
     async def live_through() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
-        catalog.fails = True
+        catalog_view = GatewayCatalogView(reader, HOUR)
+        reader.fails = True
         for _ in range(3):
             await catalog_view.refresh()
-        catalog.fails = False
+        reader.fails = False
         for _ in range(2):
             await catalog_view.refresh()
 
@@ -270,13 +271,13 @@ def test_an_outage_is_logged_once_and_so_is_its_end(
     ]
 
 
-def test_following_goes_on_after_an_outage(catalog: CountingCatalog) -> None:
+def test_following_goes_on_after_an_outage(reader: CountingReader) -> None:
     async def follow() -> None:
-        catalog_view = GatewayCatalogView(catalog, 0.01)
-        catalog.fails = True
+        catalog_view = GatewayCatalogView(reader, 0.01)
+        reader.fails = True
         following = asyncio.create_task(catalog_view.follow())
-        await until(lambda: catalog.reads > 1)
-        catalog.fails = False
+        await until(lambda: reader.reads > 1)
+        reader.fails = False
         await until(lambda: catalog_view.state.seq == 1, within_s=20)
         following.cancel()
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lorikeet.protocol.messages import Call, Format, FormatKind, Refusal
+from lorikeet.replica.grammars.answer_grammar import answer_grammar
 from tests.gateway.conftest import Gateway, Items, chat, header
 from tests.gateway.scripted_replica import DEMO, ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN, error_of
@@ -153,7 +154,8 @@ def test_vllms_formats_hold_an_answer(
 ) -> None:
     gateway.engines.replay = replica.writes(allowed)
     assert sent(gateway, path, model="tiny", **fields).format == asked
-    grammar = replica.encoder.grammar(gateway.engines.last)
+    encoder = replica.encoder
+    grammar = answer_grammar(gateway.engines.last, encoder.syntax, encoder.vocabulary)
     assert grammar is not None
     matcher = replica.grammars.compile(grammar)
     with pytest.raises(Exception, match="grammar"):

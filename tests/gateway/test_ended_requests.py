@@ -6,10 +6,9 @@ from itertools import islice
 
 import pytest
 
-from lorikeet.protocol.messages import FinalUsage
+from lorikeet.protocol.messages import Candidate, Cost, FinalUsage
 from lorikeet.request_log.ended_requests import EndedRequests
 from lorikeet.request_log.record import AttemptRecord, RequestRecord
-from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import EngineTimings
 

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from lorikeet.routing.ranking import Work
+from lorikeet.protocol.messages import Work
 from tests.gateway.conftest import Gateway, chat
 
 README = Path(__file__).parents[2] / "README.md"
@@ -103,7 +103,7 @@ def test_every_field_reaches_the_replica(gateway: Gateway) -> None:
 
 
 def test_a_call_says_what_it_asks_of_a_replica(gateway: Gateway) -> None:
-    record = gateway.catalog.refresh().adapter("acme", "support").versions[0]
+    record = gateway.catalog.reader.refresh().adapter("acme", "support").versions[0]
 
     def work(path: str, **body: object) -> Work:
         gateway.post(f"/v1/{path}", body)

@@ -56,7 +56,7 @@ class Walks:
         catalog = AdapterCatalog.init(LocalStore(folder))
         catalog.create_tenant("acme", requests_per_min=requests_per_min, actor="test")
         _, self.key = catalog.create_key("acme", {Scope.INFER}, actor="test")
-        catalog.refresh()
+        catalog.reader.refresh()
         self.engines, self.bodies = ReplayEngines(), NotingBodies()
         self._services = Services(catalog, {"tiny": ServedModel(SHAPE)}, LIMITS, self.engines)
 
@@ -90,7 +90,7 @@ class Walks:
             services,
             RequestAuthenticator(
                 services,
-                GatewayCatalogView(services.catalog, interval_s=3600.0),
+                GatewayCatalogView(services.catalog.reader, interval_s=3600.0),
                 PushedVersions(),
             ),
             RateLimiter(LimitShares("g0", 1, 0.0), MonthlyBudget(None), max_requests),

@@ -26,8 +26,8 @@ def log(gateway: Gateway, **query: Any) -> list[int]:
 
 def test_every_change_is_in_the_log_under_the_key_that_made_it(gateway: Gateway) -> None:
     admin = gateway.admin
-    before = gateway.catalog.state.seq
-    (key_id,) = gateway.catalog.state.admin_keys()
+    before = gateway.catalog.reader.state.seq
+    (key_id,) = gateway.catalog.reader.state.admin_keys()
     gateway.register("globex/new", seed=1)
     gateway.register("globex/new", seed=2)
     ok(admin("POST", "/adapters/globex/new/promote", {"version": 2}))
@@ -57,7 +57,7 @@ def test_every_change_is_in_the_log_under_the_key_that_made_it(gateway: Gateway)
 def test_the_log_is_searched(gateway: Gateway) -> None:
     gateway.register("globex/new", seed=1)
     everything = log(gateway)
-    assert everything == list(range(gateway.catalog.state.seq, 0, -1))
+    assert everything == list(range(gateway.catalog.reader.state.seq, 0, -1))
     assert log(gateway, tenant="globex", name="new") == everything[:1]
     assert log(gateway, actor="init") == [1]
     assert log(gateway, actor="test", limit=2) == everything[2:4]
@@ -68,8 +68,8 @@ def test_the_log_is_searched(gateway: Gateway) -> None:
 
 
 def test_the_past_is_answered_for(gateway: Gateway) -> None:
-    seq = gateway.catalog.state.seq
-    time = gateway.catalog.state.time
+    seq = gateway.catalog.reader.state.seq
+    time = gateway.catalog.reader.state.time
     gateway.register("acme/support", seed=5, promote=True)
     now = ok(gateway.admin("GET", "/adapters/acme/support"))
     then = ok(gateway.admin("GET", f"/adapters/acme/support?as_of_seq={seq}"))
@@ -93,7 +93,7 @@ def test_what_was_retired_serves_again_once_restored(gateway: Gateway) -> None:
 
 
 def test_a_snapshot_is_made_by_hand(gateway: Gateway) -> None:
-    assert ok(gateway.admin("POST", "/snapshots", {}))["seq"] == gateway.catalog.state.seq
+    assert ok(gateway.admin("POST", "/snapshots", {}))["seq"] == gateway.catalog.reader.state.seq
 
 
 @pytest.mark.parametrize("by", ["header", "user"])

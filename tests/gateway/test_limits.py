@@ -16,7 +16,7 @@ from lorikeet.answer_stream.openai_format import EventStream
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import LimitStatus, Unavailable
 from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal, RunningUsage
-from lorikeet.tenancy.allowance import limit_headers
+from lorikeet.tenancy.rate_limiter import limit_headers
 from tests.gateway.conftest import (
     Gateway,
     Items,

@@ -267,7 +267,7 @@ def test_every_command_is_in_the_matrix() -> None:
 def test_the_admins_plane_is_for_admins(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
 ) -> None:
-    before, at = unchanged.catalog.state.seq, filled(path, keys)
+    before, at = unchanged.catalog.reader.state.seq, filled(path, keys)
     for key in keys.invalid():
         assert error_of(ask(method, at, key), 401)["code"] == "invalid_api_key"
     for key in keys.of_tenants():
@@ -277,7 +277,7 @@ def test_the_admins_plane_is_for_admins(
     if method != "GET":
         answer = ask(method, at, keys.admins_reading)
         assert error_of(answer, 403)["code"] == "forbidden"
-    assert unchanged.catalog.state.seq == before
+    assert unchanged.catalog.reader.state.seq == before
     if method == "GET":
         assert ask(method, at, keys.admins_reading).is_success
 
@@ -301,7 +301,7 @@ def test_pushing_is_for_publish_keys_and_the_names_they_are_for(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
 ) -> None:
     at, other = (path.format(name=n, digest="0" * 64) for n in ("support", "nothing"))
-    before = unchanged.catalog.state.seq
+    before = unchanged.catalog.reader.state.seq
     for key in keys.invalid():
         assert error_of(ask(method, at, key), 401)["code"] == "invalid_api_key"
     of_others = keys.infer, keys.others_infer, unchanged.admin_key, keys.admins_reading
@@ -313,13 +313,13 @@ def test_pushing_is_for_publish_keys_and_the_names_they_are_for(
     assert tuple(answer.status_code for answer in answers) == expected
     for key in (keys.reading, keys.others_reading):
         assert ask(method, at, key).status_code == (403 if method == "PUT" else 404)
-    assert unchanged.catalog.state.seq == before
+    assert unchanged.catalog.reader.state.seq == before
 
 
 def test_a_version_is_told_to_its_own_tenant_alone(
     unchanged: Gateway, keys: Keys, ask: Ask
 ) -> None:
-    digest = unchanged.catalog.state.adapter("acme", "support").versions[0].digest
+    digest = unchanged.catalog.reader.state.adapter("acme", "support").versions[0].digest
     at = f"/v1/adapters/support/versions/{digest}"
     assert ask("GET", at, keys.publishing).json()["version"] == 1
     assert ask("GET", at, keys.reading).json()["version"] == 1
@@ -399,7 +399,7 @@ def test_lists_name_nothing_of_others(keys: Keys, ask: Ask) -> None:
 def test_a_command_does_nothing_with_a_tenants_key(
     unchanged: Gateway, keys: Keys, tmp_path: Path, words: str
 ) -> None:
-    before = unchanged.catalog.state.seq
+    before = unchanged.catalog.reader.state.seq
     given = {"folder": str(make_peft(tmp_path)), "key_id": keys.acme_id}
     arguments = [*words.split(), *(part.format(**given) for part in ASKING[words])]
     for key in (keys.others_infer, keys.reading):
@@ -408,4 +408,4 @@ def test_a_command_does_nothing_with_a_tenants_key(
         assert result.exit_code == 1, result.output
         assert "this key is not an admin's" in " ".join(result.stderr.split())
         assert result.stdout == ""
-    assert unchanged.catalog.state.seq == before
+    assert unchanged.catalog.reader.state.seq == before

@@ -379,7 +379,7 @@ USE = {"type": "tool_use", "id": "u1", "name": "weather", "input": {}}
             "no tool_use block in a message of the",
         ),
         ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "the tool_result of the"),
-        ({"messages": [result_of("u1")]}, "tool_result of no tool_use in an earlier one"),
+        ({"messages": [result_of("u1")]}, "has a tool_result without an earlier tool_use"),
         (
             {
                 "messages": [

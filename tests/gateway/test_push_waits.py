@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from lorikeet.gateway.pushing import routes
-from lorikeet.gateway.pushing.push_lane import Push
+from lorikeet.gateway.pushing.push_pipeline import Push
 from lorikeet.gateway.pushing.routes import PushEndpoints, PushQuery
 from tests.gateway.conftest import Gateway, leaving, serving
 from tests.gateway.test_bad_requests import error_of

@@ -37,13 +37,13 @@ def version(letter: str, created: float, alias: str | None = None) -> PushedVers
 
 
 def digest_at(pushed: PushedVersions, catalog: AdapterCatalog, model: str = "acme/policy") -> str:
-    return pushed.applied_to(catalog.state, "acme").resolve(model, "acme").digest[0]
+    return pushed.applied_to(catalog.reader.state, "acme").resolve(model, "acme").digest[0]
 
 
 def test_without_pushed_versions_the_state_is_the_catalogs_own(
     pushed: PushedVersions, catalog: AdapterCatalog
 ) -> None:
-    assert pushed.applied_to(catalog.state, "acme") is catalog.state
+    assert pushed.applied_to(catalog.reader.state, "acme") is catalog.reader.state
 
 
 def test_a_pushed_version_is_found_by_its_digest_and_its_alias(
@@ -147,9 +147,9 @@ def test_a_tenants_pushed_versions_need_no_partition_for_another_tenant(
 ) -> None:
     catalog.create_tenant("globex", actor="test")
     pushed.add(version("a", 1))
-    partitions = list(catalog.state.partitions)
+    partitions = list(catalog.reader.state.partitions)
     partitions[partition_of("acme")] = UnreadPartition("0" * 64)
-    state = replace(catalog.state, partitions=tuple(partitions))
+    state = replace(catalog.reader.state, partitions=tuple(partitions))
     assert pushed.applied_to(state, "globex") is state
     with pytest.raises(PartitionsNotRead):
         pushed.applied_to(state, "acme")
@@ -226,7 +226,7 @@ def test_an_adapter_that_is_retired_ends_its_pushed_versions(
     pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     catalog.register("acme", "policy", tmp_path / "blob", version("a", 0).facts, actor="test")
-    ours = replace(version("b", 1, "prod"), seq=catalog.state.seq)
+    ours = replace(version("b", 1, "prod"), seq=catalog.reader.state.seq)
     pushed.add(ours)
     assert digest_at(pushed, catalog) == "b"
     catalog.retire("acme", "policy", actor="test")
@@ -234,5 +234,5 @@ def test_an_adapter_that_is_retired_ends_its_pushed_versions(
         with pytest.raises(UnknownModel):
             digest_at(pushed, catalog)
         pushed.add(ours)
-    pushed.add(replace(version("c", 2), seq=catalog.state.seq))
+    pushed.add(replace(version("c", 2), seq=catalog.reader.state.seq))
     assert digest_at(pushed, catalog) == "c"

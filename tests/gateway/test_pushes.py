@@ -38,11 +38,11 @@ def test_a_pushed_version_answers_by_its_digest(trainer: Trainer) -> None:
 def test_the_same_push_again_changes_nothing(trainer: Trainer) -> None:
     blob = trainer.blob()
     first = trainer.push(blob, wait="durable")
-    before = trainer.gateway.catalog.refresh().seq
+    before = trainer.gateway.catalog.reader.refresh().seq
     again = trainer.push(blob, wait="durable")
     assert (first.status_code, again.status_code) == (201, 200)
     assert first.json() == again.json()
-    assert trainer.gateway.catalog.refresh().seq == before
+    assert trainer.gateway.catalog.reader.refresh().seq == before
 
 
 def test_an_alias_moves_with_a_push(trainer: Trainer) -> None:
@@ -117,7 +117,7 @@ def test_what_a_gateway_has_counted_is_written_as_it_ends(tmp_path: Path) -> Non
 
 
 def test_a_bad_adapter_says_why_and_changes_nothing(trainer: Trainer) -> None:
-    before = trainer.gateway.catalog.refresh().seq
+    before = trainer.gateway.catalog.reader.refresh().seq
     too_high = trainer.blob(rank=8)
     error = error_of(trainer.push(too_high), 422)
     assert error["code"] == "invalid_adapter"
@@ -125,7 +125,7 @@ def test_a_bad_adapter_says_why_and_changes_nothing(trainer: Trainer) -> None:
     assert error_of(trainer.push(trainer.blob()[:-4]), 422)["code"] == "invalid_adapter"
     damaged = error_of(trainer.push(trainer.blob(), digest="0" * 64), 422)
     assert (damaged["code"], damaged["param"]) == ("invalid_adapter", "digest")
-    assert trainer.gateway.catalog.refresh().seq == before
+    assert trainer.gateway.catalog.reader.refresh().seq == before
     assert trainer.show("0" * 64).status_code == 404
 
 
@@ -180,13 +180,13 @@ def test_replicas_are_told_nothing_while_a_blobs_base_model_is_not_known(
 
 
 def test_a_key_pushes_adapters_of_its_names_alone(trainer: Trainer, tmp_path: Path) -> None:
-    before = trainer.gateway.catalog.refresh().seq
+    before = trainer.gateway.catalog.reader.refresh().seq
     refused = error_of(trainer.push(trainer.blob(), name="support"), 403)
     assert refused["code"] == "forbidden"
     assert "policy*" in refused["message"]
     for key in (trainer.gateway.keys["acme"], trainer.gateway.admin_key):
         assert error_of(trainer.push(trainer.blob(), key=key), 403)["code"] == "forbidden"
-    assert trainer.gateway.catalog.refresh().seq == before
+    assert trainer.gateway.catalog.reader.refresh().seq == before
 
 
 def test_pushes_and_their_bytes_are_limited_each_minute(trainer: Trainer) -> None:

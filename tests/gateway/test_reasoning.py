@@ -7,9 +7,9 @@ import pytest
 from pydantic import BaseModel
 
 from tests.gateway.conftest import Gateway
+from tests.gateway.official_types import validate_as
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN, error_of
-from tests.gateway.test_openapi import of
 from tests.replica.test_thinking import QWEN3, R1
 
 RESPONSES = "/v1/responses"
@@ -45,10 +45,10 @@ def test_a_chat_has_reasoning_content_whole_and_streamed(
     reasoning_tokens = answer.usage.completion_tokens_details.reasoning_tokens
     assert reasoning_tokens is not None
     assert 0 < reasoning_tokens < answer.usage.completion_tokens
-    of("ChatCompletion").validate(answer.to_dict())
+    validate_as("ChatCompletion", answer.to_dict())
     thought = said = ""
     for chunk in chats.create(**asked, stream=True, stream_options={"include_usage": True}):
-        of("ChatCompletionChunk").validate(chunk.to_dict())
+        validate_as("ChatCompletionChunk", chunk.to_dict())
         for choice in chunk.choices:
             more: Any = choice.delta.to_dict().get("reasoning_content", "")
             assert not (more and said), "thinking behind the answer"
@@ -110,13 +110,13 @@ def test_responses_have_reasoning_items_that_can_be_sent_back(
     client = gateway.openai()
     tools: list[Any] = [{"type": "function", **TIME}]
     answer = client.responses.create(model="tiny", input="When?", tools=tools)
-    of("ResponseObject").validate(answer.to_dict())
+    validate_as("Response", answer.to_dict())
     assert answer.usage is not None
     assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
     with client.responses.stream(model="tiny", input="When?", tools=tools) as stream:
         thought = ""
         for event in stream:
-            of("ResponseStreamEvent").validate(event.to_dict())
+            validate_as("ResponseStreamEvent", event.to_dict())
             if event.type == "response.reasoning_text.delta":
                 thought += event.delta
         streamed = stream.get_final_response().output
@@ -161,9 +161,9 @@ def test_a_message_thinks_in_a_block_of_its_own(gateway: Gateway, qwen: Scripted
     asked: Any = {**ASKED, "tools": tools, "thinking": {"type": "adaptive"}}
     client = gateway.anthropic()
     answer = client.messages.create(**asked)
-    of("MessageObject").validate(answer.to_dict())
+    validate_as("Message", answer.to_dict())
     for event in client.messages.create(**asked, stream=True):
-        of("MessageStreamEvent").validate(event.to_dict())
+        validate_as("RawMessageStreamEvent", event.to_dict())
     with client.messages.stream(**asked) as stream:
         streamed = stream.get_final_message().content
     thought, used = streamed

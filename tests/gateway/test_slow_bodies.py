@@ -53,7 +53,7 @@ def test_a_body_that_does_not_come_is_given_up(
     with unfinished(gateway, "acme", 1) as (connection,):
         error = error_of(answer_on(connection), 408)
     assert (error["code"], error["type"]) == ("request_timeout", "invalid_request_error")
-    assert "1 bytes have come in time: send all of it within 0.5 s" in error["message"]
+    assert "too slowly, 1 bytes in time: send all of it within 0.5 s" in error["message"]
 
 
 def test_what_the_gateway_needs_for_a_part_is_not_the_senders_time(
@@ -68,7 +68,7 @@ def test_what_the_gateway_needs_for_a_part_is_not_the_senders_time(
 
     async def taken() -> bytes:
         received = b""
-        async for part in body.in_time(parts()):
+        async for part in body.timed_parts(parts()):
             await asyncio.sleep(0.4)
             received += part
         return received

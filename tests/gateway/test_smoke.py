@@ -42,7 +42,7 @@ def test_an_answer_that_ends_earlier_differs_from_there_on() -> None:
     [
         ([(BASE, BASE)], "changed none of 32 tokens"),
         ([([], [])], "changed none of 0 tokens"),
-        ([(BASE, []), (BASE, BASE)], "1 of 2 prompts with nothing"),
+        ([(BASE, []), (BASE, BASE)], "empty answer to 1 of 2 prompts"),
         ([(BASE, [5] * 32)], "repeats itself in 1 of 1"),
         ([(BASE, BASE[:16] + [5, 6] * 8)], "repeats itself in 1 of 1"),
     ],
@@ -115,9 +115,9 @@ def test_a_smoke_that_fails_registers_nothing(gateway: Gateway, tmp_path: Path) 
     wanted = {"digest": body["digest"], "smoke": True}
 
     gateway.engines.try_out = lambda _: Refusal("invalid_adapter", "its logits overflow")
-    before = gateway.catalog.refresh().seq
+    before = gateway.catalog.reader.refresh().seq
     error_of(gateway.admin("POST", "/adapters/acme/new/versions", wanted), 422)
-    assert gateway.catalog.refresh().seq == before
+    assert gateway.catalog.reader.refresh().seq == before
 
     gateway.engines.try_out = type(gateway.engines)().try_out
     version = gateway.admin("POST", "/adapters/acme/new/versions", wanted).json()

@@ -59,7 +59,7 @@ def started(before: Gateway, store: RemoteStore, kept_view: KeptView | None) -> 
 
 def keeps_all(gateway: Gateway) -> bool:
     found = kept(gateway.folder).read()
-    return found is not None and found.state.seq == gateway.catalog.state.seq
+    return found is not None and found.state.seq == gateway.catalog.reader.state.seq
 
 
 def test_without_a_view_it_refuses_until_the_store_is_back(
@@ -87,12 +87,12 @@ def test_with_a_view_it_starts_where_the_store_refuses(before: Gateway) -> None:
     assert eventually(lambda: keeps_all(before))
     view = refused_view(before, kept(before.folder))
     asyncio.run(view.start())
-    assert view.state.seq == before.catalog.state.seq
+    assert view.state.seq == before.catalog.reader.state.seq
 
 
 def refused_view(before: Gateway, kept_view: KeptView) -> GatewayCatalogView:
     catalog = AdapterCatalog(RefusingStore(before.folder / "store"))
-    return GatewayCatalogView(catalog, 1.0, kept_view)
+    return GatewayCatalogView(catalog.reader, 1.0, kept_view)
 
 
 def test_with_a_view_it_serves_and_says_how_old_that_is(
@@ -102,14 +102,14 @@ def test_with_a_view_it_serves_and_says_how_old_that_is(
     before.catalog.revoke_key(key_id(before, "globex"), actor="test")
     assert eventually(lambda: keeps_all(before))
     an_hour_old = KeptView(before.folder / "cache", "an hour old")
-    an_hour_old.write(before.catalog.state)
+    an_hour_old.write(before.catalog.reader.state)
     os.utime(an_hour_old.path, (time.time() - 3600,) * 2)
     with store.away(), started(before, store, an_hour_old) as gateway:
         assert gateway.post(CHAT, chat()).status_code == 200
         assert gateway.request("GET", "/v1/models", gateway.keys["globex"]).status_code == 401
         assert error_of(gateway.post(CHAT, chat("acme/absent")), 503)["code"] == "unavailable"
         assert status(gateway)["catalog_age_s"] >= 3600
-        assert status(gateway)["catalog_seq"] == before.catalog.state.seq
+        assert status(gateway)["catalog_seq"] == before.catalog.reader.state.seq
         assert "lorikeet_catalog_age_seconds" in metrics(gateway)
 
 
@@ -123,12 +123,12 @@ def test_a_view_that_is_old_goes_on_with_the_log_once_the_store_is_back(
     path = KeptView(before.folder / "cache", "old")
     path.write(old.state)
     with started(before, store, path) as gateway:
-        assert eventually(lambda: status(gateway)["catalog_seq"] == before.catalog.state.seq)
+        assert eventually(lambda: status(gateway)["catalog_seq"] == before.catalog.reader.state.seq)
         assert status(gateway)["catalog_age_s"] < 5
 
 
 def key_id(gateway: Gateway, tenant: str) -> str:
-    (key,) = gateway.catalog.ask(lambda state: state.keys(tenant))
+    (key,) = gateway.catalog.reader.ask(lambda state: state.keys(tenant))
     return key.id
 
 

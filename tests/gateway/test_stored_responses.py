@@ -19,7 +19,7 @@ from lorikeet.gateway import stored_responses
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import Services
 from lorikeet.protocol.messages import Call, FinalUsage, Refusal
-from lorikeet.responses.store import (
+from lorikeet.response_store import (
     MAX_CONVERSATIONS,
     MAX_STORED_BYTES,
     PREFIX,

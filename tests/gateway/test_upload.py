@@ -191,12 +191,12 @@ def with_head(folder: Path) -> tuple[bytes, str]:
 def test_a_bad_blob_is_refused_with_what_is_wrong(
     unchanged: Gateway, blob: bytes, spoil: Callable[[bytes], bytes], says: str
 ) -> None:
-    before = unchanged.catalog.refresh()
+    before = unchanged.catalog.reader.refresh()
     error = error_of(unchanged.upload("acme/support", spoil(blob)), 422)
     assert error["code"] == "invalid_adapter"
     assert says in error["message"]
     assert "/tmp" not in error["message"]
-    assert unchanged.catalog.refresh() is before
+    assert unchanged.catalog.reader.refresh() is before
 
 
 def test_a_blob_whose_head_was_saved_along_is_let_in_if_that_is_the_base_models(
@@ -269,7 +269,7 @@ def test_a_flood_of_uploads_does_not_delay_a_revocation(tmp_path: Path) -> None:
             answers = [clients.submit(gateway.upload, "acme/many", blob) for blob in blobs]
             time.sleep(1.0)
             elsewhere = AdapterCatalog(LocalStore(tmp_path / "store"))
-            (key,) = elsewhere.refresh().keys("acme")
+            (key,) = elsewhere.reader.refresh().keys("acme")
             elsewhere.revoke_key(key.id, actor="test")
             assert eventually(lambda: gateway.post(CHAT, chat("tiny")).status_code == 401)
         assert {answer.result().status_code for answer in answers} == {201}

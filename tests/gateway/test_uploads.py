@@ -18,8 +18,8 @@ from botocore.credentials import Credentials
 
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.resumable_uploads import ResumableUploads
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.catalog.uploads import Uploads
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import ServedModel, Services
 from tests.gateway.conftest import LIMITS, SHAPE, Gateway, listening, make_blob, serving
@@ -111,7 +111,7 @@ def keys_under(gateway: Gateway, prefix: str) -> list[str]:
 
 
 def stored(gateway: Gateway, blob: bytes) -> bool:
-    return Uploads(gateway.catalog.store).stored(digest_of(blob))
+    return ResumableUploads(gateway.catalog.store).stored(digest_of(blob))
 
 
 def test_parts_become_a_version_and_nothing_else_is_left(gateway: Gateway, blob: bytes) -> None:
@@ -282,7 +282,7 @@ def test_the_buckets_credentials_make_nobody_an_admin(s3_bucket: str, tmp_path: 
         mine = open_store(url)  # what a holder of the credentials can do: write anything
         mine.put_if_absent(f"uploads/{digest_of(blob)}/key-mine/upload.json", b"{}")
         mine.put_if_absent(blob_key(digest_of(blob)), blob)
-        before = gateway.catalog.refresh().seq
+        before = gateway.catalog.reader.refresh().seq
 
         path = "/admin/v1/adapters/acme/new/versions"
         body = {"digest": digest_of(blob)}
@@ -293,7 +293,7 @@ def test_the_buckets_credentials_make_nobody_an_admin(s3_bucket: str, tmp_path: 
                 gateway.url + path, json=body, headers={"authorization": authorization}
             )
             assert answer.status_code == 401
-        assert gateway.catalog.refresh().seq == before
+        assert gateway.catalog.reader.refresh().seq == before
 
 
 def test_a_full_disk_is_told_and_the_upload_goes_on_later(tmp_path: Path) -> None:

@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 
 from lorikeet.errors import InvalidInput, NotFound, Unavailable
-from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Attempt,
+    Call,
+    Candidate,
+    Cost,
+    FinalUsage,
+    Refusal,
+)
 from lorikeet.protocol.peers import Peers
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import KEPT_S, RequestLog
-from lorikeet.routing.ranking import Candidate, Cost
-from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import EngineTimings
 from lorikeet_engine.telemetry.status import LiveStats
@@ -84,7 +91,7 @@ def test_a_finished_request_tells_its_whole_story(gateway: Gateway) -> None:
         "adapter": "acme/support@1",
         "stream": False,
     }
-    (key,) = gateway.catalog.refresh().keys("acme")
+    (key,) = gateway.catalog.reader.refresh().keys("acme")
     assert found["key_id"] == key.id
     assert (found["outcome"], found["code"]) == ("finished", None)
     assert (found["replica"], found["residency"], found["load_ms"]) == ("replica-7", "host", 3.0)

@@ -26,7 +26,7 @@ from lorikeet.answer_stream.tool_syntax import (
 )
 from lorikeet.errors import UnsupportedParameter
 from lorikeet.protocol.messages import Format, ToolUse
-from lorikeet.replica.grammar import ModelGrammars
+from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet.replica.prompts import PromptEncoder
 from tests.replica.test_prompts import CHAT, DEMO, encoder, text_of
 

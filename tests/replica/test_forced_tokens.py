@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from engine.benchmarks.random_model import random_model, write_config
 from loadtest.schemas import SCHEMAS
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, StreamItem
-from lorikeet.replica.grammar import ModelGrammars, TextMatcher, grammar_of
+from lorikeet.replica.grammars.format_grammar import schema_grammar
+from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.engine import Engine, EngineSettings
@@ -105,7 +106,7 @@ def saved(model: Path, grammar: str, said: list[int]) -> int:
 def test_each_schema_is_answered_with_the_same_tokens_in_fewer_steps(
     model: Path, name: str, tmp_path: Path
 ) -> None:
-    grammar = grammar_of(json.dumps(SCHEMAS[name]))
+    grammar = schema_grammar(json.dumps(SCHEMAS[name]))
     requests = [
         Request(f"{i}", (PROMPT,), SamplingParams(400, grammar=grammar, **way), n=2)
         for i, way in enumerate(WAYS)
@@ -132,7 +133,7 @@ def test_masks_of_what_must_follow_are_those_of_matchers_that_were_not_asked_bef
     model: Path, name: str
 ) -> None:
     grammars, dice, forced = ModelGrammars(model), random.Random(0), 0
-    compiled = grammars.compile(grammar_of(json.dumps(SCHEMAS[name])))
+    compiled = grammars.compile(schema_grammar(json.dumps(SCHEMAS[name])))
     for _ in range(4):
         matcher, said = compiled.copy(), 0
         while not matcher.must_end and said < 300:
@@ -167,7 +168,7 @@ class Counting:
 def test_of_a_long_text_that_must_follow_llguidance_is_asked_once(words: Path) -> None:
     text = "adapter of a base model, " * 200
     grammars = ModelGrammars(words)
-    matcher = grammars.compile(grammar_of(json.dumps({"const": text})))
+    matcher = grammars.compile(schema_grammar(json.dumps({"const": text})))
     copies = [matcher.copy() for _ in range(3)]
     for each in copies:
         each.state = counting = Counting(each.state)  # type: ignore[assignment]

@@ -24,9 +24,10 @@ from loadtest.real_service.random_models import random_vocabulary
 from loadtest.schemas import SCHEMAS as FORMS
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, Refusal, ToolUse
-from lorikeet.replica import grammar_sandbox
-from lorikeet.replica.grammar import ModelGrammars, format_grammar, grammar_of
-from lorikeet.replica.grammar_sandbox import GrammarSandbox
+from lorikeet.replica.grammars import sandbox as grammar_sandbox
+from lorikeet.replica.grammars.format_grammar import format_grammar, schema_grammar
+from lorikeet.replica.grammars.matcher import ModelGrammars
+from lorikeet.replica.grammars.sandbox import GrammarSandbox
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.engine import Engine, EngineSettings
@@ -138,7 +139,7 @@ def says(grammars, tokenizer):
     """Whether an answer may be this text, and no less."""
 
     def says(schema, text):
-        matcher = grammars.compile(grammar_of(json.dumps(schema)))
+        matcher = grammars.compile(schema_grammar(json.dumps(schema)))
         for token in tokenizer.encode(text, add_special_tokens=False).ids:
             try:
                 matcher.accept(token)
@@ -181,7 +182,9 @@ class TestEngine:
         bound, plain = [], []
         for seed in range(50):
             name = list(SCHEMAS)[seed % len(SCHEMAS)]
-            params = SamplingParams(600, seed=seed, grammar=grammar_of(json.dumps(SCHEMAS[name])))
+            params = SamplingParams(
+                600, seed=seed, grammar=schema_grammar(json.dumps(SCHEMAS[name]))
+            )
             bound.append(Request(f"{name} {seed}", (prompt,), params))
         for seed in range(8):
             params = SamplingParams(60, seed=seed, ignore_eos=True, top_p=0.95)
@@ -198,7 +201,7 @@ class TestEngine:
         assert alone == {key: both.tokens[key] for key in alone}
 
     def test_max_tokens_may_end_it_in_the_middle(self, answer):
-        grammar = grammar_of(json.dumps(SCHEMAS["nested"]))
+        grammar = schema_grammar(json.dumps(SCHEMAS["nested"]))
         answers = answer([Request("r", ((5, 6),), SamplingParams(4, grammar=grammar))], True)
         assert answers.finish["r", 0] is FinishReason.LENGTH
         assert len(answers.of("r")) == 4
@@ -225,7 +228,7 @@ class TestGrammars:
     ):
         closed = {"properties": {"a": {"type": "array"} | idle}, "additionalProperties": False}
         for schema in ({"type": "object"} | closed | idle, {"anyOf": [closed | idle, False]}):
-            assert sandbox._problem(grammar_of(json.dumps(schema))) is None
+            assert sandbox._problem(schema_grammar(json.dumps(schema))) is None
             assert sandbox._problem(format_grammar(Format(json.dumps(schema)))) is None
             assert says(schema, '{"a": [1, 1]}')
             assert not says(schema, '{"b": 1}')
@@ -242,7 +245,7 @@ class TestGrammars:
 
     def test_a_schema_cannot_loosen_what_it_is_held_to(self, sandbox):
         loose = {"x-guidance": {"lenient": True}, "type": "object", "not": {"required": ["a"]}}
-        assert "not" in sandbox._problem(grammar_of(json.dumps(loose)))
+        assert "not" in sandbox._problem(schema_grammar(json.dumps(loose)))
 
     def test_a_schema_cannot_ask_for_what_is_no_json(self, says):
         schema = {"type": "object", "required": ["a", "b"], "additionalProperties": False}
@@ -252,7 +255,7 @@ class TestGrammars:
         assert not says(schema, '{"a"=1;"b"=2}')
 
     def test_the_end_of_the_sequence_is_left_to_the_engine(self, grammars, tokenizer):
-        matcher = grammars.compile(grammar_of('{"type": "integer"}'))
+        matcher = grammars.compile(schema_grammar('{"type": "integer"}'))
         digits = set(tokenizer.encode("0123456789", add_special_tokens=False).ids)
         minus = tokenizer.encode("-", add_special_tokens=False).ids[0]
         assert possible(grammars, matcher) == digits | {minus}
@@ -264,7 +267,7 @@ class TestGrammars:
         assert EOS not in digits
 
     def test_a_copy_goes_its_own_way(self, grammars, tokenizer):
-        first = grammars.compile(grammar_of('{"enum": ["ab", "ac"]}'))
+        first = grammars.compile(schema_grammar('{"enum": ["ab", "ac"]}'))
         for token in tokenizer.encode('"a', add_special_tokens=False).ids:
             first.accept(token)
         second = first.copy()
@@ -279,7 +282,7 @@ class TestGrammars:
 
     @pytest.mark.parametrize("vocabulary", [256, 264, 320])
     def test_a_models_vocabulary_may_be_smaller_or_larger(self, grammars, vocabulary):
-        matcher = grammars.compile(grammar_of("{}"))
+        matcher = grammars.compile(schema_grammar("{}"))
         assert possible(grammars, matcher, vocabulary) == possible(grammars, matcher)
 
     def test_a_mask_where_a_text_may_have_few_more_characters_takes_no_longer(self, tmp_path):
@@ -290,7 +293,7 @@ class TestGrammars:
         grammars = ModelGrammars(tmp_path)
 
         def took_s(text):
-            matcher = grammars.compile(grammar_of('{"type": "string", "maxLength": 100}'))
+            matcher = grammars.compile(schema_grammar('{"type": "string", "maxLength": 100}'))
             for token in words.encode('"' + text).ids:
                 matcher.accept(token)
             rows, bits = [matcher.copy() for _ in range(16)], np.zeros((16, size // 8), np.uint8)
@@ -310,7 +313,7 @@ class TestGrammars:
         size, dice = 4000, np.random.default_rng(7)
         random_vocabulary(size).save(str(tmp_path / "tokenizer.json"))
         write_config(tmp_path, {"eos_token_id": size - 1})
-        grammars, grammar = ModelGrammars(tmp_path), grammar_of(json.dumps(schema))
+        grammars, grammar = ModelGrammars(tmp_path), schema_grammar(json.dumps(schema))
         walked = LLTokenizer(str(tmp_path / "tokenizer.json"), eos_token=[size - 1], slices=[])
         ours, theirs = grammars.compile(grammar), LLMatcher(walked, grammar)
         texts = 0
@@ -329,7 +332,7 @@ class TestGrammars:
         assert texts > 0 or schema is FORMS["enums"]
 
     def test_errors_do_not_say_what_was_said(self, grammars, tokenizer):
-        matcher = grammars.compile(grammar_of('{"enum": ["planted secret"]}'))
+        matcher = grammars.compile(schema_grammar('{"enum": ["planted secret"]}'))
         for token in tokenizer.encode('"planted s', add_special_tokens=False).ids:
             matcher.accept(token)
         with pytest.raises(InvalidRequest) as refused:
@@ -379,7 +382,7 @@ class TestRefusals:
 
     def refused(self, sandbox, schema, call=CALL):
         with pytest.raises(InvalidInput) as refused:
-            asyncio.run(sandbox.check(call, grammar_of(json.dumps(schema))))
+            asyncio.run(sandbox.check(call, schema_grammar(json.dumps(schema))))
         return refused.value
 
     @pytest.mark.parametrize(("schema", "reason"), BAD, ids=lambda value: str(value)[:20])
@@ -393,7 +396,7 @@ class TestRefusals:
     @pytest.mark.parametrize("schema", EXPLODING, ids=lambda value: str(value)[:20])
     def test_a_schema_that_costs_too_much_is_refused_and_hurts_nobody(self, sandbox, schema):
         assert "too much time or memory" in self.refused(sandbox, schema).message
-        asyncio.run(sandbox.check(self.CALL, grammar_of(json.dumps(SCHEMAS["nested"]))))
+        asyncio.run(sandbox.check(self.CALL, schema_grammar(json.dumps(SCHEMAS["nested"]))))
 
     def test_a_schema_that_cannot_be_followed_beyond_its_first_token_is_refused(self, sandbox):
         form = {"type": "object", "additionalProperties": False}
@@ -403,7 +406,7 @@ class TestRefusals:
     def test_it_works_under_a_limit_of_memory_that_it_must_not_raise(self):
         code = (
             "import resource, pathlib\n"
-            "from lorikeet.replica.grammar_sandbox import GrammarSandbox\n"
+            "from lorikeet.replica.grammars.sandbox import GrammarSandbox\n"
             "resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))\n"
             f"sandbox = GrammarSandbox(pathlib.Path({str(DEMO)!r}))\n"
             "assert sandbox._problem('start: /a/') is None\n"
@@ -416,12 +419,12 @@ class TestRefusals:
     def test_a_grammar_is_tried_once(self, sandbox):
         bad, good = {"type": "nobody"}, {"type": "integer", "minimum": 77}
         first = self.refused(sandbox, bad).message
-        asyncio.run(sandbox.check(self.CALL, grammar_of(json.dumps(good))))
+        asyncio.run(sandbox.check(self.CALL, schema_grammar(json.dumps(good))))
         impatient = replace(self.CALL, scheduling=SchedulingParams(max_queue_s=5))
         stop(sandbox)  # a second trial would not end
         try:
             assert self.refused(sandbox, bad, impatient).message == first
-            asyncio.run(sandbox.check(impatient, grammar_of(json.dumps(good))))
+            asyncio.run(sandbox.check(impatient, schema_grammar(json.dumps(good))))
         finally:
             os.kill(sandbox._process.pid, signal.SIGCONT)
 
@@ -466,12 +469,12 @@ class TestRefusals:
     @pytest.mark.parametrize("text", ["nonsense", "[]", "true", "[" * 5000, '{"a":' * 200 + "1"])
     def test_a_text_that_is_no_schema_is_refused(self, text):
         with pytest.raises(InvalidInput) as refused:
-            grammar_of(text)
+            schema_grammar(text)
         assert refused.value.param == "response_format"
 
     def test_so_is_a_schema_that_is_too_long(self):
         with pytest.raises(InvalidInput, match="characters"):
-            grammar_of(json.dumps({"enum": ["x" * 300_000]}))
+            schema_grammar(json.dumps({"enum": ["x" * 300_000]}))
 
 
 def test_a_replica_answers_in_the_format_that_a_call_asks_for(tmp_path):

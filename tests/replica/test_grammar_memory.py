@@ -11,7 +11,8 @@ DEMO = Path(__file__).parents[2] / "demo" / "model"
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
-from lorikeet.replica.grammar import ModelGrammars, grammar_of
+from lorikeet.replica.grammars.format_grammar import schema_grammar
+from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet_engine.sampling import grammar_worker
 from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 
@@ -21,7 +22,7 @@ def resident_mib():
 def grammar(number, fields):
     field = {"type": "string", "maxLength": 9}
     properties = {f"field_{number}_{i}": field for i in range(fields)}
-    return grammar_of(json.dumps({"type": "object", "properties": properties}))
+    return schema_grammar(json.dumps({"type": "object", "properties": properties}))
 
 grammar_worker._UNUSED_S = 2.0
 worker = GrammarWorker(ModelGrammars(Path(sys.argv[1])).compile)

@@ -10,7 +10,7 @@ import pytest
 from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
 from lorikeet.answer_stream.billed_tokens import BilledTokens
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal
 from lorikeet.replica.replica import Replica
@@ -105,7 +105,7 @@ def used(settings) -> dict[UsageAccount, UsageCounts]:
 
 
 def test_a_replica_writes_what_was_used_and_the_rest_when_it_is_closed(settings):
-    state = AdapterCatalog(open_store(settings.catalog)).refresh()
+    state = CatalogReader(open_store(settings.catalog)).refresh()
     ref = state.resolve(TASK.model, TASK.tenant)
     adapted = replace(CALL, adapter=ref, prompts=("once upon",), n=1)
     support = UsageAccount(TASK.tenant, BASE, f"{ref.tenant}/{ref.name}")

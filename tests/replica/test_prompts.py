@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import Encoding
 from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA
 from lorikeet.errors import ContextLengthExceeded, InvalidInput, UnsupportedParameter
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
+from lorikeet.replica.grammars.answer_grammar import answer_grammar
 from lorikeet.replica.prompts import PromptEncoder
 
 DEMO = Path("demo/model")
@@ -90,13 +92,14 @@ def test_beside_calls_that_look_like_json_no_json_can_be_asked_for(tmp_path: Pat
 
 def test_only_forced_calls_strict_tools_and_formats_are_held_to_a_grammar() -> None:
     demo = PromptEncoder(DEMO, 4096)
-    assert demo.grammar(CHAT) is None
-    assert demo.grammar(replace(CHAT, tools=ToolUse((TOOL,)))) is None
-    forced = demo.grammar(replace(CHAT, tools=ToolUse((TOOL,), forced=("look",))))
+    grammar = partial(answer_grammar, syntax=demo.syntax, vocabulary=demo.vocabulary)
+    assert grammar(CHAT) is None
+    assert grammar(replace(CHAT, tools=ToolUse((TOOL,)))) is None
+    forced = grammar(replace(CHAT, tools=ToolUse((TOOL,), forced=("look",))))
     assert forced is not None
     assert "look" in forced
     strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
-    held = demo.grammar(replace(CHAT, tools=ToolUse((TOOL, strict))))
+    held = grammar(replace(CHAT, tools=ToolUse((TOOL, strict))))
     assert held is not None
     assert "TEXT" in held
 

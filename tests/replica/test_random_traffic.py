@@ -9,7 +9,7 @@ import pytest
 
 from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, RunningUsage
 from lorikeet.replica.replica import Replica
@@ -78,7 +78,7 @@ def idle(report):
 def test_every_call_ends_and_everything_comes_back(settings, seconds):
     async def scenario():
         replica = Replica("r0", "lorikeet-demo", settings)
-        state = AdapterCatalog(open_store(settings.catalog)).refresh()
+        state = CatalogReader(open_store(settings.catalog)).refresh()
         refs = [state.resolve(task.model, task.tenant) for task in TASKS]
         deadline, numbers, ended = time.monotonic() + seconds, iter(range(10**9)), []
 

@@ -16,18 +16,25 @@ import pytest
 from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
 from lorikeet.answer_stream import response_stream as response_stream_module
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.apis.api_request import prompt_tokens
-from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Format, Refusal
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Call,
+    Endpoint,
+    FinalUsage,
+    Format,
+    Refusal,
+    Work,
+)
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
+from lorikeet.protocol.status_update import from_stats
 from lorikeet.replica import replica as replica_module
 from lorikeet.replica import request_builder
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.replica import Replica
-from lorikeet.routing.ranking import Work
-from lorikeet.routing.status_update import from_stats
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
@@ -52,7 +59,7 @@ def settings(tmp_path_factory):
 
 @pytest.fixture
 def ref(settings):
-    state = AdapterCatalog(open_store(settings.catalog)).refresh()
+    state = CatalogReader(open_store(settings.catalog)).refresh()
     return state.resolve(TASK.model, TASK.tenant)
 
 
@@ -512,7 +519,7 @@ def test_when_the_engines_process_dies_streams_end_with_an_error_and_no_call_is_
 def test_a_replica_whose_engine_hangs_sends_requests_elsewhere_and_says_nothing(
     settings, monkeypatch
 ):
-    for name, seconds in {"_LATE_S": 0.2, "_SUBMIT_S": 0.4, "_DEAD_S": 0.6}.items():
+    for name, seconds in {"_STALLED_S": 0.2, "_SUBMIT_S": 0.4, "_DEAD_S": 0.6}.items():
         monkeypatch.setattr(replica_module, name, seconds)
 
     async def scenario(replica):
@@ -573,7 +580,7 @@ def test_an_answer_is_as_likely_as_a_prompt_as_it_was_when_it_was_sampled(settin
 @pytest.fixture
 def impatient(monkeypatch):
     """A replica that thinks an engine dead after the time of a few slow calls."""
-    for name, calls in {"_LATE_S": 3, "_SUBMIT_S": 4, "_DEAD_S": 6}.items():
+    for name, calls in {"_STALLED_S": 3, "_SUBMIT_S": 4, "_DEAD_S": 6}.items():
         monkeypatch.setattr(replica_module, name, calls * SLOW_S)
     return monkeypatch
 

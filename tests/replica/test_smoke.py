@@ -11,7 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from demo.fill_catalog import ADAPTERS, fill_catalog
 from demo.tasks import TASKS
-from lorikeet.catalog.catalog import AdapterCatalog, blob_key
+from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.gateway.admin.smoke import smoke_report
 from lorikeet.protocol.messages import Refusal, SmokeTest
@@ -55,7 +56,7 @@ def try_out(ask):
 
 
 def trained(settings):
-    return AdapterCatalog(open_store(settings.catalog)).refresh().resolve(TASK.model, TASK.tenant)
+    return CatalogReader(open_store(settings.catalog)).refresh().resolve(TASK.model, TASK.tenant)
 
 
 def stored(settings, tmp_path, change):

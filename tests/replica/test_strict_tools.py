@@ -25,8 +25,8 @@ from lorikeet.answer_stream.tool_syntax import (
 )
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import ToolUse
-from lorikeet.replica.grammar import ModelGrammars, TextMatcher
-from lorikeet.replica.tool_grammar import text_grammar
+from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
+from lorikeet.replica.grammars.tool_grammar import text_grammar
 from lorikeet_engine.errors import InvalidRequest
 from tests.replica.test_grammar import possible
 

@@ -18,7 +18,8 @@ from lorikeet.answer_stream.reasoning import THINK_TAGS, Thinking
 from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, ToolSyntax
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, FormatKind
-from lorikeet.replica.grammar import ModelGrammars, TextMatcher
+from lorikeet.replica.grammars.answer_grammar import answer_grammar
+from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet_engine.errors import InvalidRequest
@@ -112,7 +113,8 @@ class Thinker:
         return ids
 
     def matcher(self, call: Call) -> TextMatcher:
-        grammar = self.encoder.grammar(call, self.thinking)
+        encoder = self.encoder
+        grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary, self.thinking)
         assert grammar is not None
         return self.grammars.compile(grammar)
 

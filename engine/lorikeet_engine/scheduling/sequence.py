@@ -17,7 +17,7 @@ from lorikeet_engine.scheduling.sequence_timings import SequenceTimings
 class AdapterLease(Protocol):
     """The right to use one adapter's slot on the GPU until it is released.
 
-    Implemented by Lease (residency/gpu/leases.py).
+    Implemented by Lease (residency/gpu/adapters.py).
     """
 
     @property

@@ -1,27 +1,56 @@
-"""The catalog: the state as last read, and every operation that changes adapters and pins."""
+"""The catalog: every operation that changes tenants, keys, adapters and pins.
 
-from collections.abc import Callable, Sequence
+A change is one optimistic loop: read the log's tail, check against the state, append. When
+someone else appended first, the loop starts over, so no update is lost and nothing is decided on
+stale knowledge. A crash leaves at most a blob that no entry names, or parts of a snapshot.
+"""
+
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import Self, TypeVar, Unpack, cast
 
-from lorikeet.catalog.history import History
-from lorikeet.catalog.log.apply import apply_changes
+from lorikeet.catalog.apply import apply_changes, apply_entries
+from lorikeet.catalog.changes import CatalogCreated, KeyCreated, KeyOptionsSet, TenantOptionsSet
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import (
     AdapterRecord,
     AliasShare,
     BlobFacts,
+    KeyRecord,
     PinRecord,
+    Scope,
+    TenantRecord,
     VersionRecord,
+    secret_sha256,
 )
 from lorikeet.catalog.rules import adapters as adapter_rules
-from lorikeet.catalog.rules.adapters import known_version
+from lorikeet.catalog.rules import pins as pin_rules
+from lorikeet.catalog.rules import tenants_and_keys as tenant_rules
+from lorikeet.catalog.rules.adapters import Changes, known_version
+from lorikeet.catalog.rules.limits import (
+    KeyLimitOptions,
+    KeyOptions,
+    TenantOptions,
+    check_key_options,
+    check_options,
+    check_publish_options,
+)
 from lorikeet.catalog.rules.pins import PinOptions, pin_change
 from lorikeet.catalog.rules.restore import restore_adapter, restore_version, retired_at
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.gc_protection import protect
-from lorikeet.catalog.tenants_and_keys import TenantCatalog
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
+
+LONGEST_OVERLAP_S = 90 * 86400
+_SECRET_PREFIX = "lk_"
+_ATTEMPTS = 60  # with sixteen writers at once, one in fifty would give up
+_LONGEST_PAUSE_S = 1.0
 
 T = TypeVar("T")
 
@@ -31,17 +60,119 @@ def blob_key(digest: str) -> str:
     return f"blobs/{digest[:2]}/{digest}"
 
 
-class AdapterCatalog(TenantCatalog):
+class AdapterCatalog:
     """The catalog in one store, for any number of threads; other processes may write too.
 
     Each change refreshes first, names its `actor` for the audit trail, and raises Conflict if too
     many others keep changing the catalog meanwhile.
     """
 
-    @property
-    def history(self) -> History:
-        """The catalog's history up to the state as last read."""
-        return History(self._log, self._snapshots, self.state.seq)
+    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+        self.store = store
+        self.reader = CatalogReader(store)
+        self._clock = clock
+        self._writing = threading.Lock()  # one process need not race with itself
+
+    @classmethod
+    def init(
+        cls, store: ObjectStore, *, actor: str = "init", clock: Callable[[], float] = time.time
+    ) -> Self:
+        """Make the catalog of an empty store. Raises Conflict when there is one."""
+        catalog = cls(store, clock)
+        try:
+            entry = catalog.reader.log.append(0, actor, clock(), [CatalogCreated()])
+        except Conflict as error:
+            raise Conflict(f"there already is a catalog at {store.url}") from error
+        catalog.reader.advance([entry])
+        return catalog
+
+    def create_tenant(
+        self, name: str, *, actor: str, **options: Unpack[TenantOptions]
+    ) -> TenantRecord:
+        """Make a tenant. Raises InvalidInput, and Conflict when there is one."""
+        check_name(name, "tenant")
+        check_options(options)
+        after = self._commit(actor, lambda state: tenant_rules.create_tenant(state, name, options))
+        return after.tenant(name)
+
+    def limit_tenant(
+        self, name: str, *, actor: str, **options: Unpack[TenantOptions]
+    ) -> TenantRecord:
+        """Change some of a tenant's options; the others stay. Raises InvalidInput, UnknownTenant.
+
+        What it has beyond a new limit stays: pins, though a plan keeps no more than fits, and
+        adapters.
+        """
+        check_options(options)
+        change = TenantOptionsSet(tenant=name, options=options)
+        return self._commit(actor, lambda state: tenant_rules.limit_tenant(state, change)).tenant(
+            name
+        )
+
+    def create_key(
+        self,
+        tenant: str | None,
+        scopes: Collection[Scope],
+        *,
+        actor: str,
+        **options: Unpack[KeyOptions],
+    ) -> tuple[KeyRecord, str]:
+        """Make a key; its secret is in this answer and nowhere else.
+
+        tenant None: an administrator's key. Raises InvalidInput, UnknownTenant.
+        """
+        if not scopes:
+            raise InvalidInput("scopes=[]: want at least one scope", param="scopes")
+        if tenant is None and Scope.INFER in scopes:
+            raise InvalidInput("scope 'infer' is for a tenant's key: name one", param="scopes")
+        check_key_options(tenant, options, self._clock())
+        check_publish_options(tenant, scopes, options.get("adapters", ()))
+        secret = _new_secret()
+        change = KeyCreated(
+            id=_new_key_id(),
+            tenant=tenant,
+            scopes=tenant_rules.in_order(scopes),
+            sha256=secret_sha256(secret),
+        )
+        self._commit(actor, lambda state: tenant_rules.create_key(state, change, options))
+        return self.reader.ask(lambda state: state.key(change.id)), secret
+
+    def limit_key(
+        self, key_id: str, *, actor: str, **options: Unpack[KeyLimitOptions]
+    ) -> KeyRecord:
+        """Change some of a key's own limits; the others stay.
+
+        Raises InvalidInput, UnknownKey, and Conflict for a revoked key.
+        """
+        check_options(options)
+        change = KeyOptionsSet(id=key_id, options=cast("KeyOptions", options))
+        return self._commit(actor, lambda state: tenant_rules.limit_key(state, change)).key(key_id)
+
+    def rotate_key(self, key_id: str, overlap_s: float, *, actor: str) -> tuple[KeyRecord, str]:
+        """Make a key with the owner, scopes, limits, name and lifetime of another, in its place.
+
+        The old key works for `overlap_s` seconds more, 0 to LONGEST_OVERLAP_S. The new secret is in
+        this answer and nowhere else. Raises InvalidInput, UnknownKey, and Conflict for a key that
+        is valid no more or was rotated before.
+        """
+        if not 0 <= overlap_s <= LONGEST_OVERLAP_S:
+            raise InvalidInput(
+                f"overlap_s={overlap_s}: want 0 to {LONGEST_OVERLAP_S} seconds", param="overlap_s"
+            )
+        now, new_id, secret = self._clock(), _new_key_id(), _new_secret()
+        sha256 = secret_sha256(secret)
+        self._commit(
+            actor,
+            lambda state: tenant_rules.rotate_key(state, key_id, new_id, sha256, now, overlap_s),
+        )
+        return self.reader.ask(lambda state: state.key(new_id)), secret
+
+    def revoke_key(self, key_id: str, *, actor: str) -> KeyRecord:
+        """Make a key invalid for ever; again is fine.
+
+        Raises UnknownKey, and Conflict for the last admin's key that never expires.
+        """
+        return self._commit(actor, lambda state: tenant_rules.revoke_key(state, key_id)).key(key_id)
 
     def register(
         self,
@@ -68,13 +199,13 @@ class AdapterCatalog(TenantCatalog):
         check_name(name, "name")
         alias = DEFAULT_ALIAS if promote else alias and check_alias(alias)
 
-        def decide(state: CatalogState) -> adapter_rules.Changes:
+        def decide(state: CatalogState) -> Changes:
             return adapter_rules.register(
                 state, tenant, name, facts, shared=shared, alias=alias, since=since
             )
 
-        self.refresh()
-        self.ask(decide)  # before a long upload
+        self.reader.refresh()
+        self.reader.ask(decide)  # before a long upload
         key = blob_key(facts.digest)
         protect(self.store, key, lambda: self.store.put_file(key, blob))
         after = self._commit(actor, decide)
@@ -134,8 +265,8 @@ class AdapterCatalog(TenantCatalog):
         Retired versions are passed over. Raises UnknownModel, NotFound, and Conflict when there
         is nothing to go back to or someone moves the alias at the same moment.
         """
-        self.refresh()
-        seen = self.ask(lambda state: state.adapter(tenant, name)).aliases.get(alias)
+        self.reader.refresh()
+        seen = self.reader.ask(lambda state: state.adapter(tenant, name)).aliases.get(alias)
         after = self._commit(
             actor, lambda state: adapter_rules.rollback(state, tenant, name, alias, expect=seen)
         )
@@ -163,13 +294,13 @@ class AdapterCatalog(TenantCatalog):
         Raises UnknownModel, and Conflict when the adapter is not retired, or so long ago that a
         blob was collected.
         """
-        self.refresh()
-        record = self.ask(lambda state: state.adapter(tenant, name))
+        self.reader.refresh()
+        record = self.reader.ask(lambda state: state.adapter(tenant, name))
         if version is not None:
             self._claim([known_version(record, version)])
             after = self._commit(actor, lambda state: restore_version(state, tenant, name, version))
             return after.adapter(tenant, name)
-        was = self.history.as_of(retired_at(record) - 1)
+        was = self.reader.history.as_of(retired_at(record) - 1)
         before, pin = was.ask(lambda s: (s.adapter(tenant, name), s.pin_of(tenant, name)))
         self._claim([version for version in before.versions if not version.retired])
         after = self._commit(
@@ -186,7 +317,7 @@ class AdapterCatalog(TenantCatalog):
         """
         now = self._clock()
         change = pin_change(tenant, name, now, **options)
-        after = self._commit(actor, lambda state: adapter_rules.pin(state, change, now))
+        after = self._commit(actor, lambda state: pin_rules.pin(state, change, now))
         pin = after.pin_of(tenant, name)
         assert pin is not None
         return pin
@@ -206,14 +337,34 @@ class AdapterCatalog(TenantCatalog):
         change = pin_change(tenant, name, now, **options)
 
         def ask(state: CatalogState) -> T:
-            return question(state, apply_changes(state, adapter_rules.pin(state, change, now), now))
+            return question(state, apply_changes(state, pin_rules.pin(state, change, now), now))
 
-        self.refresh()
-        return self.ask(ask)
+        self.reader.refresh()
+        return self.reader.ask(ask)
 
     def unpin(self, tenant: str, name: str | None, *, actor: str) -> None:
         """Take the pin of an adapter, or with None of a tenant, away. Raises NotFound."""
-        self._commit(actor, lambda state: adapter_rules.unpin(state, tenant, name))
+        self._commit(actor, lambda state: pin_rules.unpin(state, tenant, name))
+
+    def _commit(self, actor: str, decide: Callable[[CatalogState], Changes]) -> CatalogState:
+        """Append what `decide` answers; the state right after it, or as it is without changes."""
+        asked_s = time.monotonic()
+        with self._writing:
+            for attempt in range(_ATTEMPTS):
+                self.reader.refresh(asked_s)
+                state, changes = self.reader.ask(lambda state: (state, decide(state)))
+                if not changes:
+                    return state
+                try:
+                    entry = self.reader.log.append(state.seq, actor, self._clock(), changes)
+                except Conflict:
+                    time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.05 * 2**attempt)))
+                    continue
+                self.reader.advance([entry])
+                return apply_entries(state, [entry])
+        raise Conflict(
+            f"others changed the catalog first, {_ATTEMPTS} times in a row: try again later"
+        )
 
     def _claim(self, versions: Sequence[VersionRecord]) -> None:
         for version in versions:
@@ -224,3 +375,13 @@ class AdapterCatalog(TenantCatalog):
                     f"the blob of version {version.version}, {version.digest}, was retired so "
                     "long ago that it is collected: register it again"
                 ) from error
+
+
+def _new_secret() -> str:
+    """Make a secret that is safe in a header and easy to find in a leaked file."""
+    return _SECRET_PREFIX + secrets.token_urlsafe(32)
+
+
+def _new_key_id() -> str:
+    """Make an id to name a key by; it is no secret."""
+    return "key-" + secrets.token_hex(8)

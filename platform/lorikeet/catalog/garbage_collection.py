@@ -12,10 +12,11 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import islice
 
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.changes import AdapterRetired, VersionRetired
 from lorikeet.catalog.history import HistoryQuery
-from lorikeet.catalog.log.changes import AdapterRetired, VersionRetired
-from lorikeet.catalog.snapshots.snapshots import (
+from lorikeet.catalog.reader import CatalogReader
+from lorikeet.catalog.resumable_uploads import ResumableUploads, Upload
+from lorikeet.catalog.snapshots import (
     MANIFESTS,
     PARTITIONS_PREFIX,
     Snapshots,
@@ -29,7 +30,6 @@ from lorikeet.catalog.store.gc_protection import (
     marked_for_deletion,
 )
 from lorikeet.catalog.store.object_store import StoredObject, in_parallel
-from lorikeet.catalog.uploads import Upload, Uploads
 from lorikeet.errors import InvalidInput, ObjectNotFound
 
 BLOBS = "blobs/"
@@ -49,7 +49,7 @@ class GarbageCollector:
 
     def __init__(
         self,
-        catalog: AdapterCatalog,
+        catalog: CatalogReader,
         grace_s: float,
         *,
         dry_run: bool = False,
@@ -60,7 +60,7 @@ class GarbageCollector:
             raise InvalidInput(f"a grace period of {grace_s:g} s: want a day or more")
         self._catalog = catalog
         self._store = catalog.store
-        self._uploads = Uploads(catalog.store)
+        self._uploads = ResumableUploads(catalog.store)
         self._before = clock() - grace_s
         self._dry_run = dry_run
         self._run = uuid.uuid4().hex

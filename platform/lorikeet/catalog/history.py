@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from lorikeet.catalog.log.changes import Change, Entry
-from lorikeet.catalog.log.log import BLOCK, Log
-from lorikeet.catalog.snapshots.snapshots import Snapshots
+from lorikeet.catalog.changes import Change, Entry
+from lorikeet.catalog.log import BLOCK, Log
+from lorikeet.catalog.snapshots import Snapshots
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import InvalidInput
 

@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lorikeet.catalog.log.log_format import object_from_json, object_to_json
-from lorikeet.catalog.snapshots.snapshots import partition_from_bytes, partition_to_bytes
+from lorikeet.catalog.log_format import object_from_json, object_to_json
+from lorikeet.catalog.snapshots import partition_from_bytes, partition_to_bytes
 from lorikeet.catalog.state import CatalogState, Partition, UnreadPartition
 from lorikeet.errors import StoreError
 

@@ -10,8 +10,9 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lorikeet.catalog.log.changes import Entry
+from lorikeet.catalog.changes import Entry
 from lorikeet.catalog.names import DEFAULT_ALIAS, is_selector
+from lorikeet.catalog.partition_format import RECENTLY_DECODED
 from lorikeet.catalog.records import (
     AdapterRecord,
     KeyRecord,
@@ -21,7 +22,6 @@ from lorikeet.catalog.records import (
     TenantState,
     VersionRecord,
 )
-from lorikeet.catalog.snapshots.partition_format import RECENTLY_DECODED
 from lorikeet.errors import UnknownKey, UnknownModel, UnknownTenant
 from lorikeet_engine.adapter import AdapterRef
 

@@ -6,13 +6,13 @@ evict only for what is used at least twice as much; so a steady fleet gets none,
 adapters never swap. The function takes plain values: the simulator calls it as well.
 """
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from lorikeet.placement.tier_budget import TierBudget
 from lorikeet.rendezvous import preferred
 from lorikeet_engine.adapter import Residency
 
@@ -104,9 +104,9 @@ class _Draft:
         self.prefetches: dict[str, list[Prefetch]] = {name: [] for name in self._names}
         self._demand, self._sizes, self._replicas = demand, sizes, replicas
         self._planned_bytes = dict.fromkeys(self._names, 0)
-        self._budgets: dict[Residency, dict[str, TierBudget]] = {
-            Residency.GPU: {name: TierBudget(replicas[name].gpu_bytes) for name in self._names},
-            Residency.HOST: {name: TierBudget(replicas[name].host_bytes) for name in self._names},
+        self._budgets: dict[Residency, dict[str, _TierBudget]] = {
+            Residency.GPU: {name: _TierBudget(replicas[name].gpu_bytes) for name in self._names},
+            Residency.HOST: {name: _TierBudget(replicas[name].host_bytes) for name in self._names},
         }
         self._on_gpu: dict[str, list[str]] = {}  # digest → replicas
         self._holders: dict[str, list[str]] = {}  # those with it on the GPU or the host
@@ -264,3 +264,51 @@ class _Draft:
         self.prefetches[name].append(prefetch)
         self._planned_bytes[name] += size
         self._add_holder(name, prefetch.digest, prefetch.tier)
+
+
+class _TierBudget:
+    """The free bytes of a tier, and which adapters are evicted for more.
+
+    They go in the engines' own order: the least used for its size first.
+    """
+
+    def __init__(self, room_bytes: int) -> None:
+        self.free_bytes = self._room_bytes = room_bytes
+        self._sizes: dict[str, int] = {}
+        self._scores: dict[str, float] = {}
+        self._order: list[str] | None = None  # the first to be evicted is last
+
+    @property
+    def free_share(self) -> float:
+        """The share of the tier's room that is free."""
+        return self.free_bytes / max(1, self._room_bytes)
+
+    def hold(self, digest: str, size: int, uses: float) -> None:
+        """Count an adapter that is there and may be evicted."""
+        self.free_bytes -= size
+        self._sizes[digest] = size
+        self._scores[digest] = uses / math.sqrt(max(1, size))
+
+    def victims(self, size: int, uses: float, loss: Callable[[str], float]) -> list[str] | None:
+        """The adapters to evict for `size` bytes; None where that would lose more than `uses`."""
+        if self._order is None:
+            self._order = sorted(self._sizes, key=lambda d: (self._scores[d], d), reverse=True)
+        victims: list[str] = []
+        free = max(0, self.free_bytes)  # copies of what is on the GPU may take more than there is
+        for digest in reversed(self._order):
+            if free >= size:
+                break
+            uses -= loss(digest)
+            if uses < 0:
+                return None
+            victims.append(digest)
+            free += self._sizes[digest]
+        return victims if free >= size else None
+
+    def put(self, size: int, victims: list[str]) -> None:
+        """Evict victims, the first to go, and take in what this plan never evicts."""
+        for digest in victims:
+            self.free_bytes += self._sizes.pop(digest)
+        if victims and self._order is not None:
+            del self._order[-len(victims) :]
+        self.free_bytes -= size

@@ -16,7 +16,7 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.residency.blob_packing import pack
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)

@@ -21,7 +21,7 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.disk.image_file import ImageFile, write_image
-from lorikeet_engine.residency.packing import PackedImage, PackedLayout
+from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 from tests.engine.adapter_format.peft_folder import edit_config
 from tests.engine.conftest import MOE
 from tests.engine.moe_adapters import (

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from lorikeet_engine.adapter_format import AdapterLimits, check_values, read_spec, write_blob
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 from lorikeet_engine.residency.blob_packing import pack
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.adapter_format.peft_folder import edit_config, edit_weights
 from tests.engine.tiny_llama import CONFIG, SHAPE
 

@@ -14,7 +14,7 @@ import torch
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.gpu.slots import PlacedImage
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.engine.blobs import SHAPE, elements, everywhere
 from tests.engine.residency.test_slots import TOTAL, Pool, fill, pool_of, whole
@@ -122,11 +122,11 @@ def churn(pool: Pool, steps: int) -> None:
     chance, live = random.Random(7), []
     for seed in range(steps):
         layout = whole(16 * chance.randint(1, 6))
-        while not pool.has_room(layout.elements):
-            pool.evict(live.pop(chance.randrange(len(live))))
+        while not pool.can_place(layout.elements):
+            pool.free(live.pop(chance.randrange(len(live))))
         live.append(fill(pool, layout, seed)[0])
     for slot in live:
-        pool.evict(slot)
+        pool.free(slot)
 
 
 def test_at_no_moment_do_two_images_lie_in_one_place(restless):

@@ -12,8 +12,8 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.disk import watcher
 from lorikeet_engine.residency.gpu import rank_arenas
 from lorikeet_engine.residency.gpu.arena import DeviceArena
-from lorikeet_engine.residency.gpu.image_copy import ImageCopy
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.gpu.image_copies import ImageCopy
+from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 from tests.engine.residency.tiers_driver import SIZE, TiersDriver, make, put
 
@@ -163,7 +163,7 @@ def test_an_adapter_that_is_being_copied_is_on_its_way_and_not_there(shelf, benc
     mirror.read()
     assert mirror.of(a) is Residency.HOST
     assert b.tiers.loading_bytes == SIZE * 4
-    assert b.tiers.room_bytes == 3 * SIZE * 4
+    assert b.tiers.available_bytes == 3 * SIZE * 4
     SlowCopies.gate.set()
     b.until(lambda: b.tiers.residency(a) is Residency.GPU)
     assert mirror.read() == {a.digest: Residency.GPU}
@@ -211,7 +211,6 @@ def test_moves_among_thousands_of_adapters_are_told_in_microseconds(bench):
     here = b.tiers._gpu
 
     def place(ref: AdapterRef) -> None:
-        assert here.make_room(layout.elements, for_request=True)
         put(here, ref, layout)
 
     for ref in refs[:2300]:
@@ -224,7 +223,13 @@ def test_moves_among_thousands_of_adapters_are_told_in_microseconds(bench):
             if not here.placed(ref.digest):
                 place(ref)
         began_s = time.perf_counter()
-        b.tiers.moved(), b.tiers.status(), b.tiers.room_bytes, b.tiers.victim, b.tiers.load_costs()
+        (
+            b.tiers.moved(),
+            b.tiers.status(),
+            b.tiers.available_bytes,
+            b.tiers.victim,
+            b.tiers.load_costs(),
+        )
         taken_s.append(time.perf_counter() - began_s)
     assert all(leases)
     assert statistics.median(taken_s) < 5e-4

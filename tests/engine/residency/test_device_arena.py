@@ -9,8 +9,8 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.checksums import layer_sums, word_sum
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
-from lorikeet_engine.residency.gpu import image_copy
-from lorikeet_engine.residency.gpu.adapters import GpuAdapters
+from lorikeet_engine.residency.gpu import image_copies
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters, LoadReason
 from lorikeet_engine.residency.gpu.arena import (
     ClearRow,
     Compact,
@@ -19,9 +19,9 @@ from lorikeet_engine.residency.gpu.arena import (
     Piece,
     ReadsEnd,
 )
-from lorikeet_engine.residency.gpu.image_copy import ImageCopy
+from lorikeet_engine.residency.gpu.image_copies import ImageCopy
 from lorikeet_engine.residency.gpu.slots import SlotPool
-from lorikeet_engine.residency.packing import PackedImage
+from lorikeet_engine.residency.packed_image import PackedImage
 from tests.engine.fake_streams import Streams
 from tests.engine.residency.test_slots import layout_of
 
@@ -51,12 +51,14 @@ class Engine:
 
     def load(self, chance: random.Random) -> None:
         layout = layout_of(*[chance.choice(SIZES) for _ in range(LAYERS)])
-        if self.adapters.make_room(layout.elements, for_request=True):
-            self.loads += 1
-            ref = AdapterRef("acme", "a", 1, str(self.loads))
-            elements = torch.full((layout.elements,), float(self.loads))
-            image = PackedImage(layout, elements, layer_sums(elements, layout.layers))
-            self.copies[ref.digest] = self.adapters.place(ref, image, requested=False)
+        number = self.loads + 1
+        ref = AdapterRef("acme", "a", 1, str(number))
+        elements = torch.full((layout.elements,), float(number))
+        image = PackedImage(layout, elements, layer_sums(elements, layout.layers))
+        copy = self.adapters.place(ref, image, LoadReason.PIN)
+        if copy is not None:
+            self.loads = number
+            self.copies[ref.digest] = copy
 
     def arrive(self, digest: str) -> None:
         copy = self.copies.pop(digest)
@@ -72,8 +74,8 @@ class Engine:
 
 
 def set_part_bytes(monkeypatch, part_bytes: int) -> None:
-    monkeypatch.setattr(image_copy, "_PART_BYTES", part_bytes)
-    monkeypatch.setattr(image_copy, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(image_copies, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(image_copies, "_AT_ONCE_BYTES", 0)
 
 
 @pytest.fixture(params=[1 << 20, 64])
@@ -132,7 +134,7 @@ def test_two_parts_of_an_image_are_under_way_at_a_time(monkeypatch):
 
 
 def test_a_small_image_is_given_at_once(monkeypatch):
-    monkeypatch.setattr(image_copy, "_PART_BYTES", 64)
+    monkeypatch.setattr(image_copies, "_PART_BYTES", 64)
     engine = Engine(monkeypatch)
     with engine.streams:
         engine.arena.copy(torch.ones(160), [Piece(0, 0, 160)])

@@ -13,7 +13,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import read_spec
 from lorikeet_engine.errors import AdapterTooLarge
 from lorikeet_engine.residency import blob_packing, loader
-from lorikeet_engine.residency.disk import image_writer
+from lorikeet_engine.residency.disk import image_file
 from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.disk.image_file import ImageFile
 from tests.engine.residency.tiers_driver import LIMITS, make
@@ -251,7 +251,7 @@ def test_an_adapter_is_loaded_though_its_image_cannot_be_written(shelf, bench, m
         tried.set()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(image_writer, "write_image", full)
+    monkeypatch.setattr(image_file, "write_image", full)
     b.lease(a).release()
     assert tried.wait(10)
     b.tiers.close()
@@ -268,7 +268,7 @@ def test_who_waits_for_room_is_woken_when_an_image_was_written(shelf, bench, mon
         written.set()
         gate.wait(10)
 
-    monkeypatch.setattr(image_writer, "write_image", slow)
+    monkeypatch.setattr(image_file, "write_image", slow)
     b.load(a)
     assert written.wait(10)
     b.load(c, to=Residency.DISK)

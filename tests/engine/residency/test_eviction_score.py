@@ -79,7 +79,7 @@ def test_the_uses_of_those_used_longest_ago_are_forgotten(monkeypatch):
 
 def test_reservations_leave_room_for_the_largest_adapter_asked_for():
     reservations = MemoryReservations(100)
-    reservations.make_way_for(30)
+    reservations.revoke_for(30)
     assert reservations.grant("a", 40)
     assert reservations.grant("b", 30)
     assert not reservations.grant("c", 1)
@@ -90,6 +90,6 @@ def test_a_request_takes_the_newest_reservations_back():
     reservations = MemoryReservations(100)
     for digest in "abc":
         assert reservations.grant(digest, 30)
-    reservations.make_way_for(60)
+    reservations.revoke_for(60)
     assert [digest in reservations for digest in "abc"] == [True, False, False]
     assert not reservations.grant("b", 30)

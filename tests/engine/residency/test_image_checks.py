@@ -14,7 +14,7 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterDamaged
 from lorikeet_engine.residency import image_checks
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.blobs import everywhere
 from tests.engine.residency.tiers_driver import TiersDriver, finish_sums, make
 

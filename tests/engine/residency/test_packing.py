@@ -25,7 +25,7 @@ from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
 from lorikeet_engine.residency import blob_packing
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.checksums import layer_sums
-from lorikeet_engine.residency.packing import PackedImage, PackedLayout
+from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)

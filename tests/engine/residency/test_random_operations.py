@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.residency.gpu.adapters import GpuAdapters
-from lorikeet_engine.residency.gpu.leases import Lease
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters, Lease
 from tests.engine.blobs import Shelf, everywhere
 from tests.engine.residency.tiers_driver import TiersDriver
 
@@ -93,5 +92,5 @@ def check_room(adapters: GpuAdapters) -> None:
         if resident.ref.digest in adapters._reservations or resident.held_at(now_s)
     ]
     adapters._clock = lambda: now_s
-    assert adapters.room_elements == adapters._pool.elements - sum(held)
+    assert adapters.available_elements == adapters._pool.elements - sum(held)
     adapters._clock = time.monotonic

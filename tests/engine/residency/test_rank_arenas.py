@@ -16,10 +16,10 @@ from lorikeet_engine.parallel.followers import RankCopies
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.checksums import added, word_sum
 from lorikeet_engine.residency.gpu.arena import DeviceArena, Piece, ReadsEnd, WriteRow
-from lorikeet_engine.residency.gpu.image_copy import ImageCopy
+from lorikeet_engine.residency.gpu.image_copies import ImageCopy
 from lorikeet_engine.residency.gpu.rank_arenas import CopyImage, FollowingArena, LeadingArena
 from lorikeet_engine.residency.gpu.slots import SlotPool
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.blobs import Shelf
 from tests.engine.residency.test_slots import LAYERS, layout_of
 
@@ -105,7 +105,7 @@ class Arenas:
         return placement.slot
 
     def evict(self, slot: int) -> None:
-        self.leader.run(ReadsEnd(slot), self.pool.evict(slot))
+        self.leader.run(ReadsEnd(slot), self.pool.free(slot))
 
     def settle(self) -> list[DeviceArena]:
         """Let everything arrive, whole; the arenas by rank, whose tables are equal."""
@@ -141,7 +141,7 @@ def test_all_arenas_equal_the_images_whatever_was_placed_evicted_and_moved(steps
         if what == "place":
             layout = layout_of(*given_)
             end = begin + WORLD * layout.elements
-            if arenas.pool.has_room(layout.elements) and end <= HOST:
+            if arenas.pool.can_place(layout.elements) and end <= HOST:
                 live[arenas.place(layout, host[begin:end])] = host[begin:end].view(WORLD, -1)
                 begin = end
         elif what == "evict" and given_ in live:
@@ -193,7 +193,7 @@ def test_all_arenas_hold_their_ranks_part_of_every_expert(experts, steps):
     for what, given_ in steps:
         if what == "place":
             layout, image, tensors = adapters[given_]
-            if arenas.pool.has_room(layout.elements):
+            if arenas.pool.can_place(layout.elements):
                 live[arenas.place(layout, image)] = tensors
         elif what == "evict" and given_ in live:
             del live[given_]

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.residency.gpu.leases import SlotUsage, SlotUser
+from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, SlotUser
 from tests.engine.residency.tiers_driver import make
 
 A = AdapterRef("acme", "support", 1, "a" * 64)

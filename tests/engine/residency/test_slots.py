@@ -18,7 +18,7 @@ from lorikeet_engine.residency.gpu import arena
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.arena import ClearRow, Compact, DeviceArena, Move, WriteRow
 from lorikeet_engine.residency.gpu.slots import SlotPool
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.residency.tiers_driver import put
 
 TOTAL = 320
@@ -39,8 +39,8 @@ class Pool(SlotPool):
         self.arena.run(*placement.commands)
         return placement.slot
 
-    def evict(self, slot: int) -> ClearRow:
-        command = super().evict(slot)
+    def free(self, slot: int) -> ClearRow:
+        command = super().free(slot)
         self.arena.run(command)
         return command
 
@@ -202,7 +202,7 @@ def test_every_image_survives_whatever_is_placed_evicted_and_moved(steps):
             layout = layout_of(*sizes) if sum(sizes) else whole(16)
             used = sum(image.numel() for image in live.values())
             room = len(live) < pool.slots and used + layout.elements <= TOTAL
-            assert pool.has_room(layout.elements) == room
+            assert pool.can_place(layout.elements) == room
             if room:
                 slot, image = fill(pool, layout, seed + 1)
                 assert slot not in live
@@ -210,7 +210,7 @@ def test_every_image_survives_whatever_is_placed_evicted_and_moved(steps):
         elif live:
             slot = sorted(live)[number % len(live)]
             del live[slot]
-            pool.evict(slot)
+            pool.free(slot)
         check(pool, live)
 
 
@@ -218,7 +218,7 @@ def test_an_image_is_cut_between_layers_rather_than_that_another_moves():
     pool = pool_of()
     placed = [fill(pool, whole(64), seed) for seed in range(5)]
     for slot, _ in placed[::2]:
-        pool.evict(slot)
+        pool.free(slot)
     slot, image = fill(pool, layout_of(48, 48, 0, 64), 9)
     check(pool, dict(placed[1::2]) | {slot: image})
     assert len(pool.blocks(slot)) == 3
@@ -229,7 +229,7 @@ def test_an_image_lies_in_one_piece_where_a_hole_takes_it():
     pool = pool_of()
     placed = [fill(pool, whole(size), seed) for seed, size in enumerate((96, 16, 128, 16, 64))]
     for slot, _ in placed[::2]:
-        pool.evict(slot)
+        pool.free(slot)
     slot, _ = fill(pool, layout_of(32, 32, 32, 0), 9)
     assert [block.numel() for block in pool.blocks(slot)] == [96]
 
@@ -239,7 +239,7 @@ def test_holes_are_closed_where_that_moves_least_and_only_when_none_takes_a_laye
     sizes = (32, 64, 48, 32, 48, 64, 32)  # every other one will be a hole
     placed = [fill(pool, whole(size), seed) for seed, size in enumerate(sizes)]
     for slot, _ in placed[::2]:
-        pool.evict(slot)
+        pool.free(slot)
 
     placement = pool.place(whole(96))
     close, write = placement.commands
@@ -248,7 +248,7 @@ def test_holes_are_closed_where_that_moves_least_and_only_when_none_takes_a_laye
     assert [row.slot for row in close.rows] == [placed[3][0]]
     assert isinstance(write, WriteRow)
     pool.arena.run(close, write)
-    pool.evict(placement.slot)
+    pool.free(placement.slot)
     check(pool, dict(placed[1::2]))
 
 
@@ -263,8 +263,8 @@ def test_an_arena_that_is_told_the_same_lies_the_same():
 
     for number in range(300):
         layout = layout_of(*[16 * chance.randint(0, 2) for _ in range(LAYERS - 1)], 16)
-        while not pool.has_room(layout.elements):
-            tell(SlotPool.evict(pool, live.pop(chance.randrange(len(live)))))
+        while not pool.can_place(layout.elements):
+            tell(SlotPool.free(pool, live.pop(chance.randrange(len(live)))))
         placement = pool.place(layout)
         tell(*placement.commands)
         moved += len(placement.commands) > 1
@@ -284,7 +284,6 @@ def test_what_may_go_goes_rather_than_that_others_move(leased, left, moved):
     adapters = GpuAdapters(pool, pool.arena, LeastRecentlyUsed(), lambda: float(next(clock)))
 
     def place(name: str, elements: int) -> None:
-        assert adapters.make_room(elements, for_request=True)
         ref = AdapterRef("acme", name, 1, name)
         put(adapters, ref, whole(elements))
 
@@ -310,7 +309,6 @@ def test_nothing_moves_in_an_arena_of_many_sizes_and_little_of_it_is_empty():
     for load in range(600):
         size = chance.choice([4, 8, 16, 32, 64, 128, 256]) * per_rank[chance.random() < 0.25]
         layout = layout_of(*[size] * layers)
-        assert adapters.make_room(layout.elements, for_request=True)
         ref = AdapterRef("acme", str(load), 1, str(load))
         put(adapters, ref, layout)
         used.append(pool.used_elements / pool.elements)
@@ -325,9 +323,9 @@ def test_a_block_that_moves_onto_itself_is_not_torn(gap, buffer, monkeypatch):
     pool = pool_of()
     first, _ = fill(pool, whole(gap), 1)
     slot, image = fill(pool, whole(TOTAL - gap - 16), 2)
-    pool.evict(first)
+    pool.free(first)
     last, _ = fill(pool, whole(gap + 16), 3)
-    pool.evict(last)
+    pool.free(last)
     check(pool, {slot: image})
     assert pool.weights.table[slot, 0, 0, 0].item() == 0
 
@@ -336,9 +334,9 @@ def test_slots_are_as_limited_as_elements():
     pool = pool_of(count=2)
     fill(pool, whole(16), 1)
     slot, _ = fill(pool, whole(16), 2)
-    assert not pool.has_room(16)
-    pool.evict(slot)
-    assert pool.has_room(16)
+    assert not pool.can_place(16)
+    pool.free(slot)
+    assert pool.can_place(16)
 
 
 @pytest.mark.parametrize("loads", [2000, pytest.param(LONG, marks=pytest.mark.soak)])
@@ -353,7 +351,7 @@ def test_no_memory_is_ever_stranded(loads):
         while pool.used_elements + layout.elements > pool.elements:
             slot = chance.choice(list(live))
             assert torch.equal(image_of(pool, slot)[0], live.pop(slot))
-            pool.evict(slot)
+            pool.free(slot)
         slot = pool.put(layout)
         live[slot] = image = noise[load:][: layout.elements]
         blocks = pool.blocks(slot)

@@ -12,9 +12,8 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
 from lorikeet_engine.residency.checksums import layer_sums
-from lorikeet_engine.residency.gpu.adapters import GpuAdapters
-from lorikeet_engine.residency.gpu.leases import Lease
-from lorikeet_engine.residency.packing import PackedImage, PackedLayout
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters, Lease, LoadReason
+from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.telemetry.status import TierStatus
 from tests.engine.blobs import SHAPE, Ranks, Shelf, elements, everywhere
@@ -121,9 +120,9 @@ def finish_sums(tiers: Tiers) -> None:
 def put(gpu: GpuAdapters, ref: AdapterRef, layout: PackedLayout) -> None:
     """Bring an adapter of zeros to the GPU, where there must be room for it."""
     zeros = torch.zeros(layout.elements)
-    copy = gpu.place(
-        ref, PackedImage(layout, zeros, layer_sums(zeros, layout.layers)), requested=False
-    )
+    image = PackedImage(layout, zeros, layer_sums(zeros, layout.layers))
+    copy = gpu.place(ref, image, LoadReason.PIN)
+    assert copy is not None
     assert gpu.copy_finished(ref.digest, int(copy.total.wait()))
 
 

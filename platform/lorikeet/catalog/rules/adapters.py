@@ -7,22 +7,19 @@ All return the changes to commit together; none at all when the state already is
 from collections.abc import Sequence
 from dataclasses import fields
 
-from lorikeet.catalog.log.changes import (
+from lorikeet.catalog.changes import (
     AdapterRetired,
     AdapterShared,
     AliasMoved,
     AliasRolledBack,
     Change,
-    Pinned,
     ShareEnded,
     ShareGiven,
-    Unpinned,
     VersionRegistered,
     VersionRetired,
 )
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import AdapterRecord, AliasShare, BlobFacts, VersionRecord
-from lorikeet.catalog.rules.pin_budget import check_budget
 from lorikeet.catalog.rules.quota import check_quota
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict, NotFound, UnknownModel
@@ -143,42 +140,21 @@ def retire(state: CatalogState, tenant: str, name: str, version: int | None) -> 
     return (VersionRetired(tenant=tenant, name=name, version=version),)
 
 
-def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
-    """Set the pin of an adapter or a tenant. now: Unix seconds.
-
-    Raises UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
-    """
-    if change.name is not None:
-        record = state.adapter(change.tenant, change.name)
-        if record.select(change.selector) is None:
-            raise UnknownModel(
-                f"{record.label}@{change.selector} cannot be pinned: {_versions(record)}",
-                param="selector",
-            )
-    check_budget(state, change, now)
-    return (change,)
-
-
-def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
-    """Take the pin of an adapter or a tenant away. Raises NotFound."""
-    if state.pin_of(tenant, name) is None:
-        raise NotFound(f"{tenant if name is None else f'{tenant}/{name}'!r} is not pinned")
-    return (Unpinned(tenant=tenant, name=name),)
-
-
 def known_version(record: AdapterRecord, number: int) -> VersionRecord:
     """The version of this number, retired or not. Raises UnknownModel."""
     version = record.version(number)
     if version is None:
         raise UnknownModel(
-            f"{record.label} has no version {number}: {_versions(record)}", param="version"
+            f"{record.label} has no version {number}: {usable_versions(record)}", param="version"
         )
     return version
 
 
 def _usable(record: AdapterRecord, number: int) -> None:
     if known_version(record, number).retired:
-        raise Conflict(f"{record.label}@{number} is retired: {_versions(record)}", param="version")
+        raise Conflict(
+            f"{record.label}@{number} is retired: {usable_versions(record)}", param="version"
+        )
 
 
 def _pointed(record: AdapterRecord, alias: str) -> int:
@@ -187,7 +163,8 @@ def _pointed(record: AdapterRecord, alias: str) -> int:
     return record.aliases[alias]
 
 
-def _versions(record: AdapterRecord) -> str:
+def usable_versions(record: AdapterRecord) -> str:
+    """Say which versions and aliases an adapter has, for an error's remedy."""
     usable = [str(version.version) for version in record.versions if not version.retired]
     aliases = [f"{alias} → {at}" for alias, at in sorted(record.aliases.items())]
     return f"it has versions {', '.join(usable) or '(none)'}, aliases {', '.join(aliases) or '-'}"

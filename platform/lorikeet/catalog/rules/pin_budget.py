@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lorikeet.catalog.log.changes import Pinned
+from lorikeet.catalog.changes import Pinned
 from lorikeet.catalog.records import PinRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lorikeet.catalog.log.apply import apply_changes
-from lorikeet.catalog.log.changes import Change
+from lorikeet.catalog.apply import apply_changes
+from lorikeet.catalog.changes import Change
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict
 

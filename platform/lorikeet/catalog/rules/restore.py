@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lorikeet.catalog.log.changes import (
+from lorikeet.catalog.changes import (
     AdapterShared,
     AliasMoved,
     Change,

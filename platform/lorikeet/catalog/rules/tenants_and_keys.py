@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import cast
 
-from lorikeet.catalog.log.changes import (
+from lorikeet.catalog.changes import (
     KeyCreated,
     KeyOptionsSet,
     KeyReplaced,

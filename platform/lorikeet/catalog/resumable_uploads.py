@@ -1,0 +1,251 @@
+"""Uploads in progress: blobs that are not validated yet, and that nobody serves.
+
+An upload is known by the digest that its sender names and by the admin's key that sends it: any
+gateway can go on with it, and no key can touch another's. All of it lies under
+uploads/<digest>/<key id>/: a record, and the parts as the store keeps them. The record is there
+from the beginning to the end, also when the blob is in the store already, so that garbage
+collection can spare a blob whose digest it finds here.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.store.object_store import ObjectStore
+from lorikeet.errors import (
+    Conflict,
+    InvalidAdapter,
+    NotFound,
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+)
+
+PREFIX = "uploads/"
+PART_BYTES = 8 * 2**20
+_MOST_PARTS = 1000  # one page of a listing; S3 itself takes ten times as many
+_RECORD = "upload.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """One upload. owner: the id of the admin's key. created: Unix seconds.
+
+    token None: the blob was in the store when the upload began, and nothing need arrive.
+    """
+
+    digest: str
+    owner: str
+    size_bytes: int
+    part_bytes: int
+    created: float
+    nonce: str
+    token: str | None
+
+    @property
+    def key(self) -> str:
+        """Where its bytes lie. No other upload ever writes there, whatever came before it."""
+        return f"{_folder(self.digest, self.owner)}{self.nonce}"
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of its parts."""
+        return range(1, -(-self.size_bytes // self.part_bytes) + 1)
+
+    def part_size(self, number: int) -> int:
+        """Bytes of one part; only the last may be smaller than part_bytes."""
+        return min(self.part_bytes, self.size_bytes - (number - 1) * self.part_bytes)
+
+
+class ResumableUploads:
+    """The uploads of one store. Safe from any thread of any process."""
+
+    def __init__(self, store: ObjectStore, part_bytes: int = PART_BYTES) -> None:
+        self._store = store
+        self._part_bytes = part_bytes
+
+    def begin(self, digest: str, size_bytes: int, owner: str) -> tuple[Upload, tuple[int, ...]]:
+        """Resume an upload or begin a new one; return it with the parts that are missing.
+
+        Raises Conflict when this key began it with another size.
+        """
+        stored = self.stored(digest)
+        upload = self._found(digest, owner) or self._create(digest, size_bytes, owner, stored)
+        if upload.size_bytes != size_bytes:
+            raise Conflict(
+                f"the upload of {digest} was begun with {upload.size_bytes} bytes, and now has "
+                f"{size_bytes}: register the file again"
+            )
+        if stored:
+            return upload, ()
+        try:
+            return upload, self._missing(upload)
+        except ObjectNotFound:  # given up, or its blob was collected: it starts over
+            self.discard(upload)
+            upload = self._create(digest, size_bytes, owner, stored=False)
+            return upload, self._missing(upload)
+
+    def find(self, digest: str, owner: str) -> Upload:
+        """The upload as it was begun. Raises NotFound."""
+        upload = self._found(digest, owner)
+        if upload is None:
+            raise NotFound(f"this key has begun no upload of {digest}")
+        return upload
+
+    def url(self, upload: Upload, number: int) -> str | None:
+        """Where its sender may PUT a part; None: it goes through the gateway."""
+        if upload.token is None:
+            return None
+        return self._store.parts.url(upload.key, upload.token, number, upload.part_size(number))
+
+    def put(self, upload: Upload, number: int, part: Path) -> None:
+        """Write a part from a file of its size. Raises ObjectNotFound once they are joined."""
+        if upload.token is not None:
+            self._store.parts.put(upload.key, upload.token, number, part)
+
+    def download(self, digest: str, owner: str, path: Path) -> None:
+        """Write the whole blob into a file, from the store's blobs if it is there already.
+
+        Verifies the digest; bytes with another one are thrown away. Raises NotFound, Conflict
+        while parts are missing, InvalidAdapter.
+        """
+        found = (
+            self._store.download(blob_key(digest), path)
+            if self.stored(digest)
+            else self._gather(digest, owner, path)
+        )
+        if found != digest:
+            self.end(digest, owner)
+            raise InvalidAdapter(
+                f"the uploaded bytes have the digest {found} and not {digest}: register the "
+                "file again"
+            )
+
+    def keep(self, digest: str, owner: str, blob: Path) -> None:
+        """Make what was downloaded a blob: inside the store, or else from the file."""
+        upload = self._found(digest, owner)
+        if upload is not None and upload.token is not None and not self.stored(digest):
+            with suppress(ObjectNotFound):  # a register of the same upload was quicker
+                self._store.parts.copy(upload.key, blob_key(digest))
+        if not self.stored(digest):
+            self._store.put_file(blob_key(digest), blob)
+
+    def end(self, digest: str, owner: str) -> None:
+        """Discard an upload that has done its work; none there is fine."""
+        upload = self._found(digest, owner)
+        if upload is not None:
+            self.discard(upload)
+
+    def discard(self, upload: Upload) -> None:
+        """Remove an upload and its bytes."""
+        if upload.token is not None:
+            self._store.parts.delete(upload.key, upload.token)
+        self._store.delete(_record_key(upload.digest, upload.owner))
+
+    def in_flight(self) -> Iterator[Upload]:
+        """Every upload that was begun and neither ended nor discarded."""
+        for key in self._store.list(PREFIX):
+            if key.endswith("/" + _RECORD):
+                _, digest, owner, _ = key.split("/")
+                upload = self._found(digest, owner)
+                if upload is not None:
+                    yield upload
+
+    def sweep(self, before: float) -> int:
+        """Remove what was begun before, Unix seconds, and has not ended; how many uploads.
+
+        Also what a crash left without a record.
+        """
+        old = [upload for upload in self.in_flight() if upload.created < before]
+        for upload in old:
+            self.discard(upload)
+        for parts in self._store.parts.unfinished(PREFIX):
+            if parts.begun < before:
+                self._store.parts.delete(parts.key, parts.token)
+        for found in self._store.scan(PREFIX):
+            if found.modified < before and not found.key.endswith("/" + _RECORD):
+                self._store.delete(found.key)
+        return len(old)
+
+    def stored(self, digest: str) -> bool:
+        """Whether the store has this blob."""
+        try:
+            self._store.size(blob_key(digest))
+        except ObjectNotFound:
+            return False
+        return True
+
+    def _create(self, digest: str, size_bytes: int, owner: str, stored: bool) -> Upload:
+        """A new upload, or the one that another request of this key made at the same moment."""
+        least = -(-size_bytes // _MOST_PARTS)
+        nonce = uuid.uuid4().hex
+        folder = _folder(digest, owner)
+        upload = Upload(
+            digest=digest,
+            owner=owner,
+            size_bytes=size_bytes,
+            part_bytes=max(self._part_bytes, least),
+            created=time.time(),
+            nonce=nonce,
+            token=None if stored else self._store.parts.begin(folder + nonce),
+        )
+        record = {k: v for k, v in asdict(upload).items() if k not in ("digest", "owner")}
+        try:
+            self._store.put_if_absent(_record_key(digest, owner), json.dumps(record).encode())
+        except ObjectExists:  # also this one's own success, when its answer was lost
+            first = self.find(digest, owner)
+            if first != upload and upload.token is not None:
+                self._store.parts.delete(upload.key, upload.token)
+            return first
+        return upload
+
+    def _found(self, digest: str, owner: str) -> Upload | None:
+        key = _record_key(digest, owner)
+        try:
+            return Upload(digest=digest, owner=owner, **json.loads(self._store.get(key)))
+        except ObjectNotFound:
+            return None
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"{self._store.url}: {key} is not what it was: delete it") from error
+
+    def _missing(self, upload: Upload) -> tuple[int, ...]:
+        if upload.token is None:
+            raise ObjectNotFound(f"no blob {upload.digest} any more")
+        try:
+            sizes = self._store.parts.sizes(upload.key, upload.token)
+        except ObjectNotFound:
+            self._store.size(upload.key)  # joined, if this is there
+            return ()
+        return tuple(n for n in upload.numbers if sizes.get(n) != upload.part_size(n))
+
+    def _gather(self, digest: str, owner: str, path: Path) -> str:
+        try:
+            return self._join(self.find(digest, owner), path)
+        except (NotFound, ObjectNotFound):
+            if not self.stored(digest):  # else a register of the same upload has just ended it
+                raise
+            return self._store.download(blob_key(digest), path)
+
+    def _join(self, upload: Upload, path: Path) -> str:
+        missing = self._missing(upload)
+        if missing:
+            raise Conflict(
+                f"{len(missing)} of {len(upload.numbers)} parts of {upload.digest} have not "
+                "arrived: register the file again, and it goes on from there"
+            )
+        assert upload.token is not None
+        self._store.parts.join(upload.key, upload.token)
+        return self._store.parts.download(upload.key, upload.token, path)
+
+
+def _folder(digest: str, owner: str) -> str:
+    return f"{PREFIX}{digest}/{owner}/"
+
+
+def _record_key(digest: str, owner: str) -> str:
+    return _folder(digest, owner) + _RECORD
