@@ -93,7 +93,7 @@ def _chunk(
     chunk: tl.tensor,
     vocab: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Load columns [_CHUNK] and float32 logits of a chunk; of the listed groups, if there are any."""
+    """Load columns [_CHUNK] and float32 logits of a chunk, or of a chunk of the listed groups."""
     place = tl.arange(0, _CHUNK)
     group = chunk * _GROUPS + place // _GROUP
     inside = group >= 0
