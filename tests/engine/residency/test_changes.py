@@ -173,7 +173,7 @@ def test_an_adapter_that_is_being_copied_is_loading_and_not_on_the_gpu(shelf, be
 
 
 def test_files_that_another_process_adds_and_removes_are_reported(shelf, bench, monkeypatch):
-    monkeypatch.setattr(watcher, "_LOOK_S", 0.02)
+    monkeypatch.setattr(watcher, "_POLL_S", 0.02)
     (a,) = make(shelf, "a")
     b, other = bench(), bench()
     mirror = Mirror(b)

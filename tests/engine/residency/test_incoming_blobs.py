@@ -187,7 +187,7 @@ def test_pinned_images_are_not_evicted_for_incoming_blobs(shelf, bench, begin):
 def test_at_most_two_blobs_are_packed_at_once(shelf, bench, begin):
     refs, b = make(shelf, "acd"), bench()
     uploads = [begin(b, ref) for ref in refs]
-    assert len(b.tiers.incoming_blobs._incoming) == incoming_blobs.AT_ONCE
+    assert len(b.tiers.incoming_blobs._incoming) == incoming_blobs.MAX_CONCURRENT
     for upload in uploads:
         upload.write()
         upload.verify()
