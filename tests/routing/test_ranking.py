@@ -143,7 +143,7 @@ def test_while_nothing_can_be_fetched_who_has_the_adapter_comes_first():
     tiers = zip("rdhg", sorted(Residency), (0, 90_000, 90_000, 90_000), strict=True)
     options = [option(name, status(waiting_tokens=n), tier=tier) for name, tier, n in tiers]
     assert [each.replica for each in rank_by_cost(WORK, options)] == [*"rgdh"]
-    in_vain = [each._replace(fetches=False) for each in options]
+    in_vain = [each._replace(can_fetch=False) for each in options]
     assert [each.replica for each in rank_by_cost(WORK, in_vain)] == [*"gdhr"]
 
 

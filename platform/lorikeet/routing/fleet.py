@@ -127,7 +127,7 @@ class Fleet:
                 if full in (None, name):  # a full one that is gone is no news of the others
                     replica.pause_fetches(now_s)
             have = any(tier(name, digest) is not Residency.REMOTE for name in self._usable)
-            return have or any(self._replicas[name].fetches(now_s) for name in self._usable)
+            return have or any(self._replicas[name].can_fetch(now_s) for name in self._usable)
 
     def rank_replicas(
         self, request: RoutingRequest, queue_length: Callable[[str], int | None] = lambda _: None

@@ -115,7 +115,7 @@ class ReplicaOption(NamedTuple, Generic[R]):
     that adapter decodes there. evicted_uses: see the function of that name. cached_tokens: how many
     of the prompt's it has computed before. loading: whether the adapter is on its way to its GPU
     already, its bytes among those of `status`. queue_share: what share of all that waits there
-    comes before the request, since tenants take turns. fetches: whether it can fetch adapters.
+    comes before the request, since tenants take turns. can_fetch: whether it can fetch adapters.
     """
 
     replica: R
@@ -127,7 +127,7 @@ class ReplicaOption(NamedTuple, Generic[R]):
     cached_tokens: int = 0
     loading: bool = False
     queue_share: float = 1.0
-    fetches: bool = True
+    can_fetch: bool = True
 
 
 class Holders(NamedTuple, Generic[R]):
@@ -168,12 +168,12 @@ def rank_by_cost(work: Work, options: Iterable[ReplicaOption[R]]) -> list[Candid
     Those that lack the adapter and cannot fetch it come last.
     """
     costs = [(expected_cost(work, each), each) for each in options]
-    costs.sort(key=lambda of: (_must_fetch_in_vain(of[1]), of[0].total_s))
+    costs.sort(key=lambda of: (_cannot_get_adapter(of[1]), of[0].total_s))
     return [Candidate(each.replica, each.tier, cost) for cost, each in costs]
 
 
-def _must_fetch_in_vain(option: ReplicaOption[R]) -> bool:
-    return option.tier is Residency.REMOTE and not option.fetches
+def _cannot_get_adapter(option: ReplicaOption[R]) -> bool:
+    return option.tier is Residency.REMOTE and not option.can_fetch
 
 
 def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:

@@ -19,27 +19,25 @@ from lorikeet.gateway.auth import RequestAuthenticator
 _REF = "#/components/schemas/{model}"
 _REQUESTS = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest)
 _ERRORS = {
-    "400": "A field is not right or not supported; `param` names it.",
-    "401": "No key, or none that is known.",
+    "400": "A field is wrong or not supported; `param` names the field.",
+    "401": "The key is missing or unknown.",
     "403": "The key's scopes do not allow this.",
-    "404": "No such model, or not this tenant's.",
-    "408": "The body did not come in time.",
+    "404": "The model does not exist, or belongs to another tenant.",
+    "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "422": "The adapter cannot be served.",
-    "429": "A limit is reached, or the budget; Retry-After says when to come back.",
+    "429": "A limit or the budget is reached; Retry-After says when to try again.",
     "500": "The service failed.",
-    "503": "The service cannot do this now; Retry-After says when to come back.",
+    "503": "The service cannot do this now; Retry-After says when to try again.",
 }
-_ANTHROPIC_ERRORS = {
-    "529": "The service has more to do than it can; Retry-After says when to come back."
-}
+_ANTHROPIC_ERRORS = {"529": "The service is overloaded; Retry-After says when to try again."}
 _OBJECT = {"schema": {"type": "object"}}
 _JSON = {"application/json": _OBJECT}
 _JSON_OR_EVENTS = _JSON | {"text/event-stream": _OBJECT}
 
 
 def openapi_routes(authenticator: RequestAuthenticator) -> APIRouter:
-    """The route of the document, for callers with a key."""
+    """Return the route of the document, for callers with a key."""
     router = APIRouter(prefix="/v1")
 
     @router.get("/openapi.json")
@@ -78,9 +76,9 @@ def document() -> dict[str, Any]:
             "/v1/adapters/{name}/versions/{digest}": _pushing(),
             "/v1/usage": _get(
                 "get_usage",
-                "Sum up what was used",
-                _query("from", "date", "the first day, UTC; else the month's"),
-                _query("to", "date", "the last day, included; else today"),
+                "Sum up usage",
+                _query("from", "date", "first day, UTC; else the first of this month"),
+                _query("to", "date", "last day, included; else today"),
                 _query("by", "", "adapter, day, or both with a comma between"),
             ),
             "/v1/openapi.json": _get("get_openapi", "Describe the API"),
@@ -137,12 +135,12 @@ def _pushing() -> dict[str, Any]:
         "summary": "Push a version of an adapter",
         "parameters": [
             *named,
-            _query("alias", "", "the alias that moves to it"),
-            _query("base_model", "", "the base model it was trained on; else what the blob says"),
-            _query("wait", "", "none, ready or durable; else ready"),
-            _query("lifetime_s", "", "seconds after which it goes, never durable, 1 to 86400"),
-            _query("keep", "", "with lifetime_s: how many of the newest such ones stay, 1 to 15"),
-            _query("timeout_s", "", "seconds to wait for that, 0 to 600; else 60"),
+            _query("alias", "", "alias that moves to the version"),
+            _query("base_model", "", "base model it was trained on; else the one the blob names"),
+            _query("wait", "", "state to wait for: none, ready or durable; else ready"),
+            _query("lifetime_s", "", "seconds until it expires, never durable, 1 to 86400"),
+            _query("keep", "", "with lifetime_s: number of newest expiring versions kept, 1 to 15"),
+            _query("timeout_s", "", "seconds to wait for that state, 0 to 600; else 60"),
         ],
         "requestBody": {
             "required": True,

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 
 PREPARED = """
 import asyncio, ctypes, pathlib
-from lorikeet.serving.malloc_trim import trim_freed_memory
+from lorikeet.serving.freed_memory import trim_freed_memory
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks mapped bytes".split()]

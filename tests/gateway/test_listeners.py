@@ -16,7 +16,7 @@ from lorikeet.addresses import Address
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.app import RequestMiddleware
 from lorikeet.gateway.error_responses import add_error_handlers
-from lorikeet.serving.listeners import AdminListener, PublicListener
+from lorikeet.gateway.listeners import AdminListener, PublicListener
 from tests.gateway.conftest import listening
 from tests.waiting import eventually
 
