@@ -44,8 +44,8 @@ def fill_catalog(settings: Settings, keys_folder: Path) -> DemoKeys:
     else:
         keys = _create_keys(catalog)
         _write_keys(keys, keys_folder)
-    catalog.refresh()
-    there = {record.label for record in catalog.ask(lambda state: state.adapters())}
+    catalog.reader.refresh()
+    there = {record.label for record in catalog.reader.ask(lambda state: state.adapters())}
     for task in TASKS:
         if f"{task.tenant}/{task.name}" not in there:  # also after a start that was interrupted
             _register(catalog, settings, task)

@@ -23,9 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lorikeet.catalog.apply import apply_entries
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.log.apply import apply_entries
-from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.log import Log
+from lorikeet.catalog.partition_format import encode_tenant
+from lorikeet.catalog.reader import SNAPSHOT_EVERY
 from lorikeet.catalog.records import (
     AdapterRecord,
     BlobFacts,
@@ -34,11 +36,9 @@ from lorikeet.catalog.records import (
     TenantState,
     VersionRecord,
 )
-from lorikeet.catalog.snapshots.partition_format import encode_tenant
-from lorikeet.catalog.snapshots.snapshots import Snapshots
+from lorikeet.catalog.snapshots import Snapshots
 from lorikeet.catalog.state import PARTITIONS, CatalogState, Partition, partition_of
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.catalog.view import SNAPSHOT_EVERY
 from tests.ministack import ministack
 
 TAIL = SNAPSHOT_EVERY // 2
@@ -58,7 +58,7 @@ def build(url: str, tenants: int, adapters: int) -> None:
         tenant = make_tenant(f"tenant-{number:05d}", adapters // tenants)
         spread[partition_of(tenant.record.name)][tenant.record.name] = encode_tenant(tenant)
     partitions = (*map(Partition, spread), Partition())
-    Snapshots(store).write(CatalogState(catalog.state.seq, time.time(), partitions))
+    Snapshots(store).write(CatalogState(catalog.reader.state.seq, time.time(), partitions))
     writer = AdapterCatalog(store)
     for number in range(TAIL):
         writer.promote(f"tenant-{number % tenants:05d}", NAME, 1, f"alias-{number}", actor="bench")
@@ -80,20 +80,20 @@ def make_adapter(tenant: str, name: str) -> AdapterRecord:
 
 def open_name(catalog: AdapterCatalog) -> None:
     """Resolve one adapter's name to its digest, from nothing."""
-    catalog.refresh()
-    catalog.ask(lambda state: state.resolve(f"{OWNER}/{NAME}", OWNER))
+    catalog.reader.refresh()
+    catalog.reader.ask(lambda state: state.resolve(f"{OWNER}/{NAME}", OWNER))
 
 
 def open_tenant(catalog: AdapterCatalog) -> None:
     """Read all that one tenant may use, from nothing."""
-    catalog.refresh()
-    assert catalog.ask(lambda state: state.visible_to(OWNER))
+    catalog.reader.refresh()
+    assert catalog.reader.ask(lambda state: state.visible_to(OWNER))
 
 
 def read_all(catalog: AdapterCatalog) -> None:
     """Every record of every adapter, from nothing."""
-    catalog.refresh()
-    catalog.ask(lambda state: sum(1 for _ in state.adapters()))
+    catalog.reader.refresh()
+    catalog.reader.ask(lambda state: sum(1 for _ in state.adapters()))
 
 
 def register(catalog: AdapterCatalog) -> None:
@@ -108,7 +108,7 @@ def register(catalog: AdapterCatalog) -> None:
 
 def snapshot(catalog: AdapterCatalog) -> None:
     """A snapshot after the tail, from nothing."""
-    catalog.snapshot()
+    catalog.reader.snapshot()
 
 
 MEASURED: dict[str, tuple[Callable[[AdapterCatalog], None], str]] = {
@@ -148,7 +148,7 @@ def measure(url: str, what: str) -> Measured:
 def _fold_seconds(catalog: AdapterCatalog) -> float:
     """How long one more entry takes, on a state of which everything is read."""
     catalog.promote(OWNER, NAME, 1, "measured", actor="bench")
-    state = catalog.state
+    state = catalog.reader.state
     entry = Log(catalog.store).read(state.seq - 1)[-1]
     times = []
     for _ in range(100):

@@ -23,11 +23,10 @@ from ray.serve.handle import DeploymentHandle
 
 from loadtest.cluster import cluster
 from loadtest.report import quantiles_ms
-from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint
+from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, Work
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.fleet import Fleet
-from lorikeet.routing.ranking import Work
-from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.fleet_registry import fleet_of
 from lorikeet.serving.status_subscriber import StatusSubscriber
 from lorikeet_engine.adapter import AdapterRef, Residency

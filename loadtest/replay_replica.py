@@ -13,8 +13,8 @@ from lorikeet.answer_stream.openai_format import Ending
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.protocol.status_update import StatusUpdate, to_stats
 from lorikeet.replica.status_feed import StatusFeed
-from lorikeet.routing.status_update import StatusUpdate, to_stats
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from lorikeet import errors
-from lorikeet.dialects import (
-    Dialect,
+from lorikeet.error_shapes import (
+    ClientApi,
     anthropic_error_body,
-    dialect_of_path,
-    error_body,
+    api_of_path,
     error_status,
+    openai_error_body,
 )
 from lorikeet.errors import ERRORS, ErrorKind, LorikeetError, engine_code, status_of
 from lorikeet.gateway.apis.openapi import document
@@ -64,8 +64,8 @@ def test_an_error_of_the_engines_has_the_code_of_its_kind(error, code):
 
 def test_the_openapi_document_lists_the_statuses_of_the_table():
     for path, operations in document()["paths"].items():
-        dialect = dialect_of_path(path)
-        statuses = {str(error_status(code, dialect)) for code in ERRORS} - ONLY_ADMINS
+        api = api_of_path(path)
+        statuses = {str(error_status(code, api)) for code in ERRORS} - ONLY_ADMINS
         for method, operation in operations.items():
             pushed = {"201", "202", "409"} if method == "put" else set()
             assert set(operation["responses"]) == statuses | {"200"} | pushed
@@ -82,13 +82,13 @@ def test_the_documentation_lists_the_table():
 
 def test_a_code_of_no_row_is_the_services_own_fault():
     assert status_of("never_heard_of") == 500
-    assert error_body("never_heard_of", "why")["error"]["type"] == "server_error"
+    assert openai_error_body("never_heard_of", "why")["error"]["type"] == "server_error"
 
 
 def test_anthropics_clients_know_an_overload_by_its_status_and_a_code_by_its_details():
-    assert error_status("overloaded", Dialect.ANTHROPIC) == 529
+    assert error_status("overloaded", ClientApi.ANTHROPIC) == 529
     others = [code for code in ERRORS if code != "overloaded"]
-    assert all(error_status(code, Dialect.ANTHROPIC) == status_of(code) for code in others)
+    assert all(error_status(code, ClientApi.ANTHROPIC) == status_of(code) for code in others)
     body = anthropic_error_body("context_length_exceeded", "shorten it", "r1")
     assert body == {
         "type": "error",

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseShape, write_blob
 from lorikeet_engine.residency.checksums import layer_sums
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from lorikeet_engine.residency.tiers import Tiers
 
 _TENANT = "benchmark"
@@ -163,7 +163,7 @@ def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) 
 
 def empty_device(tiers: Tiers) -> None:
     """Evict every adapter from the device; the host keeps them. No request runs."""
-    evicted = tiers._gpu.make_room(tiers._pool.elements, for_request=False)
+    evicted = tiers._gpu.evict_for(tiers._pool.elements, for_request=False)
     assert evicted, "some adapter is still in use"
 
 

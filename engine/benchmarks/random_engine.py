@@ -17,7 +17,7 @@ from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_con
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.residency.disk.cache import AdapterSource
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 
 RANK = 16
 NO_OTHERS: Mapping[Targets, int] = {}

@@ -22,9 +22,8 @@ from engine.benchmarks import harness
 from engine.benchmarks.gpu_time import medians_ms
 from lorikeet_engine.kernels.pointwise import add_rms_norm, add_rms_norm_fp8
 from lorikeet_engine.parallel.rank_group import RankGroup
-from lorikeet_engine.parallel.row_exchange import RowExchange
 from lorikeet_engine.parallel.shard import Shard
-from lorikeet_engine.parallel.symmetric_sums import SymmetricSums, can_map_peers
+from lorikeet_engine.parallel.sums import RowExchange, SymmetricSums, can_map_peers
 
 SIZES = tuple(16 << 10 << step for step in range(12))  # 16 KiB to 32 MiB
 WIDTHS, ROWS = (4096, 8192), (1, 2, 4, 8, 16, 32, 64)
@@ -82,10 +81,10 @@ def measure_norms(group: RankGroup, device: torch.device) -> list[NormRow]:
     """Measure as many rows as norms sum themselves, in one rank of several that do the same."""
     found = []
     for width in WIDTHS:
-        group.connect_rows(width)
+        group.sums.connect_rows(width)
         parts = [torch.zeros(rows, width, dtype=torch.bfloat16, device=device) for rows in ROWS]
         for part, fp8 in product(parts, (False, True)):
-            exchange = group.exchange_for(part)
+            exchange = group.sums.exchange_for(part)
             if exchange is not None:
                 found.append(_time_norm(group, part, exchange, fp8=fp8))
     return found
@@ -98,7 +97,7 @@ def _time_norm(
     x, weight = torch.zeros_like(part), torch.ones_like(part[0])
 
     def apart(part: torch.Tensor) -> None:
-        group.sum_(part)
+        group.sums.all_reduce(part)
         norm(x, part, weight, _EPS)
 
     def together(part: torch.Tensor) -> None:

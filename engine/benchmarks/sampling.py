@@ -23,7 +23,7 @@ from engine.benchmarks.random_engine import SETTINGS as SMALL
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import LogprobsMode, Request, SamplingParams, TokenLogprobs
 from lorikeet_engine.sampling.draws import SamplingRow
-from lorikeet_engine.sampling.logprobs import Logprobs
+from lorikeet_engine.sampling.logprob_readback import LogprobReadback
 from lorikeet_engine.sampling.penalties import Penalties
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import Sampler
@@ -184,7 +184,7 @@ def _draw(
     if params[0].logprobs_mode is LogprobsMode.PROCESSED:
         processed = ProcessedLogprobs(counts)
         return Sampler(penalties).sample(logits, rows, processed).tolist(), processed.read()
-    logprobs = Logprobs(logits, counts)
+    logprobs = LogprobReadback(logits, counts)
     tokens = Sampler(penalties).sample(logits, rows)
     logprobs.download(logits, tokens)
     return tokens.tolist(), logprobs.read()

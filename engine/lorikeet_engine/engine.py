@@ -385,6 +385,6 @@ def _live_stats(
         kv_pages_total=cache.pages,
         loading_bytes=tiers.loading_bytes,
         free_bytes=gpu.capacity_bytes - gpu.used_bytes,
-        room_bytes=tiers.room_bytes,
+        room_bytes=tiers.available_bytes,
         victim=tiers.victim,
     )

@@ -7,7 +7,7 @@ its scheduler expects; a limit per minute with the time until its bucket holds w
 import math
 from datetime import UTC, datetime, timedelta
 
-_SOONEST_S = 1.0
+_MIN_S = 1.0
 NO_REPLICA_S = 5.0
 STORE_AWAY_S = 5.0
 """A gateway asks a store that is away every second, but nobody knows for how long it is."""
@@ -19,7 +19,7 @@ FULL_PROXY_S = 5
 
 def whole_seconds(wait_s: float | None) -> int:
     """The header's value: wait_s rounded up, 1 at least, and 1 if unknown."""
-    return math.ceil(max(_SOONEST_S, wait_s or 0.0))
+    return math.ceil(max(_MIN_S, wait_s or 0.0))
 
 
 def until_queue_is_short(wait_s: float, max_queue_s: float) -> float:
@@ -27,7 +27,7 @@ def until_queue_is_short(wait_s: float, max_queue_s: float) -> float:
 
     By max_queue_s from now all that waits has begun, or has waited for too long itself.
     """
-    return max(_SOONEST_S, min(wait_s - max_queue_s, max_queue_s))
+    return max(_MIN_S, min(wait_s - max_queue_s, max_queue_s))
 
 
 def until_one_ends(usual_s: float, running: int) -> float:

@@ -94,7 +94,7 @@ def work(catalog: AdapterCatalog, folder: Path, name: str) -> Iterator[str]:
         tenant, adapter = chance.choice(TENANTS), chance.choice(NAMES)
         act = chance.choices(["register", "move", "snapshot"], [4, 8, 2])[0]
         if act == "snapshot":
-            yield f"snapshot {catalog.snapshot()}"
+            yield f"snapshot {catalog.reader.snapshot()}"
         elif act == "register":
             data = f"{name} {number}".encode()
             blob.write_bytes(data)
@@ -106,8 +106,8 @@ def work(catalog: AdapterCatalog, folder: Path, name: str) -> Iterator[str]:
             else:
                 yield f"registered {tenant}/{adapter} {version.version} {facts.digest}"
         else:
-            catalog.refresh()
-            record = catalog.ask(lambda state, t=tenant, a=adapter: state.adapter(t, a))  # type: ignore[misc]
+            catalog.reader.refresh()
+            record = catalog.reader.ask(lambda state, t=tenant, a=adapter: state.adapter(t, a))  # type: ignore[misc]
             now, version = record.aliases["prod"], chance.randint(1, len(record.versions))
             if version == now:
                 continue

@@ -17,7 +17,7 @@ from lorikeet.catalog.store.object_store import open_store
 
 def main(url: str, name: str, versions: int) -> None:
     catalog = AdapterCatalog(open_store(url))
-    catalog.refresh()
+    catalog.reader.refresh()
     print("ready", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         blob = Path(folder) / "blob"

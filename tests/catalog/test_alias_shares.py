@@ -27,7 +27,7 @@ def shared(catalog: AdapterCatalog, register: Register) -> AdapterCatalog:
 
 
 def seen(catalog: AdapterCatalog, model: str = "acme/support") -> dict[str, int]:
-    return {each: catalog.state.resolve(model, "acme", each).version for each in SESSIONS}
+    return {each: catalog.reader.state.resolve(model, "acme", each).version for each in SESSIONS}
 
 
 def test_a_share_is_as_large_as_promised(shared: AdapterCatalog) -> None:
@@ -56,12 +56,12 @@ def test_adapters_do_not_share_their_guinea_pigs(
 
 
 def test_without_a_session_the_first_version_is_meant(shared: AdapterCatalog) -> None:
-    assert shared.state.resolve("acme/support", "acme").version == 1
+    assert shared.reader.state.resolve("acme/support", "acme").version == 1
 
 
 def test_promoting_either_version_ends_a_share(shared: AdapterCatalog) -> None:
     shared.promote("acme", "support", 2, expect=1, actor="ann")
-    record = shared.state.adapter("acme", "support")
+    record = shared.reader.state.adapter("acme", "support")
     assert (record.aliases, record.shares) == ({"prod": 2}, {})
     assert set(seen(shared).values()) == {2}
 
@@ -91,6 +91,6 @@ def test_what_cannot_be_shared_is_refused(shared: AdapterCatalog) -> None:
     for part in (0.0, 1.0, -1.0, float("nan")):
         with pytest.raises(InvalidInput, match="want more than 0"):
             shared.give_share("acme", "support", 2, part, actor="ann")
-    seq = shared.state.seq
+    seq = shared.reader.state.seq
     shared.give_share("acme", "support", 2, 0.1, actor="ann")
-    assert shared.state.seq == seq
+    assert shared.reader.state.seq == seq

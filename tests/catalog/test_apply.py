@@ -5,8 +5,8 @@ from collections.abc import Collection
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from lorikeet.catalog.log.apply import apply_entries
-from lorikeet.catalog.log.changes import (
+from lorikeet.catalog.apply import apply_entries
+from lorikeet.catalog.changes import (
     CatalogCreated,
     Entry,
     KeyCreated,
@@ -14,12 +14,13 @@ from lorikeet.catalog.log.changes import (
     TenantCreated,
     TenantOptionsSet,
 )
-from lorikeet.catalog.log.log_format import object_from_json, object_to_json
+from lorikeet.catalog.log_format import object_from_json, object_to_json
 from lorikeet.catalog.records import AdapterRecord, BlobFacts, Scope
 from lorikeet.catalog.rules import adapters as adapter_rules
+from lorikeet.catalog.rules import pins as pin_rules
 from lorikeet.catalog.rules import tenants_and_keys as tenant_rules
 from lorikeet.catalog.rules.limits import TenantOptions
-from lorikeet.catalog.snapshots.snapshots import partition_from_bytes, partition_to_bytes
+from lorikeet.catalog.snapshots import partition_from_bytes, partition_to_bytes
 from lorikeet.catalog.state import (
     COMMON,
     PARTITIONS,
@@ -96,12 +97,12 @@ def decide(state: CatalogState, act: tuple) -> adapter_rules.Changes:  # type: i
                 reason="",
                 expires=None,
             )
-            return adapter_rules.pin(state, pin, now=1.0)
+            return pin_rules.pin(state, pin, now=1.0)
         case ("budget", tenant, pin_budget_bytes):
             budget = TenantOptions(pin_budget_bytes=pin_budget_bytes)
             return tenant_rules.limit_tenant(state, TenantOptionsSet(tenant=tenant, options=budget))
         case ("unpin", *rest):
-            return adapter_rules.unpin(state, *rest)
+            return pin_rules.unpin(state, *rest)
     raise AssertionError(act)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import Scope, VersionRecord, secret_sha256
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.object_store import ObjectStore
@@ -29,7 +30,7 @@ def test_a_store_holds_one_catalog(store: ObjectStore) -> None:
 
 def test_an_empty_store_says_what_to_do(store: ObjectStore) -> None:
     with pytest.raises(StoreError, match="lorikeet init"):
-        AdapterCatalog(store).refresh()
+        CatalogReader(store).refresh()
 
 
 def test_a_second_reader_sees_the_same_state(
@@ -38,10 +39,10 @@ def test_a_second_reader_sees_the_same_state(
     register("acme/support", b"1")
     catalog.create_key("acme", [Scope.INFER, Scope.ADMIN], actor="ann")
     catalog.pin("acme", "support", tier=Residency.HOST, replicas=2, expires=2000.0, actor="ann")
-    reader = AdapterCatalog(store)
+    reader = CatalogReader(store)
 
     assert reader.state == CatalogState()
-    assert reader.refresh() == catalog.state
+    assert reader.refresh() == catalog.reader.state
     assert reader.state is reader.refresh()
 
 
@@ -50,7 +51,7 @@ def test_a_tenant_is_made_once(catalog: AdapterCatalog) -> None:
 
     with pytest.raises(Conflict, match="already is a tenant 'acme'"):
         catalog.create_tenant("acme", actor="bob")
-    assert catalog.state.tenant("acme").limits.max_concurrent == 4
+    assert catalog.reader.state.tenant("acme").limits.max_concurrent == 4
 
 
 def test_a_tenants_limit_is_changed_in_place(catalog: AdapterCatalog, clock: list[float]) -> None:
@@ -58,12 +59,12 @@ def test_a_tenants_limit_is_changed_in_place(catalog: AdapterCatalog, clock: lis
 
     limited = catalog.limit_tenant("acme", max_concurrent=4, actor="bob")
     assert (limited.limits.max_concurrent, limited.created) == (4, 1000.0)
-    before = catalog.state.seq
+    before = catalog.reader.state.seq
     assert catalog.limit_tenant("acme", max_concurrent=4, actor="bob") == limited
-    assert catalog.state.seq == before
+    assert catalog.reader.state.seq == before
     lifted = catalog.limit_tenant("acme", max_concurrent=None, actor="bob")
     assert lifted.limits.max_concurrent is None
-    assert [tenant.name for tenant in catalog.state.tenants()] == ["acme"]
+    assert [tenant.name for tenant in catalog.reader.state.tenants()] == ["acme"]
     with pytest.raises(InvalidInput, match="max_concurrent=0"):
         catalog.limit_tenant("acme", max_concurrent=0, actor="bob")
     with pytest.raises(UnknownTenant, match="nobody"):
@@ -89,8 +90,8 @@ def test_a_key_is_found_by_its_secrets_hash_and_nothing_else_is_kept(
 
     assert secret.startswith("lk_")
     assert len(secret) >= 3 + 256 // 6
-    assert catalog.state.key_by_sha256(secret_sha256(secret)) == key
-    assert catalog.state.key_by_sha256(secret_sha256(secret + "x")) is None
+    assert catalog.reader.state.key_by_sha256(secret_sha256(secret)) == key
+    assert catalog.reader.state.key_by_sha256(secret_sha256(secret + "x")) is None
     assert (key.tenant, key.scopes, key.created) == ("acme", {Scope.INFER}, 1000.0)
     assert not any(secret.encode() in store.get(name) for name in store.list(""))
 
@@ -99,10 +100,10 @@ def test_a_revoked_key_stays_known_and_revoked(catalog: AdapterCatalog) -> None:
     key, secret = catalog.create_key("acme", [Scope.INFER], actor="ann")
 
     assert catalog.revoke_key(key.id, actor="ann").revoked
-    before = catalog.state.seq
+    before = catalog.reader.state.seq
     assert catalog.revoke_key(key.id, actor="ann").revoked
-    assert catalog.state.seq == before
-    found = catalog.state.key_by_sha256(secret_sha256(secret))
+    assert catalog.reader.state.seq == before
+    found = catalog.reader.state.key_by_sha256(secret_sha256(secret))
     assert found is not None
     assert found.revoked
 
@@ -118,7 +119,7 @@ def test_the_last_admins_key_is_not_revoked(catalog: AdapterCatalog) -> None:
     assert catalog.revoke_key(first.id, actor="bob").revoked
     with pytest.raises(Conflict, match="the last admin's key"):
         catalog.revoke_key(second.id, actor="bob")
-    assert not catalog.state.key(second.id).revoked
+    assert not catalog.reader.state.key(second.id).revoked
 
 
 def test_keys_that_make_no_sense_are_refused(catalog: AdapterCatalog) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
@@ -21,7 +22,7 @@ WRITER = Path(__file__).with_name("one_writer.py")
 
 def check(store: ObjectStore, at_least: set[tuple[int, str]]) -> None:
     """All that was promised is there, and every version has its blob."""
-    catalog = AdapterCatalog(store)
+    catalog = CatalogReader(store)
     record = list(catalog.refresh().adapters("acme"))
     versions = record[0].versions if record else ()
     assert at_least <= {(version.version, version.digest) for version in versions}

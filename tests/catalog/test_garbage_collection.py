@@ -14,12 +14,13 @@ import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.garbage_collection import GarbageCollector
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import VersionRecord
-from lorikeet.catalog.snapshots.snapshots import MANIFESTS, PARTITIONS_PREFIX, Snapshots
+from lorikeet.catalog.resumable_uploads import ResumableUploads
+from lorikeet.catalog.snapshots import MANIFESTS, PARTITIONS_PREFIX, Snapshots
 from lorikeet.catalog.store.gc_protection import MARKS, protect
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
-from lorikeet.catalog.uploads import Uploads
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
 from tests.catalog.test_crash import Crash, Mortal
 from tests.catalog.test_crash import register as register_blob
@@ -29,9 +30,9 @@ DAY = 86400.0
 NOW = time.time() + 100 * DAY  # the collector's: all that a test writes is a hundred days old
 
 
-def collect(catalog: AdapterCatalog, **options: Any) -> list[str]:
+def collect(reader: CatalogReader, **options: Any) -> list[str]:
     """The keys that went, without the snapshots'."""
-    collector = GarbageCollector(catalog, 7 * DAY, clock=lambda: NOW, **options)
+    collector = GarbageCollector(reader, 7 * DAY, clock=lambda: NOW, **options)
     return [found.key for found in collector.collect()]
 
 
@@ -66,14 +67,16 @@ def test_blobs_go_that_no_version_needs(
     garbage = {long_retired.digest, never_named}
     everything = blobs(store)
 
-    found = list(GarbageCollector(catalog, 7 * DAY, dry_run=True, clock=lambda: NOW).collect())
+    found = list(
+        GarbageCollector(catalog.reader, 7 * DAY, dry_run=True, clock=lambda: NOW).collect()
+    )
 
     assert {object_.key for object_ in found} == {blob_key(digest) for digest in garbage}
     assert sorted(object_.size_bytes for object_ in found) == [4, 7]
     assert blobs(store) == everything
-    assert sorted(collect(catalog)) == sorted(object_.key for object_ in found)
+    assert sorted(collect(catalog.reader)) == sorted(object_.key for object_ in found)
     assert blobs(store) == {used.digest, retired.digest, both.digest}
-    assert collect(catalog) == []
+    assert collect(catalog.reader) == []
     assert list(store.list(MARKS)) == []
 
 
@@ -82,10 +85,10 @@ def test_what_is_younger_than_the_grace_period_stays(
 ) -> None:
     digest = put_blob(store, tmp_path, b"not named yet")
 
-    assert list(GarbageCollector(catalog, 1 * DAY).collect()) == []
+    assert list(GarbageCollector(catalog.reader, 1 * DAY).collect()) == []
     assert blobs(store) == {digest}
     with pytest.raises(InvalidInput, match="want a day or more"):
-        GarbageCollector(catalog, 3600)
+        GarbageCollector(catalog.reader, 3600)
 
 
 def test_a_retirement_can_be_undone_until_its_blob_is_collected(
@@ -95,11 +98,11 @@ def test_a_retirement_can_be_undone_until_its_blob_is_collected(
     register("acme/support", b"2", promote=True)
     clock[0] = NOW - 6 * DAY
     catalog.retire("acme", "support", 1, actor="ann")
-    collect(catalog)
+    collect(catalog.reader)
     catalog.restore("acme", "support", 1, actor="ann")
     catalog.retire("acme", "support", actor="ann")
     clock[0] = NOW + 2 * DAY
-    later = GarbageCollector(catalog, 7 * DAY, clock=lambda: NOW + 2 * DAY)
+    later = GarbageCollector(catalog.reader, 7 * DAY, clock=lambda: NOW + 2 * DAY)
     assert len([found for found in later.collect() if found.key.startswith("blobs/")]) == 2
 
     for version in (1, None):
@@ -112,7 +115,7 @@ def test_a_retirement_can_be_undone_until_its_blob_is_collected(
 def test_uploads_in_flight_keep_their_blobs_and_old_ones_go(
     catalog: AdapterCatalog, store: ObjectStore, tmp_path: Path
 ) -> None:
-    uploads = Uploads(store)
+    uploads = ResumableUploads(store)
     digest = put_blob(store, tmp_path, b"there already")
     left, _ = uploads.begin("0" * 64, 7, "key-ann")
     (tmp_path / "partition").write_bytes(b"7 bytes")
@@ -125,7 +128,7 @@ def test_uploads_in_flight_keep_their_blobs_and_old_ones_go(
 
     def run(dry_run: bool) -> list[str]:
         collector = GarbageCollector(
-            catalog, 7 * DAY, dry_run=dry_run, clock=lambda: grace_began + 7 * DAY
+            catalog.reader, 7 * DAY, dry_run=dry_run, clock=lambda: grace_began + 7 * DAY
         )
         return [found.key for found in collector.collect()]
 
@@ -142,11 +145,11 @@ def test_a_catalog_keeps_its_newest_snapshots_and_their_parts(
 ) -> None:
     for number in range(7):
         register("acme/support", str(number).encode(), promote=True)
-        catalog.snapshot()
+        catalog.reader.snapshot()
     manifests = list(store.list(MANIFESTS))
     partitions = set(store.list(PARTITIONS_PREFIX))
 
-    went = collect(catalog)
+    went = collect(catalog.reader)
 
     assert list(store.list(MANIFESTS)) == manifests[:4]  # the newest comes first
     assert set(store.list(PARTITIONS_PREFIX)) == partitions - set(went)
@@ -157,10 +160,10 @@ def test_a_catalog_keeps_its_newest_snapshots_and_their_parts(
         assert manifest is not None
         assert f"-{manifest.seq:012d}.json" in key
         assert len(snapshots.read(set(manifest.partitions))) == len(set(manifest.partitions))
-    opened = AdapterCatalog(store)
+    opened = CatalogReader(store)
     opened.refresh()
     assert opened.ask(lambda state: list(state.adapters())) == [
-        catalog.state.adapter("acme", "support")
+        catalog.reader.state.adapter("acme", "support")
     ]
 
 
@@ -170,14 +173,14 @@ def test_a_part_that_a_snapshot_names_again_counts_as_new(tmp_path: Path) -> Non
     catalog.create_tenant("acme", actor="ann")
     register_blob(store, tmp_path, b"1")
     snapshots, named = Snapshots(store), []
-    for change in (catalog.refresh, lambda: catalog.pin("acme", "support", actor="ann")):
+    for change in (catalog.reader.refresh, lambda: catalog.pin("acme", "support", actor="ann")):
         change()
-        catalog.snapshot()
+        catalog.reader.snapshot()
         named.append(snapshots.newest().partitions[-1])  # type: ignore[union-attr]
     for key in store.list(PARTITIONS_PREFIX):
         os.utime(Path(store.url) / key, (time.time() - 30 * DAY,) * 2)
     catalog.unpin("acme", "support", actor="ann")
-    catalog.snapshot()
+    catalog.reader.snapshot()
 
     named.append(snapshots.newest().partitions[-1])  # type: ignore[union-attr]
     assert named[0] == named[2] != named[1]
@@ -253,7 +256,7 @@ def test_in_whatever_order_a_claim_and_a_collection_go_the_blob_is_there_in_the_
         blob = Path(store.url) / blob_key(digest)
         os.utime(blob, (time.time() - 30 * DAY,) * 2)
         turns = Turns(order)
-        collector = GarbageCollector(AdapterCatalog(Taking(store, "g", turns)), 1 * DAY)  # type: ignore[arg-type]
+        collector = GarbageCollector(CatalogReader(Taking(store, "g", turns)), 1 * DAY)  # type: ignore[arg-type]
         went: list[str] = []
 
         collecting = threading.Thread(target=run, args=(collector, turns, went))
@@ -286,17 +289,17 @@ def test_a_collection_that_dies_anywhere_takes_nothing_needed(tmp_path: Path, af
         _, needed = register_blob(store, tmp_path, b"needed")
         put_blob(store, tmp_path, b"garbage")
         for _ in range(6):
-            catalog.create_tenant(f"t{catalog.state.seq}", actor="ann")
-            catalog.snapshot()
+            catalog.create_tenant(f"t{catalog.reader.state.seq}", actor="ann")
+            catalog.reader.snapshot()
         mortal: Any = Mortal(store, crashes + 1, after=after)
         try:
-            collect(AdapterCatalog(mortal))
+            collect(CatalogReader(mortal))
             survived = True
         except Crash:
             crashes += 5
-        collect(catalog)
+        collect(catalog.reader)
         assert blobs(store) == {needed}
-        opened = AdapterCatalog(store)
+        opened = CatalogReader(store)
         opened.refresh()
         assert len(opened.ask(lambda state: state.tenants())) == 7
         assert len(list(store.list(MANIFESTS))) == 4

@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.history import HistoryQuery
-from lorikeet.catalog.log.log import BLOCK
+from lorikeet.catalog.log import BLOCK
 from lorikeet.catalog.records import Scope, VersionRecord
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.catalog.view import CatalogView
@@ -26,7 +26,7 @@ def prod(view: CatalogView) -> int:
 
 
 def found(catalog: AdapterCatalog, limit: int = 100, **wanted: object) -> list[int]:
-    page = catalog.history.find(HistoryQuery(**wanted), limit)  # type: ignore[arg-type]
+    page = catalog.reader.history.find(HistoryQuery(**wanted), limit)  # type: ignore[arg-type]
     return [entry.seq for entry in page.entries]
 
 
@@ -53,18 +53,18 @@ def test_entries_are_found_by_whom_they_concern_and_who_wrote_them(
 
 def test_a_batch_shows_what_was_asked_for(catalog: AdapterCatalog, register: Register) -> None:
     register("acme/support", b"1")
-    (entry,) = catalog.history.find(HistoryQuery(tenant="acme", name="support"), 1).entries
+    (entry,) = catalog.reader.history.find(HistoryQuery(tenant="acme", name="support"), 1).entries
     assert [change.type for change in entry.changes] == ["version_registered", "alias_moved"]
 
 
 def test_a_search_goes_on_where_it_ended(catalog: AdapterCatalog) -> None:
     for number in range(BLOCK + 10):
         catalog.limit_tenant("acme", max_concurrent=number + 1, actor="ann")
-    newest = catalog.state.seq
+    newest = catalog.reader.state.seq
     seqs: list[int] = []
     before = None
     while True:
-        page = catalog.history.find(HistoryQuery(), 50, before)
+        page = catalog.reader.history.find(HistoryQuery(), 50, before)
         seqs += [entry.seq for entry in page.entries]
         before = page.before
         if before is None:
@@ -87,36 +87,36 @@ def test_a_long_search_stops_and_says_where(
     monkeypatch.setattr("lorikeet.catalog.history._MOST_READ", 10)
     for number in range(30):
         catalog.limit_tenant("acme", max_concurrent=number + 1, actor="ann")
-    page = catalog.history.find(HistoryQuery(actor="nobody"), 5)
+    page = catalog.reader.history.find(HistoryQuery(actor="nobody"), 5)
     assert page.entries == ()
-    assert page.before == catalog.state.seq - 9
+    assert page.before == catalog.reader.state.seq - 9
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_the_catalog_as_of_any_entry_is_what_it_was(
     catalog: AdapterCatalog, register: Register, clock: list[float], snapshot: bool
 ) -> None:
-    states = {catalog.state.seq: catalog.state}
+    states = {catalog.reader.state.seq: catalog.reader.state}
     for number in range(1, 6):
         clock[0] = 1000.0 + 100 * number
         register("acme/support", str(number).encode(), promote=True)
-        states[catalog.state.seq] = catalog.state
+        states[catalog.reader.state.seq] = catalog.reader.state
         if snapshot and number == 3:
-            catalog.snapshot()
+            catalog.reader.snapshot()
 
     for seq, state in states.items():
-        view = catalog.history.as_of(seq)
+        view = catalog.reader.history.as_of(seq)
         assert view.state.seq == seq
         assert view.ask(lambda at: list(at.adapters())) == list(state.adapters())
         assert view.ask(lambda at: at.tenants()) == state.tenants()
-    assert prod(catalog.history.as_of_time(1299.0)) == 2
-    assert prod(catalog.history.as_of_time(1300.0)) == 3
-    assert prod(catalog.history.as_of_time(9000.0)) == 5
+    assert prod(catalog.reader.history.as_of_time(1299.0)) == 2
+    assert prod(catalog.reader.history.as_of_time(1300.0)) == 3
+    assert prod(catalog.reader.history.as_of_time(9000.0)) == 5
     with pytest.raises(InvalidInput, match="made at 1970-01-01T00:16:40"):
-        catalog.history.as_of_time(999.0)
-    for seq in (0, catalog.state.seq + 1):
+        catalog.reader.history.as_of_time(999.0)
+    for seq in (0, catalog.reader.state.seq + 1):
         with pytest.raises(InvalidInput, match="want an entry from 1 to"):
-            catalog.history.as_of(seq)
+            catalog.reader.history.as_of(seq)
 
 
 def test_a_retired_adapter_comes_back_as_it_was(
@@ -128,12 +128,12 @@ def test_a_retired_adapter_comes_back_as_it_was(
     catalog.give_share("acme", "support", 4, 0.25, actor="ann")
     catalog.retire("acme", "support", 1, actor="ann")
     pin = catalog.pin("acme", "support", tier=Residency.HOST, expires=5000.0, actor="ann")
-    before = catalog.state.adapter("acme", "support")
+    before = catalog.reader.state.adapter("acme", "support")
     retired = catalog.retire("acme", "support", actor="eve")
     catalog.create_tenant("later", actor="ann")
-    catalog.snapshot()
+    catalog.reader.snapshot()
     assert retired.retired
-    assert catalog.state.visible_to("later") == ()
+    assert catalog.reader.state.visible_to("later") == ()
 
     reader = AdapterCatalog(open_store(catalog.store.url), clock=lambda: clock[0])
     restored = reader.restore("acme", "support", actor="bob")
@@ -141,11 +141,11 @@ def test_a_retired_adapter_comes_back_as_it_was(
     assert (restored.versions, restored.aliases) == (before.versions, before.aliases)
     assert (restored.alias_history, restored.shares) == (before.alias_history, before.shares)
     assert restored.shared
-    catalog.refresh()
-    again = catalog.state.pin_of("acme", "support")
+    catalog.reader.refresh()
+    again = catalog.reader.state.pin_of("acme", "support")
     assert again is not None
     assert (again.tier, again.expires, again.actor) == (pin.tier, pin.expires, "bob")
-    assert catalog.state.resolve("acme/support", "later").version == 3
+    assert catalog.reader.state.resolve("acme/support", "later").version == 3
     with pytest.raises(Conflict, match=r"not retired.*lorikeet restore acme/support@1"):
         catalog.restore("acme", "support", actor="bob")
 
@@ -158,7 +158,7 @@ def test_a_pin_that_expired_meanwhile_does_not_come_back(
     catalog.retire("acme", "support", actor="ann")
     clock[0] = 6000.0
     assert catalog.restore("acme", "support", actor="ann").aliases == {"prod": 1}
-    assert catalog.state.pin_of("acme", "support") is None
+    assert catalog.reader.state.pin_of("acme", "support") is None
 
 
 def test_one_version_is_restored(catalog: AdapterCatalog, register: Register) -> None:
@@ -167,9 +167,9 @@ def test_one_version_is_restored(catalog: AdapterCatalog, register: Register) ->
     catalog.retire("acme", "support", 1, actor="ann")
 
     assert not catalog.restore("acme", "support", 1, actor="ann").versions[0].retired
-    seq = catalog.state.seq
+    seq = catalog.reader.state.seq
     catalog.restore("acme", "support", 1, actor="ann")
-    assert catalog.state.seq == seq  # nothing to do is no entry
+    assert catalog.reader.state.seq == seq  # nothing to do is no entry
     with pytest.raises(UnknownModel, match="no version 9"):
         catalog.restore("acme", "support", 9, actor="ann")
 

@@ -8,6 +8,7 @@ import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.state import UnreadPartition
 from lorikeet.catalog.store.local import LocalStore
@@ -26,12 +27,12 @@ def kept(tmp_path: Path) -> KeptView:
     return KeptView(tmp_path / "cache", "s3://bucket/catalog")
 
 
-def begun_with(kept: KeptView, tmp_path: Path) -> AdapterCatalog:
-    """A catalog that has not asked its store yet."""
-    catalog, found = AdapterCatalog(LocalStore(tmp_path / "store")), kept.read()
+def begun_with(kept: KeptView, tmp_path: Path) -> CatalogReader:
+    """A reader that has not asked its store yet."""
+    reader, found = CatalogReader(LocalStore(tmp_path / "store")), kept.read()
     assert found is not None
-    catalog.begin_with(found.state)
-    return catalog
+    reader.begin_with(found.state)
+    return reader
 
 
 def test_what_is_kept_is_what_was_seen_and_goes_on_from_there(
@@ -39,33 +40,33 @@ def test_what_is_kept_is_what_was_seen_and_goes_on_from_there(
 ) -> None:
     key, _ = writer.create_key("acme", {Scope.INFER}, actor="test")
     writer.revoke_key(key.id, actor="test")
-    kept.write(writer.state)
+    kept.write(writer.reader.state)
     store = tmp_path / "store"
     store.rename(tmp_path / "away")
 
-    catalog = begun_with(kept, tmp_path)
-    assert catalog.state.seq == writer.state.seq
-    assert catalog.state.tenants() == writer.state.tenants()
-    assert catalog.state.key(key.id).revoked
+    reader = begun_with(kept, tmp_path)
+    assert reader.state.seq == writer.reader.state.seq
+    assert reader.state.tenants() == writer.reader.state.tenants()
+    assert reader.state.key(key.id).revoked
 
     (tmp_path / "away").rename(store)
     writer.create_tenant("initech", actor="test")
-    names = [tenant.name for tenant in catalog.refresh().tenants()]
+    names = [tenant.name for tenant in reader.refresh().tenants()]
     assert names == ["acme", "globex", "initech"]
-    assert catalog.snapshot() == writer.state.seq
+    assert reader.snapshot() == writer.reader.state.seq
 
 
 def test_an_older_state_that_a_slow_gateway_wrote_is_not_confirmed(
     writer: AdapterCatalog, kept: KeptView, tmp_path: Path
 ) -> None:
-    older = writer.state
+    older = writer.reader.state
     writer.create_tenant("initech", actor="test")
-    kept.write(writer.state)
-    assert kept.confirm(writer.state.seq)
+    kept.write(writer.reader.state)
+    assert kept.confirm(writer.reader.state.seq)
     KeptView(tmp_path / "cache", "s3://bucket/catalog").write(older)
     an_hour_ago = time.time() - 3600
     os.utime(kept.path, (an_hour_ago, an_hour_ago))
-    assert not kept.confirm(writer.state.seq)
+    assert not kept.confirm(writer.reader.state.seq)
     found = kept.read()
     assert found is not None
     assert found.age_s > 3500
@@ -74,37 +75,37 @@ def test_an_older_state_that_a_slow_gateway_wrote_is_not_confirmed(
 def test_a_partition_that_was_not_read_is_read_from_the_store_with_what_changed_it(
     writer: AdapterCatalog, kept: KeptView, tmp_path: Path
 ) -> None:
-    writer.snapshot()
-    reader = AdapterCatalog(writer.store)
+    writer.reader.snapshot()
+    reader = CatalogReader(writer.store)
     reader.refresh()
     writer.limit_tenant("acme", max_concurrent=7, actor="test")
     state = reader.refresh()
     assert any(isinstance(part, UnreadPartition) and part.pending for part in state.partitions)
     kept.write(state)
 
-    catalog = begun_with(kept, tmp_path)
-    assert catalog.ask(lambda state: state.tenant("acme")).limits.max_concurrent == 7
-    assert catalog.ask(lambda state: state.tenant("globex")).name == "globex"
+    reader = begun_with(kept, tmp_path)
+    assert reader.ask(lambda state: state.tenant("acme")).limits.max_concurrent == 7
+    assert reader.ask(lambda state: state.tenant("globex")).name == "globex"
 
 
 def test_its_age_counts_from_when_the_store_last_confirmed_it(
     writer: AdapterCatalog, kept: KeptView, tmp_path: Path
 ) -> None:
-    kept.write(writer.state)
+    kept.write(writer.reader.state)
     (file,) = (tmp_path / "cache").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     os.utime(file, (0, time.time() - 100))
     found = kept.read()
     assert found is not None
     assert 100 <= found.age_s < 110
-    assert kept.confirm(writer.state.seq)
+    assert kept.confirm(writer.reader.state.seq)
     found = kept.read()
     assert found is not None
     assert found.age_s < 10
 
 
 def test_another_catalog_has_another_file(writer: AdapterCatalog, tmp_path: Path) -> None:
-    KeptView(tmp_path / "cache", "s3://bucket/one").write(writer.state)
+    KeptView(tmp_path / "cache", "s3://bucket/one").write(writer.reader.state)
     assert KeptView(tmp_path / "cache", "s3://bucket/two").read() is None
 
 
@@ -112,7 +113,7 @@ def test_another_catalog_has_another_file(writer: AdapterCatalog, tmp_path: Path
 def test_a_damaged_file_is_as_none(
     writer: AdapterCatalog, kept: KeptView, tmp_path: Path, damage: bytes | None
 ) -> None:
-    kept.write(writer.state)
+    kept.write(writer.reader.state)
     (file,) = (tmp_path / "cache").iterdir()
     file.write_bytes(file.read_bytes()[:-10] if damage is None else damage)
     assert kept.read() is None

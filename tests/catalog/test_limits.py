@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import Limits, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.rules.limits import KeyOptions
 from lorikeet.catalog.store.local import LocalStore
@@ -43,7 +44,7 @@ def test_terms_that_are_not_named_stay(catalog: AdapterCatalog) -> None:
     catalog.limit_tenant("acme", requests_per_min=7, max_context=None, actor="ann")
 
     expected = TenantRecord("acme", 1000.0, Limits(requests_per_min=7), weight=3.0)
-    assert catalog.state.tenant("acme") == expected
+    assert catalog.reader.state.tenant("acme") == expected
 
 
 def test_every_term_is_kept_in_log_and_snapshots(
@@ -57,17 +58,17 @@ def test_every_term_is_kept_in_log_and_snapshots(
     )
     catalog.rotate_key(key.id, 60.0, actor="ann")
     catalog.create_key("full", [Scope.PUBLISH], adapters=("policy-*", "draft"), actor="ann")
-    record = catalog.state.tenant("full")
+    record = catalog.reader.state.tenant("full")
     assert record.limits == Limits(**limits)
     assert {name: getattr(record, name) for name in TERMS.keys() - limits} == {
         name: TERMS[name] for name in TERMS.keys() - limits
     }
 
-    of_log = AdapterCatalog(store).refresh()
-    catalog.snapshot()
-    reader = AdapterCatalog(store)
+    of_log = CatalogReader(store).refresh()
+    catalog.reader.snapshot()
+    reader = CatalogReader(store)
     reader.refresh()
-    for state in (of_log, catalog.state):
+    for state in (of_log, catalog.reader.state):
         assert reader.ask(lambda stored: stored.tenants()) == state.tenants()
         assert reader.ask(lambda stored: stored.keys()) == state.keys()
 
@@ -76,7 +77,7 @@ def test_every_term_is_kept_in_log_and_snapshots(
 def test_a_part_of_another_release_is_refused(
     catalog: AdapterCatalog, tmp_path: Path, schema: int
 ) -> None:
-    catalog.snapshot()
+    catalog.reader.snapshot()
     store = LocalStore(tmp_path / "store")
     part = b'{"schema":%d,"keys":{},"key_ids":{},"shared":[],"pins":[],"admin_keys":[]}' % schema
     digest = hashlib.sha256(part).hexdigest()
@@ -84,7 +85,7 @@ def test_a_part_of_another_release_is_refused(
     (manifest,) = (tmp_path / "store" / "snapshots").iterdir()
     body = json.loads(manifest.read_bytes())
     manifest.write_text(json.dumps(body | {"partitions": [digest] * len(body["partitions"])}))
-    reader = AdapterCatalog(store)
+    reader = CatalogReader(store)
     reader.refresh()
 
     with pytest.raises(StoreError, match=f"schema {schema} .*upgrade"):
@@ -116,10 +117,10 @@ def test_a_rotated_key_has_a_successor_like_itself(
     options = KeyOptions(name="ci", max_concurrent=3, priority=2, expires=3000.0)
     old, old_secret = catalog.create_key("acme", [Scope.READ_ONLY], actor="ann", **options)
     clock[0] = 1500.0
-    before = catalog.state.seq
+    before = catalog.reader.state.seq
     new, secret = catalog.rotate_key(old.id, 60.0, actor="ann")
 
-    assert catalog.state.seq == before + 1  # one entry: both or neither
+    assert catalog.reader.state.seq == before + 1  # one entry: both or neither
     assert (new.tenant, new.scopes, new.name, new.priority, new.limits) == (
         "acme",
         {Scope.READ_ONLY},
@@ -128,8 +129,8 @@ def test_a_rotated_key_has_a_successor_like_itself(
         Limits(max_concurrent=3),
     )
     assert (new.created, new.expires) == (1500.0, 3500.0)  # 2000 s, as the old one had
-    assert catalog.state.key_by_sha256(secret_sha256(secret)) == new
-    replaced = catalog.state.key_by_sha256(secret_sha256(old_secret))
+    assert catalog.reader.state.key_by_sha256(secret_sha256(secret)) == new
+    replaced = catalog.reader.state.key_by_sha256(secret_sha256(old_secret))
     assert replaced is not None
     assert (replaced.expires, replaced.replaced_by) == (1560.0, new.id)
     assert (replaced.expired(1559.9), replaced.expired(1560.0)) == (False, True)
@@ -141,15 +142,15 @@ def test_an_overlap_prolongs_nothing(catalog: AdapterCatalog) -> None:
     old, _ = catalog.create_key("acme", [Scope.INFER], expires=1100.0, actor="ann")
     catalog.rotate_key(old.id, 3600.0, actor="ann")
 
-    assert catalog.state.key(old.id).expires == 1100.0
+    assert catalog.reader.state.key(old.id).expires == 1100.0
 
 
 def test_without_overlap_the_old_key_is_revoked(catalog: AdapterCatalog) -> None:
     old, _ = catalog.create_key("acme", [Scope.INFER], actor="ann")
     new, _ = catalog.rotate_key(old.id, 0, actor="ann")
 
-    assert catalog.state.key(old.id).revoked
-    assert not catalog.state.key(new.id).revoked
+    assert catalog.reader.state.key(old.id).revoked
+    assert not catalog.reader.state.key(new.id).revoked
 
 
 def test_what_is_valid_no_more_is_not_rotated(catalog: AdapterCatalog, clock: list[float]) -> None:

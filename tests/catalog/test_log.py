@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.log.changes import CatalogCreated, Entry, KeyRevoked, TenantCreated
-from lorikeet.catalog.log.log import BLOCK, Log
+from lorikeet.catalog.changes import CatalogCreated, Entry, KeyRevoked, TenantCreated
+from lorikeet.catalog.log import BLOCK, Log
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict, StoreError
@@ -99,7 +100,7 @@ def test_a_write_that_never_arrived_is_a_failure(tmp_path: Path) -> None:
 def test_a_refresh_reads_the_tail_and_nothing_else(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     writer = AdapterCatalog.init(LocalStore(tmp_path))
-    reader = AdapterCatalog(watched)
+    reader = CatalogReader(watched)
     reader.refresh()
     for name in ("a", "b"):
         writer.create_tenant(name, actor="ann")
@@ -140,10 +141,10 @@ def test_an_entry_that_cannot_be_read_stops_the_reader_where_it_is(
     store.put_if_absent("log/000000000002.json", data.encode())
 
     with pytest.raises(StoreError, match=f"log/000000000002.json.*{message}"):
-        catalog.refresh()
+        catalog.reader.refresh()
     with pytest.raises(StoreError):
         catalog.create_tenant("a", actor="ann")
-    assert catalog.state.seq == 1
+    assert catalog.reader.state.seq == 1
 
 
 def fill(log: Log, entries: int) -> list[Entry]:

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog.catalog import AdapterCatalog, blob_key
-from lorikeet.catalog.log.apply import apply_entries
-from lorikeet.catalog.log.changes import AliasMoved, Entry, VersionRegistered
-from lorikeet.catalog.log.log import Log
-from lorikeet.catalog.snapshots.snapshots import partition_to_bytes
+from lorikeet.catalog.apply import apply_entries
+from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.changes import AliasMoved, Entry, VersionRegistered
+from lorikeet.catalog.log import Log
+from lorikeet.catalog.reader import CatalogReader
+from lorikeet.catalog.snapshots import partition_to_bytes
 from lorikeet.catalog.state import PARTITIONS, CatalogState, Partition
 from lorikeet.catalog.store.object_store import open_store
 
@@ -86,7 +87,7 @@ def run(
     over = threading.Event()
 
     def follow() -> None:
-        reader = AdapterCatalog(open_store(url))
+        reader = CatalogReader(open_store(url))
         while not (folder / "w0").exists() and not over.is_set():
             time.sleep(0.05)  # there is no catalog yet
         while not over.is_set():
@@ -141,7 +142,7 @@ def check(url: str, said: dict[str, Done]) -> dict[str, Done]:
         assert len(set(digests)) == len(digests)
         for digest in digests:
             assert store.size(blob_key(digest)) > 0
-    for reader in (AdapterCatalog(store), AdapterCatalog(store)):
+    for reader in (CatalogReader(store), CatalogReader(store)):
         reader.refresh()
         reader.read(range(PARTITIONS + 1))
         assert contents(reader.state) == contents(from_the_log)

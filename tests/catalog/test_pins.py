@@ -21,7 +21,7 @@ Register = Callable[..., VersionRecord]
 
 
 def kept(catalog: AdapterCatalog, pin: PinRecord) -> list[int]:
-    return [version.ref.version for version in versions_kept(catalog.state, pin)]
+    return [version.ref.version for version in versions_kept(catalog.reader.state, pin)]
 
 
 def test_a_pin_follows_its_alias_until_it_ends(
@@ -35,8 +35,8 @@ def test_a_pin_follows_its_alias_until_it_ends(
     assert kept(catalog, pin) == [first.version]
     catalog.promote("acme", "support", 2, actor="ann")
     assert kept(catalog, pin) == [second.version]
-    assert catalog.state.pins(1059.0) == (pin,)
-    assert catalog.state.pins(1060.0) == ()
+    assert catalog.reader.state.pins(1059.0) == (pin,)
+    assert catalog.reader.state.pins(1060.0) == ()
 
 
 def test_a_pin_on_a_retired_version_promises_nothing(
@@ -49,7 +49,7 @@ def test_a_pin_on_a_retired_version_promises_nothing(
 
     catalog.retire("acme", "support", 2, actor="ann")
     assert kept(catalog, pin) == []
-    assert catalog.state.pins(0) == (pin,)
+    assert catalog.reader.state.pins(0) == (pin,)
 
 
 def test_a_second_pin_replaces_the_first_and_unpin_takes_it_away(
@@ -58,10 +58,10 @@ def test_a_second_pin_replaces_the_first_and_unpin_takes_it_away(
     register("acme/support", b"1")
     catalog.pin("acme", "support", actor="ann")
     catalog.pin("acme", "support", tier=Residency.HOST, actor="ann")
-    assert [pin.tier for pin in catalog.state.pins(0)] == [Residency.HOST]
+    assert [pin.tier for pin in catalog.reader.state.pins(0)] == [Residency.HOST]
 
     catalog.unpin("acme", "support", actor="ann")
-    assert catalog.state.pins(0) == ()
+    assert catalog.reader.state.pins(0) == ()
     with pytest.raises(NotFound, match="not pinned"):
         catalog.unpin("acme", "support", actor="ann")
 
@@ -74,11 +74,11 @@ def test_a_tenants_pin_and_its_adapters_pins_stand_beside_each_other(
     one = catalog.pin("acme", "support", actor="ann")
 
     assert (whole.label, one.label) == ("acme", "acme/support@prod")
-    assert catalog.state.pins(0) == (whole, one)
+    assert catalog.reader.state.pins(0) == (whole, one)
     catalog.retire("acme", "support", actor="ann")
-    assert catalog.state.pins(0) == (whole,)
+    assert catalog.reader.state.pins(0) == (whole,)
     catalog.unpin("acme", None, actor="ann")
-    assert catalog.state.pins(0) == ()
+    assert catalog.reader.state.pins(0) == ()
     with pytest.raises(NotFound, match="'acme' is not pinned"):
         catalog.unpin("acme", None, actor="ann")
 
@@ -154,7 +154,7 @@ def test_what_a_pin_would_do_is_answered_without_pinning(
     catalog: AdapterCatalog, register: Register
 ) -> None:
     register("acme/support", b"1")
-    seq = catalog.state.seq
+    seq = catalog.reader.state.seq
 
     def count(before: CatalogState, after: CatalogState) -> tuple[int, int]:
         return len(before.pins(0)), len(after.pins(0))
@@ -165,7 +165,7 @@ def test_what_a_pin_would_do_is_answered_without_pinning(
         catalog.if_pinned("acme", "absent", count)
     with pytest.raises(InvalidInput, match="priority=1001"):
         catalog.if_pinned("acme", None, count, priority=1001)
-    assert catalog.refresh().seq == seq
+    assert catalog.reader.refresh().seq == seq
 
 
 def test_pins_that_make_no_sense_are_refused(catalog: AdapterCatalog, register: Register) -> None:

@@ -25,7 +25,7 @@ def test_no_more_adapters_than_the_limit(catalog: AdapterCatalog, register: Regi
     register("acme/b", b"2")
     with pytest.raises(Conflict, match="of acme in use: 2, and its limit is 2: retire one"):
         register("acme/c", b"3")
-    assert catalog.state.find("acme", "c") is None
+    assert catalog.reader.state.find("acme", "c") is None
 
     register("acme/a", b"4")  # a version more is no adapter more
     catalog.retire("acme", "b", actor="ann")
@@ -55,7 +55,7 @@ def test_no_more_bytes_than_the_limit(catalog: AdapterCatalog, register: Registe
         register("acme/b", b"3" * 40)
     catalog.retire("acme", "b", actor="ann")
     register("acme/b", b"3" * 40)
-    assert quota_usage(catalog.state, "acme") == QuotaUsage(2, 80)
+    assert quota_usage(catalog.reader.state, "acme") == QuotaUsage(2, 80)
     with pytest.raises(Conflict, match="120 bytes"):
         catalog.restore("acme", "a", 1, actor="ann")
 
@@ -98,6 +98,6 @@ def test_of_two_that_race_for_the_last_place_one_gets_it(
     for each in racing:
         each.join()
 
-    assert quota_usage(catalog.refresh(), "acme").adapters == 3
+    assert quota_usage(catalog.reader.refresh(), "acme").adapters == 3
     assert len(refused) == 3
     assert all("its limit is 3" in message for message in refused)

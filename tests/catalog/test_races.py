@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.log import Log
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import Scope, VersionRecord
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
@@ -38,7 +39,7 @@ def test_two_processes_lose_no_version(catalog: AdapterCatalog, store_url: str) 
     assert [writer.returncode for writer in writers] == [0, 0]
 
     committed = sorted((int(line.split()[0]), line.split()[1]) for lines in said for line in lines)
-    record = catalog.refresh().adapter("acme", "support")
+    record = catalog.reader.refresh().adapter("acme", "support")
     assert [(version.version, version.digest) for version in record.versions] == committed
     assert [number for number, _ in committed] == list(range(1, 25))
     assert record.aliases["prod"] in (int(lines[-1].split()[0]) for lines in said)
@@ -64,10 +65,10 @@ class SlowToFail(LocalStore):
 def test_writers_that_wait_for_each_other_fail_together(
     catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
-    catalog.refresh()
+    catalog.reader.refresh()
     store, begun = SlowToFail(tmp_path), list[int]()
     store.before_it_fails = lambda: eventually(lambda: len(begun) == 8, 20)  # type: ignore[assignment]
-    catalog._log = Log(store)
+    catalog.reader.log = Log(store)
 
     def write(number: int) -> None:
         begun.append(number)
@@ -82,13 +83,13 @@ def test_writers_that_wait_for_each_other_fail_together(
 def test_a_store_that_works_again_is_asked_by_who_waited_through_its_failure(
     catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
-    asked_s, working = time.monotonic(), catalog._log
-    catalog._log = Log(SlowToFail(tmp_path))
+    asked_s, working = time.monotonic(), catalog.reader.log
+    catalog.reader.log = Log(SlowToFail(tmp_path))
     with pytest.raises(StoreError, match="no answer"):
-        catalog.refresh()
-    catalog._log = working
-    catalog.refresh()
-    assert catalog.refresh(asked_s) == catalog.state
+        catalog.reader.refresh()
+    catalog.reader.log = working
+    catalog.reader.refresh()
+    assert catalog.reader.refresh(asked_s) == catalog.reader.state
 
 
 def test_threads_that_change_everything_lose_nothing(
@@ -104,7 +105,7 @@ def test_threads_that_change_everything_lose_nothing(
     with ThreadPoolExecutor(4) as threads:
         keys = list(threads.map(change, enumerate(catalogs(store, 4))))
 
-    state = catalog.refresh()
+    state = catalog.reader.refresh()
     records = state.keys()
     assert {key.id for key in records} == {key for own in keys for key in own}
     assert {key.id for key in records if key.revoked} == {own[0] for own in keys}
@@ -130,7 +131,7 @@ def test_of_promotions_that_expect_the_same_exactly_one_succeeds(
         outcomes = list(threads.map(promote, enumerate(catalogs(store, 8), start=2)))
 
     won = [version for version in outcomes if version is not None]
-    record = catalog.refresh().adapter("acme", "support")
+    record = catalog.reader.refresh().adapter("acme", "support")
     assert len(won) == 1
     assert record.aliases == {"prod": won[0]}
     assert record.alias_history == {"prod": (1,)}
@@ -143,13 +144,13 @@ def test_the_same_blob_from_two_sides_is_one_version(
         versions = list(threads.map(lambda _: register("acme/support", b"same"), range(6)))
 
     assert {version.version for version in versions} == {1}
-    assert len(catalog.refresh().adapter("acme", "support").versions) == 1
+    assert len(catalog.reader.refresh().adapter("acme", "support").versions) == 1
 
 
 def test_readers_see_whole_states_that_only_move_on(
     catalog: AdapterCatalog, store: ObjectStore, register: Register
 ) -> None:
-    reader = AdapterCatalog(store)
+    reader = CatalogReader(store)
     reader.refresh()
     done = threading.Event()
 
@@ -172,8 +173,8 @@ def test_readers_see_whole_states_that_only_move_on(
         done.set()
         last = [reading.result() for reading in readers]
 
-    assert max(last) <= catalog.state.seq
-    assert reader.refresh() == catalog.state
+    assert max(last) <= catalog.reader.state.seq
+    assert reader.refresh() == catalog.reader.state
 
 
 class Overtaken(LocalStore):
@@ -181,7 +182,7 @@ class Overtaken(LocalStore):
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         rival = AdapterCatalog(LocalStore(Path(self.url)))
-        rival.create_tenant(f"rival-{rival.refresh().seq}", actor="eve")
+        rival.create_tenant(f"rival-{rival.reader.refresh().seq}", actor="eve")
         super().put_if_absent(key, data)
 
 
@@ -189,9 +190,9 @@ def test_a_writer_that_always_comes_second_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     AdapterCatalog.init(LocalStore(tmp_path))
-    monkeypatch.setattr("lorikeet.catalog.writer._ATTEMPTS", 3)
+    monkeypatch.setattr("lorikeet.catalog.catalog._ATTEMPTS", 3)
 
     with pytest.raises(Conflict, match="3 times in a row: try again later"):
         AdapterCatalog(Overtaken(tmp_path)).create_tenant("late", actor="ann")
-    state = AdapterCatalog(LocalStore(tmp_path)).refresh()
+    state = CatalogReader(LocalStore(tmp_path)).refresh()
     assert [tenant.name for tenant in state.tenants()] == ["rival-1", "rival-2", "rival-3"]

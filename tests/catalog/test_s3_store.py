@@ -15,10 +15,11 @@ import pytest
 from botocore.config import Config
 
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store import s3
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import NotFound, ObjectNotFound, StoreError, StoreRefused
-from lorikeet.responses.store import ResponseStore, StoredResponse
+from lorikeet.response_store import ResponseStore, StoredResponse
 from tests.s3_proxy import proxied
 
 MIB = 2**20
@@ -47,8 +48,8 @@ def test_a_commit_whose_answer_is_lost_is_retried_and_counts_once(url: str) -> N
         catalog = AdapterCatalog.init(open_store(url))
 
     assert statuses == [200, 412]  # the client's own retry met its own success
-    assert catalog.state.seq == 1
-    assert AdapterCatalog(open_store(url)).refresh().seq == 1
+    assert catalog.reader.state.seq == 1
+    assert CatalogReader(open_store(url)).refresh().seq == 1
 
 
 def test_a_conditional_conflict_is_tried_again(url: str) -> None:
@@ -322,7 +323,7 @@ def test_a_missing_bucket_is_named(s3_bucket: str, tmp_path: Path) -> None:
         lambda: store.put_if_absent("a", b""),
         lambda: store.put_file("a", tmp_path / "in"),
         lambda: list(store.list("")),
-        lambda: AdapterCatalog(store).refresh(),
+        lambda: CatalogReader(store).refresh(),
     ):
         with pytest.raises(
             StoreRefused, match="'no-such-bucket' does not exist: create it"

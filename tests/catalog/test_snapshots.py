@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.log import Log
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import Scope, VersionRecord, secret_sha256
-from lorikeet.catalog.snapshots.snapshots import Snapshots, partition_to_bytes
+from lorikeet.catalog.snapshots import Snapshots, partition_to_bytes
 from lorikeet.catalog.state import (
     PARTITIONS,
     CatalogState,
@@ -44,13 +45,13 @@ class Watched(LocalStore):
         self.put.append(key)
 
 
-def contents(catalog: AdapterCatalog) -> list[bytes]:
+def contents(reader: CatalogReader) -> list[bytes]:
     """All that a catalog knows, partition by partition."""
-    catalog.refresh()
-    catalog.read(range(PARTITIONS + 1))
+    reader.refresh()
+    reader.read(range(PARTITIONS + 1))
     return [
         partition_to_bytes(partition)
-        for partition in catalog.state.partitions
+        for partition in reader.state.partitions
         if not isinstance(partition, UnreadPartition)
     ]
 
@@ -72,12 +73,12 @@ def test_a_reader_of_snapshot_and_tail_knows_what_the_log_says(
     register("acme/support", b"1")
     _, secret = catalog.create_key("acme", [Scope.INFER], actor="ann")
     admin, _ = catalog.create_key(None, [Scope.ADMIN], actor="ann")
-    assert catalog.snapshot() == catalog.state.seq
+    assert catalog.reader.snapshot() == catalog.reader.state.seq
     register("acme/support", b"2", promote=True, shared=True)
     catalog.pin("acme", "support", actor="ann")
     catalog.revoke_key(catalog.create_key(None, [Scope.ADMIN], actor="ann")[0].id, actor="ann")
 
-    reader = AdapterCatalog(store)
+    reader = CatalogReader(store)
     reader.refresh()
     assert reader.ask(lambda state: state.resolve("acme/support", "other").version) == 2
     key = reader.ask(lambda state: state.key_by_sha256(secret_sha256(secret)))
@@ -85,15 +86,15 @@ def test_a_reader_of_snapshot_and_tail_knows_what_the_log_says(
     assert key.tenant == "acme"
     assert reader.ask(lambda state: state.admin_keys()) == {admin.id}
     assert reader.ask(lambda state: state.pin_of("acme", "support")) is not None
-    assert contents(reader) == contents(catalog)
+    assert contents(reader) == contents(catalog.reader)
 
 
 def test_a_name_costs_its_part_and_the_tail(tmp_path: Path) -> None:
     writer = filled(LocalStore(tmp_path))
-    writer.snapshot()
+    writer.reader.snapshot()
     writer.create_tenant("late", actor="ann")
     watched = Watched(tmp_path)
-    reader = AdapterCatalog(watched)
+    reader = CatalogReader(watched)
     reader.refresh()
     with pytest.raises(UnknownModel):
         reader.ask(lambda state: state.resolve("t3/x", "t3"))
@@ -104,8 +105,8 @@ def test_a_name_costs_its_part_and_the_tail(tmp_path: Path) -> None:
 
 
 def test_a_question_names_all_the_parts_that_it_lacks(tmp_path: Path) -> None:
-    filled(LocalStore(tmp_path)).snapshot()
-    reader = AdapterCatalog(LocalStore(tmp_path))
+    filled(LocalStore(tmp_path)).reader.snapshot()
+    reader = CatalogReader(LocalStore(tmp_path))
     reader.refresh()
 
     with pytest.raises(PartitionsNotRead) as missing:
@@ -116,18 +117,18 @@ def test_a_question_names_all_the_parts_that_it_lacks(tmp_path: Path) -> None:
 def test_only_changed_parts_are_written_again(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     catalog = filled(watched)
-    catalog.snapshot()
+    catalog.reader.snapshot()
     catalog.limit_tenant("t3", max_concurrent=7, actor="ann")
     watched.put.clear()
-    catalog.snapshot()
+    catalog.reader.snapshot()
     assert [key.partition("/")[0] for key in watched.put] == ["snapshot-partitions", "snapshots"]
 
     watched.put.clear()
     watched.got.clear()
     other = AdapterCatalog(watched)
-    other.refresh()
+    other.reader.refresh()
     other.limit_tenant("t4", max_concurrent=7, actor="ann")
-    other.snapshot()
+    other.reader.snapshot()
     assert [key.partition("/")[0] for key in watched.put] == [
         "log",
         "snapshot-partitions",
@@ -135,16 +136,16 @@ def test_only_changed_parts_are_written_again(tmp_path: Path) -> None:
     ]
     assert sum(key.startswith("snapshot-partitions/") for key in watched.got) == 1
 
-    assert contents(AdapterCatalog(watched)) == contents(catalog)
+    assert contents(CatalogReader(watched)) == contents(catalog.reader)
 
 
 def test_a_writer_decides_by_parts_it_never_read(tmp_path: Path, register: Register) -> None:
-    filled(LocalStore(tmp_path)).snapshot()
+    filled(LocalStore(tmp_path)).reader.snapshot()
     writer = AdapterCatalog(LocalStore(tmp_path))
 
     assert writer.limit_tenant("t5", max_concurrent=3, actor="ann").limits.max_concurrent == 3
     assert writer.create_key("t6", [Scope.INFER], actor="ann")[0].tenant == "t6"
-    assert contents(writer) == contents(AdapterCatalog(LocalStore(tmp_path)))
+    assert contents(writer.reader) == contents(CatalogReader(LocalStore(tmp_path)))
 
 
 def test_many_make_snapshots_at_once(
@@ -153,13 +154,13 @@ def test_many_make_snapshots_at_once(
     def work(number: int) -> int:
         own = AdapterCatalog(store)
         own.create_tenant(f"t{number}", actor="ann")
-        return own.snapshot()
+        return own.reader.snapshot()
 
     with ThreadPoolExecutor(3) as threads:
         made = list(threads.map(work, range(3)))
 
-    assert max(made) <= catalog.refresh().seq
-    assert contents(AdapterCatalog(store)) == contents(catalog)
+    assert max(made) <= catalog.reader.refresh().seq
+    assert contents(CatalogReader(store)) == contents(catalog.reader)
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -169,25 +170,25 @@ def test_a_crash_anywhere_in_a_snapshot(tmp_path: Path, after: bool) -> None:
     while not survived:
         store = LocalStore(tmp_path / f"store-{calls}")
         catalog = filled(store, 3)
-        catalog.snapshot()
+        catalog.reader.snapshot()
         catalog.limit_tenant("t0", max_concurrent=2, actor="ann")
         catalog.limit_tenant("t1", max_concurrent=2, actor="ann")
         calls += 1
         mortal: Any = Mortal(store, calls, after=after)
         try:
-            AdapterCatalog(mortal).snapshot()
+            CatalogReader(mortal).snapshot()
             survived = True
         except Crash:
             pass
-        assert contents(AdapterCatalog(store)) == contents(catalog)
-        AdapterCatalog(store).snapshot()
-        reader = AdapterCatalog(store)
+        assert contents(CatalogReader(store)) == contents(catalog.reader)
+        CatalogReader(store).snapshot()
+        reader = CatalogReader(store)
         reader.refresh()
         assert not any(
             isinstance(partition, UnreadPartition) and partition.pending
             for partition in reader.state.partitions
         )
-        assert contents(reader) == contents(catalog)
+        assert contents(reader) == contents(catalog.reader)
 
     assert calls >= 9  # what there is to read, twice two partitions, the manifest
 
@@ -195,32 +196,32 @@ def test_a_crash_anywhere_in_a_snapshot(tmp_path: Path, after: bool) -> None:
 def test_a_reader_that_lives_long_keeps_few_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.catalog.view.SNAPSHOT_EVERY", 4)
+    monkeypatch.setattr("lorikeet.catalog.reader.SNAPSHOT_EVERY", 4)
     writer = filled(LocalStore(tmp_path))
-    writer.snapshot()
-    reader = AdapterCatalog(LocalStore(tmp_path))
+    writer.reader.snapshot()
+    reader = CatalogReader(LocalStore(tmp_path))
     reader.refresh()
     for number in range(50):
         writer.limit_tenant("t3", max_concurrent=number + 1, actor="ann")
-        if writer.snapshot_due:
-            writer.snapshot()
+        if writer.reader.snapshot_due:
+            writer.reader.snapshot()
         reader.refresh()
         held = reader.state.partitions[partition_of("t3")]
         assert isinstance(held, UnreadPartition)
         assert len(held.pending) <= 12
 
-    assert contents(reader) == contents(writer)
+    assert contents(reader) == contents(writer.reader)
 
 
 def test_a_reader_whose_snapshot_was_collected_turns_to_a_newer_one(tmp_path: Path) -> None:
     writer = filled(LocalStore(tmp_path))
-    writer.snapshot()
-    reader = AdapterCatalog(LocalStore(tmp_path))
+    writer.reader.snapshot()
+    reader = CatalogReader(LocalStore(tmp_path))
     reader.refresh()
     (old,) = (tmp_path / "snapshots").iterdir()
     before = set((tmp_path / "snapshot-partitions").glob("*/*"))
     writer.limit_tenant("t3", max_concurrent=7, actor="ann")
-    writer.snapshot()
+    writer.reader.snapshot()
     newest = Snapshots(LocalStore(tmp_path)).newest()
     assert newest is not None
     old.unlink()
@@ -229,20 +230,20 @@ def test_a_reader_whose_snapshot_was_collected_turns_to_a_newer_one(tmp_path: Pa
             partition.unlink()
 
     assert reader.ask(lambda state: state.tenant("t3")).limits.max_concurrent == 7
-    assert contents(reader) == contents(writer)
+    assert contents(reader) == contents(writer.reader)
 
 
 def test_an_older_snapshot_that_comes_late_takes_nothing_away(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     writer = filled(store)
-    writer.snapshot()
+    writer.reader.snapshot()
     snapshots = Snapshots(store)
     older = snapshots.newest()
     view = CatalogView(snapshots)
     assert older is not None
     view.begin(older)
     writer.limit_tenant("t3", max_concurrent=7, actor="ann")
-    writer.snapshot()
+    writer.reader.snapshot()
     newer = snapshots.newest()
     assert newer is not None
     view.advance(Log(store).read(older.seq))
@@ -257,7 +258,10 @@ def test_old_snapshots_stay_readable(tmp_path: Path) -> None:
     made = []
     for number in range(3):
         made.append(
-            (catalog.snapshot(), partition_to_bytes(catalog.state.partitions[partition_of("t0")]))
+            (
+                catalog.reader.snapshot(),
+                partition_to_bytes(catalog.reader.state.partitions[partition_of("t0")]),
+            )
         )
         catalog.limit_tenant("t0", max_concurrent=number + 1, actor="ann")
     snapshots = Snapshots(LocalStore(tmp_path))
@@ -276,10 +280,10 @@ def test_old_snapshots_stay_readable(tmp_path: Path) -> None:
 
 def test_damage_is_named_with_its_remedy(tmp_path: Path) -> None:
     catalog = filled(LocalStore(tmp_path))
-    catalog.snapshot()
-    digest = catalog.state.partitions[partition_of("t3")].digest
+    catalog.reader.snapshot()
+    digest = catalog.reader.state.partitions[partition_of("t3")].digest
     (tmp_path / f"snapshot-partitions/{digest[:2]}/{digest}").write_bytes(b"?")
-    reader = AdapterCatalog(LocalStore(tmp_path))
+    reader = CatalogReader(LocalStore(tmp_path))
     reader.refresh()
 
     with pytest.raises(StoreError, match=rf"snapshot-partitions/.*{digest}.*damaged.*restore"):
@@ -290,6 +294,6 @@ def test_damage_is_named_with_its_remedy(tmp_path: Path) -> None:
     (manifest,) = (tmp_path / "snapshots").iterdir()
     manifest.write_text('{"schema": 2}')
     with pytest.raises(StoreRefused, match=r"newer release.*upgrade"):
-        AdapterCatalog(LocalStore(tmp_path)).refresh()
+        CatalogReader(LocalStore(tmp_path)).refresh()
     manifest.unlink()
-    assert AdapterCatalog(LocalStore(tmp_path)).refresh() == catalog.state
+    assert CatalogReader(LocalStore(tmp_path)).refresh() == catalog.reader.state

@@ -1,7 +1,7 @@
 """The cache of decoded tenants."""
 
+from lorikeet.catalog.partition_format import TenantStateCache, encode_tenant
 from lorikeet.catalog.records import Limits, TenantRecord, TenantState
-from lorikeet.catalog.snapshots.partition_format import TenantStateCache, encode_tenant
 
 DATA = [encode_tenant(TenantState(TenantRecord("acme", 1.0, Limits(limit)))) for limit in (1, 2, 3)]
 

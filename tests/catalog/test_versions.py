@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
-from lorikeet.catalog.log.changes import VersionRegistered
-from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.changes import VersionRegistered
+from lorikeet.catalog.log import Log
+from lorikeet.catalog.partition_format import decode_tenant, encode_tenant
 from lorikeet.catalog.records import BlobFacts, VersionRecord
-from lorikeet.catalog.snapshots.partition_format import decode_tenant, encode_tenant
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import (
     Conflict,
@@ -26,7 +26,7 @@ Register = Callable[..., VersionRecord]
 
 def prod(catalog: AdapterCatalog, label: str = "acme/support") -> int:
     tenant, _, name = label.partition("/")
-    return catalog.refresh().adapter(tenant, name).aliases["prod"]
+    return catalog.reader.refresh().adapter(tenant, name).aliases["prod"]
 
 
 def test_the_first_version_becomes_prod_and_later_ones_when_asked(
@@ -55,21 +55,21 @@ def test_a_version_keeps_its_facts_and_its_blob(
         created=1000.0,
     )
     assert store.get(blob_key(digest)) == b"1"
-    ref = catalog.state.resolve("acme/support", "acme")
+    ref = catalog.reader.state.resolve("acme/support", "acme")
     assert ref == AdapterRef("acme", "support", 1, digest)
-    assert catalog.state.version_of(ref).base_model == "demo"
+    assert catalog.reader.state.version_of(ref).base_model == "demo"
 
 
 def test_the_same_blob_is_the_same_version(catalog: AdapterCatalog, register: Register) -> None:
     register("acme/support", b"1")
     register("acme/support", b"2")
-    before = catalog.state.seq
+    before = catalog.reader.state.seq
 
     assert register("acme/support", b"1").version == 1
-    assert catalog.state.seq == before
+    assert catalog.reader.state.seq == before
     assert register("acme/support", b"2", promote=True).version == 2
     assert prod(catalog) == 2
-    assert len(catalog.state.adapter("acme", "support").versions) == 2
+    assert len(catalog.reader.state.adapter("acme", "support").versions) == 2
 
 
 def test_registering_needs_a_tenant_and_good_names(
@@ -91,25 +91,28 @@ def test_a_tenant_sees_its_own_adapters_and_shared_ones(
     register("acme/shared", b"2", shared=True)
     register("other/mine", b"3")
 
-    assert [record.label for record in catalog.state.visible_to("acme")] == [
+    assert [record.label for record in catalog.reader.state.visible_to("acme")] == [
         "acme/private",
         "acme/shared",
     ]
-    assert [record.label for record in catalog.state.visible_to("other")] == [
+    assert [record.label for record in catalog.reader.state.visible_to("other")] == [
         "acme/shared",
         "other/mine",
     ]
-    assert catalog.state.resolve("acme/shared", "other").digest == hashlib.sha256(b"2").hexdigest()
+    assert (
+        catalog.reader.state.resolve("acme/shared", "other").digest
+        == hashlib.sha256(b"2").hexdigest()
+    )
 
 
 def test_sharing_stays_until_it_is_changed(catalog: AdapterCatalog, register: Register) -> None:
     register("acme/support", b"1", shared=True)
     register("acme/support", b"2")
-    assert catalog.state.adapter("acme", "support").shared
+    assert catalog.reader.state.adapter("acme", "support").shared
 
     register("acme/support", b"2", shared=False)
-    assert not catalog.state.adapter("acme", "support").shared
-    assert catalog.state.visible_to("other") == ()
+    assert not catalog.reader.state.adapter("acme", "support").shared
+    assert catalog.reader.state.visible_to("other") == ()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_absent_forbidden_retired_and_misspelt_look_alike(
     register("mine/x", b"3")
 
     with pytest.raises(UnknownModel) as refused:
-        catalog.state.resolve(model, "mine")
+        catalog.reader.state.resolve(model, "mine")
 
     assert refused.value.message == (
         f"The model {model!r} does not exist or you do not have access to it. "
@@ -158,11 +161,11 @@ def test_versions_and_aliases_select(catalog: AdapterCatalog, register: Register
     catalog.promote("acme", "support", 2, alias="canary", actor="ann")
 
     resolved = {
-        selector: catalog.state.resolve(f"acme/support{selector}", "acme").version
+        selector: catalog.reader.state.resolve(f"acme/support{selector}", "acme").version
         for selector in ("", "@prod", "@canary", "@1", "@3")
     }
     assert resolved == {"": 1, "@prod": 1, "@canary": 2, "@1": 1, "@3": 3}
-    assert catalog.state.adapter("acme", "support").aliases_of(2) == ("canary",)
+    assert catalog.reader.state.adapter("acme", "support").aliases_of(2) == ("canary",)
 
 
 def test_promote_can_insist_on_what_was_there(catalog: AdapterCatalog, register: Register) -> None:
@@ -222,7 +225,7 @@ def test_a_version_with_an_alias_is_not_retired(
     catalog.retire("acme", "support", 2, actor="ann")
 
     with pytest.raises(UnknownModel):
-        catalog.state.resolve("acme/support@2", "acme")
+        catalog.reader.state.resolve("acme/support@2", "acme")
     with pytest.raises(Conflict, match="is retired"):
         catalog.promote("acme", "support", 2, actor="ann")
     assert prod(catalog) == 1
@@ -237,8 +240,8 @@ def test_a_retired_adapter_comes_back_with_a_new_version(
     gone = catalog.retire("acme", "support", actor="ann")
     assert gone.retired
     assert gone.aliases == {}
-    assert catalog.state.visible_to("acme") == ()
-    assert catalog.state.pins(0) == ()
+    assert catalog.reader.state.visible_to("acme") == ()
+    assert catalog.reader.state.pins(0) == ()
     assert catalog.retire("acme", "support", actor="ann") == gone
 
     assert register("acme/support", b"1").version == 2
@@ -255,8 +258,8 @@ def test_a_shared_adapter_that_was_retired_comes_back_private(
     assert not catalog.retire("acme", "support", actor="ann").shared
 
     register("acme/support", b"2")
-    assert not catalog.state.adapter("acme", "support").shared
-    assert catalog.state.visible_to("other") == ()
+    assert not catalog.reader.state.adapter("acme", "support").shared
+    assert catalog.reader.state.visible_to("other") == ()
 
 
 def test_what_is_known_of_a_version_is_kept_in_log_and_snapshot_and_need_not_be(
@@ -270,12 +273,12 @@ def test_what_is_known_of_a_version_is_kept_in_log_and_snapshot_and_need_not_be(
         digest = hashlib.sha256(data).hexdigest()
         facts = BlobFacts(digest, 1, 8, "demo", 1, touches=known, trained_on=trained_on)
         catalog.register("acme", "support", blob, facts, actor="ann")
-    seq = catalog.snapshot()
+    seq = catalog.reader.snapshot()
 
     read = [entry for entry in Log(store).read(0) if entry.seq <= seq]
     registered = [c for e in read for c in e.changes if isinstance(c, VersionRegistered)]
     assert tuple((c.touches, c.trained_on) for c in registered) == kinds
-    tenant = catalog.state.tenant_state("acme")
+    tenant = catalog.reader.state.tenant_state("acme")
     again = decode_tenant("acme", encode_tenant(tenant))
     assert tuple((v.touches, v.trained_on) for v in again.adapters["support"].versions) == kinds
     assert again == tenant

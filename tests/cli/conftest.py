@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.resumable_uploads import PART_BYTES
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
-from lorikeet.catalog.uploads import PART_BYTES
 from lorikeet.cli import app
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import ServedModel, Services

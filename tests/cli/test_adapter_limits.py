@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from tests.cli.conftest import Lorikeet
 from tests.cli.peft_folders import peft_folder
 
@@ -45,9 +45,9 @@ def test_limits_are_listed_and_outlive_a_snapshot(lorikeet: Lorikeet) -> None:
     lorikeet.do("tenants", "limit", "acme", "--rank", "24", "--adapter-bytes", "3MiB")
     shown = lorikeet.do("tenants", "show", "acme")
     assert re.search(r"Rank +24 *\n *Bytes of an adapter +3.0 MiB", shown)
-    lorikeet.catalog.refresh()
-    lorikeet.catalog.snapshot()
-    other = AdapterCatalog(lorikeet.catalog.store)
+    lorikeet.catalog.reader.refresh()
+    lorikeet.catalog.reader.snapshot()
+    other = CatalogReader(lorikeet.catalog.store)
     other.refresh()
     tenant = other.ask(lambda state: state.tenant("acme"))
     assert (tenant.max_rank, tenant.max_adapter_bytes) == (24, 3 << 20)

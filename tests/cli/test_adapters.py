@@ -37,7 +37,7 @@ def test_register_tells_a_person_version_digest_and_size(
     assert "acme/support version 1, now prod: " in said
     assert "rank 4" in said
     assert "changes q_proj of 2 layers, 128 parameters\n" in said
-    assert lorikeet.catalog.state.adapter("acme", "support").versions[0].digest in said
+    assert lorikeet.catalog.reader.state.adapter("acme", "support").versions[0].digest in said
 
 
 def test_the_same_weights_again_are_the_same_version(lorikeet: Lorikeet, tmp_path: Path) -> None:

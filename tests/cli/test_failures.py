@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
-from lorikeet.serving.listeners import PublicListener
+from lorikeet.gateway.listeners import PublicListener
 from tests.cli.conftest import Lorikeet
 from tests.gateway.conftest import listening
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.cli import app
@@ -36,7 +36,7 @@ def init(folder: Path, *options: str) -> Result:
 
 def test_the_key_it_prints_is_the_catalogs_first_admin_key(tmp_path: Path) -> None:
     said = json.loads(init(tmp_path / "catalog", "--json").stdout)
-    state = AdapterCatalog(LocalStore(tmp_path / "catalog")).refresh()
+    state = CatalogReader(LocalStore(tmp_path / "catalog")).refresh()
     key = state.key_by_sha256(sha256(said["key"].encode()).hexdigest())
     assert key is not None
     assert (key.id, key.tenant, key.scopes) == (said["id"], None, frozenset({Scope.ADMIN}))

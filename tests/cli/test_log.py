@@ -16,7 +16,7 @@ def test_the_log_says_who_did_what(lorikeet: Lorikeet, tmp_path: Path) -> None:
     register(lorikeet, tmp_path)
     register(lorikeet, tmp_path, seed=1)
     lorikeet.do("promote", "acme/support@2", "--expect", "1")
-    (key_id,) = lorikeet.catalog.state.admin_keys()
+    (key_id,) = lorikeet.catalog.reader.state.admin_keys()
 
     lines = lorikeet.run("log", COLUMNS="200").stdout.strip().splitlines()
     assert lines[0].split() == ["Entry", "When", "(UTC)", "By", "What"]
@@ -38,7 +38,7 @@ def test_the_log_says_who_did_what(lorikeet: Lorikeet, tmp_path: Path) -> None:
 def test_the_past_is_listed_and_shown(lorikeet: Lorikeet, tmp_path: Path) -> None:
     register(lorikeet, tmp_path)
     register(lorikeet, tmp_path, "--promote", seed=1)
-    seq = lorikeet.catalog.state.seq
+    seq = lorikeet.catalog.reader.state.seq
 
     assert "prod→2" in lorikeet.do("list")
     assert "prod→1" in lorikeet.do("list", "--as-of", str(seq - 1))
@@ -71,7 +71,7 @@ def test_an_alias_is_shared(lorikeet: Lorikeet, tmp_path: Path) -> None:
 
 
 def test_a_snapshot_is_made(lorikeet: Lorikeet) -> None:
-    seq = lorikeet.catalog.state.seq
+    seq = lorikeet.catalog.reader.state.seq
     assert lorikeet.do("snapshot") == f"There is a snapshot of entry {seq}.\n"
     assert json.loads(lorikeet.do("snapshot", "--json")) == {"seq": seq}
 

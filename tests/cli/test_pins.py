@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lorikeet.catalog.log.changes import Pinned
-from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.changes import Pinned
+from lorikeet.catalog.log import Log
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import AdapterStatus
@@ -73,7 +73,7 @@ def test_a_pin_is_met_once_every_replica_has_it(registered: Lorikeet) -> None:
     registered.do("pin", "acme/support")
     registered.engines.said = [replica("r1", 2**20), replica("r2", 2**20)]
     assert pins_of(registered)["acme/support"]["state"] == "loading"
-    ref = registered.catalog.state.resolve("acme/support", "acme")
+    ref = registered.catalog.reader.state.resolve("acme/support", "acme")
     there = held(ref, Residency.GPU, 512, pinned=True)
     registered.engines.said = [replica("r1", 2**20, there), replica("r2", 2**20, there)]
     assert pins_of(registered)["acme/support"]["state"] == "met"
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_unmet_and_says_why(registered: Lorikeet, tmp_path:
         "acme/support": "unmet",
     }
     said = " ".join(registered.do("pins").split())
-    assert "acme/support@prod acme/support@1 it takes 512 bytes, and pins before it" in said
+    assert "acme/support@prod acme/support@1 it takes 512 bytes, and earlier pins leave" in said
     assert "unmet (`lorikeet pins` says why)" in registered.do("status")
 
 
@@ -113,7 +113,7 @@ def test_a_dry_run_says_what_would_move_and_changes_nothing(
     registered.do("register", str(peft_folder(tmp_path / "other", seed=1)), "acme/legal")
     registered.do("pin", "acme/support")
     registered.engines.said = [replica("r1", 600), replica("r2", 2000)]
-    before = registered.catalog.refresh()
+    before = registered.catalog.reader.refresh()
     options = ["--priority", "1", "--dry-run"]
     moves = json.loads(registered.do("pin", "acme/legal", *options, "--json"))
     assert [
@@ -130,14 +130,14 @@ def test_a_dry_run_says_what_would_move_and_changes_nothing(
     said = registered.do("pin", "acme/legal", *options)
     assert "Would load 2 images, 1.0 KiB. Nothing was changed." in said
     assert "Other pins would lose their place:" in said
-    assert registered.catalog.refresh() is before
+    assert registered.catalog.reader.refresh() is before
 
 
 def test_what_a_dry_run_could_not_keep_it_says(registered: Lorikeet) -> None:
     registered.engines.said = [replica("r1", 100)]
     said = " ".join(registered.do("pin", "acme/support", "--dry-run").split())
     assert "Would load 0 images" in said
-    assert "it takes 512 bytes, and pins before it leave 100 on gpu at most" in said
+    assert "it takes 512 bytes, and earlier pins leave at most 100 on gpu" in said
 
 
 def test_more_than_a_tenants_budget_is_refused_with_the_numbers(registered: Lorikeet) -> None:
@@ -184,7 +184,7 @@ def test_what_a_catalog_holds_cannot_break_or_steer_a_terminal(registered: Lorik
         expires=1e13,
     )
     catalog = registered.catalog
-    Log(catalog.store).append(catalog.state.seq, "test", time.time(), [change])
+    Log(catalog.store).append(catalog.reader.state.seq, "test", time.time(), [change])
     row = registered.do("pins").splitlines()[3]
     assert "\\x1b[2Jgone\\n" in row
     assert "1.0e+13 s" in row

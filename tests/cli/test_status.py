@@ -87,5 +87,5 @@ def test_a_view_that_the_store_does_not_confirm_is_called_stale(
 def test_json_is_the_whole_answer(lorikeet: Lorikeet) -> None:
     lorikeet.engines.said = [replica("r1")]
     said = json.loads(lorikeet.do("status", "--json"))
-    assert said["catalog_seq"] == lorikeet.catalog.state.seq
+    assert said["catalog_seq"] == lorikeet.catalog.reader.state.seq
     assert [report["replica"] for report in said["replicas"]] == ["r1"]

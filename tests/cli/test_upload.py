@@ -126,7 +126,7 @@ def test_connections_that_drop_cost_their_part_and_no_more(
         road.trouble = lambda line: line.startswith(b"PUT") and len(road.requests) % 3 == 0
         lorikeet.do("--server", road.url, "register", str(folder), "acme/support")
         dropped = road.puts()
-    (version,) = lorikeet.catalog.refresh().adapter("acme", "support").versions
+    (version,) = lorikeet.catalog.reader.refresh().adapter("acme", "support").versions
     parts = -(-version.size_bytes // PART)
     assert parts > 5
     assert parts < dropped < 2 * parts
@@ -148,7 +148,7 @@ def test_a_gateway_that_restarts_in_the_middle_is_waited_for(
         road.trouble = restart
         lorikeet.do("--server", road.url, "register", str(folder), "acme/support")
         assert len(away) == 4
-    (version,) = lorikeet.catalog.refresh().adapter("acme", "support").versions
+    (version,) = lorikeet.catalog.reader.refresh().adapter("acme", "support").versions
     assert (
         hashlib.sha256(
             lorikeet.catalog.store.get(f"blobs/{version.digest[:2]}/{version.digest}")
@@ -186,7 +186,7 @@ def test_ctrl_c_keeps_what_arrived(lorikeet: Lorikeet, folder: Path) -> None:
         kept, sent = len(parts_of(lorikeet)), road.puts()
         assert kept >= 4
         lorikeet.do("--server", road.url, "register", str(folder), "acme/support")
-        version = lorikeet.catalog.refresh().adapter("acme", "support").versions[0]
+        version = lorikeet.catalog.reader.refresh().adapter("acme", "support").versions[0]
         assert road.puts() - sent == -(-version.size_bytes // PART) - kept
 
 
@@ -249,5 +249,5 @@ def test_a_store_that_the_admin_cannot_reach_is_gone_round(
     monkeypatch.setattr(S3Parts, "url", lambda *_: "http://127.0.0.1:1/bucket/key")
     with road_to(on_s3) as road:
         on_s3.do("--server", road.url, "register", str(folder), "acme/support")
-        version = on_s3.catalog.refresh().adapter("acme", "support").versions[0]
+        version = on_s3.catalog.reader.refresh().adapter("acme", "support").versions[0]
         assert road.puts() == -(-version.size_bytes // PART)

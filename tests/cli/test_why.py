@@ -9,9 +9,17 @@ import pytest
 
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
-from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal, StreamItem
-from lorikeet.routing.ranking import Candidate, Cost
-from lorikeet.routing.status_update import StatusUpdate
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Attempt,
+    Call,
+    Candidate,
+    Cost,
+    FinalUsage,
+    Refusal,
+    StreamItem,
+)
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import write_blob
 from lorikeet_engine.request import EngineTimings

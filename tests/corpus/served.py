@@ -10,7 +10,7 @@ import torch
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import BaseShape, blob_digest, read_spec
 from lorikeet_engine.residency.blob_packing import pack
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.corpus.bases import Base
 from tests.corpus.register import LIMITS
 from tests.engine.engine_driver import Answers, build, greedy

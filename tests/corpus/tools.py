@@ -11,7 +11,7 @@ from lorikeet_engine.adapter_format import (
     CONFIG_FILE,
     MLX_WEIGHTS_FILE,
     WEIGHTS_FILE,
-    read_pair,
+    read_trtllm_pair,
     write_peft_folder,
 )
 from tests.corpus.bases import HUB_NAME
@@ -222,7 +222,7 @@ def _tensorrt(draft: Draft) -> None:
     np.save(draft.folder / "model.lora_config.npy", np.array(config, np.int32)[None])
     alpha, shape = draft.config()["lora_alpha"], draft.base.shape
     draft.convert = lambda out: write_peft_folder(
-        out, *read_pair(draft.folder, shape, HUB_NAME, alpha)
+        out, *read_trtllm_pair(draft.folder, shape, HUB_NAME, alpha)
     )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from lorikeet.protocol.messages import Call
 from lorikeet.protocol.pushing import HoldPushed, HoldState, PushMessage
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.replica import replica
-from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.deployments import EngineReplica
 from lorikeet.settings import Settings
 from tests.replica.quick_engine import quick_engine

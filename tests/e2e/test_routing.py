@@ -10,10 +10,9 @@ import pytest
 from ray import serve
 
 from demo.tasks import TASKS
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint
-from lorikeet.routing.ranking import Work
+from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint, Work
 from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.fleet_registry import fleet_of
 from lorikeet.serving.request_router import routing_request_of
@@ -30,7 +29,7 @@ KNOWN_WITHIN_S = 0.15
 
 @pytest.fixture
 def ref(service):
-    state = AdapterCatalog(open_store(service.catalog)).refresh()
+    state = CatalogReader(open_store(service.catalog)).refresh()
     return state.resolve(TASK.model, TASK.tenant)
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lorikeet_engine.residency.gpu import arena, image_copy
+from lorikeet_engine.residency.gpu import arena, image_copies
 
 Clock = Counter[str]
 
@@ -80,7 +80,7 @@ class Streams(TorchDispatchMode):
             current_stream=lambda _device: self.current,
             stream=self.use,
         )
-        for module in (arena, image_copy):
+        for module in (arena, image_copies):
             monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda, split=torch.split))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

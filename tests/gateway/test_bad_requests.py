@@ -1,4 +1,4 @@
-"""Everything a client can get wrong, and what it is told. A bad request never reaches a replica."""
+"""Errors of bad requests, which never reach a replica."""
 
 import asyncio
 import gzip
@@ -26,7 +26,7 @@ TURN = {"role": "user", "content": "hi"}
 
 
 def error_of(answer: Any, status: int) -> dict[str, Any]:
-    """An error's code, param, message and type, in whichever API's shape it came."""
+    """Return an error's code, param, message and type, in the shape of either API."""
     assert answer.status_code == status, answer.text
     assert len(answer.headers["x-request-id"]) == 32
     body = answer.json()
@@ -183,7 +183,7 @@ def test_an_unsupported_field_is_refused_by_name(unchanged: Gateway, field: str)
         (COMPLETIONS, "tools", []),
     ],
 )
-def test_a_value_that_asks_for_what_is_not_served_is_refused_by_name(
+def test_a_no_op_field_with_another_value_is_refused_by_name(
     unchanged: Gateway, path: str, field: str, value: Any
 ) -> None:
     body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
@@ -194,14 +194,18 @@ def test_a_value_that_asks_for_what_is_not_served_is_refused_by_name(
 @pytest.mark.parametrize(
     ("path", "table"), [(CHAT, CHAT_NO_OPS), (COMPLETIONS, COMPLETIONS_NO_OPS)]
 )
-def test_values_that_ask_for_nothing_are_taken(
+def test_no_op_values_are_accepted(
     unchanged: Gateway, path: str, table: Mapping[str, Sequence[Any]]
 ) -> None:
     body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
     body |= {field: values[-1] for field, values in table.items()}
     body |= {"stream": True, "stream_options": {"include_obfuscation": False}}
     assert unchanged.post(path, body).status_code == 200
-    told = {"min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": True}  # as guidellm
+    told = {
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "skip_special_tokens": True,
+    }  # as guidellm sends
     assert unchanged.post(path, body | told).status_code == 200
 
 
@@ -210,22 +214,22 @@ def test_values_that_ask_for_nothing_are_taken(
     [
         ("POST", "/v1/conversations", "ask /v1/chat/completions"),
         ("POST", "/v1/messages/batches", "one by one"),
-        ("POST", "/v1/embeddings", "generates text alone"),
-        ("POST", "/v1/audio/speech", "generates text alone"),
-        ("GET", "/v1/files/file-1", "generates text alone"),
+        ("POST", "/v1/embeddings", "only generates text"),
+        ("POST", "/v1/audio/speech", "only generates text"),
+        ("GET", "/v1/files/file-1", "only generates text"),
         ("POST", "/chat/completions", "base_url must end in /v1"),
         ("POST", "/responses", "base_url must end in /v1"),
         ("GET", "/models", "base_url must end in /v1"),
         ("POST", "/v1/v1/chat/completions", "base_url has /v1 twice"),
         ("POST", "/v1/chat/completions/", "leave out the last /"),
-        ("GET", "/", "begins with /v1; /ui"),
+        ("GET", "/", "begin with /v1; /ui"),
         ("GET", "/docs", "/ui, /metrics and /admin/v1 are at the admin listener"),
-        ("POST", "/api/chat", "what tenants ask begins with /v1"),
+        ("POST", "/api/chat", "tenants' paths begin with /v1"),
         ("GET", "/v1", "such as /v1/chat/completions"),
         ("GET", "/v1/", "such as /v1/chat/completions"),
     ],
 )
-def test_an_endpoint_that_is_not_there_says_what_to_use(
+def test_a_missing_endpoint_names_the_one_to_use(
     unchanged: Gateway, method: str, path: str, says: str
 ) -> None:
     answer = unchanged.request(method, path, unchanged.keys["acme"])
@@ -234,25 +238,25 @@ def test_an_endpoint_that_is_not_there_says_what_to_use(
     assert says in error["message"]
 
 
-def test_a_method_that_does_not_work_says_which_does(unchanged: Gateway) -> None:
+def test_a_wrong_method_names_the_right_one(unchanged: Gateway) -> None:
     answer = unchanged.request("GET", CHAT, unchanged.keys["acme"])
     assert error_of(answer, 405)["message"] == "GET does not work here: want POST"
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"null", b'"hello"'])
-def test_a_body_that_is_no_object_is_said_of_the_body(unchanged: Gateway, raw: bytes) -> None:
+def test_a_body_that_is_no_object_is_refused(unchanged: Gateway, raw: bytes) -> None:
     error = error_of(unchanged.post(CHAT, raw), 400)
     assert error["message"] == "the body: Input should be an object"
 
 
-def test_a_body_for_the_other_endpoint_is_told_which(unchanged: Gateway) -> None:
+def test_a_body_for_another_endpoint_names_that_endpoint(unchanged: Gateway) -> None:
     error = error_of(unchanged.post(CHAT, {"model": "tiny", "prompt": "a"}), 400)
     assert "/v1/completions" in error["message"]
     error = error_of(unchanged.post(COMPLETIONS, chat()), 400)
     assert "/v1/chat/completions" in error["message"]
 
 
-def test_an_unsupported_field_deep_inside_is_named_with_its_place(unchanged: Gateway) -> None:
+def test_a_nested_unsupported_field_is_named_by_its_path(unchanged: Gateway) -> None:
     body = {"model": "tiny", "messages": [TURN, {**TURN, "audio": {"id": "a"}}]}
     assert error_of(unchanged.post(CHAT, body), 400)["param"] == "messages[1].audio"
     body = chat(stream=True, stream_options={"include_obfuscation": True})
@@ -279,7 +283,7 @@ def test_a_flood_of_unknown_fields_is_a_short_answer(unchanged: Gateway) -> None
         b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "top_p": 1e}',
     ],
 )
-def test_what_is_not_json_is_said_to_be_so(unchanged: Gateway, raw: bytes) -> None:
+def test_a_body_that_is_no_json_is_refused(unchanged: Gateway, raw: bytes) -> None:
     error = error_of(unchanged.post(CHAT, raw), 400)
     assert error["message"].startswith("the body is not JSON: ")
 
@@ -296,7 +300,7 @@ def test_numbers_are_finite(unchanged: Gateway, number: str) -> None:
 
 
 def named(path: str, number: str) -> list[tuple[dict[str, Any], str]]:
-    """Requests with a number where any JSON value is taken, and what each is told to change."""
+    """Requests with a number in a field of any JSON value, each with the param of its error."""
     schema = {"type": "object", "x": number}
     if path == "/v1/messages":
         use = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": number}}
@@ -335,7 +339,7 @@ def named(path: str, number: str) -> list[tuple[dict[str, Any], str]]:
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
-def test_numbers_are_finite_where_any_value_is_taken(
+def test_numbers_are_finite_in_fields_of_any_value(
     unchanged: Gateway, path: str, number: str
 ) -> None:
     for body, field in named(path, "number"):
@@ -352,7 +356,7 @@ def test_numbers_are_finite_where_any_value_is_taken(
         ("/v1/messages", chat(max_tokens=9)),
     ],
 )
-def test_a_body_comes_as_it_is(unchanged: Gateway, path: str, body: dict[str, Any]) -> None:
+def test_a_compressed_body_is_refused(unchanged: Gateway, path: str, body: dict[str, Any]) -> None:
     raw, key = json.dumps(body).encode(), unchanged.keys["acme"]
 
     def sent(content: bytes, encoding: str) -> Any:
@@ -360,7 +364,7 @@ def test_a_body_comes_as_it_is(unchanged: Gateway, path: str, body: dict[str, An
         return unchanged.request("POST", path, key, headers, content=content)
 
     error = error_of(sent(gzip.compress(raw), "gzip"), 400)
-    assert error["message"].startswith("Content-Encoding: want the body as it is")
+    assert error["message"].startswith("Content-Encoding: want an uncompressed body")
     assert error["param"] == (None if path == "/v1/messages" else "content-encoding")
     assert sent(raw, "identity").status_code == 200
     assert sent(BOM_UTF8 + raw, "identity").status_code == 200
@@ -396,7 +400,7 @@ def test_a_body_is_refused_by_its_declared_length() -> None:
 
 
 def declaring(length: str) -> Request:
-    """A request with a Content-Length, whose body is never asked for."""
+    """Send a request with a Content-Length whose body is never read."""
     headers = [(b"content-length", length.encode("latin-1"))]
     return Request({"type": "http", "method": "POST", "headers": headers})
 
@@ -441,7 +445,7 @@ def test_openais_client_raises_its_own_errors(unchanged: Gateway) -> None:
     assert bad.value.param == "temperature"
 
 
-def test_nothing_is_told_to_who_has_no_key(unchanged: Gateway) -> None:
+def test_no_documentation_is_served_without_a_key(unchanged: Gateway) -> None:
     for path in ("/docs", "/redoc", "/openapi.json"):
         assert unchanged.request("GET", path, None).status_code == 404
     assert unchanged.request("GET", "/healthz", None).json() == {"status": "ok"}

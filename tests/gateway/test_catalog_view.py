@@ -1,4 +1,4 @@
-"""How soon a gateway knows what others wrote, and what it does when the store is away."""
+"""A gateway's view of the catalog: its delay, and its behaviour while the store is unreachable."""
 
 import asyncio
 import logging
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.local import LocalStore
@@ -25,8 +26,8 @@ from tests.waiting import eventually, until
 HOUR = 3600.0
 
 
-class CountingCatalog(AdapterCatalog):
-    """Counts refreshes, and fails them when told to."""
+class CountingReader(CatalogReader):
+    """Catalog that counts refreshes, and fails them on demand."""
 
     reads = 0
     fails = False
@@ -39,13 +40,13 @@ class CountingCatalog(AdapterCatalog):
 
 
 @pytest.fixture
-def catalog(tmp_path: Path) -> CountingCatalog:
+def reader(tmp_path: Path) -> CountingReader:
     AdapterCatalog.init(LocalStore(tmp_path))
-    return CountingCatalog(LocalStore(tmp_path))
+    return CountingReader(LocalStore(tmp_path))
 
 
 def elsewhere(gateway: Gateway) -> AdapterCatalog:
-    """Another process's catalog on the same store."""
+    """Catalog of another process on the same store."""
     return AdapterCatalog(LocalStore(gateway.folder / "store"))
 
 
@@ -59,7 +60,7 @@ def test_a_key_and_an_adapter_made_elsewhere_work_at_once(tmp_path: Path) -> Non
         assert gateway.post(CHAT, chat("acme/support@next")).status_code == 200
 
 
-def test_what_is_taken_away_elsewhere_is_gone_within_the_interval(tmp_path: Path) -> None:
+def test_a_revocation_elsewhere_takes_effect_within_the_interval(tmp_path: Path) -> None:
     with serving(tmp_path, refresh_s=0.05) as gateway:
         assert gateway.post(CHAT, chat()).status_code == 200
         elsewhere(gateway).retire("acme", "support", actor="test")
@@ -78,7 +79,7 @@ def test_an_outage_of_the_store_leaves_the_last_view_in_force(tmp_path: Path) ->
     with serving(tmp_path, refresh_s=0.05) as gateway:
         store = gateway.folder / "store"
         store.rename(gateway.folder / "away")
-        store.touch()  # a file where the folder should be
+        store.touch()  # a file in the place of the folder makes reads fail
         time.sleep(0.2)
         assert gateway.post(CHAT, chat()).status_code == 200
         unknown = gateway.post(CHAT, chat("acme/absent"))
@@ -90,15 +91,15 @@ def test_an_outage_of_the_store_leaves_the_last_view_in_force(tmp_path: Path) ->
         assert error_of(failed, 503)["code"] == "store_error"
 
 
-def test_a_store_that_hangs_is_no_proof_that_a_name_is_unknown(
-    catalog: CountingCatalog, monkeypatch: pytest.MonkeyPatch
+def test_a_refresh_raises_unavailable_while_the_store_hangs(
+    reader: CountingReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.gateway.catalog_view.LONGEST_WAIT_S", 0.05)
     answers = threading.Event()
-    monkeypatch.setattr(catalog, "refresh", lambda: answers.wait(20))
+    monkeypatch.setattr(reader, "refresh", lambda: answers.wait(20))
 
     async def look() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
+        catalog_view = GatewayCatalogView(reader, HOUR)
         with pytest.raises(Unavailable):
             await catalog_view.refresh_or_raise()
         assert await catalog_view.refresh() is catalog_view.state
@@ -109,8 +110,8 @@ def test_a_store_that_hangs_is_no_proof_that_a_name_is_unknown(
     asyncio.run(look())
 
 
-class SlowParts(CountingCatalog):
-    """Counts reads of parts, which wait until they are let go."""
+class SlowParts(CountingReader):
+    """Catalog that counts reads of partitions, which block until released."""
 
     def __init__(self, store: LocalStore) -> None:
         super().__init__(store)
@@ -123,41 +124,41 @@ class SlowParts(CountingCatalog):
         super().read(numbers)
 
 
-def test_parts_are_read_off_the_loop_and_once_for_all(
+def test_partitions_are_read_off_the_loop_and_once_for_all_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = AdapterCatalog.init(LocalStore(tmp_path))
     writer.create_tenant("acme", actor="test")
-    writer.snapshot()
-    catalog = SlowParts(LocalStore(tmp_path))
-    catalog.refresh()
+    writer.reader.snapshot()
+    reader = SlowParts(LocalStore(tmp_path))
+    reader.refresh()
     monkeypatch.setattr("lorikeet.gateway.catalog_view.LONGEST_WAIT_S", 0.1)
 
     async def ask() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
-        with pytest.raises(Unavailable):  # and a refresh is not kept from its work
+        catalog_view = GatewayCatalogView(reader, HOUR)
+        with pytest.raises(Unavailable):  # refreshes still run
             await catalog_view.ask(lambda state: state.tenant("acme"))
         assert (await catalog_view.refresh()).seq == 2
         monkeypatch.setattr("lorikeet.gateway.catalog_view.LONGEST_WAIT_S", 20.0)
         asking = [catalog_view.ask(lambda state: state.tenant("acme")) for _ in range(50)]
         answers = asyncio.gather(*asking)
         await asyncio.sleep(0.05)
-        catalog.goes.set()
+        reader.goes.set()
         assert {tenant.name for tenant in await answers} == {"acme"}
 
     asyncio.run(ask())
-    assert catalog.part_reads == 1
+    assert reader.part_reads == 1
 
 
-def test_a_part_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
+def test_a_partition_that_could_not_be_read_is_read_again(tmp_path: Path) -> None:
     writer = AdapterCatalog.init(LocalStore(tmp_path))
     writer.create_tenant("acme", actor="test")
-    writer.snapshot()
-    catalog = AdapterCatalog(LocalStore(tmp_path))
-    catalog.refresh()
+    writer.reader.snapshot()
+    reader = CatalogReader(LocalStore(tmp_path))
+    reader.refresh()
 
     async def ask() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
+        catalog_view = GatewayCatalogView(reader, HOUR)
         (tmp_path / "snapshot-partitions").rename(tmp_path / "away")
         with pytest.raises(Unavailable):
             await catalog_view.ask(lambda state: state.tenant("acme"))
@@ -170,13 +171,13 @@ def test_a_part_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
 def test_an_unknown_name_is_not_looked_up_again_at_once(tmp_path: Path) -> None:
     with serving(tmp_path, refresh_s=HOUR) as gateway:
         reads: list[float] = []
-        refresh = gateway.catalog.refresh
+        refresh = gateway.catalog.reader.refresh
 
         def count() -> CatalogState:
             reads.append(time.monotonic())
             return refresh()
 
-        gateway.catalog.refresh = count  # type: ignore[method-assign]
+        gateway.catalog.reader.refresh = count  # type: ignore[method-assign]
         for _ in range(5):
             assert gateway.post(CHAT, chat("acme/absent")).status_code == 404
         assert len(reads) == 1
@@ -197,48 +198,48 @@ def test_unknown_keys_in_bulk_share_reads_of_the_catalog_and_known_ones_wait_for
     monkeypatch.setattr(GatewayCatalogView, "refresh_or_raise", counted)
     with serving(tmp_path, refresh_s=HOUR) as gateway, ThreadPoolExecutor(40) as flood:
         answers, reads = threading.Event(), list[float]()
-        refresh = gateway.catalog.refresh
+        refresh = gateway.catalog.reader.refresh
 
         def count_late() -> CatalogState:
             reads.append(time.monotonic())
             assert answers.wait(60)
             return refresh()
 
-        gateway.catalog.refresh = count_late  # type: ignore[method-assign]
+        gateway.catalog.reader.refresh = count_late  # type: ignore[method-assign]
         keys = [f"lk_{number:043}" for number in range(40)]
         refused = [flood.submit(gateway.request, "GET", "/v1/models", key) for key in keys]
         assert eventually(lambda: bool(reads) and len(came) == len(keys), within_s=30)
         assert gateway.post(CHAT, chat("tiny")).status_code == 200
         answers.set()
         assert {each.result().status_code for each in refused} == {401}
-        assert len(reads) <= 2  # of the first, and of all that came meanwhile
+        assert len(reads) <= 2  # one for the first call, one for all calls during it
 
 
-def test_many_misses_share_one_read(catalog: CountingCatalog) -> None:
+def test_many_misses_share_one_read(reader: CountingReader) -> None:
     async def miss_together() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
+        catalog_view = GatewayCatalogView(reader, HOUR)
         await asyncio.gather(*(catalog_view.refresh() for _ in range(100)))
 
     asyncio.run(miss_together())
-    assert catalog.reads == 1
+    assert reader.reads == 1
 
 
-def test_unknown_names_cannot_hammer_the_store(catalog: CountingCatalog) -> None:
+def test_unknown_names_cannot_hammer_the_store(reader: CountingReader) -> None:
     async def miss_for(duration_s: float) -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
+        catalog_view = GatewayCatalogView(reader, HOUR)
         until = time.monotonic() + duration_s
         while time.monotonic() < until:
             await catalog_view.refresh()
 
     asyncio.run(miss_for(5 * MIN_GAP_S))
-    assert 1 <= catalog.reads <= 6
+    assert 1 <= reader.reads <= 6
 
 
-def test_a_refresh_sees_what_was_written_before_it_was_asked_for(catalog: CountingCatalog) -> None:
-    other = AdapterCatalog(catalog.store)
+def test_a_refresh_sees_what_was_written_before_it_was_asked_for(reader: CountingReader) -> None:
+    other = AdapterCatalog(reader.store)
 
     async def write_and_look() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
+        catalog_view = GatewayCatalogView(reader, HOUR)
         for number in range(4):
             early = asyncio.create_task(catalog_view.refresh())
             await asyncio.sleep(0.01 * number)
@@ -250,16 +251,16 @@ def test_a_refresh_sees_what_was_written_before_it_was_asked_for(catalog: Counti
 
 
 def test_an_outage_is_logged_once_and_so_is_its_end(
-    catalog: CountingCatalog, caplog: pytest.LogCaptureFixture
+    reader: CountingReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
 
     async def live_through() -> None:
-        catalog_view = GatewayCatalogView(catalog, HOUR)
-        catalog.fails = True
+        catalog_view = GatewayCatalogView(reader, HOUR)
+        reader.fails = True
         for _ in range(3):
             await catalog_view.refresh()
-        catalog.fails = False
+        reader.fails = False
         for _ in range(2):
             await catalog_view.refresh()
 
@@ -270,13 +271,13 @@ def test_an_outage_is_logged_once_and_so_is_its_end(
     ]
 
 
-def test_following_goes_on_after_an_outage(catalog: CountingCatalog) -> None:
+def test_following_goes_on_after_an_outage(reader: CountingReader) -> None:
     async def follow() -> None:
-        catalog_view = GatewayCatalogView(catalog, 0.01)
-        catalog.fails = True
+        catalog_view = GatewayCatalogView(reader, 0.01)
+        reader.fails = True
         following = asyncio.create_task(catalog_view.follow())
-        await until(lambda: catalog.reads > 1)
-        catalog.fails = False
+        await until(lambda: reader.reads > 1)
+        reader.fails = False
         await until(lambda: catalog_view.state.seq == 1, within_s=20)
         following.cancel()
 

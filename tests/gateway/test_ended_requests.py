@@ -1,4 +1,4 @@
-"""What is kept of requests that are over: all of it, within its room, the newest."""
+"""Records of ended requests are kept whole, newest first, within a limit of bytes."""
 
 import random
 import uuid
@@ -6,10 +6,9 @@ from itertools import islice
 
 import pytest
 
-from lorikeet.protocol.messages import FinalUsage
+from lorikeet.protocol.messages import Candidate, Cost, FinalUsage
 from lorikeet.request_log.ended_requests import EndedRequests
 from lorikeet.request_log.record import AttemptRecord, RequestRecord
-from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import EngineTimings
 
@@ -21,7 +20,7 @@ def ids(count: int) -> list[str]:
 
 
 def story(request_id: str) -> RequestRecord:
-    """As much as there is to tell of a request, with times of its own."""
+    """Return a record with all fields set and distinct times."""
     names = tuple(random.sample(("replica-1", "replica-2", "replica-3"), 3))
     costs = (random.random() for _ in range(5 * len(names)))
     candidates = tuple(Candidate(name, Residency.GPU, Cost(*islice(costs, 5))) for name in names)
@@ -48,7 +47,7 @@ def story(request_id: str) -> RequestRecord:
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 133])
-def test_what_is_kept_is_found_whole(count: int) -> None:
+def test_a_kept_record_is_found_whole(count: int) -> None:
     archive = EndedRequests(ROOMY)
     kept = {request_id: story(request_id) for request_id in ids(count)}
     for one in kept.values():
@@ -57,7 +56,7 @@ def test_what_is_kept_is_found_whole(count: int) -> None:
     assert archive.find(*ids(1), 0.0) is None
 
 
-def test_the_oldest_make_room() -> None:
+def test_the_oldest_records_are_dropped_first() -> None:
     archive, many = EndedRequests(100_000), ids(1000)
     for request_id in many:
         archive.keep(story(request_id), 0.0)
@@ -67,7 +66,7 @@ def test_the_oldest_make_room() -> None:
     assert 90_000 < archive.held_bytes <= 100_000
 
 
-def test_what_was_over_too_long_ago_is_not_found() -> None:
+def test_an_old_record_is_not_found() -> None:
     archive, many = EndedRequests(ROOMY), ids(50)
     for now_s, request_id in enumerate(many):
         archive.keep(story(request_id), float(now_s))
@@ -76,7 +75,7 @@ def test_what_was_over_too_long_ago_is_not_found() -> None:
     ]
 
 
-def test_what_is_too_old_is_dropped() -> None:
+def test_old_records_are_dropped() -> None:
     archive, many = EndedRequests(ROOMY), ids(96)
     for now_s, request_id in enumerate(many):
         archive.keep(story(request_id), float(now_s))
@@ -86,7 +85,7 @@ def test_what_is_too_old_is_dropped() -> None:
     ]
 
 
-def test_the_end_of_one_id_and_the_beginning_of_the_next_are_none() -> None:
+def test_an_id_is_not_matched_across_two_records() -> None:
     archive, many = EndedRequests(ROOMY), ids(32)
     for request_id in many:
         archive.keep(story(request_id), 0.0)

@@ -1,4 +1,4 @@
-"""A request's walk through its gateway, without a server around it."""
+"""Steps of a generate request through GenerateEndpoint, without a server."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ KINDS = {
 
 
 class NotingBodies(LargeBodies):
-    """Notes whose bodies it parses."""
+    """LargeBodies that records the tenants whose bodies it parses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,20 +50,20 @@ class NotingBodies(LargeBodies):
 
 
 class Walks:
-    """A gateway whose tenant may send one request a minute, or another number."""
+    """A gateway whose tenant may send one request a minute, or `requests_per_min`."""
 
     def __init__(self, folder: Path, requests_per_min: int = 1) -> None:
         catalog = AdapterCatalog.init(LocalStore(folder))
         catalog.create_tenant("acme", requests_per_min=requests_per_min, actor="test")
         _, self.key = catalog.create_key("acme", {Scope.INFER}, actor="test")
-        catalog.refresh()
+        catalog.reader.refresh()
         self.engines, self.bodies = ReplayEngines(), NotingBodies()
         self._services = Services(catalog, {"tiny": ServedModel(SHAPE)}, LIMITS, self.engines)
 
     def answer(
         self, kind: type[ApiRequest], *bodies: Any, key: str | None = None
     ) -> list[dict[str, Any]]:
-        """What each is answered, one after the other."""
+        """Return the answers to requests that are sent one after the other."""
 
         async def answers() -> list[dict[str, Any]]:
             endpoint = self._endpoint(kind)
@@ -72,7 +72,7 @@ class Walks:
         return asyncio.run(answers())
 
     def answer_at_once(self, count: int, size: int, max_requests: int) -> list[dict[str, Any]]:
-        """What a gateway for so many requests answers chats that come at once, of a size each."""
+        """Return the answers to `count` concurrent chats of `size` bytes."""
 
         async def answers() -> list[dict[str, Any]]:
             endpoint = self._endpoint(ChatRequest, max_requests)
@@ -90,7 +90,7 @@ class Walks:
             services,
             RequestAuthenticator(
                 services,
-                GatewayCatalogView(services.catalog, interval_s=3600.0),
+                GatewayCatalogView(services.catalog.reader, interval_s=3600.0),
                 PushedVersions(),
             ),
             RateLimiter(LimitShares("g0", 1, 0.0), MonthlyBudget(None), max_requests),
@@ -123,7 +123,7 @@ async def _one(endpoint: GenerateEndpoint, key: str, body: Any, size: int = 0) -
         receive,
     )
     response = await endpoint.answer(request)
-    assert not sent  # a refusal would have had a status of its own
+    assert not sent  # a refusal has its own status
     await response(request.scope, receive, send)
     return dict(json.loads(sent[1]["body"]))
 
@@ -134,7 +134,7 @@ def walks(tmp_path: Path) -> Walks:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_walks_the_same_way(walks: Walks, kind: type[ApiRequest]) -> None:
+def test_every_kind_of_request_takes_the_same_steps(walks: Walks, kind: type[ApiRequest]) -> None:
     (answer,) = walks.answer(kind, KINDS[kind])
     assert "hello there" in str(answer.get("choices") or answer["output"])
     (base_model, call) = walks.engines.calls[-1]
@@ -143,18 +143,18 @@ def test_every_kind_walks_the_same_way(walks: Walks, kind: type[ApiRequest]) -> 
     assert walks.bodies.tenants == ["acme"]
 
 
-def test_a_bad_key_is_refused_before_all_else(walks: Walks) -> None:
+def test_a_bad_key_is_refused_first(walks: Walks) -> None:
     with pytest.raises(InvalidKey):
         walks.answer(ChatRequest, "no object", key="lk_nobody")
 
 
-def test_a_limit_is_looked_at_before_the_body(walks: Walks) -> None:
+def test_limits_are_checked_before_the_body(walks: Walks) -> None:
     with pytest.raises(RateLimited):
         walks.answer(ChatRequest, chat("tiny"), "no object")
     assert len(walks.engines.calls) == 1
 
 
-def test_the_body_is_read_before_its_model_is_looked_for(walks: Walks) -> None:
+def test_the_body_is_parsed_before_its_model_is_looked_up(walks: Walks) -> None:
     with pytest.raises(InvalidInput, match="n"):
         walks.answer(ChatRequest, chat("acme/absent", n=0))
     assert not walks.engines.calls
@@ -166,7 +166,7 @@ def test_an_unknown_model_reaches_no_replica(walks: Walks) -> None:
     assert not walks.engines.calls
 
 
-def test_large_bodies_that_wait_for_their_turn_are_not_waited_for(tmp_path: Path) -> None:
+def test_large_bodies_waiting_to_be_parsed_do_not_count_as_arriving(tmp_path: Path) -> None:
     walks = Walks(tmp_path, requests_per_min=100)
     answers = walks.answer_at_once(9, LARGE_BYTES, max_requests=10)  # waits for 5 bodies
     assert len(answers) == len(walks.engines.calls) == 9

@@ -1,4 +1,4 @@
-"""The admin API's log, questions of the past, restore, and shares of an alias."""
+"""The admin API's log, queries of the past, restoring, and shares of an alias."""
 
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ def log(gateway: Gateway, **query: Any) -> list[int]:
 
 def test_every_change_is_in_the_log_under_the_key_that_made_it(gateway: Gateway) -> None:
     admin = gateway.admin
-    before = gateway.catalog.state.seq
-    (key_id,) = gateway.catalog.state.admin_keys()
+    before = gateway.catalog.reader.state.seq
+    (key_id,) = gateway.catalog.reader.state.admin_keys()
     gateway.register("globex/new", seed=1)
     gateway.register("globex/new", seed=2)
     ok(admin("POST", "/adapters/globex/new/promote", {"version": 2}))
@@ -57,7 +57,7 @@ def test_every_change_is_in_the_log_under_the_key_that_made_it(gateway: Gateway)
 def test_the_log_is_searched(gateway: Gateway) -> None:
     gateway.register("globex/new", seed=1)
     everything = log(gateway)
-    assert everything == list(range(gateway.catalog.state.seq, 0, -1))
+    assert everything == list(range(gateway.catalog.reader.state.seq, 0, -1))
     assert log(gateway, tenant="globex", name="new") == everything[:1]
     assert log(gateway, actor="init") == [1]
     assert log(gateway, actor="test", limit=2) == everything[2:4]
@@ -67,15 +67,15 @@ def test_the_log_is_searched(gateway: Gateway) -> None:
         assert error_of(gateway.admin("GET", f"/log?{query}"), 400)
 
 
-def test_the_past_is_answered_for(gateway: Gateway) -> None:
-    seq = gateway.catalog.state.seq
-    time = gateway.catalog.state.time
+def test_the_catalogs_past_can_be_queried(gateway: Gateway) -> None:
+    seq = gateway.catalog.reader.state.seq
+    time = gateway.catalog.reader.state.time
     gateway.register("acme/support", seed=5, promote=True)
     now = ok(gateway.admin("GET", "/adapters/acme/support"))
     then = ok(gateway.admin("GET", f"/adapters/acme/support?as_of_seq={seq}"))
     assert (now["aliases"], then["aliases"]) == ({"prod": 2}, {"prod": 1})
     assert ok(gateway.admin("GET", f"/adapters/acme/support?as_of_time={time}")) == then
-    for version in then["versions"]:  # a list leaves out what depends on what is served now
+    for version in then["versions"]:  # lists omit fields that depend on the base models served now
         del version["base_quantization"], version["base_warning"]
     assert ok(gateway.admin("GET", f"/adapters?tenant=acme&as_of_seq={seq}"))["data"] == [then]
     assert error_of(gateway.admin("GET", "/adapters?as_of_seq=99999"), 400)
@@ -84,7 +84,7 @@ def test_the_past_is_answered_for(gateway: Gateway) -> None:
     assert error_of(gateway.admin("GET", "/adapters/acme/support?as_of_seq=1"), 404)
 
 
-def test_what_was_retired_serves_again_once_restored(gateway: Gateway) -> None:
+def test_a_restored_adapter_serves_again(gateway: Gateway) -> None:
     ok(gateway.admin("POST", "/adapters/acme/support/retire", {}))
     assert gateway.post(CHAT, chat()).status_code == 404
     ok(gateway.admin("POST", "/adapters/acme/support/restore", {}))
@@ -92,8 +92,8 @@ def test_what_was_retired_serves_again_once_restored(gateway: Gateway) -> None:
     assert error_of(gateway.admin("POST", "/adapters/acme/support/restore", {}), 409)
 
 
-def test_a_snapshot_is_made_by_hand(gateway: Gateway) -> None:
-    assert ok(gateway.admin("POST", "/snapshots", {}))["seq"] == gateway.catalog.state.seq
+def test_an_admin_can_make_a_snapshot(gateway: Gateway) -> None:
+    assert ok(gateway.admin("POST", "/snapshots", {}))["seq"] == gateway.catalog.reader.state.seq
 
 
 @pytest.mark.parametrize("by", ["header", "user"])
@@ -116,7 +116,7 @@ def test_a_share_is_sticky_for_a_session(gateway: Gateway, by: str) -> None:
         return adapter.version
 
     seen = {session: version(session) for session in map(str, range(16))}
-    assert set(seen.values()) == {1, 2}  # by chance alone all are equal once in 32,768
+    assert set(seen.values()) == {1, 2}  # all are equal by chance once in 32,768 runs
     assert {session: version(session) for session in seen} == seen
     shown = ok(gateway.admin("GET", "/adapters/acme/support"))
     assert shown["shares"] == {"prod": {"version": 2, "share": 0.5}}
@@ -131,7 +131,7 @@ def test_without_a_session_a_share_is_drawn_anew(gateway: Gateway) -> None:
     assert seen == {1, 2}
 
 
-def test_a_gateway_begins_with_a_snapshot(tmp_path: Path) -> None:
+def test_a_gateway_starts_from_a_snapshot(tmp_path: Path) -> None:
     with serving(tmp_path) as first:
         ok(first.admin("POST", "/snapshots", {}))
         first.register("globex/late", seed=2)

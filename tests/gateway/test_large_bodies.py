@@ -1,4 +1,4 @@
-"""Large bodies of a tenant, many at once: everybody else's requests come between them."""
+"""Requests of other tenants run between one tenant's many large bodies."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ assert len(SMALL) < LARGE_BYTES < len(LARGE)
 
 
 class Client:
-    """A client whose body has come; it stays until `gone` is set."""
+    """A client whose body has arrived, and who stays connected until `gone` is set."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
@@ -45,7 +45,7 @@ async def read(
 
 
 def parsed_in_order(*sent: tuple[str, bytes, str]) -> list[str]:
-    """The names of bodies of tenants, sent at once in this order, as they are parsed."""
+    """Return names of bodies, sent at once in this order, in the order in which they are parsed."""
 
     async def all_at_once() -> list[str]:
         bodies, order = LargeBodies(), list[str]()
@@ -68,18 +68,18 @@ FLOOD = [(f"acme {i}", LARGE, "acme") for i in range(MANY)]
 @pytest.mark.parametrize(
     "other", [("small", SMALL, "globex"), ("small", SMALL, "acme"), ("large", LARGE, "globex")]
 )
-def test_many_large_bodies_of_a_tenant_come_after_what_others_send_later(
+def test_other_tenants_later_bodies_are_parsed_before_many_large_ones(
     other: tuple[str, bytes, str],
 ) -> None:
     order = parsed_in_order(*FLOOD, other)
     assert {"acme 0", other[0]} == set(order[:2])
 
 
-def test_large_bodies_of_a_tenant_come_in_their_order() -> None:
+def test_large_bodies_of_a_tenant_are_parsed_in_order() -> None:
     assert parsed_in_order(*FLOOD) == [name for name, _, _ in FLOOD]
 
 
-def test_between_two_large_bodies_of_a_tenant_others_have_as_long() -> None:
+def test_the_pause_after_a_large_body_is_as_long_as_its_parse() -> None:
     async def shares() -> list[int]:
         bodies, loop = LargeBodies(), asyncio.get_running_loop()
         steps, ended = 0, list[int]()
@@ -94,11 +94,11 @@ def test_between_two_large_bodies_of_a_tenant_others_have_as_long() -> None:
             await asyncio.sleep(0)
         return [later - earlier for earlier, later in pairwise(ended)]
 
-    # Steps of others; without a rest one or two. A busy machine may spend a rest elsewhere.
+    # Steps of other tasks; one or two without a pause. A busy machine may use a pause elsewhere.
     assert any(min(asyncio.run(shares())) > 5 for _ in range(20))
 
 
-def test_the_longer_a_parse_takes_the_more_time_others_have_before_the_next(
+def test_the_pause_grows_faster_than_a_long_parse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def apart_s(parse_s: float) -> float:
@@ -122,7 +122,7 @@ def test_the_longer_a_parse_takes_the_more_time_others_have_before_the_next(
 
 
 @pytest.mark.parametrize("bad", [b"{" * LARGE_BYTES, b"[" + b"0," * 70_000])
-def test_after_one_that_is_refused_the_next_has_its_turn(bad: bytes) -> None:
+def test_the_next_large_body_is_parsed_after_a_refused_one(bad: bytes) -> None:
     async def after_refusal() -> ChatRequest:
         bodies = LargeBodies()
         with pytest.raises(InvalidInput):
@@ -135,7 +135,7 @@ def test_after_one_that_is_refused_the_next_has_its_turn(bad: bytes) -> None:
 def test_the_body_of_a_client_that_left_while_it_waited_is_not_parsed() -> None:
     async def with_one_gone() -> list[ChatRequest | BaseException]:
         bodies, client = LargeBodies(), Client()
-        bad = b"{" * LARGE_BYTES  # parsing it would say so
+        bad = b"{" * LARGE_BYTES  # parsing it would raise another error
         reading = [read(bodies, LARGE, "acme"), read(bodies, bad, "acme", client)]
         tasks = [asyncio.create_task(each) for each in (*reading, read(bodies, LARGE, "acme"))]
         await asyncio.sleep(0)
@@ -148,7 +148,7 @@ def test_the_body_of_a_client_that_left_while_it_waited_is_not_parsed() -> None:
     assert isinstance(last, ChatRequest)
 
 
-def test_a_request_that_is_cancelled_while_its_body_waits_keeps_nobody_up() -> None:
+def test_a_request_cancelled_while_its_body_waits_delays_no_other() -> None:
     async def with_one_gone() -> list[ChatRequest]:
         bodies = LargeBodies()
         first, gone, last = (asyncio.create_task(read(bodies, LARGE, "acme")) for _ in range(3))
@@ -159,15 +159,15 @@ def test_a_request_that_is_cancelled_while_its_body_waits_keeps_nobody_up() -> N
     assert len(asyncio.run(with_one_gone())) == 2
 
 
-def test_of_more_large_bodies_than_are_kept_the_last_are_refused_and_small_ones_pass() -> None:
+def test_large_bodies_beyond_the_limit_are_refused_and_small_ones_pass() -> None:
     large = SMALL.ljust(MAX_WAITING_BYTES // 8)
 
     async def answers() -> list[ChatRequest | BaseException]:
         bodies = LargeBodies()
-        many = [read(bodies, large, "acme") for _ in range(10)]  # one has its turn, 8 wait
+        many = [read(bodies, large, "acme") for _ in range(10)]  # one holds the lock, 8 wait
         others = read(bodies, SMALL, "acme"), read(bodies, large, "globex")
         at_once = await asyncio.gather(*many, *others, return_exceptions=True)
-        return [*at_once, await read(bodies, large, "acme")]  # there is room again
+        return [*at_once, await read(bodies, large, "acme")]  # the limit allows another
 
     *kept, last, small, other, later = asyncio.run(answers())
     assert all(isinstance(each, ChatRequest) for each in (*kept, small, other, later))

@@ -1,4 +1,4 @@
-"""What a client sees of its limits: headers, refusals, and what a request has cost."""
+"""Limits as clients see them: headers, refusals, and charges of requests."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from lorikeet.answer_stream.openai_format import EventStream
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import LimitStatus, Unavailable
 from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal, RunningUsage
-from lorikeet.tenancy.allowance import limit_headers
+from lorikeet.tenancy.rate_limiter import limit_headers
 from tests.gateway.conftest import (
     Gateway,
     Items,
@@ -34,7 +34,7 @@ BODY = chat("tiny", "hello", max_tokens=100)
 
 
 def add(gateway: Gateway, tenant: str, of_key: dict[str, Any] | None = None, **limits: Any) -> None:
-    """A tenant that finds a minute's worth in a gateway that is new: a tenth of the burst."""
+    """A tenant whose burst is ten minutes: a new gateway begins with a tenth of that."""
     gateway.catalog.create_tenant(tenant, actor="test", burst_s=600.0, **limits)
     made = gateway.catalog.create_key(tenant, {Scope.INFER}, actor="test", **(of_key or {}))
     gateway.keys[tenant] = made[1]
@@ -45,7 +45,7 @@ def remaining(answer: httpx.Response, kind: str = "tokens") -> int:
 
 
 def used(prompt: int, answer: int) -> Any:
-    """A replica that says that this is what an answer took."""
+    """Return a replay that reports this usage."""
 
     async def replay(call: Call) -> Items:
         async for item in repeat(call):
@@ -56,7 +56,7 @@ def used(prompt: int, answer: int) -> Any:
     return replay
 
 
-def test_answers_say_how_the_limits_stand(gateway: Gateway) -> None:
+def test_answers_have_headers_with_the_limits_status(gateway: Gateway) -> None:
     add(gateway, "small", requests_per_min=60, tokens_per_min=6000)
     for stream in (False, True):
         headers = gateway.post(CHAT, {**BODY, "stream": stream}, tenant="small").headers
@@ -67,12 +67,12 @@ def test_answers_say_how_the_limits_stand(gateway: Gateway) -> None:
     assert 5700 < int(headers["x-ratelimit-remaining-tokens"]) < 6200
 
 
-def test_without_limits_nothing_is_said_of_them(unchanged: Gateway) -> None:
+def test_without_limits_there_are_no_limit_headers(unchanged: Gateway) -> None:
     answer = unchanged.post(CHAT, BODY)
     assert not any(name.startswith("x-ratelimit") for name in answer.headers)
 
 
-def test_who_is_over_a_limit_is_told_which_and_when_to_come_back(gateway: Gateway) -> None:
+def test_a_refusal_names_the_limit_and_when_to_retry(gateway: Gateway) -> None:
     add(gateway, "small", requests_per_min=2)
     for _ in range(2):
         assert gateway.post(CHAT, BODY, tenant="small").status_code == 200
@@ -94,25 +94,25 @@ def test_a_keys_own_limit_is_named(gateway: Gateway) -> None:
     assert "1 requests per minute is this key's limit" in error["message"]
 
 
-def test_who_is_over_a_limit_is_refused_before_the_body_is_read(gateway: Gateway) -> None:
+def test_a_request_over_a_limit_is_refused_before_its_body_is_read(gateway: Gateway) -> None:
     add(gateway, "small", requests_per_min=1)
-    gateway.post(CHAT, b"{not json", tenant="small")  # counts: it took a place in the line
+    gateway.post(CHAT, b"{not json", tenant="small")  # counts, as it used the limit of requests
     assert gateway.post(CHAT, b"{not json", tenant="small").status_code == 429
 
 
-def test_tokens_are_reserved_until_it_is_known_what_was_used(gateway: Gateway) -> None:
+def test_tokens_are_reserved_until_their_usage_is_known(gateway: Gateway) -> None:
     add(gateway, "small", tokens_per_min=6000)
     gateway.engines.replay = used(40, 60)
     for stream in (False, True):
         gateway.post(CHAT, {**BODY, "stream": stream, "max_tokens": 2000}, tenant="small")
     left = remaining(gateway.post(CHAT, BODY, tenant="small"))
-    assert 5600 < left < 6000  # two that are settled, one reserved; not 2 × 2,000
+    assert 5600 < left < 6000  # two settled, one reserved; not 2 × 2,000
 
 
 @pytest.mark.parametrize(
     "failure", [Refusal("generation_failed", "no"), Unavailable("lost"), ZeroDivisionError()]
 )
-def test_what_failed_before_its_first_byte_took_no_tokens(
+def test_a_failure_before_the_first_byte_costs_no_tokens(
     gateway: Gateway, failure: Refusal | Exception
 ) -> None:
     add(gateway, "small", tokens_per_min=6000)
@@ -129,7 +129,7 @@ def test_what_failed_before_its_first_byte_took_no_tokens(
     assert remaining(gateway.post(CHAT, BODY, tenant="small")) > 5800
 
 
-def test_of_a_client_that_leaves_what_was_reserved_counts(gateway: Gateway) -> None:
+def test_the_reservation_counts_if_the_client_disconnects(gateway: Gateway) -> None:
     add(gateway, "small", tokens_per_min=6000)
     gateway.engines.replay = endless
     body = {**BODY, "stream": True, "max_tokens": 3000}
@@ -142,10 +142,10 @@ def test_of_a_client_that_leaves_what_was_reserved_counts(gateway: Gateway) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("cut", [False, True], ids=["the client leaves", "the replica is lost"])
-def test_of_an_answer_without_an_end_what_was_made_counts_if_it_is_more(
+def test_generated_tokens_count_if_a_broken_answer_exceeds_its_reservation(
     gateway: Gateway, stream: bool, cut: bool
 ) -> None:
-    """Also where the client has read nothing yet: of calls of tools, thinking, a whole answer."""
+    """Holds before the client reads anything, too: tool calls, thinking, an unstreamed answer."""
     if cut and not stream:
         pytest.skip("a call that fails before its first byte takes nothing")
     add(gateway, "small", tokens_per_min=6000)
@@ -167,7 +167,7 @@ def test_of_an_answer_without_an_end_what_was_made_counts_if_it_is_more(
     began_s = time.monotonic()
     with leaving(gateway, "POST", CHAT, gateway.keys["small"], json.dumps(body).encode()):
         assert told.wait(20)
-    assert eventually(lambda: in_flight(gateway) == 0)  # it is settled before
+    assert eventually(lambda: in_flight(gateway) == 0)  # settled before this
     gateway.engines.replay = repeat
     left = remaining(gateway.post(CHAT, BODY, tenant="small"))
     refilled = 100 * (time.monotonic() - began_s)
@@ -181,7 +181,7 @@ def in_flight(gateway: Gateway) -> float:
 
 
 class Written:
-    """Usage files that say what a test wants."""
+    """Recorded usage set by a test."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -193,7 +193,7 @@ class Written:
         pass
 
 
-def test_who_has_used_up_the_budget_is_out_of_quota(tmp_path: Path) -> None:
+def test_a_used_up_budget_is_insufficient_quota(tmp_path: Path) -> None:
     with serving(tmp_path, recorded_usage=Written(1000)) as gateway:
         add(gateway, "small", tokens_per_month=1001)
         assert gateway.post(CHAT, BODY, tenant="small").status_code == 200
@@ -215,10 +215,10 @@ def test_who_has_used_up_the_budget_is_out_of_quota(tmp_path: Path) -> None:
                 max_retries=5,
                 http_client=transport,
             ).chat.completions.create(**BODY)
-        assert len(sent) == 1  # it does not try again
+        assert len(sent) == 1  # the client does not retry
 
 
-def test_a_call_says_how_the_scheduler_should_treat_it(tmp_path: Path) -> None:
+def test_a_call_has_its_scheduling_params(tmp_path: Path) -> None:
     with serving(tmp_path, max_queue_s=7.0) as gateway:
         add(gateway, "big", of_key={"max_context": 50, "priority": 2}, max_context=90, weight=3.0)
         path, headers = gateway.url + CHAT, {"authorization": f"Bearer {gateway.keys['big']}"}
@@ -244,7 +244,7 @@ def test_a_bad_wait_is_refused_by_name(unchanged: Gateway, wait: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_headers_say_how_long_the_adapter_took_to_come(gateway: Gateway, stream: bool) -> None:
+def test_a_header_has_the_adapters_load_time(gateway: Gateway, stream: bool) -> None:
     async def cold(call: Call) -> Items:
         found = header(call)
         yield found
@@ -262,7 +262,7 @@ def test_headers_say_how_long_the_adapter_took_to_come(gateway: Gateway, stream:
 
 
 @pytest.mark.parametrize("code", ["adapter_not_ready", "overloaded"])
-def test_a_replicas_refusal_says_when_to_come_back(unchanged: Gateway, code: str) -> None:
+def test_a_replicas_refusal_has_retry_after(unchanged: Gateway, code: str) -> None:
     async def refuse(call: Call) -> Items:
         yield Refusal(code, "not now", None, retry_after_s=4.2)
 

@@ -1,7 +1,7 @@
-"""Who reaches what: every route and every command, with every kind of key.
+"""Access to every route and command with every kind of key.
 
-A route or a command that is in none of the tables here fails the first tests: say in which plane
-it is, and how it is asked for something by name.
+A route or command in none of these tables fails the first tests. Add it to the table of its plane,
+with a request that names something.
 """
 
 import re
@@ -63,16 +63,16 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
     ("GET", "/v1/usage"): None,
     ("GET", "/v1/openapi.json"): None,
 }
-"""How each route of the tenants' plane is asked for a model, or for a request that was for it.
+"""Path and body of a request for a model, or for a request about one, by tenants' route.
 
-Path and body. None: it names nothing.
+None: the route names nothing.
 """
 
 PUBLISHERS: set[Route] = {
     ("PUT", "/v1/adapters/{name}/versions/{digest}"),
     ("GET", "/v1/adapters/{name}/versions/{digest}"),
 }
-"""For publish keys; read-only ones may look."""
+"""Routes for publish keys. Read-only keys may GET."""
 
 ADMINS: set[Route] = {
     ("GET", "/adapters"),
@@ -109,16 +109,16 @@ ADMINS: set[Route] = {
     ("GET", "/requests/{request_id}"),
     ("GET", "/usage"),
 }
-"""Under /admin/v1."""
+"""Routes under /admin/v1."""
 
 SCRAPED: set[Route] = {("GET", "/metrics")}
-"""For admins' keys too; tests/metrics asks it with every kind."""
+"""Routes for admins' keys outside /admin/v1, tested in tests/metrics."""
 
 HIDDEN = ("acme/support", "acme/support@1", "acme/support@prod")
-"""What globex must not find."""
+"""Models that globex must not find."""
 
 FILLED = {"tenant": "acme", "name": "support", "digest": "0" * 64, "number": "1"}
-"""What stands for a path's parameters; ids of keys and requests are real ones."""
+"""Values of path parameters. Ids of keys and requests are real ones."""
 
 ASKING: Mapping[str, list[str]] = {
     "register": ["{folder}", "acme/support"],
@@ -147,17 +147,20 @@ ASKING: Mapping[str, list[str]] = {
     "keys rotate": ["{key_id}"],
     "keys revoke": ["{key_id}"],
 }
-"""How each command that asks the admins' plane is called."""
+"""Arguments of each command that uses the admins' plane."""
 
 WITHOUT_ADMINS = {"init", "convert", "gc", "capacity", "bench isolation", "doctor", "settings"}
-"""Commands that ask no server, or ask as the tenants whose keys they are given."""
+"""Commands that use no server, or use it with a tenant's key."""
 
 
 NO_REQUEST = "0" * 32
 
 
 class Keys:
-    """One of every kind that a gateway can meet; asked: acme's responses, by their model."""
+    """Keys of every kind.
+
+    asked: ids of acme's responses, by model.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -185,21 +188,21 @@ class Keys:
         self.asked: dict[str, str] = {}
 
     def respond(self, model: str) -> str:
-        """A new response for acme, stored; its request's id."""
+        """Store a new response for acme; return its request's id."""
         answer = self.gateway.post("/v1/responses", {"model": model, "input": "hello"})
         return answer.headers["x-request-id"]
 
     def request_for(self, method: str, model: str) -> str:
-        """A request to ask about, which is asked about once where it is deleted by that."""
+        """Return the id of acme's request for a model; a new one for routes that delete it."""
         return self.respond(model) if method == "DELETE" else self.asked.get(model, NO_REQUEST)
 
     def invalid(self) -> list[str | None]:
-        """Keys that are nobody's."""
+        """Keys that do not exist or have ended."""
         of_admins = self.revoked_admin, self.expired_admin
         return [None, "lk_made-up", self.revoked, self.expired, *of_admins]
 
     def of_tenants(self) -> list[str]:
-        """Good ones of the tenants' plane."""
+        """Valid keys of the tenants' plane."""
         of_acme = [self.infer, self.reading, self.publishing]
         return [*of_acme, self.others_infer, self.others_reading]
 
@@ -212,7 +215,7 @@ class Ask(Protocol):
 
 @pytest.fixture(scope="module")
 def ask(unchanged: Gateway) -> Iterator[Ask]:
-    """Sends one request; all of them on one connection, for the sake of speed."""
+    """Send one request. All share one connection, for speed."""
     with httpx.Client(base_url=unchanged.url, timeout=20) as client:
 
         def ask(method: str, path: str, key: str | None, body: object = None) -> httpx.Response:
@@ -267,7 +270,7 @@ def test_every_command_is_in_the_matrix() -> None:
 def test_the_admins_plane_is_for_admins(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
 ) -> None:
-    before, at = unchanged.catalog.state.seq, filled(path, keys)
+    before, at = unchanged.catalog.reader.state.seq, filled(path, keys)
     for key in keys.invalid():
         assert error_of(ask(method, at, key), 401)["code"] == "invalid_api_key"
     for key in keys.of_tenants():
@@ -277,7 +280,7 @@ def test_the_admins_plane_is_for_admins(
     if method != "GET":
         answer = ask(method, at, keys.admins_reading)
         assert error_of(answer, 403)["code"] == "forbidden"
-    assert unchanged.catalog.state.seq == before
+    assert unchanged.catalog.reader.state.seq == before
     if method == "GET":
         assert ask(method, at, keys.admins_reading).is_success
 
@@ -297,11 +300,11 @@ def test_the_tenants_plane_is_for_tenants(
 
 
 @pytest.mark.parametrize(("method", "path"), sorted(PUBLISHERS))
-def test_pushing_is_for_publish_keys_and_the_names_they_are_for(
+def test_publish_keys_push_only_the_names_they_allow(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
 ) -> None:
     at, other = (path.format(name=n, digest="0" * 64) for n in ("support", "nothing"))
-    before = unchanged.catalog.state.seq
+    before = unchanged.catalog.reader.state.seq
     for key in keys.invalid():
         assert error_of(ask(method, at, key), 401)["code"] == "invalid_api_key"
     of_others = keys.infer, keys.others_infer, unchanged.admin_key, keys.admins_reading
@@ -313,13 +316,13 @@ def test_pushing_is_for_publish_keys_and_the_names_they_are_for(
     assert tuple(answer.status_code for answer in answers) == expected
     for key in (keys.reading, keys.others_reading):
         assert ask(method, at, key).status_code == (403 if method == "PUT" else 404)
-    assert unchanged.catalog.state.seq == before
+    assert unchanged.catalog.reader.state.seq == before
 
 
-def test_a_version_is_told_to_its_own_tenant_alone(
+def test_a_pushed_version_is_shown_only_to_its_own_tenant(
     unchanged: Gateway, keys: Keys, ask: Ask
 ) -> None:
-    digest = unchanged.catalog.state.adapter("acme", "support").versions[0].digest
+    digest = unchanged.catalog.reader.state.adapter("acme", "support").versions[0].digest
     at = f"/v1/adapters/support/versions/{digest}"
     assert ask("GET", at, keys.publishing).json()["version"] == 1
     assert ask("GET", at, keys.reading).json()["version"] == 1
@@ -343,7 +346,7 @@ def test_a_tenants_key_may_come_as_x_api_key(
 
 
 @pytest.mark.parametrize(("method", "path"), sorted(ADMINS))
-def test_an_admins_key_comes_as_a_bearers_alone(
+def test_an_admins_key_is_not_accepted_as_x_api_key(
     unchanged: Gateway, keys: Keys, method: str, path: str
 ) -> None:
     headers = {"x-api-key": unchanged.admin_key}
@@ -353,7 +356,7 @@ def test_an_admins_key_comes_as_a_bearers_alone(
 
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize(("method", "path"), sorted(r for r, make in TENANTS.items() if make))
-def test_what_is_anothers_looks_like_what_is_not_there(
+def test_other_tenants_resources_look_missing(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str, hidden: str
 ) -> None:
     make, absent = TENANTS[method, path], hidden.replace("support", "nothing")
@@ -376,7 +379,7 @@ def test_what_is_anothers_looks_like_what_is_not_there(
 
 
 def appearance(answer: httpx.Response, name: str) -> tuple[int, list[tuple[str, str]], bytes]:
-    """All that a client can see, but for the name it asked for and what no two answers share."""
+    """Return all that a client can see of an answer, without requested names and unique values."""
     headers = [
         (header, value)
         for header, value in answer.headers.items()
@@ -387,7 +390,7 @@ def appearance(answer: httpx.Response, name: str) -> tuple[int, list[tuple[str, 
     return answer.status_code, headers, content.replace(name.encode(), b"{name}")
 
 
-def test_lists_name_nothing_of_others(keys: Keys, ask: Ask) -> None:
+def test_lists_show_nothing_of_other_tenants(keys: Keys, ask: Ask) -> None:
     for path in [path for (method, path), make in TENANTS.items() if make is None]:
         for key in (keys.others_infer, keys.others_reading):
             answer = ask("GET", path, key)
@@ -399,7 +402,7 @@ def test_lists_name_nothing_of_others(keys: Keys, ask: Ask) -> None:
 def test_a_command_does_nothing_with_a_tenants_key(
     unchanged: Gateway, keys: Keys, tmp_path: Path, words: str
 ) -> None:
-    before = unchanged.catalog.state.seq
+    before = unchanged.catalog.reader.state.seq
     given = {"folder": str(make_peft(tmp_path)), "key_id": keys.acme_id}
     arguments = [*words.split(), *(part.format(**given) for part in ASKING[words])]
     for key in (keys.others_infer, keys.reading):
@@ -408,4 +411,4 @@ def test_a_command_does_nothing_with_a_tenants_key(
         assert result.exit_code == 1, result.output
         assert "this key is not an admin's" in " ".join(result.stderr.split())
         assert result.stdout == ""
-    assert unchanged.catalog.state.seq == before
+    assert unchanged.catalog.reader.state.seq == before

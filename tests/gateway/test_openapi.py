@@ -1,4 +1,4 @@
-"""The OpenAPI document tells the truth: what it describes may be sent, and is what comes back."""
+"""Every request that the OpenAPI document describes may be sent; answers are of official types."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -21,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 
 from lorikeet.gateway.apis.openapi import document
 from tests.gateway.conftest import Gateway, chat
+from tests.gateway.official_types import validate_as, validate_error, validate_models
 
 CHECKS = [
     not_a_server_error,
@@ -34,28 +34,34 @@ FRAMING = {
     *("connection", "content-length", "expect", "host"),
     *("te", "trailer", "transfer-encoding", "upgrade"),
 }
+ANSWERS = {
+    ("POST", "/v1/chat/completions"): "ChatCompletion",
+    ("POST", "/v1/completions"): "Completion",
+    ("POST", "/v1/responses"): "Response",
+    ("GET", "/v1/responses/{response_id}"): "Response",
+    ("POST", "/v1/messages"): "Message",
+    ("POST", "/v1/messages/count_tokens"): "MessageTokensCount",
+}
 OPERATIONS = [
     (path, method.upper()) for path, methods in document()["paths"].items() for method in methods
 ]
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-def test_whatever_is_sent_the_answer_is_as_described(
-    unchanged: Gateway, path: str, method: str
-) -> None:
+def test_any_request_gets_a_described_answer(unchanged: Gateway, path: str, method: str) -> None:
     send_many(unchanged.url, unchanged.keys["acme"], "tiny", path, method, examples=50)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-def test_however_much_is_sent_the_answer_is_as_described(
+def test_any_of_many_requests_gets_a_described_answer(
     unchanged: Gateway, path: str, method: str
 ) -> None:
     send_many(unchanged.url, unchanged.keys["acme"], "tiny", path, method, examples=1000)
 
 
 def send_many(url: str, key: str, model: str, path: str, method: str, examples: int) -> None:
-    """Requests as described, others, and some that are likely to be answered."""
+    """Send described requests, others, and some that are likely to be answered."""
     operation = schemathesis.openapi.from_dict(document())[path][method]
     kinds = st.one_of(*(operation.as_strategy(mode) for mode in GenerationMode))
     described = operation.as_strategy(GenerationMode.POSITIVE)
@@ -74,10 +80,18 @@ def send_many(url: str, key: str, model: str, path: str, method: str, examples: 
 
 
 def validate(case: Any, url: str, headers: Mapping[str, str]) -> None:
-    """Send one, without headers that frame HTTP itself, and check its answer."""
+    """Send a request, without headers that frame HTTP itself, and check its answer."""
     for name in [name for name in case.headers or () if name.lower() in FRAMING]:
         del case.headers[name]
-    case.call_and_validate(base_url=url, headers=headers, checks=CHECKS, timeout=120)
+    answer = case.call_and_validate(base_url=url, headers=headers, checks=CHECKS, timeout=120)
+    if answer.headers["content-type"] != ["application/json"]:
+        return
+    if answer.status_code >= 400:
+        validate_error(answer.json())
+    elif name := ANSWERS.get((case.method.upper(), case.path)):
+        validate_as(name, answer.json())
+    elif case.path.startswith("/v1/models"):
+        validate_models(answer.json())
 
 
 def test_headers_that_frame_http_are_left_out(unchanged: Gateway) -> None:
@@ -88,7 +102,7 @@ def test_headers_that_frame_http_are_left_out(unchanged: Gateway) -> None:
 
 
 def known_ids(url: str, headers: Mapping[str, str], model: str) -> dict[str, str]:
-    """What there is for the parameters of paths."""
+    """Return existing ids for path parameters."""
     body = {"model": model, "input": "hello there", "max_output_tokens": 20}
     answer = httpx.post(f"{url}/v1/responses", headers=headers, json=body, timeout=120)
     request_id = answer.headers["x-request-id"]
@@ -96,7 +110,7 @@ def known_ids(url: str, headers: Mapping[str, str], model: str) -> dict[str, str
 
 
 def likely_answered(known: Mapping[str, str], case: Any) -> st.SearchStrategy[Any]:
-    """One that asks for what is known, with few of its fields: most do not go together."""
+    """Draw requests for known ids with few of their fields, because most do not fit together."""
     for name in case.path_parameters or ():
         case.path_parameters[name] = known[name]
     if not isinstance(case.body, dict):
@@ -115,43 +129,45 @@ def likely_answered(known: Mapping[str, str], case: Any) -> st.SearchStrategy[An
     return st.sets(st.sampled_from(sorted(case.body)), max_size=3).map(reduce)
 
 
-def test_the_document_is_for_whoever_has_a_key(unchanged: Gateway) -> None:
+def test_any_key_can_read_the_document(unchanged: Gateway) -> None:
     path = "/v1/openapi.json"
     assert unchanged.request("GET", path, None).status_code == 401
     answer = unchanged.request("GET", path, unchanged.keys["acme"])
     assert answer.json() == document()
 
 
-def of(name: str) -> Draft202012Validator:
-    """Whether something is what the document calls by this name."""
-    whole = {**document(), "$ref": f"#/components/schemas/{name}"}
-    return Draft202012Validator(whole)
-
-
-def test_messages_whole_and_streamed_are_as_described(unchanged: Gateway) -> None:
+def test_messages_whole_and_streamed_are_of_anthropics_types(unchanged: Gateway) -> None:
     body = chat(max_tokens=20)
-    of("MessageObject").validate(unchanged.post("/v1/messages", body).json())
+    validate_as("Message", unchanged.post("/v1/messages", body).json())
     counted = unchanged.post("/v1/messages/count_tokens", chat())
-    of("TokenCount").validate(counted.json())
+    validate_as("MessageTokensCount", counted.json())
     stream = unchanged.post("/v1/messages", body | {"stream": True})
     events = [event.split("\ndata: ") for event in stream.text.split("\n\n") if event]
     assert len(events) > 6
     for _, event in events:
-        of("MessageStreamEvent").validate(json.loads(event))
+        validate_as("RawMessageStreamEvent", json.loads(event))
     refused = unchanged.post("/v1/messages", chat())
-    of("MessageError").validate(refused.json())
+    assert refused.json()["type"] == "error"
+    validate_error(refused.json())
 
 
 @pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])
-def test_answers_whole_and_streamed_are_as_described(unchanged: Gateway, endpoint: str) -> None:
+def test_answers_whole_and_streamed_are_of_openais_types(unchanged: Gateway, endpoint: str) -> None:
     is_chat = endpoint.startswith("chat")
     body = chat() if is_chat else {"model": "tiny", "prompt": "hello there"}
     whole = unchanged.post(f"/v1/{endpoint}", body)
-    of("ChatCompletion" if is_chat else "Completion").validate(whole.json())
+    validate_as("ChatCompletion" if is_chat else "Completion", whole.json())
     streaming = {"stream": True, "stream_options": {"include_usage": True}}
     stream = unchanged.post(f"/v1/{endpoint}", body | streaming)
     events = [line[6:] for line in stream.text.split("\n\n") if line]
     assert events.pop() == "[DONE]"
     assert len(events) > 3
     for event in events:
-        of("ChatCompletionChunk" if is_chat else "Completion").validate(json.loads(event))
+        validate_as("ChatCompletionChunk" if is_chat else "Completion", json.loads(event))
+
+
+def test_models_are_of_the_types_of_the_clients_api(unchanged: Gateway) -> None:
+    key = unchanged.keys["acme"]
+    for headers in ({}, {"anthropic-version": "2023-06-01"}):
+        for path in ("/v1/models", "/v1/models/tiny"):
+            validate_models(unchanged.request("GET", path, key, headers).json())

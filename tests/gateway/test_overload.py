@@ -1,4 +1,4 @@
-"""A gateway before replicas that are too slow for what is asked of them."""
+"""A gateway whose replicas are too slow for its requests."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from lorikeet.protocol.messages import Call
-from lorikeet.tenancy import queue_time
+from lorikeet.tenancy import queue_time_estimator
 from tests.gateway.conftest import Gateway, Items, chat, header, repeat, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
 
@@ -22,7 +22,7 @@ ENOUGH_S = 0.5
 
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    monkeypatch.setattr(queue_time, "_ENOUGH_S", ENOUGH_S)
+    monkeypatch.setattr(queue_time_estimator, "_ENOUGH_S", ENOUGH_S)
     with serving(tmp_path, max_running={"tiny": MAX_RUNNING}, max_queue_s=MAX_QUEUE_S) as gateway:
         turn = asyncio.Lock()
 
@@ -39,7 +39,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
         yield gateway
 
 
-def test_who_would_wait_too_long_is_refused_at_once_and_nobody_else_is(slow: Gateway) -> None:
+def test_only_requests_that_would_wait_too_long_are_refused(slow: Gateway) -> None:
     refusals: list[tuple[float, httpx.Response]] = []
 
     async def flood() -> tuple[list[int], list[int]]:

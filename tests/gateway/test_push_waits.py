@@ -1,4 +1,4 @@
-"""Pushes that wait, and what hangs beside them, keep no other push from coming in."""
+"""Waiting pushes and hanging uploads do not delay other pushes."""
 
 import asyncio
 import tempfile
@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from lorikeet.gateway.pushing import routes
-from lorikeet.gateway.pushing.push_lane import Push
+from lorikeet.gateway.pushing.push_pipeline import Push
 from lorikeet.gateway.pushing.routes import PushEndpoints, PushQuery
 from tests.gateway.conftest import Gateway, leaving, serving
 from tests.gateway.test_bad_requests import error_of
@@ -36,7 +36,7 @@ def trainer(gateway: Gateway) -> Trainer:
     return Trainer(gateway)
 
 
-def test_so_many_pushes_of_a_tenant_wait_at_once_and_the_next_is_answered(
+def test_a_push_beyond_the_limit_of_waiting_ones_is_answered_at_once(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "_MOST_WAITING", 2)
@@ -51,7 +51,7 @@ def test_so_many_pushes_of_a_tenant_wait_at_once_and_the_next_is_answered(
     assert codes == [201, 201, 202]
 
 
-def test_a_client_that_leaves_waits_no_more_and_its_push_goes_on(
+def test_a_push_goes_on_when_its_waiting_client_disconnects(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "_MOST_WAITING", 1)
@@ -76,7 +76,7 @@ def test_a_client_that_leaves_waits_no_more_and_its_push_goes_on(
     with ThreadPoolExecutor(1) as clients:
         again = clients.submit(trainer.push, blob, timeout_s=30)
         time.sleep(0.2)
-        assert not again.done()  # else there was no place to wait in
+        assert not again.done()  # else too many waited
         gateway.engines.takes_pushes = True
         assert again.result().json()["aliases"] == ["next", "prod"]
 
@@ -96,7 +96,7 @@ def test_uploads_that_hang_at_the_store_keep_no_push_from_being_ready(
     assert [upload.result().status_code for upload in uploads] == [201] * 4
 
 
-def test_what_a_refused_push_left_is_removed_beside_the_event_loop(
+def test_a_refused_pushs_folder_is_removed_off_the_event_loop(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_loop: list[bool] = []

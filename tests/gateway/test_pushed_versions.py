@@ -1,4 +1,4 @@
-"""What gateways know of pushed versions shows in the catalog's state, until the log has it."""
+"""The catalog's state shows pushed versions until the log has them."""
 
 import time
 from dataclasses import replace
@@ -37,13 +37,13 @@ def version(letter: str, created: float, alias: str | None = None) -> PushedVers
 
 
 def digest_at(pushed: PushedVersions, catalog: AdapterCatalog, model: str = "acme/policy") -> str:
-    return pushed.applied_to(catalog.state, "acme").resolve(model, "acme").digest[0]
+    return pushed.applied_to(catalog.reader.state, "acme").resolve(model, "acme").digest[0]
 
 
 def test_without_pushed_versions_the_state_is_the_catalogs_own(
     pushed: PushedVersions, catalog: AdapterCatalog
 ) -> None:
-    assert pushed.applied_to(catalog.state, "acme") is catalog.state
+    assert pushed.applied_to(catalog.reader.state, "acme") is catalog.reader.state
 
 
 def test_a_pushed_version_is_found_by_its_digest_and_its_alias(
@@ -59,7 +59,7 @@ def test_a_pushed_version_is_found_by_its_digest_and_its_alias(
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_an_alias_is_the_later_ones_in_whatever_order_they_are_heard_of(
+def test_the_later_push_gets_the_alias_in_any_order_of_announcements(
     pushed: PushedVersions, catalog: AdapterCatalog, order: str
 ) -> None:
     created = {"a": 1.0, "b": 2.0}
@@ -70,7 +70,7 @@ def test_an_alias_is_the_later_ones_in_whatever_order_they_are_heard_of(
     assert pushed.alias_of(version("b", 2, "prod")) == "prod"
 
 
-def test_what_is_not_told_again_is_forgotten(
+def test_a_version_that_is_no_longer_announced_is_forgotten(
     pushed: PushedVersions, catalog: AdapterCatalog, clock: list[float]
 ) -> None:
     pushed.add(version("a", 1))
@@ -83,7 +83,7 @@ def test_what_is_not_told_again_is_forgotten(
         digest_at(pushed, catalog, f"acme/policy@{'b' * 64}")
 
 
-def test_what_is_carried_here_is_kept_however_long_telling_takes(
+def test_a_gateways_own_version_is_kept_without_announcements(
     pushed: PushedVersions, catalog: AdapterCatalog, clock: list[float]
 ) -> None:
     ours = version("a", 1, "prod")
@@ -92,14 +92,14 @@ def test_what_is_carried_here_is_kept_however_long_telling_takes(
     clock[0] = 2 * FORGOTTEN_S
     assert digest_at(pushed, catalog) == "a"
     pushed.let_go(ours.key)
-    clock[0] += FORGOTTEN_S - 1  # the log may be read so late
+    clock[0] += FORGOTTEN_S - 1  # the log may be read that late
     assert digest_at(pushed, catalog) == "a"
     clock[0] += 2
     with pytest.raises(UnknownModel):
         digest_at(pushed, catalog)
 
 
-def test_what_the_log_has_is_the_logs(
+def test_a_version_in_the_log_is_the_logs(
     pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     ours = version("a", 1, "prod")
@@ -113,7 +113,7 @@ def test_what_the_log_has_is_the_logs(
     assert len(pushed) == 0
 
 
-def test_an_alias_that_an_admin_moves_meanwhile_is_the_admins(
+def test_an_alias_that_an_admin_moves_meanwhile_stays_there(
     pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     for letter in "ab":
@@ -147,9 +147,9 @@ def test_a_tenants_pushed_versions_need_no_partition_for_another_tenant(
 ) -> None:
     catalog.create_tenant("globex", actor="test")
     pushed.add(version("a", 1))
-    partitions = list(catalog.state.partitions)
+    partitions = list(catalog.reader.state.partitions)
     partitions[partition_of("acme")] = UnreadPartition("0" * 64)
-    state = replace(catalog.state, partitions=tuple(partitions))
+    state = replace(catalog.reader.state, partitions=tuple(partitions))
     assert pushed.applied_to(state, "globex") is state
     with pytest.raises(PartitionsNotRead):
         pushed.applied_to(state, "acme")
@@ -194,7 +194,7 @@ def test_an_alias_that_a_later_announcement_names_is_adopted(
     assert pushed.alias_of(version("b", 1)) == "prod"
 
 
-def test_telling_a_landed_version_again_takes_no_alias_from_an_admin(
+def test_announcing_a_recorded_version_again_moves_no_alias(
     pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     catalog.register("acme", "policy", tmp_path / "blob", version("a", 0).facts, actor="test")
@@ -207,7 +207,7 @@ def test_telling_a_landed_version_again_takes_no_alias_from_an_admin(
     assert digest_at(pushed, catalog) == "a"
 
 
-def test_of_two_pushes_of_the_same_bytes_the_longer_life_holds(
+def test_the_longer_lifetime_of_two_pushes_of_one_blob_counts(
     pushed: PushedVersions, catalog: AdapterCatalog
 ) -> None:
     passing = replace(version("a", 1), expires=time.time() + 60)
@@ -226,13 +226,13 @@ def test_an_adapter_that_is_retired_ends_its_pushed_versions(
     pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     catalog.register("acme", "policy", tmp_path / "blob", version("a", 0).facts, actor="test")
-    ours = replace(version("b", 1, "prod"), seq=catalog.state.seq)
+    ours = replace(version("b", 1, "prod"), seq=catalog.reader.state.seq)
     pushed.add(ours)
     assert digest_at(pushed, catalog) == "b"
     catalog.retire("acme", "policy", actor="test")
-    for _ in range(2):  # the gateway that carries it may tell of it once more
+    for _ in range(2):  # its gateway may announce it once more
         with pytest.raises(UnknownModel):
             digest_at(pushed, catalog)
         pushed.add(ours)
-    pushed.add(replace(version("c", 2), seq=catalog.state.seq))
+    pushed.add(replace(version("c", 2), seq=catalog.reader.state.seq))
     assert digest_at(pushed, catalog) == "c"

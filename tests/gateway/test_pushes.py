@@ -1,4 +1,4 @@
-"""Trainers push versions with publish keys: each is wholly there or not at all."""
+"""Trainers push versions with publish keys, each completely or not at all."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,11 +38,11 @@ def test_a_pushed_version_answers_by_its_digest(trainer: Trainer) -> None:
 def test_the_same_push_again_changes_nothing(trainer: Trainer) -> None:
     blob = trainer.blob()
     first = trainer.push(blob, wait="durable")
-    before = trainer.gateway.catalog.refresh().seq
+    before = trainer.gateway.catalog.reader.refresh().seq
     again = trainer.push(blob, wait="durable")
     assert (first.status_code, again.status_code) == (201, 200)
     assert first.json() == again.json()
-    assert trainer.gateway.catalog.refresh().seq == before
+    assert trainer.gateway.catalog.reader.refresh().seq == before
 
 
 def test_an_alias_moves_with_a_push(trainer: Trainer) -> None:
@@ -54,7 +54,7 @@ def test_an_alias_moves_with_a_push(trainer: Trainer) -> None:
     assert (moved["version"], moved["aliases"]) == (2, ["prod"])
 
 
-def test_who_pushed_stands_in_the_log_and_the_push_can_be_explained(trainer: Trainer) -> None:
+def test_the_log_names_the_key_of_a_push_and_the_push_can_be_explained(trainer: Trainer) -> None:
     blob = trainer.blob()
     pushed = trainer.push(blob, wait="durable")
     (entry, *_) = trainer.gateway.admin("GET", "/log").json()["data"]
@@ -72,7 +72,7 @@ def test_who_pushed_stands_in_the_log_and_the_push_can_be_explained(trainer: Tra
     assert all(each["ms"] >= 0 for each in retold)
 
 
-def test_who_pushed_an_ephemeral_version_stands_in_the_gateways_log_alone(
+def test_only_the_gateways_log_names_the_key_of_an_ephemeral_push(
     trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "lorikeet.gateway.pushing")
@@ -89,7 +89,7 @@ def test_who_pushed_an_ephemeral_version_stands_in_the_gateways_log_alone(
     assert {name: getattr(noted, name) for name in told} == told
 
 
-def test_pushes_stand_in_usage_reports_and_refused_ones_do_not(tmp_path: Path) -> None:
+def test_usage_reports_have_pushes_except_refused_ones(tmp_path: Path) -> None:
     with serving(tmp_path, usage_flush_s=0.05) as gateway:
         trainer, again = Trainer(gateway), 2
         blob = trainer.blob()
@@ -107,7 +107,7 @@ def test_pushes_stand_in_usage_reports_and_refused_ones_do_not(tmp_path: Path) -
         assert (row()["pushed_bytes"], row()["requests"]) == (again * len(blob), 0)
 
 
-def test_what_a_gateway_has_counted_is_written_as_it_ends(tmp_path: Path) -> None:
+def test_a_gateways_usage_is_written_when_it_ends(tmp_path: Path) -> None:
     with serving(tmp_path) as gateway:
         trainer = Trainer(gateway)
         assert trainer.push(trainer.blob(), wait="durable").is_success
@@ -117,7 +117,7 @@ def test_what_a_gateway_has_counted_is_written_as_it_ends(tmp_path: Path) -> Non
 
 
 def test_a_bad_adapter_says_why_and_changes_nothing(trainer: Trainer) -> None:
-    before = trainer.gateway.catalog.refresh().seq
+    before = trainer.gateway.catalog.reader.refresh().seq
     too_high = trainer.blob(rank=8)
     error = error_of(trainer.push(too_high), 422)
     assert error["code"] == "invalid_adapter"
@@ -125,11 +125,11 @@ def test_a_bad_adapter_says_why_and_changes_nothing(trainer: Trainer) -> None:
     assert error_of(trainer.push(trainer.blob()[:-4]), 422)["code"] == "invalid_adapter"
     damaged = error_of(trainer.push(trainer.blob(), digest="0" * 64), 422)
     assert (damaged["code"], damaged["param"]) == ("invalid_adapter", "digest")
-    assert trainer.gateway.catalog.refresh().seq == before
+    assert trainer.gateway.catalog.reader.refresh().seq == before
     assert trainer.show("0" * 64).status_code == 404
 
 
-def test_values_are_looked_at_while_they_come_and_not_again(
+def test_values_are_scanned_while_they_arrive_and_not_again(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*_: object) -> NoReturn:
@@ -146,7 +146,7 @@ def test_values_are_looked_at_while_they_come_and_not_again(
     assert ".lora_" in diverged["param"]
 
 
-def test_replicas_are_told_of_a_large_blob_before_it_has_come(
+def test_a_large_blob_is_announced_to_replicas_before_it_has_arrived(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, blob = trainer.gateway.engines.expected, trainer.blob()
@@ -164,10 +164,10 @@ def test_replicas_are_told_of_a_large_blob_before_it_has_come(
     ((base_model, digest, file, size_bytes),) = told
     assert (base_model, digest, size_bytes) == ("tiny", "0" * 64, len(blob))
     assert error_of(pushed, 422)["param"] == "digest"
-    assert not file.exists()  # by which they know that it was refused
+    assert not file.exists()  # the sign by which replicas know that the blob was refused
 
 
-def test_replicas_are_told_nothing_while_a_blobs_base_model_is_not_known(
+def test_a_blob_of_unknown_base_model_is_not_announced(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "_LARGE_BYTES", 1)
@@ -179,14 +179,14 @@ def test_replicas_are_told_nothing_while_a_blobs_base_model_is_not_known(
     assert [each[0] for each in told] == ["tiny"]
 
 
-def test_a_key_pushes_adapters_of_its_names_alone(trainer: Trainer, tmp_path: Path) -> None:
-    before = trainer.gateway.catalog.refresh().seq
+def test_a_key_pushes_only_adapters_with_its_names(trainer: Trainer, tmp_path: Path) -> None:
+    before = trainer.gateway.catalog.reader.refresh().seq
     refused = error_of(trainer.push(trainer.blob(), name="support"), 403)
     assert refused["code"] == "forbidden"
     assert "policy*" in refused["message"]
     for key in (trainer.gateway.keys["acme"], trainer.gateway.admin_key):
         assert error_of(trainer.push(trainer.blob(), key=key), 403)["code"] == "forbidden"
-    assert trainer.gateway.catalog.refresh().seq == before
+    assert trainer.gateway.catalog.reader.refresh().seq == before
 
 
 def test_pushes_and_their_bytes_are_limited_each_minute(trainer: Trainer) -> None:
@@ -228,7 +228,7 @@ def test_used_up_tokens_stop_answers_and_no_push(trainer: Trainer, limit: str) -
         ({}, "A" * 64, "digest"),
     ],
 )
-def test_what_cannot_be_right_is_refused_by_name(
+def test_an_invalid_push_query_names_the_parameter(
     trainer: Trainer, query: dict[str, str], digest: str | None, param: str
 ) -> None:
     assert error_of(trainer.push(trainer.blob(), digest=digest, **query), 400)["param"] == param

@@ -1,8 +1,8 @@
-"""What clients of many makers send in their examples is taken, and can be shown to a model.
+"""Recorded requests of many clients are accepted and can be rendered for a model.
 
 The requests were recorded from the examples in tests/clients/examples and from coding agents at
-work, of each client those with most fields; texts longer than 60 characters were cut, and Codex's
-and Claude Code's tools left out but for one or two of a kind.
+work, for each client those with most fields. Texts were cut to 60 characters, and of Codex's and
+Claude Code's tools one or two of each kind were kept.
 """
 
 import json
@@ -25,7 +25,7 @@ def replica(tmp_path_factory: pytest.TempPathFactory) -> ScriptedReplica:
 @pytest.mark.parametrize(
     "recorded", RECORDED, ids=[f"{request['client']} {request['path']}" for request in RECORDED]
 )
-def test_a_request_is_answered(
+def test_a_recorded_request_is_answered(
     unchanged: Gateway, replica: ScriptedReplica, recorded: dict[str, Any]
 ) -> None:
     unchanged.engines.replay = replica.writes(recorded.get("answer", "fine"))

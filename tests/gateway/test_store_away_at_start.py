@@ -1,4 +1,4 @@
-"""A gateway that starts while the store is away: with the view that its machine kept, or none."""
+"""Start of a gateway while the store is unreachable, with and without a saved view."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from tests.waiting import eventually
 
 
 class RefusingStore(LocalStore):
-    """A store that takes our credentials no more."""
+    """A store that refuses our credentials."""
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
         raise StoreRefused("the credentials are refused: renew them")
@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> RemoteStore:
 
 @pytest.fixture
 def before(tmp_path: Path, store: RemoteStore) -> Iterator[Gateway]:
-    """A gateway that goes on while others come; what it knows is kept."""
+    """A gateway that keeps running and saves its view while others start."""
     with serving(tmp_path, store, refresh_s=0.05, kept_view=kept(tmp_path)) as gateway:
         yield gateway
 
@@ -59,10 +59,10 @@ def started(before: Gateway, store: RemoteStore, kept_view: KeptView | None) -> 
 
 def keeps_all(gateway: Gateway) -> bool:
     found = kept(gateway.folder).read()
-    return found is not None and found.state.seq == gateway.catalog.state.seq
+    return found is not None and found.state.seq == gateway.catalog.reader.state.seq
 
 
-def test_without_a_view_it_refuses_until_the_store_is_back(
+def test_without_a_view_a_gateway_refuses_until_the_store_is_back(
     before: Gateway, store: RemoteStore
 ) -> None:
     with ExitStack() as running:
@@ -77,43 +77,43 @@ def test_without_a_view_it_refuses_until_the_store_is_back(
         assert gateway.request("GET", "/readyz", None).status_code == 200
 
 
-def test_without_a_view_it_does_not_start_where_the_store_refuses(before: Gateway) -> None:
+def test_without_a_view_a_gateway_does_not_start_if_the_store_refuses(before: Gateway) -> None:
     view = refused_view(before, KeptView(before.folder / "cache", "never kept"))
     with pytest.raises(StoreRefused, match="renew them"):
         asyncio.run(view.start())
 
 
-def test_with_a_view_it_starts_where_the_store_refuses(before: Gateway) -> None:
+def test_with_a_view_a_gateway_starts_though_the_store_refuses(before: Gateway) -> None:
     assert eventually(lambda: keeps_all(before))
     view = refused_view(before, kept(before.folder))
     asyncio.run(view.start())
-    assert view.state.seq == before.catalog.state.seq
+    assert view.state.seq == before.catalog.reader.state.seq
 
 
 def refused_view(before: Gateway, kept_view: KeptView) -> GatewayCatalogView:
     catalog = AdapterCatalog(RefusingStore(before.folder / "store"))
-    return GatewayCatalogView(catalog, 1.0, kept_view)
+    return GatewayCatalogView(catalog.reader, 1.0, kept_view)
 
 
-def test_with_a_view_it_serves_and_says_how_old_that_is(
+def test_with_a_view_a_gateway_serves_and_reports_the_views_age(
     before: Gateway, store: RemoteStore
 ) -> None:
     before.register("globex/other", seed=3)
     before.catalog.revoke_key(key_id(before, "globex"), actor="test")
     assert eventually(lambda: keeps_all(before))
     an_hour_old = KeptView(before.folder / "cache", "an hour old")
-    an_hour_old.write(before.catalog.state)
+    an_hour_old.write(before.catalog.reader.state)
     os.utime(an_hour_old.path, (time.time() - 3600,) * 2)
     with store.away(), started(before, store, an_hour_old) as gateway:
         assert gateway.post(CHAT, chat()).status_code == 200
         assert gateway.request("GET", "/v1/models", gateway.keys["globex"]).status_code == 401
         assert error_of(gateway.post(CHAT, chat("acme/absent")), 503)["code"] == "unavailable"
         assert status(gateway)["catalog_age_s"] >= 3600
-        assert status(gateway)["catalog_seq"] == before.catalog.state.seq
+        assert status(gateway)["catalog_seq"] == before.catalog.reader.state.seq
         assert "lorikeet_catalog_age_seconds" in metrics(gateway)
 
 
-def test_a_view_that_is_old_goes_on_with_the_log_once_the_store_is_back(
+def test_an_old_view_follows_the_log_once_the_store_is_back(
     before: Gateway, store: RemoteStore
 ) -> None:
     assert eventually(lambda: keeps_all(before))
@@ -123,12 +123,12 @@ def test_a_view_that_is_old_goes_on_with_the_log_once_the_store_is_back(
     path = KeptView(before.folder / "cache", "old")
     path.write(old.state)
     with started(before, store, path) as gateway:
-        assert eventually(lambda: status(gateway)["catalog_seq"] == before.catalog.state.seq)
+        assert eventually(lambda: status(gateway)["catalog_seq"] == before.catalog.reader.state.seq)
         assert status(gateway)["catalog_age_s"] < 5
 
 
 def key_id(gateway: Gateway, tenant: str) -> str:
-    (key,) = gateway.catalog.ask(lambda state: state.keys(tenant))
+    (key,) = gateway.catalog.reader.ask(lambda state: state.keys(tenant))
     return key.id
 
 

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer
 
 from loadtest.real_service.adapters import TENANT, AdapterWeights, fill_catalog, image_bytes
 from loadtest.real_service.random_models import END, TINY, write_model
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.settings import Settings
 
@@ -31,7 +31,7 @@ def test_the_catalog_has_an_adapter_of_each_rank_and_no_two_alike(model, tmp_pat
     )
     ranks, linears = [8, 16, 8, 16], ["q_proj", "v_proj"]
     stock = fill_catalog(settings, ranks, AdapterWeights(linears))
-    catalog = AdapterCatalog(open_store(settings.catalog))
+    catalog = CatalogReader(open_store(settings.catalog))
     catalog.refresh()
     kept = [catalog.ask(lambda state, n=n: state.adapter(TENANT, f"a{n}")) for n in range(4)]
     assert [record.versions[0].max_rank for record in kept] == ranks

@@ -187,7 +187,7 @@ def test_it_says_how_new_the_catalog_is(gateway: Gateway) -> None:
     def caught_up() -> bool:
         page = scrape(gateway)
         assert 0 <= page.total("lorikeet_catalog_age_seconds") < 5
-        return page.total("lorikeet_catalog_seq") == gateway.catalog.refresh().seq
+        return page.total("lorikeet_catalog_seq") == gateway.catalog.reader.refresh().seq
 
     assert eventually(caught_up)
 

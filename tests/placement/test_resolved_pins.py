@@ -29,7 +29,7 @@ def register(catalog: AdapterCatalog, folder: Path, name: str, data: bytes, **mo
 
 
 def read(catalog: AdapterCatalog, now: float) -> ResolvedPins:
-    return catalog.ask(lambda state: PinResolver().resolve(state, now))
+    return catalog.reader.ask(lambda state: PinResolver().resolve(state, now))
 
 
 def promised(catalog: AdapterCatalog, now: float = 1000.0) -> list[list[str]]:
@@ -102,9 +102,9 @@ def test_a_reader_of_a_snapshot_knows_the_same_promises(
     catalog.limit_tenant("acme", pin_budget_bytes=1000, actor="ann")
     catalog.pin("acme", None, replicas=2, priority=-7, expires=2000.0, actor="ann")
     catalog.pin("acme", "support", priority=3, reason="launch", actor="ann")
-    catalog.snapshot()
+    catalog.reader.snapshot()
     reader = AdapterCatalog(catalog.store)
-    reader.refresh()
+    reader.reader.refresh()
     known = read(reader, 1000.0)
     assert known == read(catalog, 1000.0)
     assert [(p.pin.name, p.pin.priority) for p in known.all] == [(None, -7), ("support", 3)]
@@ -120,11 +120,11 @@ def test_what_is_known_is_worked_out_anew_only_where_a_tenant_changed(
     catalog.pin("acme", "support", actor="ann")
     catalog.pin("globex", None, actor="ann")
     resolver = PinResolver()
-    first = resolver.resolve(catalog.state, 1000.0)
+    first = resolver.resolve(catalog.reader.state, 1000.0)
     catalog.promote("acme", "support", 2, actor="ann")
     catalog.pin("acme", "support", priority=1, actor="ann")
     catalog.limit_tenant("acme", pin_budget_bytes=7, actor="ann")
-    second = resolver.resolve(catalog.state, 1000.0)
+    second = resolver.resolve(catalog.reader.state, 1000.0)
     assert second == read(catalog, 1000.0)
     assert second.all[1] is first.all[1]
     assert (second.all[0].pin.priority, second.budgets) == (1, {"acme": 7})

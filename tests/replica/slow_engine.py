@@ -1,15 +1,15 @@
-"""Engines that take their time, in another process."""
+"""Slow engines in another process."""
 
 import time
 
-from lorikeet.replica.grammar import ModelGrammars
+from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet.settings import Settings
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.scheduling.request_queue import InputProcessor
 from tests.replica.quick_engine import quick_engine
 
 SLOW_S = 0.15
-"""How long each takes."""
+"""Seconds that a slow step takes."""
 
 
 def slow_to_submit(settings: Settings, base_model: str) -> Engine:

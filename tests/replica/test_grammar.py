@@ -1,4 +1,4 @@
-"""JSON schemas as grammars: what a model says under one is what the schema allows."""
+"""Answers under a JSON schema's grammar match the schema."""
 
 import asyncio
 import json
@@ -24,9 +24,10 @@ from loadtest.real_service.random_models import random_vocabulary
 from loadtest.schemas import SCHEMAS as FORMS
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, Refusal, ToolUse
-from lorikeet.replica import grammar_sandbox
-from lorikeet.replica.grammar import ModelGrammars, format_grammar, grammar_of
-from lorikeet.replica.grammar_sandbox import GrammarSandbox
+from lorikeet.replica.grammars import sandbox as grammar_sandbox
+from lorikeet.replica.grammars.format_grammar import format_grammar, schema_grammar
+from lorikeet.replica.grammars.matcher import ModelGrammars
+from lorikeet.replica.grammars.sandbox import GrammarSandbox
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.engine import Engine, EngineSettings
@@ -111,7 +112,7 @@ IDLE = [
     {"minItems": 0, "minLength": 0, "minProperties": 0, "required": [], "patternProperties": {}},
     {"readOnly": True, "deprecated": True, "$comment": "c", "examples": [1], "default": 1},
 ]
-"""What asks for nothing of any value."""
+"""Schemas that allow any value."""
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +136,10 @@ def sandbox():
 
 @pytest.fixture
 def says(grammars, tokenizer):
-    """Whether an answer may be this text, and no less."""
+    """Return a function that tells if a text is a whole allowed answer."""
 
     def says(schema, text):
-        matcher = grammars.compile(grammar_of(json.dumps(schema)))
+        matcher = grammars.compile(schema_grammar(json.dumps(schema)))
         for token in tokenizer.encode(text, add_special_tokens=False).ids:
             try:
                 matcher.accept(token)
@@ -176,12 +177,14 @@ class TestEngine:
 
         return answer
 
-    def test_what_fifty_seeds_say_is_what_the_schemas_allow(self, answer, tokenizer):
+    def test_answers_of_fifty_seeds_match_their_schemas(self, answer, tokenizer):
         prompt = tuple(tokenizer.encode("Tell me about it.").ids)
         bound, plain = [], []
         for seed in range(50):
             name = list(SCHEMAS)[seed % len(SCHEMAS)]
-            params = SamplingParams(600, seed=seed, grammar=grammar_of(json.dumps(SCHEMAS[name])))
+            params = SamplingParams(
+                600, seed=seed, grammar=schema_grammar(json.dumps(SCHEMAS[name]))
+            )
             bound.append(Request(f"{name} {seed}", (prompt,), params))
         for seed in range(8):
             params = SamplingParams(60, seed=seed, ignore_eos=True, top_p=0.95)
@@ -198,7 +201,7 @@ class TestEngine:
         assert alone == {key: both.tokens[key] for key in alone}
 
     def test_max_tokens_may_end_it_in_the_middle(self, answer):
-        grammar = grammar_of(json.dumps(SCHEMAS["nested"]))
+        grammar = schema_grammar(json.dumps(SCHEMAS["nested"]))
         answers = answer([Request("r", ((5, 6),), SamplingParams(4, grammar=grammar))], True)
         assert answers.finish["r", 0] is FinishReason.LENGTH
         assert len(answers.of("r")) == 4
@@ -211,7 +214,7 @@ class TestGrammars:
         for text in ("[]", "1", '"{}"', "null", "", "{", " {}", "{} "):
             assert not says({}, text), text
 
-    def test_a_model_writes_json_as_printers_do_and_no_endless_spaces(self, says):
+    def test_whitespace_in_json_is_limited(self, says):
         value = {"a": [1, {"b": "c"}], "d": True}
         for indent in (None, 4, "\t"):
             assert says({}, json.dumps(value, indent=indent))
@@ -220,17 +223,15 @@ class TestGrammars:
             assert not says({}, text), text
 
     @pytest.mark.parametrize("idle", IDLE, ids=json.dumps)
-    def test_a_keyword_whose_value_asks_for_nothing_is_no_reason_to_refuse(
-        self, says, sandbox, idle
-    ):
+    def test_a_keyword_without_effect_is_not_refused(self, says, sandbox, idle):
         closed = {"properties": {"a": {"type": "array"} | idle}, "additionalProperties": False}
         for schema in ({"type": "object"} | closed | idle, {"anyOf": [closed | idle, False]}):
-            assert sandbox._problem(grammar_of(json.dumps(schema))) is None
+            assert sandbox._problem(schema_grammar(json.dumps(schema))) is None
             assert sandbox._problem(format_grammar(Format(json.dumps(schema)))) is None
             assert says(schema, '{"a": [1, 1]}')
             assert not says(schema, '{"b": 1}')
 
-    def test_what_only_has_such_a_keywords_name_stays(self, says):
+    def test_a_property_named_like_such_a_keyword_stays(self, says):
         named = {"uniqueItems": {"type": "integer"}, "not": {"const": {"uniqueItems": False}}}
         schema = {"type": "object", "properties": named, "additionalProperties": False}
         assert says(schema, '{"uniqueItems": 3, "not": {"uniqueItems": false}}')
@@ -240,11 +241,11 @@ class TestGrammars:
             assert says(form, '{"uniqueItems": false}')
             assert not says(form, "{}")
 
-    def test_a_schema_cannot_loosen_what_it_is_held_to(self, sandbox):
+    def test_a_schema_cannot_change_the_layout(self, sandbox):
         loose = {"x-guidance": {"lenient": True}, "type": "object", "not": {"required": ["a"]}}
-        assert "not" in sandbox._problem(grammar_of(json.dumps(loose)))
+        assert "not" in sandbox._problem(schema_grammar(json.dumps(loose)))
 
-    def test_a_schema_cannot_ask_for_what_is_no_json(self, says):
+    def test_a_schema_cannot_ask_for_invalid_json(self, says):
         schema = {"type": "object", "required": ["a", "b"], "additionalProperties": False}
         schema["properties"] = {"a": {"type": "integer"}, "b": {"type": "integer"}}
         schema["x-guidance"] = {"item_separator": ";", "key_separator": "="}
@@ -252,7 +253,7 @@ class TestGrammars:
         assert not says(schema, '{"a"=1;"b"=2}')
 
     def test_the_end_of_the_sequence_is_left_to_the_engine(self, grammars, tokenizer):
-        matcher = grammars.compile(grammar_of('{"type": "integer"}'))
+        matcher = grammars.compile(schema_grammar('{"type": "integer"}'))
         digits = set(tokenizer.encode("0123456789", add_special_tokens=False).ids)
         minus = tokenizer.encode("-", add_special_tokens=False).ids[0]
         assert possible(grammars, matcher) == digits | {minus}
@@ -263,8 +264,8 @@ class TestGrammars:
         assert not matcher.must_end
         assert EOS not in digits
 
-    def test_a_copy_goes_its_own_way(self, grammars, tokenizer):
-        first = grammars.compile(grammar_of('{"enum": ["ab", "ac"]}'))
+    def test_a_copied_matcher_is_independent(self, grammars, tokenizer):
+        first = grammars.compile(schema_grammar('{"enum": ["ab", "ac"]}'))
         for token in tokenizer.encode('"a', add_special_tokens=False).ids:
             first.accept(token)
         second = first.copy()
@@ -279,10 +280,10 @@ class TestGrammars:
 
     @pytest.mark.parametrize("vocabulary", [256, 264, 320])
     def test_a_models_vocabulary_may_be_smaller_or_larger(self, grammars, vocabulary):
-        matcher = grammars.compile(grammar_of("{}"))
+        matcher = grammars.compile(schema_grammar("{}"))
         assert possible(grammars, matcher, vocabulary) == possible(grammars, matcher)
 
-    def test_a_mask_where_a_text_may_have_few_more_characters_takes_no_longer(self, tmp_path):
+    def test_a_mask_near_a_max_length_takes_no_longer(self, tmp_path):
         size = 60_000
         words = random_vocabulary(size)
         words.save(str(tmp_path / "tokenizer.json"))
@@ -290,7 +291,7 @@ class TestGrammars:
         grammars = ModelGrammars(tmp_path)
 
         def took_s(text):
-            matcher = grammars.compile(grammar_of('{"type": "string", "maxLength": 100}'))
+            matcher = grammars.compile(schema_grammar('{"type": "string", "maxLength": 100}'))
             for token in words.encode('"' + text).ids:
                 matcher.accept(token)
             rows, bits = [matcher.copy() for _ in range(16)], np.zeros((16, size // 8), np.uint8)
@@ -306,11 +307,11 @@ class TestGrammars:
         assert max(ending_s) < 3 * free_s, (free_s, ending_s)
 
     @pytest.mark.parametrize("schema", FORMS.values(), ids=FORMS)
-    def test_a_mask_has_the_tokens_that_it_has_where_all_are_walked(self, tmp_path, schema):
+    def test_a_mask_equals_one_without_slices(self, tmp_path, schema):
         size, dice = 4000, np.random.default_rng(7)
         random_vocabulary(size).save(str(tmp_path / "tokenizer.json"))
         write_config(tmp_path, {"eos_token_id": size - 1})
-        grammars, grammar = ModelGrammars(tmp_path), grammar_of(json.dumps(schema))
+        grammars, grammar = ModelGrammars(tmp_path), schema_grammar(json.dumps(schema))
         walked = LLTokenizer(str(tmp_path / "tokenizer.json"), eos_token=[size - 1], slices=[])
         ours, theirs = grammars.compile(grammar), LLMatcher(walked, grammar)
         texts = 0
@@ -328,8 +329,8 @@ class TestGrammars:
             assert theirs.consume_token(token)
         assert texts > 0 or schema is FORMS["enums"]
 
-    def test_errors_do_not_say_what_was_said(self, grammars, tokenizer):
-        matcher = grammars.compile(grammar_of('{"enum": ["planted secret"]}'))
+    def test_errors_do_not_quote_sampled_text(self, grammars, tokenizer):
+        matcher = grammars.compile(schema_grammar('{"enum": ["planted secret"]}'))
         for token in tokenizer.encode('"planted s', add_special_tokens=False).ids:
             matcher.accept(token)
         with pytest.raises(InvalidRequest) as refused:
@@ -379,7 +380,7 @@ class TestRefusals:
 
     def refused(self, sandbox, schema, call=CALL):
         with pytest.raises(InvalidInput) as refused:
-            asyncio.run(sandbox.check(call, grammar_of(json.dumps(schema))))
+            asyncio.run(sandbox.check(call, schema_grammar(json.dumps(schema))))
         return refused.value
 
     @pytest.mark.parametrize(("schema", "reason"), BAD, ids=lambda value: str(value)[:20])
@@ -393,17 +394,17 @@ class TestRefusals:
     @pytest.mark.parametrize("schema", EXPLODING, ids=lambda value: str(value)[:20])
     def test_a_schema_that_costs_too_much_is_refused_and_hurts_nobody(self, sandbox, schema):
         assert "too much time or memory" in self.refused(sandbox, schema).message
-        asyncio.run(sandbox.check(self.CALL, grammar_of(json.dumps(SCHEMAS["nested"]))))
+        asyncio.run(sandbox.check(self.CALL, schema_grammar(json.dumps(SCHEMAS["nested"]))))
 
     def test_a_schema_that_cannot_be_followed_beyond_its_first_token_is_refused(self, sandbox):
         form = {"type": "object", "additionalProperties": False}
         form["properties"] = {f"field_{i}": {"type": "string"} for i in range(2000)}
         assert "too complex to follow on" in self.refused(sandbox, form).message
 
-    def test_it_works_under_a_limit_of_memory_that_it_must_not_raise(self):
+    def test_the_sandbox_works_under_a_hard_memory_limit(self):
         code = (
             "import resource, pathlib\n"
-            "from lorikeet.replica.grammar_sandbox import GrammarSandbox\n"
+            "from lorikeet.replica.grammars.sandbox import GrammarSandbox\n"
             "resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))\n"
             f"sandbox = GrammarSandbox(pathlib.Path({str(DEMO)!r}))\n"
             "assert sandbox._problem('start: /a/') is None\n"
@@ -416,16 +417,16 @@ class TestRefusals:
     def test_a_grammar_is_tried_once(self, sandbox):
         bad, good = {"type": "nobody"}, {"type": "integer", "minimum": 77}
         first = self.refused(sandbox, bad).message
-        asyncio.run(sandbox.check(self.CALL, grammar_of(json.dumps(good))))
+        asyncio.run(sandbox.check(self.CALL, schema_grammar(json.dumps(good))))
         impatient = replace(self.CALL, scheduling=SchedulingParams(max_queue_s=5))
         stop(sandbox)  # a second trial would not end
         try:
             assert self.refused(sandbox, bad, impatient).message == first
-            asyncio.run(sandbox.check(impatient, grammar_of(json.dumps(good))))
+            asyncio.run(sandbox.check(impatient, schema_grammar(json.dumps(good))))
         finally:
             os.kill(sandbox._process.pid, signal.SIGCONT)
 
-    def test_a_machine_without_time_says_nothing_of_a_grammar(self, sandbox, monkeypatch):
+    def test_a_busy_machine_is_not_the_grammars_fault(self, sandbox, monkeypatch):
         asyncio.run(sandbox.check(self.CALL, "start: /c/"))  # starts its process
         with monkeypatch.context() as patch:
             patch.setattr(grammar_sandbox, "_WALL_S", 0.2)
@@ -449,7 +450,7 @@ class TestRefusals:
         asyncio.run(sandbox.check(self.CALL, "start: /b/"))
 
     @pytest.mark.parametrize(("schema", "reason"), BAD, ids=lambda value: str(value)[:20])
-    def test_the_reason_says_nothing_of_a_grammar_around_a_schema(self, sandbox, schema, reason):
+    def test_the_reason_does_not_mention_the_grammar_around_a_schema(self, sandbox, schema, reason):
         alone = self.refused(sandbox, schema).message
         with pytest.raises(InvalidInput) as refused:
             asyncio.run(sandbox.check(self.CALL, f"start: a\na: %json {json.dumps(schema)}\n"))
@@ -466,12 +467,12 @@ class TestRefusals:
     @pytest.mark.parametrize("text", ["nonsense", "[]", "true", "[" * 5000, '{"a":' * 200 + "1"])
     def test_a_text_that_is_no_schema_is_refused(self, text):
         with pytest.raises(InvalidInput) as refused:
-            grammar_of(text)
+            schema_grammar(text)
         assert refused.value.param == "response_format"
 
-    def test_so_is_a_schema_that_is_too_long(self):
+    def test_a_schema_that_is_too_long_is_refused(self):
         with pytest.raises(InvalidInput, match="characters"):
-            grammar_of(json.dumps({"enum": ["x" * 300_000]}))
+            schema_grammar(json.dumps({"enum": ["x" * 300_000]}))
 
 
 def test_a_replica_answers_in_the_format_that_a_call_asks_for(tmp_path):

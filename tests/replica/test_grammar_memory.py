@@ -1,4 +1,4 @@
-"""What compiled JSON schemas take of a process is bounded, and returns when nobody uses them."""
+"""Memory of compiled JSON schemas is bounded, and freed after use."""
 
 import ctypes
 import subprocess
@@ -11,7 +11,8 @@ DEMO = Path(__file__).parents[2] / "demo" / "model"
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
-from lorikeet.replica.grammar import ModelGrammars, grammar_of
+from lorikeet.replica.grammars.format_grammar import schema_grammar
+from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet_engine.sampling import grammar_worker
 from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 
@@ -21,7 +22,7 @@ def resident_mib():
 def grammar(number, fields):
     field = {"type": "string", "maxLength": 9}
     properties = {f"field_{number}_{i}": field for i in range(fields)}
-    return grammar_of(json.dumps({"type": "object", "properties": properties}))
+    return schema_grammar(json.dumps({"type": "object", "properties": properties}))
 
 grammar_worker._UNUSED_S = 2.0
 worker = GrammarWorker(ModelGrammars(Path(sys.argv[1])).compile)
@@ -38,7 +39,7 @@ print(at_most - before, resident_mib() - before)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
-def test_a_tenant_with_64_large_schemas_takes_its_share_and_the_memory_returns() -> None:
+def test_a_tenants_64_large_schemas_take_bounded_memory_and_free_it() -> None:
     command = [sys.executable, "-c", PROGRAM, str(DEMO)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     taken_mib, left_mib = map(float, ran.stdout.split())

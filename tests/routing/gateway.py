@@ -4,9 +4,10 @@ from dataclasses import replace
 from itertools import count
 from random import Random
 
+from lorikeet.protocol.messages import Work
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.routing.fleet import Fleet
-from lorikeet.routing.ranking import RoutingRequest, Work
-from lorikeet.routing.status_update import StatusUpdate
+from lorikeet.routing.ranking import RoutingRequest
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.telemetry.status import LiveStats
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from lorikeet.protocol.messages import Work
 from lorikeet.rendezvous import by_preference
 from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.locations import prefix_hashes
-from lorikeet.routing.ranking import Work
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, RowsTime, StepCosts
 from lorikeet_engine.telemetry.status import EvictionCandidate

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.rendezvous import by_preference
 from lorikeet.routing.fleet import LOST_S
-from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.routing.tracked_replica import FETCH_PAUSE_S, STALE_S
 from lorikeet_engine.adapter import Residency
 from tests.routing.gateway import ASK, BASE, BUSY, IDLE, NAMES, OTHER, REF

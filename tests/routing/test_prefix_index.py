@@ -3,7 +3,7 @@
 from lorikeet.routing.locations import (
     BLOCK_TOKENS,
     CHARACTERS_PER_TOKEN,
-    MOST_BLOCKS,
+    MAX_HASHED_BLOCKS,
     PrefixIndex,
     prefix_hashes,
 )
@@ -26,7 +26,7 @@ def test_prompts_share_the_blocks_up_to_their_first_difference():
 def test_only_whole_blocks_count_and_only_so_many():
     assert len(prefix_hashes(BLOCK[:-1])) == 0
     assert len(prefix_hashes(BLOCK)) == len(prefix_hashes(BLOCK * 2 + "y")) - 1 == 1
-    assert len(prefix_hashes(BLOCK * (MOST_BLOCKS + 5))) == MOST_BLOCKS
+    assert len(prefix_hashes(BLOCK * (MAX_HASHED_BLOCKS + 5))) == MAX_HASHED_BLOCKS
     assert len(prefix_hashes(tuple(range(2 * BLOCK_TOKENS + 1)))) == 2
 
 
@@ -52,7 +52,7 @@ def test_who_computed_a_block_last_has_all_before_it():
 
 
 def test_what_was_not_computed_for_longest_is_forgotten():
-    known = PrefixIndex(most_blocks=3)
+    known = PrefixIndex(max_blocks=3)
     for letter in "abc":
         known.add(prefix_hashes(text(letter)), letter)
     known.add(prefix_hashes(text("a")), "again")

@@ -7,6 +7,7 @@ from time import thread_time
 
 import pytest
 
+from lorikeet.protocol.messages import Work
 from lorikeet.rendezvous import CANDIDATES, by_preference, rendezvous_candidates
 from lorikeet.routing.ranking import H200_LLAMA_8B as COSTS
 from lorikeet.routing.ranking import (
@@ -15,7 +16,6 @@ from lorikeet.routing.ranking import (
     Holders,
     ReplicaOption,
     RoutingStatus,
-    Work,
     candidate_sample,
     expected_cost,
     rank_by_cost,
@@ -143,7 +143,7 @@ def test_while_nothing_can_be_fetched_who_has_the_adapter_comes_first():
     tiers = zip("rdhg", sorted(Residency), (0, 90_000, 90_000, 90_000), strict=True)
     options = [option(name, status(waiting_tokens=n), tier=tier) for name, tier, n in tiers]
     assert [each.replica for each in rank_by_cost(WORK, options)] == [*"rgdh"]
-    in_vain = [each._replace(fetches=False) for each in options]
+    in_vain = [each._replace(can_fetch=False) for each in options]
     assert [each.replica for each in rank_by_cost(WORK, in_vain)] == [*"gdhr"]
 
 

@@ -46,7 +46,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HangingStore:
     monkeypatch.setattr(controller_module, "open_store", lambda _url: store)
     monkeypatch.setattr(controller_module, "TICK_S", 0.02)
     monkeypatch.setattr(controller_module, "SURVEY_S", 0.02)
-    monkeypatch.setattr(controller_module, "_STORE_S", 0.1)
+    monkeypatch.setattr(controller_module, "_STORE_TIMEOUT_S", 0.1)
     return store
 
 
@@ -59,7 +59,7 @@ def catalog(store: HangingStore, settings: Settings, tmp_path: Path) -> AdapterC
     facts = BlobFacts(DIGEST, 7, 8, "lorikeet-demo", 7)
     catalog.register("acme", "support", tmp_path / "blob", facts, actor="test")
     catalog.pin("acme", "support", tier=Residency.GPU, actor="test")
-    KeptView(settings.cache_dir, store.url).write(catalog.state)
+    KeptView(settings.cache_dir, store.url).write(catalog.reader.state)
     return catalog
 
 
@@ -77,7 +77,7 @@ def controlled(settings: Settings, watch: Callable[[], Awaitable[None]]) -> None
     async def run() -> None:
         controller = Controller(settings, {"lorikeet-demo": None})  # type: ignore[dict-item]
         await watch()
-        for task in (controller._task, controller._snapshots, controller._joins):
+        for task in (controller._task, controller._snapshots, controller._compaction):
             task.cancel()
 
     asyncio.run(run())

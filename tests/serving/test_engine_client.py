@@ -8,8 +8,16 @@ import grpc
 import pytest
 
 from lorikeet.errors import GenerationFailed
-from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint, FinalUsage, Refusal
-from lorikeet.routing.ranking import RoutingRequest, Work
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Attempt,
+    Call,
+    Endpoint,
+    FinalUsage,
+    Refusal,
+    Work,
+)
+from lorikeet.routing.ranking import RoutingRequest
 from lorikeet.serving import engine_client as engines_module
 from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.fleet_registry import fleet_of

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorikeet.serving import proxy_middleware
-from lorikeet.serving.proxy_middleware import PAUSE_S, TurnsMiddleware, middlewares
+from lorikeet.serving.proxy_middleware import START_INTERVAL_S, KeyPacingMiddleware, middlewares
 
 
 def answer(
@@ -133,7 +133,7 @@ def begun_in_order(*sent: Headers) -> list[Headers]:
         await asyncio.sleep(10.0)
 
     async def ask() -> None:
-        door = TurnsMiddleware(app)
+        door = KeyPacingMiddleware(app)
         scopes = [{"type": "http", "path": "/v1/models", "headers": each} for each in sent]
         asked = [asyncio.create_task(door(each, _nothing, _nothing)) for each in scopes]
         while len(begun) + sum(each.done() for each in asked) < len(sent):
@@ -161,7 +161,7 @@ def test_many_requests_with_a_key_let_others_begin_between_them(other: Headers) 
 
 
 def test_keys_do_not_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_middleware, "PAUSE_S", 0.1)
+    monkeypatch.setattr(proxy_middleware, "START_INTERVAL_S", 0.1)
     began_s = time.monotonic()
     begun_in_order(*[bearer(f"key {i}") for i in range(100)])
     assert time.monotonic() - began_s < 5.0  # one after the other they take ten
@@ -180,11 +180,11 @@ def test_keys_do_not_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> No
 def test_requests_with_a_key_begin_a_pause_apart_however_it_is_sent(as_well: Headers) -> None:
     began_s = time.monotonic()
     begun_in_order(*[bearer("one"), as_well] * 25)
-    assert time.monotonic() - began_s >= 49 * PAUSE_S
+    assert time.monotonic() - began_s >= 49 * START_INTERVAL_S
 
 
 def test_where_too_many_wait_for_their_turn_more_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(proxy_middleware, "MOST_WAITING", 3)
+    monkeypatch.setattr(proxy_middleware, "MAX_WAITING", 3)
     assert len(begun_in_order(*[bearer("one")] * 10)) == 4  # and six are answered

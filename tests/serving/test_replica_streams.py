@@ -43,8 +43,8 @@ class Replicas:
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(replica_calls, "_LOOK_S", 0.005)
-    monkeypatch.setattr(replica_calls, "_PAUSES_S", (0.01, 0.02))
+    monkeypatch.setattr(replica_calls, "_POLL_S", 0.005)
+    monkeypatch.setattr(replica_calls, "_REOPEN_DELAYS_S", (0.01, 0.02))
 
 
 def run(scenario, silence_s=None):

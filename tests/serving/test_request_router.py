@@ -1,7 +1,7 @@
 """What routing reads of a request."""
 
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet.routing.locations import MOST_CHARACTERS
+from lorikeet.routing.locations import MAX_HASHED_CHARACTERS
 from lorikeet.serving.request_router import routing_request_of
 
 
@@ -16,6 +16,6 @@ def _hashes(*messages: dict[str, str]) -> tuple[int, ...]:
 
 
 def test_only_the_beginning_of_a_prompt_is_read() -> None:
-    long = {"role": "user", "content": "word " * MOST_CHARACTERS}
+    long = {"role": "user", "content": "word " * MAX_HASHED_CHARACTERS}
     assert _hashes(long, _Unread()) == _hashes(long)
     assert _hashes({"role": "user", "content": "words"}, long) != _hashes(long)

@@ -6,9 +6,10 @@ from random import Random
 import pytest
 
 from loadtest.simulator.scenario import Scenario
+from lorikeet.protocol.messages import Work
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.routing.fleet import Fleet as GatewaysFleet
-from lorikeet.routing.ranking import RoutingRequest, Work
-from lorikeet.routing.status_update import StatusUpdate
+from lorikeet.routing.ranking import RoutingRequest
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.router import LeastCostRouter

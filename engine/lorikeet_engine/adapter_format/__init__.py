@@ -1,28 +1,35 @@
-"""What an adapter's file looks like, and whether to let it in. Needs no torch.
+"""The adapter file format, and the checks that an adapter must pass. Needs no torch.
 
 A **blob** is one safetensors file: PEFT's tensors sorted by name, and under the header's
-`__metadata__` one key, `lorikeet`, the canonical JSON of what matters of PEFT's config. Its SHA-256
-is the adapter's digest.
+`__metadata__` the key `lorikeet`, with the canonical JSON of those parts of PEFT's config that
+affect the results. Its SHA-256 is the adapter's digest.
 
-`blob` makes one of a PEFT folder: `saved_weights` reads its tensors, whose names `tensor_names`
-understands, and `lora_config` reduces adapter_config.json, with `targets` and `expressions`, which
-runs those of strangers in a process (`expression_child`); `mlx` reads MLX's folders, `trtllm`
-converts to PEFT's. `base_copies` describes what trainers save of the base model itself,
-`token_rows` the rows of tokens that were trained. `base_names` says which names are of one base
-model, `base_quantization` how its linears are stored. `spec` validates a blob by its `header`
-against a base model's `shape`, whose linears are its family's (`families`) and whose config.json
-`base_config` reads; `values` checks values and `image` sizes. The gateway, the CLI and `residency`
-call it.
+One checker serves three borders, since none of them trusts the one before. The CLI and the Python
+client make a blob of a trainer's folder (`write_blob`), the gateway checks uploaded and pushed
+blobs (`read_spec`, `check_values`), and each replica checks a blob again before it packs the blob
+(`read_spec`). All three parse headers, configs and pairs of tensors by the same functions. Regular
+expressions of a config run at the first border only, in a child process.
+
+    trainer's folder → blob     `blob`, from `saved_weights` (files), `tensor_names` (their names),
+                                `lora_config` (adapter_config.json, with `targets` and
+                                `expressions`), `experts` and `token_rows`; `mlx` reads MLX's
+                                folders, and `trtllm` converts TensorRT-LLM's to PEFT's
+    blob → checked adapter      `spec`, from `header` and against the base model's `shape`;
+                                `values` checks values, and `adapter_memory` sizes
+    base model                  `base_config` (config.json), `families` (their linears),
+                                `base_names`, `base_quantization`; `base_copies` describes copies
+                                of the base model's matrices in trainers' folders
 """
 
+from lorikeet_engine.adapter_format.adapter_memory import FLOAT32_MEMORY, AdapterMemory
 from lorikeet_engine.adapter_format.base_config import decoder_config, read_config, read_json
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, base_copies
 from lorikeet_engine.adapter_format.base_names import (
     is_fp8_copy,
     is_nf4_copy,
     last_part,
-    original,
     same_model,
+    unquantised_name,
 )
 from lorikeet_engine.adapter_format.base_quantization import (
     Quantization,
@@ -48,13 +55,12 @@ from lorikeet_engine.adapter_format.families import (
     QkNormKind,
 )
 from lorikeet_engine.adapter_format.header import TensorSpan
-from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory
 from lorikeet_engine.adapter_format.mlx import MLX_WEIGHTS_FILE
 from lorikeet_engine.adapter_format.saved_weights import (
     INDEX_FILE,
     MAX_INDEX_BYTES,
     WEIGHTS_FILE,
-    check_beside,
+    refuse_added_tokens,
     shard_names,
 )
 from lorikeet_engine.adapter_format.shape import BaseShape
@@ -66,7 +72,7 @@ from lorikeet_engine.adapter_format.spec import (
     aligned,
     read_spec,
 )
-from lorikeet_engine.adapter_format.trtllm import has_pair, read_pair
+from lorikeet_engine.adapter_format.trtllm import has_trtllm_pair, read_trtllm_pair
 from lorikeet_engine.adapter_format.values import SCAN_ALIGNMENT, ValueScan, check_values
 
 __all__ = [
@@ -98,24 +104,24 @@ __all__ = [
     "aligned",
     "base_copies",
     "blob_digest",
-    "check_beside",
     "check_values",
     "decoder_config",
-    "has_pair",
+    "has_trtllm_pair",
     "is_fp8_copy",
     "is_nf4",
     "is_nf4_copy",
     "last_part",
-    "original",
     "quantized_linears",
     "read_config",
     "read_json",
-    "read_pair",
     "read_spec",
+    "read_trtllm_pair",
+    "refuse_added_tokens",
     "same_model",
     "served_quantization",
     "shard_names",
     "trained_on",
+    "unquantised_name",
     "write_blob",
     "write_peft_folder",
 ]

@@ -22,7 +22,7 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.ring import SharedMemory
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.residency.gpu.arena import allocate_weights
-from lorikeet_engine.residency.gpu.image_copy import CopyEvent
+from lorikeet_engine.residency.gpu.image_copies import CopyEvent
 from lorikeet_engine.residency.gpu.rank_arenas import CopyImage, FollowingArena
 from lorikeet_engine.residency.host_arena import host_memory
 from lorikeet_engine.residency.workers import Workers

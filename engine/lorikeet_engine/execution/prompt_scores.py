@@ -14,7 +14,7 @@ from lorikeet_engine.errors import NotFinite
 from lorikeet_engine.execution.batch_builder import LogitsInput, build_logits_input
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.request import PromptLogprobs
-from lorikeet_engine.sampling.logprobs import Logprobs
+from lorikeet_engine.sampling.logprob_readback import LogprobReadback
 from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, SequenceStatus
 
 _PIECE_ROWS = 256  # with 128,256 tokens in the vocabulary, 131 MB of float32
@@ -46,7 +46,8 @@ class LogitsReader(Protocol):
 class PromptScores:
     """The scores of one step, on their way to the host once `compute` was called.
 
-    They are the log probabilities that Logprobs has of sampled tokens, of prompts' next tokens.
+    LogprobReadback, which reads log probabilities of sampled tokens elsewhere, reads those of the
+    prompts' next tokens here.
     """
 
     def __init__(self, chunks: list[Chunk], scored: list[ScoredRows], max_running: int) -> None:
@@ -63,7 +64,7 @@ class PromptScores:
             first = ends[at] - chunks[at].end  # the row of the prompt's token 0, were it here
             rows += [(first + token, at) for token in range(each.start, each.end)]
         self._rows, self._chunk_of = np.array(rows, np.int64).T  # of the hidden states; of chunks
-        self._pieces: list[Logprobs] = []
+        self._pieces: list[LogprobReadback] = []
 
     def inputs(self) -> list[LogitsInput]:
         """The inputs of the logits that `compute` asks for, in its order."""
@@ -91,7 +92,7 @@ class PromptScores:
             rows, heads = each.upload(hidden.device)
             logits = logits_of(hidden[rows], heads)
             piece = slice(at, at := at + len(rows))
-            logprobs = Logprobs(logits, dict(enumerate(counts[piece])))
+            logprobs = LogprobReadback(logits, dict(enumerate(counts[piece])))
             logprobs.download(logits, device_tokens[piece])
             self._pieces.append(logprobs)
 

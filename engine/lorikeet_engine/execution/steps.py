@@ -23,7 +23,7 @@ from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.request import LogprobsMode, TokenLogprobs
 from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.grammar import Grammars
-from lorikeet_engine.sampling.logprobs import Logprobs
+from lorikeet_engine.sampling.logprob_readback import LogprobReadback
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler
 from lorikeet_engine.scheduling.forced_budget import ForcedBudget
@@ -147,7 +147,7 @@ class PendingSample:
         self,
         sequences: list[Sequence],
         tokens: torch.Tensor,
-        logprobs: list[Logprobs | ProcessedLogprobs],
+        logprobs: list[LogprobReadback | ProcessedLogprobs],
         errors: Mapping[int, EngineError],
     ) -> None:
         self.tokens = tokens.clamp(min=0)
@@ -246,7 +246,7 @@ def sample(
         _count_tokens(sampler, sequence)
     rows = [_row(sequence) for sequence in sequences]
     counts = _logprobs_counts(special, LogprobsMode.RAW)
-    logprobs = Logprobs(logits, counts) if counts else None
+    logprobs = LogprobReadback(logits, counts) if counts else None
     allowed.forbid_others(logits)
     of_drawn = _logprobs_counts(special, LogprobsMode.PROCESSED)
     processed = ProcessedLogprobs(of_drawn) if of_drawn else None

@@ -20,7 +20,7 @@ from lorikeet_engine.kernels.masks import forbid_others
 from lorikeet_engine.request import MAX_LOGPROBS, Request, SamplingParams
 from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.grammar import octets_of
-from lorikeet_engine.sampling.logprobs import Logprobs
+from lorikeet_engine.sampling.logprob_readback import LogprobReadback
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import Sampler
 from lorikeet_engine.scheduling.kv_cache import PageKeys
@@ -141,7 +141,7 @@ def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]
             slot = sampler.penalties.begin(p, prompt=(0,), output=(0,))
             rows[i] = rows[i]._replace(slot=slot)
     counts = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-    logprobs = Logprobs(logits, counts) if counts else None
+    logprobs = LogprobReadback(logits, counts) if counts else None
     tokens = sampler.sample(logits, rows, ProcessedLogprobs(counts) if counts else None)
     if logprobs is not None:
         logprobs.download(logits, tokens)

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: a gated MLP, or a mixture of them."""
+"""Gated, dense MLP of a layer; experts.py has mixtures of experts."""
 
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.lora.linear import Inputs, linear_act_and_mul, rows_of
@@ -6,14 +6,13 @@ from lorikeet_engine.kernels.lora.types import LoraStep
 from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.experts import Experts
 from lorikeet_engine.models.linears import LoraLinear
 from lorikeet_engine.models.norms import Product, read_norm_weight, summed_product
 from lorikeet_engine.parallel.rank_group import RankGroup
 
 
 class Mlp:
-    """y = down(silu(gate(x)) · up(x)), or with GELU; cut over ranks, if there are any."""
+    """MLP y = down(silu(gate(x)) · up(x)), or with GELU instead of SiLU, cut over ranks."""
 
     def __init__(
         self,
@@ -23,7 +22,7 @@ class Mlp:
         ranks: RankGroup | None,
         output_norm: str | None,
     ) -> None:
-        """Read a layer's part; raises ModelError."""
+        """Read this rank's part of a layer's MLP. Raises ModelError."""
         shape, bias = config.shape, config.mlp_bias
         self.gate_up = LoraLinear(checkpoint, shape, layer, "gate_up", bias=bias)
         self.down = LoraLinear(checkpoint, shape, layer, "down", bias=bias)
@@ -32,7 +31,7 @@ class Mlp:
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
-        """Whether it reads N tokens rounded to FP8."""
+        """Return whether the MLP reads this many tokens rounded to FP8."""
         return fp8.rounds(self.gate_up.weight, tokens)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
@@ -47,35 +46,3 @@ class Mlp:
         if lora is None:
             return linear_act_and_mul(x, first.weight, first.bias, gelu=gelu)
         return act_and_mul(*first.before_act(x, lora), gelu=gelu)
-
-
-class RoutedMlp:
-    """Experts, of which each token's are chosen by its logits.
-
-    The router is whole in every rank. All compute it from the same bits, which the sum over ranks
-    before it left, so they choose the same experts, and each computes a part of every one.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        layer: int,
-        ranks: RankGroup | None,
-        output_norm: str | None,
-    ) -> None:
-        """Read a layer's router, and this rank's part of its experts; raises ModelError."""
-        self._ranks = ranks
-        self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
-        self.experts = Experts(config, checkpoint, layer)
-        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
-
-    def rounds(self, tokens: int) -> bool:
-        """Whether it reads N tokens rounded to FP8."""
-        return fp8.rounds(self.experts.gate_up, tokens)
-
-    def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
-        """Return y [tokens, hidden] of x [tokens, hidden]."""
-        logits, delta = self.router(x, lora)
-        mixed = self.experts(x, logits, delta, lora)
-        return summed_product(mixed, None, self.output_weight, self._ranks)

@@ -1,10 +1,12 @@
-"""Loads adapters from remote to disk and to the host, on background threads.
+"""Loads from remote to disk and to the host, on background threads.
 
-A blob is packed once: its image goes to the disk too (disk/image_writer.py), and is read from there
-the next time; but what is loaded for a passing pin alone is packed again if it is loaded again.
-Downloads, packing and the writing of images have threads of their own, so neither a source that
-hangs nor a slow disk keeps what is there already from reaching the host. What a full or broken
-disk cannot take is downloaded into memory, one blob at a time, and packed from there.
+A blob is packed once: its image is also written to the disk (disk/image_file.py), and read from
+there the next time. An adapter loaded for a passing pin alone has no image file and is packed again
+when it is loaded again.
+
+Downloads, packing and writing of images have separate threads, so neither a source that hangs nor a
+slow disk delays adapters that are on the disk already. A blob that a full or broken disk cannot
+take is downloaded into memory, one blob at a time, and packed from there.
 """
 
 import logging
@@ -14,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,29 +27,78 @@ from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.errors import AdapterError, AdapterLoadFailed, AdapterRejected, AdapterTooLarge
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.checksums import LayerSums
-from lorikeet_engine.residency.disk.cache import DiskCache
-from lorikeet_engine.residency.disk.full_disk import is_disk_trouble, memory_file
-from lorikeet_engine.residency.disk.image_file import ImageFile
-from lorikeet_engine.residency.disk.image_writer import ImageWriter
+from lorikeet_engine.residency.disk.cache import DiskCache, is_disk_error, memory_file
+from lorikeet_engine.residency.disk.image_file import ImageFile, ImageWriter
 from lorikeet_engine.residency.disk.incoming_blobs import IncomingBlobs
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.load_tasks import LoadResult, LoadTask, SourceFailure, error_about
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from lorikeet_engine.residency.workers import Workers
 
 log = logging.getLogger(__name__)
 
 _DOWNLOADERS = 8
 _PACKERS = 2
-_DOWNLOADS = 3  # for one load: other processes may remove what was downloaded
+_DOWNLOADS = 3  # of one load: other processes may remove a downloaded blob
 _SOURCE_HANGS_S = 3.0
-"""A download that fails so late tells of the source; sooner, of its adapter."""
+"""A download that takes this long to fail tells of its source; a faster failure, of its adapter."""
 _SOURCE_RETRY_S = 10.0
-"""When to ask again for what the source failed to give: as long as it takes to notice that."""
+"""Seconds until a client should retry: as long as it takes to notice a hanging source."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """A load that ended.
+
+    residency: HOST if the image is on the host, where it is held for the receiver of this result.
+        DISK without an error if DISK was asked for, or if the host had no memory: try again once
+        the host's `frees` differs from this one.
+    elements: of the loaded image, on one GPU; None if no image was loaded to the host.
+    read_s: seconds from the disk to the host. For a blob packed while it came: CPU seconds of
+        packing.
+    download_s: seconds of the blob's download; None if the blob was on the disk already.
+    """
+
+    ref: AdapterRef
+    residency: Residency
+    error: AdapterError | None
+    frees: int
+    elements: int | None
+    read_s: float
+    download_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _SourceFailure:
+    """A download that hung until it was given up, and the time of that."""
+
+    error: Exception
+    at_s: float
+
+
+@dataclass(slots=True)
+class _LoadTask:
+    """A load that has not ended.
+
+    asked_s: time.monotonic() of the first call of `load`.
+    reading_since_s: time.perf_counter() at which reading from the disk began.
+    without_disk: the blob goes to memory instead of the disk.
+    downloads: number of downloads begun for this load.
+    """
+
+    ref: AdapterRef
+    tier: Residency
+    urgent: bool
+    passing: bool
+    asked_s: float
+    started: bool = False
+    without_disk: bool = False
+    downloads: int = 0
+    download_s: float | None = None
+    reading_since_s: float = 0.0
 
 
 class Loader:
-    """Runs one load at a time for each digest. on_result: called on the loading threads."""
+    """Loads, one at a time for each digest. `on_result` is called on the loading threads."""
 
     def __init__(
         self,
@@ -60,33 +112,33 @@ class Loader:
     ) -> None:
         self._shape, self._limits, self._world = shape, limits, world
         self._disk, self._host = disk, host
-        self._most_elements = min(gpu_elements, host.elements // world)
+        self._max_elements = min(gpu_elements, host.elements // world)
         self._on_result = on_result
         self.incoming_blobs = IncomingBlobs(
-            shape, limits, host, self._most_elements, world, on_result
+            shape, limits, host, self._max_elements, world, on_result
         )
-        self._lock = threading.RLock()  # guards the two below
-        self._tasks: dict[str, LoadTask] = {}
+        self._lock = threading.RLock()  # guards _tasks and _results
+        self._tasks: dict[str, _LoadTask] = {}
         self._results: deque[LoadResult] = deque()
-        self._source_failure: SourceFailure | None = None  # since which nothing has come
+        self._source_failure: _SourceFailure | None = None  # None after a success
         self._closed = False
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
         self._verifiers = ThreadPoolExecutor(_PACKERS, "lorikeet-verify")
         self._images = ImageWriter(disk, host, on_result)
-        self._streamer = Workers(1, "stream")  # one: a blob in memory can be as large as they get
+        self._streamer = Workers(1, "stream")  # one, since a blob in memory may have any size
 
     def load(
         self, ref: AdapterRef, tier: Residency, *, urgent: bool, passing: bool = False
     ) -> None:
-        """Load an adapter to DISK or HOST; a load that is under way goes as far, gets as urgent.
+        """Load an adapter to DISK or HOST; extend a load under way to this tier and urgency.
 
-        passing: what is packed for this load alone is not written to the disk.
+        passing: an image packed for this load alone is not written to the disk.
         """
         with self._lock:
             task = self._tasks.get(ref.digest)
             if task is None:
-                task = LoadTask(ref, tier, urgent, passing, asked_s=time.monotonic())
+                task = _LoadTask(ref, tier, urgent, passing, asked_s=time.monotonic())
                 self._tasks[ref.digest] = task
             elif task.urgent >= urgent and task.tier >= tier and task.passing <= passing:
                 return
@@ -100,105 +152,105 @@ class Loader:
             self._submit(self._downloaders, task, partial(self._begin, task, self._download))
 
     def results(self) -> list[LoadResult]:
-        """The loads that ended since the last call."""
+        """Return the loads that ended since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """Start no more loads; those under way end by themselves, whole or not."""
+        """Begin no more loads; those under way end by themselves, complete or not."""
         self._closed = True
         workers = self._downloaders, self._packers, self._images, self._streamer
         for each in (*workers, self.incoming_blobs):
             each.close()
         self._verifiers.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, workers: Workers, task: LoadTask, work: Callable[[], None]) -> None:
+    def _submit(self, workers: Workers, task: _LoadTask, work: Callable[[], None]) -> None:
         workers.submit(work, urgent=task.urgent, tenant=task.ref.tenant)
 
-    def _begin(self, task: LoadTask, work: Callable[[LoadTask], None]) -> None:
+    def _begin(self, task: _LoadTask, work: Callable[[_LoadTask], None]) -> None:
         with self._lock:
             if task.started:
                 return
             task.started = True
         self._attempt(task, work)
 
-    def _attempt(self, task: LoadTask, work: Callable[[LoadTask], None]) -> None:
+    def _attempt(self, task: _LoadTask, work: Callable[[_LoadTask], None]) -> None:
         try:
             work(task)
         except AdapterError as error:
             kind = AdapterTooLarge if isinstance(error, AdapterTooLarge) else AdapterLoadFailed
-            self._finish(task, error=error_about(task.ref, error, kind))
-        except Exception as error:  # its text is for the log: it may name the machine's folders
-            if self._closed:  # that is why it failed, and nobody waits for it
+            self._finish(task, error=_error_about(task.ref, error, kind))
+        except Exception as error:  # its text stays in the log: it may name folders
+            if self._closed:  # closing made it fail, and no request waits for it
                 return
-            if is_disk_trouble(error) and self._goes_past_disk(task, error):
+            if is_disk_error(error) and self._retries_without_disk(task, error):
                 return
             log.exception("adapter_load_failed", extra={"adapter": str(task.ref)})
             failure = AdapterLoadFailed(
                 f"its weights could not be brought to the engine ({type(error).__name__}): try "
                 f"again in {_SOURCE_RETRY_S:g} s, or ask your admin to look into the log",
                 retry_after_s=_SOURCE_RETRY_S,
-                own_disk=is_disk_trouble(error),
+                own_disk=is_disk_error(error),
             )
-            self._finish(task, error=error_about(task.ref, failure, AdapterLoadFailed))
+            self._finish(task, error=_error_about(task.ref, failure, AdapterLoadFailed))
 
-    def _goes_past_disk(self, task: LoadTask, error: Exception) -> bool:
-        """Whether the load goes on without the disk, which it has not tried yet."""
+    def _retries_without_disk(self, task: _LoadTask, error: Exception) -> bool:
+        """Whether the load continues without the disk; it can do so once."""
         with self._lock:
-            if task.past_disk or task.tier is Residency.DISK or not hasattr(os, "memfd_create"):
+            if task.without_disk or task.tier is Residency.DISK or not hasattr(os, "memfd_create"):
                 return False
-            task.past_disk = True
+            task.without_disk = True
         log.warning("disk_left_out", extra={"adapter": str(task.ref), "error": str(error)})
         self._submit(self._streamer, task, partial(self._attempt, task, self._stream))
         return True
 
-    def _stream(self, task: LoadTask) -> None:
+    def _stream(self, task: _LoadTask) -> None:
         with memory_file() as blob:
             self._fetch(task, partial(self._disk.fetch_to, task.ref, blob))
             task.reading_since_s = time.perf_counter()
             self._pack(task, blob)
 
-    def _download(self, task: LoadTask) -> None:
+    def _download(self, task: _LoadTask) -> None:
         task.downloads += 1
         self._fetch(task, partial(self._disk.fetch, task.ref))
         if not self._stays_on_disk(task):
             self._submit(self._packers, task, partial(self._attempt, task, self._from_disk))
 
-    def _fetch(self, task: LoadTask, fetch: Callable[[], None]) -> None:
+    def _fetch(self, task: _LoadTask, fetch: Callable[[], None]) -> None:
         if (failure := self._source_failure) and task.asked_s < failure.at_s:
-            raise failure.error  # it has waited for those that hung, and would hang as long again
+            raise failure.error  # this task was queued behind the hanging download
         began_s = time.monotonic()
         try:
             fetch()
         except Exception as error:
             failed_s = time.monotonic()
-            if failed_s - began_s >= _SOURCE_HANGS_S and not is_disk_trouble(error):
-                self._source_failure = SourceFailure(error, failed_s)
+            if failed_s - began_s >= _SOURCE_HANGS_S and not is_disk_error(error):
+                self._source_failure = _SourceFailure(error, failed_s)
             raise
         self._source_failure = None
         task.download_s = time.monotonic() - began_s
 
-    def _from_disk(self, task: LoadTask) -> None:
+    def _from_disk(self, task: _LoadTask) -> None:
         if self._stays_on_disk(task):
             return
         task.reading_since_s = time.perf_counter()
         try:
-            if not self._take_arrived(task) and not self._read_image(task):
+            if not self._take_incoming(task) and not self._read_image(task):
                 self._pack_blob(task)
-        except FileNotFoundError as error:  # removed by another, or damaged and without a blob
+        except FileNotFoundError as error:  # removed by others, or damaged without a blob
             if task.downloads < _DOWNLOADS:
                 self._submit(self._downloaders, task, partial(self._attempt, task, self._download))
-            elif not self._goes_past_disk(task, error):
+            elif not self._retries_without_disk(task, error):
                 raise
 
-    def _stays_on_disk(self, task: LoadTask) -> bool:
-        """Whether the disk was as far as the load was to go; it has ended then."""
+    def _stays_on_disk(self, task: _LoadTask) -> bool:
+        """Whether the load was for the disk only, and so has ended."""
         with self._lock:
             if stays := task.tier is Residency.DISK:
                 self._finish(task, Residency.DISK)
             return stays
 
-    def _take_arrived(self, task: LoadTask) -> bool:
-        """Whether the blob was packed while it came; its load has ended then."""
+    def _take_incoming(self, task: _LoadTask) -> bool:
+        """Whether the blob was packed while it came, so that its load has ended."""
         image = self.incoming_blobs.take(task.ref.digest, self._disk.blob)
         if image is not None:
             elements, packed_s = image.layout.elements, image.packed_s
@@ -206,8 +258,8 @@ class Loader:
             self._keep_image(task)
         return image is not None
 
-    def _read_image(self, task: LoadTask) -> bool:
-        """Load the image; False where there is no good one, a damaged one is removed."""
+    def _read_image(self, task: _LoadTask) -> bool:
+        """Load the image file; return False without a good one. A damaged file is removed."""
         ref = task.ref
         try:
             image = ImageFile.of(self._disk.image(ref.digest), self._shape, self._world)
@@ -220,8 +272,8 @@ class Loader:
             return False
         return True
 
-    def _pack_blob(self, task: LoadTask) -> None:
-        """Pack the disk's blob, which is verified meanwhile if it did not come just now."""
+    def _pack_blob(self, task: _LoadTask) -> None:
+        """Pack the disk's blob; verify it meanwhile, unless this load has just downloaded it."""
         blob = self._disk.blob(task.ref.digest)
         if task.download_s is not None:
             self._pack(task, blob)
@@ -236,11 +288,14 @@ class Loader:
         try:
             self._pack(task, blob, verify)
         except AdapterError:
-            verify()  # a damaged one can be refused for anything
+            verify()  # damage can look like any other fault of the blob
             raise
 
-    def _pack(self, task: LoadTask, blob: Path, verify: Callable[[], None] | None = None) -> None:
-        """Pack a blob to the host. verify: raises where it was damaged; runs beside the packing."""
+    def _pack(self, task: _LoadTask, blob: Path, verify: Callable[[], None] | None = None) -> None:
+        """Pack a blob to the host.
+
+        verify: raises if the blob is damaged; runs beside the packing.
+        """
         spec = read_spec(blob, self._shape, self._limits)
         layout = PackedLayout.of(spec, self._shape, self._world)
 
@@ -255,20 +310,20 @@ class Loader:
         if self._fill(task, layout, write):
             self._keep_image(task)
 
-    def _keep_image(self, task: LoadTask) -> None:
+    def _keep_image(self, task: _LoadTask) -> None:
         if not task.passing:
             self._images.write(task.ref, urgent=task.urgent)
 
     def _fill(
-        self, task: LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
+        self, task: _LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
-        """Reserve the image's place on the host and write it; False if there was no room."""
-        layout.check_size(self._most_elements)
+        """Reserve memory on the host and write the image there; return False without memory."""
+        layout.check_size(self._max_elements)
         digest, frees = task.ref.digest, self._host.frees
         out = self._host.reserve(digest, layout, for_request=task.urgent)
         if out is None:
-            self.incoming_blobs.make_way()
-            if task.past_disk:  # it is not on the disk: each try would fetch it again
+            self.incoming_blobs.drop_untaken()
+            if task.without_disk:  # each further try would download the blob again
                 problem = "the disk cannot take it, and the host has no room for it yet: try again"
                 raise AdapterLoadFailed(problem, retry_after_s=_SOURCE_RETRY_S, own_disk=True)
             self._finish(task, Residency.DISK, frees=frees)
@@ -285,7 +340,7 @@ class Loader:
 
     def _finish(
         self,
-        task: LoadTask,
+        task: _LoadTask,
         residency: Residency = Residency.REMOTE,
         error: AdapterError | None = None,
         frees: int = 0,
@@ -297,3 +352,8 @@ class Loader:
             del self._tasks[task.ref.digest]
             self._results.append(result)
         self._on_result()
+
+
+def _error_about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:
+    """Return an error of this kind that names the adapter."""
+    return kind(f"{ref}: {error.message}", **{**error.fields, "adapter": str(ref)})

@@ -1,24 +1,17 @@
-"""Prefetches: adapters to load before a request asks for them, if that costs nobody."""
+"""Prefetches: loads ahead of requests, with capacity that requests and pins leave over."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.residency.gpu.adapters import GpuAdapters
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters, LoadReason, PlaceOnGpu
 from lorikeet_engine.residency.host_arena import HostArena
-from lorikeet_engine.residency.load_tasks import LoadResult
-from lorikeet_engine.residency.loader import Loader
-from lorikeet_engine.residency.packing import PackedImage
+from lorikeet_engine.residency.loader import Loader, LoadResult
 
-# Beyond these that wait, the oldest is forgotten.
+# When more prefetches wait than this, the oldest is forgotten.
 _MAX_WAITING = 64
-# Loads for prefetches at one time: requests' loads need threads too.
+# Concurrent loads for prefetches: requests' loads need threads, too.
 _LOADS = 2
-
-# Moves an image to the GPU if it, with these uses, scores higher than what must go for it; False if
-# it does not.
-Place = Callable[[AdapterRef, PackedImage, float], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +22,14 @@ class _Prefetch:
 
 
 class Prefetches:
-    """Each is tried once: loaded behind requests' and pins' loads, then placed or forgotten.
+    """Prefetches, each tried once: loaded after requests and pins, then placed or forgotten.
 
-    Belongs to the engine's thread; add may be called from any.
+    Engine thread only; `add` may be called from any thread.
     """
 
-    def __init__(self, gpu: GpuAdapters, host: HostArena, loader: Loader, place: Place) -> None:
+    def __init__(
+        self, gpu: GpuAdapters, host: HostArena, loader: Loader, place: PlaceOnGpu
+    ) -> None:
         self._gpu, self._host = gpu, host
         self._loader, self._place = loader, place
         self._waiting: deque[_Prefetch] = deque(maxlen=_MAX_WAITING)
@@ -42,20 +37,23 @@ class Prefetches:
         self._loaded: list[_Prefetch] = []
 
     def add(self, ref: AdapterRef, tier: Residency, uses: float) -> None:
-        """Load an adapter to this tier when there is time."""
+        """Load an adapter to this tier once there is time.
+
+        uses: recent uses by other replicas that this one could serve.
+        """
         self._waiting.append(_Prefetch(ref, tier, uses))
 
     def on_result(self, result: LoadResult) -> None:
-        """A load ended, for a prefetch or not."""
+        """Take note of a load that ended, whether for a prefetch or not."""
         prefetch = self._loading.pop(result.ref.digest, None)
         if prefetch is not None and result.residency is Residency.HOST:
             self._loaded.append(prefetch)
 
     def advance(self, *, may_load: bool, may_place: bool) -> None:
-        """Place what was loaded, and load more.
+        """Place adapters that were loaded, and begin further loads.
 
-        may_load: nothing is being loaded for a request or a pin. may_place: no request waits for
-        room on the GPU.
+        may_load: no adapter is being loaded for a request or a pin.
+        may_place: no request waits for GPU memory.
         """
         while self._loaded:
             self._promote(self._loaded.pop(), may_place)
@@ -66,7 +64,7 @@ class Prefetches:
                 self._loader.load(prefetch.ref, min(prefetch.tier, Residency.HOST), urgent=False)
 
     def _promote(self, prefetch: _Prefetch, may_place: bool) -> bool:
-        """Place an adapter on the GPU if that was asked for; False if it is on neither."""
+        """Place an adapter on the GPU if asked for; return False if host and GPU lack it."""
         digest = prefetch.ref.digest
         if self._gpu.placed(digest):
             return True
@@ -75,7 +73,7 @@ class Prefetches:
             return False
         try:
             if prefetch.tier is Residency.GPU and may_place:
-                self._place(prefetch.ref, held, prefetch.uses)
+                self._place(prefetch.ref, held, LoadReason.PREFETCH, prefetch.uses)
         finally:
             self._host.release(digest)
         return True

@@ -38,7 +38,7 @@ class SequenceStatus(Enum):
 class AdapterLease(Protocol):
     """The right to use one adapter's slot on the GPU until it is released.
 
-    Implemented by Lease (residency/gpu/leases.py).
+    Implemented by Lease (residency/gpu/adapters.py).
     """
 
     @property

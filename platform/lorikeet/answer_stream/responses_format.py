@@ -1,34 +1,173 @@
-"""The Responses API's shape of an answer: events of a stream, or one JSON body. Pure.
+"""Responses API: answers as server-sent events or one JSON body. Pure functions.
 
     response.created, response.in_progress
     for each item of the output, one after the other:
         response.output_item.added
-        what tells of the item alone (responses_output.py)
+        events of the item:
+            reasoning   response.content_part.added, response.reasoning_text.delta (any number),
+                        response.reasoning_text.done, response.content_part.done
+            a message   response.content_part.added, response.output_text.delta (any number),
+                        response.output_text.done, response.content_part.done
+            a call      response.function_call_arguments.delta (any number), ….done
         response.output_item.done
-    response.completed; response.incomplete where the limit of tokens cut it off; response.failed
+    response.completed; response.incomplete at the token limit; response.failed
 
-What the model thinks is the first item; its text and its calls follow. Events are numbered from 0.
-The first ones come with the first thought or text; until then a failure has an HTTP status of its
-own. Bytes are ASCII JSON, as in openai_format.py.
+Thinking is the first item; text and function calls follow. Reasoning is the model's own text, in
+`content`, without a summary. Events are numbered from 0. The first events are sent with the first
+thinking or text: an earlier failure gets its own HTTP status. Bytes are ASCII JSON, as in
+openai_format.py.
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from itertools import groupby
+from typing import NamedTuple
 
 from lorikeet.answer_stream.compact_json import dump
-from lorikeet.answer_stream.logprobs import SampledToken
-from lorikeet.answer_stream.openai_format import CallDelta, Choice, Ending
-from lorikeet.answer_stream.responses_output import (
-    FunctionCallItem,
-    ItemEvent,
-    ItemStatus,
-    MessageItem,
-    OutputItem,
-    ReasoningItem,
-)
-from lorikeet.dialects import error_body
-from lorikeet.protocol.messages import Call, FinalUsage
+from lorikeet.answer_stream.logprobs_format import LogprobsJson, SampledToken
+from lorikeet.answer_stream.openai_format import Choice, Ending, ToolCallPart
+from lorikeet.error_shapes import openai_error_body
+from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 
+
+class ItemStatus(Enum):
+    """Status of an output item. INCOMPLETE: ended by the token limit."""
+
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    INCOMPLETE = "incomplete"
+
+
+class ItemEvent(NamedTuple):
+    """Event of one item.
+
+    kind: event type after `response.`.
+    members: JSON members other than the item's id and index.
+    """
+
+    kind: str
+    members: bytes
+
+
+class ItemState(NamedTuple):
+    """JSON of an item at its begin or end, and the events sent with it."""
+
+    json: bytes
+    events: list[ItemEvent]
+
+
+class ReasoningItem:
+    """Output item of the model's thinking.
+
+    index: position in the output.
+    text: all text, if known.
+    """
+
+    def __init__(self, call: Call, index: int, text: str = "") -> None:
+        self.id = f"rs_{call.request_id}_{index}"
+        self._texts = [text]
+
+    def add(self, text: str) -> ItemEvent:
+        """Add new text."""
+        self._texts.append(text)
+        return _of_part("reasoning_text.delta", b'"delta":' + dump(text))
+
+    def begin(self) -> ItemState:
+        """Return the item without its text."""
+        added = _of_part("content_part.added", b'"part":' + _reasoning_part(b'""'))
+        return ItemState(self._json(ItemStatus.IN_PROGRESS, b""), [added])
+
+    def end(self, status: ItemStatus) -> ItemState:
+        """Return the item with its text."""
+        text = dump("".join(self._texts))
+        part = _reasoning_part(text)
+        done = _of_part("reasoning_text.done", b'"text":' + text)
+        return ItemState(
+            self._json(status, part), [done, _of_part("content_part.done", b'"part":' + part)]
+        )
+
+    def _json(self, status: ItemStatus, part: bytes) -> bytes:
+        head = {"id": self.id, "type": "reasoning", "status": status.value}
+        return dump(head)[:-1] + b',"summary":[],"content":[%s]}' % part
+
+
+class MessageItem:
+    """Output item of the answer's text.
+
+    index: position in the output.
+    text, logprobs: all of them, if known.
+    """
+
+    def __init__(
+        self, call: Call, index: int, text: str = "", logprobs: LogprobsJson | None = None
+    ) -> None:
+        self.id = f"msg_{call.request_id}_{index}"
+        self._texts = [text]
+        self._logprobs = logprobs or LogprobsJson(Endpoint.RESPONSES)
+
+    def add(self, text: str, logprobs: Sequence[SampledToken] | None) -> ItemEvent:
+        """Add new text and its tokens' logprobs."""
+        self._texts.append(text)
+        self._logprobs.add(logprobs or ())
+        known = LogprobsJson(Endpoint.RESPONSES, logprobs or ()).values("content")
+        return _of_part("output_text.delta", b'"delta":%s,"logprobs":%s' % (dump(text), known))
+
+    def begin(self) -> ItemState:
+        """Return the item without its text."""
+        added = _of_part("content_part.added", b'"part":' + _text_part(b'""', b"[]"))
+        return ItemState(self._json(ItemStatus.IN_PROGRESS, b""), [added])
+
+    def end(self, status: ItemStatus) -> ItemState:
+        """Return the item with its text."""
+        text, logprobs = dump("".join(self._texts)), self._logprobs.values("content")
+        part = _text_part(text, logprobs)
+        done = _of_part("output_text.done", b'"text":%s,"logprobs":%s' % (text, logprobs))
+        return ItemState(
+            self._json(status, part), [done, _of_part("content_part.done", b'"part":' + part)]
+        )
+
+    def _json(self, status: ItemStatus, part: bytes) -> bytes:
+        head = {"id": self.id, "type": "message", "status": status.value, "role": "assistant"}
+        return dump(head)[:-1] + b',"content":[%s]}' % part
+
+
+class FunctionCallItem:
+    """Output item of one function call.
+
+    index: position in the output.
+    first: first part of the call, with its id and name.
+    arguments: all arguments as JSON text, if known.
+    """
+
+    def __init__(self, call: Call, index: int, first: ToolCallPart, arguments: str = "") -> None:
+        self.id = f"fc_{call.request_id}_{index}"
+        namespace, _, name = (first.name or "").rpartition(".")
+        self._called = {"call_id": first.id, "name": name}
+        if namespace:
+            self._called["namespace"] = namespace
+        self._arguments = [arguments]
+
+    def add(self, arguments: str) -> ItemEvent:
+        """Add the next part of the arguments."""
+        self._arguments.append(arguments)
+        return ItemEvent("function_call_arguments.delta", b'"delta":' + dump(arguments))
+
+    def begin(self) -> ItemState:
+        """Return the item without its arguments."""
+        return ItemState(self._json(ItemStatus.IN_PROGRESS, b'""'), [])
+
+    def end(self, status: ItemStatus) -> ItemState:
+        """Return the item with its arguments."""
+        arguments = dump("".join(self._arguments))
+        done = ItemEvent("function_call_arguments.done", b'"arguments":' + arguments)
+        return ItemState(self._json(status, arguments), [done])
+
+    def _json(self, status: ItemStatus, arguments: bytes) -> bytes:
+        head = {"id": self.id, "type": "function_call", "status": status.value}
+        return dump(head | self._called)[:-1] + b',"arguments":%s}' % arguments
+
+
+OutputItem = ReasoningItem | MessageItem | FunctionCallItem
 _IN_PROGRESS, _FAILED = "in_progress", "failed"
 _STATUS = {
     Ending.STOP: ItemStatus.COMPLETED,
@@ -38,7 +177,7 @@ _STATUS = {
 
 
 class ResponseEventStream:
-    """The server-sent events of one streamed response: an EventStream of typed events."""
+    """Server-sent events of one streamed response; the interface is EventStream's."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -53,15 +192,17 @@ class ResponseEventStream:
         choice: int,
         text: str,
         finish: Ending | None = None,
-        calls: Sequence[CallDelta] = (),
+        calls: Sequence[ToolCallPart] = (),
         logprobs: Sequence[SampledToken] | None = None,
         reasoning: str = "",
         token_ids: Sequence[int] = (),  # noqa: ARG002
     ) -> bytes:
-        """Return events for new text, then calls, and, with `finish`, for the last item's end.
+        """Return events for new text and calls and, with `finish`, for the end of the last item.
 
-        choice: always 0. logprobs: those of this text's tokens. reasoning: what is thought before.
-        token_ids: not told in this API.
+        choice: always 0.
+        logprobs: of this text's tokens.
+        reasoning: new thinking, which comes before the text.
+        token_ids: ignored: this API has none.
         """
         assert choice == 0
         if not self._sent:
@@ -69,37 +210,37 @@ class ResponseEventStream:
             for kind in ("created", "in_progress"):
                 self._add(kind, begun)
         if reasoning:
-            self._think(reasoning)
+            self._add_reasoning(reasoning)
         if text or logprobs:
-            self._say(text, logprobs)
+            self._add_text(text, logprobs)
         for call in calls:
-            self._call_function(call)
+            self._add_function_call(call)
         if finish is not None:
             self._status = _STATUS[finish]
-            if self._item is None:  # an answer of no token but the last
+            if self._item is None:  # the answer has no text
                 self._open(MessageItem(self._call, 0))
             self._close_item(self._status)
         return self._take()
 
     def end(self, usage: FinalUsage) -> bytes:
-        """Return the last event, which has the whole response."""
+        """Return the last event, with the whole response."""
         status = self._status.value
         self._add(status, b'"response":' + _response(self._call, status, self._output, usage))
         return self._take()
 
-    def _think(self, text: str) -> None:
+    def _add_reasoning(self, text: str) -> None:
         if not isinstance(self._item, ReasoningItem):
             self._open(ReasoningItem(self._call, self._next_index()))
         assert isinstance(self._item, ReasoningItem)
         self._add_of_item(self._item.add(text))
 
-    def _say(self, text: str, logprobs: Sequence[SampledToken] | None) -> None:
+    def _add_text(self, text: str, logprobs: Sequence[SampledToken] | None) -> None:
         if not isinstance(self._item, MessageItem):
             self._open(MessageItem(self._call, self._next_index()))
         assert isinstance(self._item, MessageItem)
         self._add_of_item(self._item.add(text, logprobs))
 
-    def _call_function(self, delta: CallDelta) -> None:
+    def _add_function_call(self, delta: ToolCallPart) -> None:
         if delta.id is not None:
             self._open(FunctionCallItem(self._call, self._next_index(), delta))
         assert isinstance(self._item, FunctionCallItem)
@@ -125,7 +266,7 @@ class ResponseEventStream:
         self._item = None
 
     def _next_index(self) -> int:
-        """Return the index of the item behind the one that is open."""
+        """Return the index of the item after the open one."""
         return len(self._output) + (self._item is not None)
 
     def _add_of_item(self, event: ItemEvent) -> None:
@@ -146,7 +287,7 @@ class ResponseEventStream:
 
 
 def response_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
-    """Return the whole answer of a call without `stream`: its reasoning, its text, its calls."""
+    """Return the JSON body of a call without `stream`: reasoning, text, function calls."""
     items = list[OutputItem]()
     if choice.reasoning:
         items.append(ReasoningItem(call, 0, choice.reasoning))
@@ -165,11 +306,11 @@ def response_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
 def failed_response_event(
     call: Call, number: int, code: str, message: str, param: str | None = None
 ) -> bytes:
-    """Return the event that ends a stream which failed after its first byte.
+    """Return the event that ends a stream that failed after its first byte.
 
-    number: of events before it. What was made until then is in those.
+    number: number of earlier events, which hold all output until the failure.
     """
-    error = error_body(code, message, param)["error"]
+    error = openai_error_body(code, message, param)["error"]
     response = _response(call, _FAILED, (), error=dump(error))
     return _event("failed", number, b'"response":' + response)
 
@@ -209,3 +350,16 @@ def _event(kind: str, number: int, members: bytes) -> bytes:
     name = b"response." + kind.encode()
     head = (name, name, number, members)
     return b'event: %s\ndata: {"type":"%s","sequence_number":%d,%s}\n\n' % head
+
+
+def _of_part(kind: str, members: bytes) -> ItemEvent:
+    """Return an event of an item's only content part."""
+    return ItemEvent(kind, b'"content_index":0,' + members)
+
+
+def _reasoning_part(text: bytes) -> bytes:
+    return b'{"type":"reasoning_text","text":%s}' % text
+
+
+def _text_part(text: bytes, logprobs: bytes) -> bytes:
+    return b'{"type":"output_text","annotations":[],"logprobs":%s,"text":%s}' % (logprobs, text)

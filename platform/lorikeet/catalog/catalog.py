@@ -1,47 +1,182 @@
-"""The catalog: the state as last read, and every operation that changes adapters and pins."""
+"""The catalog: every operation that changes tenants, keys, adapters and pins.
 
-from collections.abc import Callable, Sequence
+Every change is one optimistic loop: read the log's tail, check the change against the state, append
+an entry. If another writer appended first, the loop starts over: no update is lost, and no decision
+rests on a stale state. A crash leaves at most a blob that no entry names, or parts of a snapshot.
+"""
+
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import Self, TypeVar, Unpack, cast
 
-from lorikeet.catalog.history import History
-from lorikeet.catalog.log.apply import apply_changes
+from lorikeet.catalog.apply import apply_changes, apply_entries
+from lorikeet.catalog.changes import CatalogCreated, KeyCreated, KeyOptionsSet, TenantOptionsSet
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import (
     AdapterRecord,
     AliasShare,
     BlobFacts,
+    KeyRecord,
     PinRecord,
+    Scope,
+    TenantRecord,
     VersionRecord,
+    secret_sha256,
 )
 from lorikeet.catalog.rules import adapters as adapter_rules
-from lorikeet.catalog.rules.adapters import known_version
+from lorikeet.catalog.rules import pins as pin_rules
+from lorikeet.catalog.rules import tenants_and_keys as tenant_rules
+from lorikeet.catalog.rules.adapters import Changes, known_version
+from lorikeet.catalog.rules.limits import (
+    KeyLimitOptions,
+    KeyOptions,
+    TenantOptions,
+    check_key_options,
+    check_options,
+    check_publish_options,
+)
 from lorikeet.catalog.rules.pins import PinOptions, pin_change
 from lorikeet.catalog.rules.restore import restore_adapter, restore_version, retired_at
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.gc_protection import protect
-from lorikeet.catalog.tenants_and_keys import TenantCatalog
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
+
+LONGEST_OVERLAP_S = 90 * 86400
+"""Longest time that a rotated key stays valid beside its successor, in seconds."""
+_SECRET_PREFIX = "lk_"
+_ATTEMPTS = 60  # with 16 concurrent writers, 1 in 50 gives up
+_LONGEST_PAUSE_S = 1.0
 
 T = TypeVar("T")
 
 
 def blob_key(digest: str) -> str:
-    """Where the blob with this SHA-256 (64 hex digits) lies in the store."""
+    """Return the key in the store of the blob with this SHA-256 (64 hex digits)."""
     return f"blobs/{digest[:2]}/{digest}"
 
 
-class AdapterCatalog(TenantCatalog):
-    """The catalog in one store, for any number of threads; other processes may write too.
+class AdapterCatalog:
+    """The catalog in one store. Thread-safe; other processes may write to the store too.
 
-    Each change refreshes first, names its `actor` for the audit trail, and raises Conflict if too
-    many others keep changing the catalog meanwhile.
+    Each operation refreshes `reader` first, records its `actor` for the audit trail, and raises
+    Conflict if other writers appended first in every attempt.
+    clock: Unix seconds.
     """
 
-    @property
-    def history(self) -> History:
-        """The catalog's history up to the state as last read."""
-        return History(self._log, self._snapshots, self.state.seq)
+    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+        self.store = store
+        self.reader = CatalogReader(store)
+        self._clock = clock
+        self._writing = threading.Lock()  # spares races between threads of this process
+
+    @classmethod
+    def init(
+        cls, store: ObjectStore, *, actor: str = "init", clock: Callable[[], float] = time.time
+    ) -> Self:
+        """Create the catalog in an empty store. Raises Conflict if the store holds one."""
+        catalog = cls(store, clock)
+        try:
+            entry = catalog.reader.log.append(0, actor, clock(), [CatalogCreated()])
+        except Conflict as error:
+            raise Conflict(f"there already is a catalog at {store.url}") from error
+        catalog.reader.advance([entry])
+        return catalog
+
+    def create_tenant(
+        self, name: str, *, actor: str, **options: Unpack[TenantOptions]
+    ) -> TenantRecord:
+        """Create a tenant. Raises InvalidInput, and Conflict if the name is taken."""
+        check_name(name, "tenant")
+        check_options(options)
+        after = self._commit(actor, lambda state: tenant_rules.create_tenant(state, name, options))
+        return after.tenant(name)
+
+    def limit_tenant(
+        self, name: str, *, actor: str, **options: Unpack[TenantOptions]
+    ) -> TenantRecord:
+        """Change the given options of a tenant. Raises InvalidInput, UnknownTenant.
+
+        Adapters and pins beyond a new limit stay registered, but placement keeps only the pins that
+        fit the budget.
+        """
+        check_options(options)
+        change = TenantOptionsSet(tenant=name, options=options)
+        return self._commit(actor, lambda state: tenant_rules.limit_tenant(state, change)).tenant(
+            name
+        )
+
+    def create_key(
+        self,
+        tenant: str | None,
+        scopes: Collection[Scope],
+        *,
+        actor: str,
+        **options: Unpack[KeyOptions],
+    ) -> tuple[KeyRecord, str]:
+        """Create a key and return it with its secret, which is stored nowhere.
+
+        tenant: owner of the key; None makes an admin's key.
+        Raises InvalidInput, UnknownTenant.
+        """
+        if not scopes:
+            raise InvalidInput("scopes=[]: want at least one scope", param="scopes")
+        if tenant is None and Scope.INFER in scopes:
+            raise InvalidInput("scope 'infer' is for a tenant's key: name a tenant", param="scopes")
+        check_key_options(tenant, options, self._clock())
+        check_publish_options(tenant, scopes, options.get("adapters", ()))
+        secret = _new_secret()
+        change = KeyCreated(
+            id=_new_key_id(),
+            tenant=tenant,
+            scopes=tenant_rules.in_order(scopes),
+            sha256=secret_sha256(secret),
+        )
+        self._commit(actor, lambda state: tenant_rules.create_key(state, change, options))
+        return self.reader.ask(lambda state: state.key(change.id)), secret
+
+    def limit_key(
+        self, key_id: str, *, actor: str, **options: Unpack[KeyLimitOptions]
+    ) -> KeyRecord:
+        """Change the given limits of a key.
+
+        Raises InvalidInput, UnknownKey, and Conflict if the key is revoked.
+        """
+        check_options(options)
+        change = KeyOptionsSet(id=key_id, options=cast("KeyOptions", options))
+        return self._commit(actor, lambda state: tenant_rules.limit_key(state, change)).key(key_id)
+
+    def rotate_key(self, key_id: str, overlap_s: float, *, actor: str) -> tuple[KeyRecord, str]:
+        """Replace a key by a new one with the same owner, scopes, limits, name and lifetime.
+
+        Returns the new key with its secret, which is stored nowhere.
+        overlap_s: seconds for which the old key stays valid, 0 to LONGEST_OVERLAP_S.
+        Raises InvalidInput, UnknownKey, and Conflict if the old key is no longer valid or was
+        rotated before.
+        """
+        if not 0 <= overlap_s <= LONGEST_OVERLAP_S:
+            raise InvalidInput(
+                f"overlap_s={overlap_s}: want 0 to {LONGEST_OVERLAP_S} seconds", param="overlap_s"
+            )
+        now, new_id, secret = self._clock(), _new_key_id(), _new_secret()
+        sha256 = secret_sha256(secret)
+        self._commit(
+            actor,
+            lambda state: tenant_rules.rotate_key(state, key_id, new_id, sha256, now, overlap_s),
+        )
+        return self.reader.ask(lambda state: state.key(new_id)), secret
+
+    def revoke_key(self, key_id: str, *, actor: str) -> KeyRecord:
+        """Make a key invalid for ever. Idempotent.
+
+        Raises UnknownKey, and Conflict for the last admin's key that never expires.
+        """
+        return self._commit(actor, lambda state: tenant_rules.revoke_key(state, key_id)).key(key_id)
 
     def register(
         self,
@@ -58,23 +193,27 @@ class AdapterCatalog(TenantCatalog):
     ) -> VersionRecord:
         """Upload a validated blob and make it the adapter's next version.
 
-        The first version becomes prod, later ones with `promote`, or get another `alias`. A blob
-        that already is a usable version of this adapter gives that version. shared None leaves it
-        as it is (at first not shared). since: the entry of the log after which it was decided.
-        Raises InvalidInput, UnknownTenant, and Conflict beyond the tenant's limits, or where the
-        adapter was retired since.
+        A blob that is a usable version of this adapter already returns that version. The first
+        version becomes prod.
+        blob: file with the validated bytes.
+        shared: open the adapter to every tenant; None keeps the present setting, False at first.
+        promote: point prod to the version.
+        alias: alias to point to the version, unless `promote` is set.
+        since: number of the log entry that the caller's decision was based on; None: the newest.
+        Raises InvalidInput, UnknownTenant, and Conflict beyond the tenant's limits, or if the
+        adapter was retired after `since`.
         """
         check_name(tenant, "tenant")
         check_name(name, "name")
         alias = DEFAULT_ALIAS if promote else alias and check_alias(alias)
 
-        def decide(state: CatalogState) -> adapter_rules.Changes:
+        def decide(state: CatalogState) -> Changes:
             return adapter_rules.register(
                 state, tenant, name, facts, shared=shared, alias=alias, since=since
             )
 
-        self.refresh()
-        self.ask(decide)  # before a long upload
+        self.reader.refresh()
+        self.reader.ask(decide)  # raises before a long upload
         key = blob_key(facts.digest)
         protect(self.store, key, lambda: self.store.put_file(key, blob))
         after = self._commit(actor, decide)
@@ -92,9 +231,10 @@ class AdapterCatalog(TenantCatalog):
         *,
         actor: str,
     ) -> AdapterRecord:
-        """Point an alias, new or not, to a version.
+        """Point an alias to a version; creates the alias if needed.
 
-        expect: the version it must point to until now. Raises UnknownModel, Conflict.
+        expect: version that the alias must point to now; None: any.
+        Raises InvalidInput, UnknownModel, Conflict.
         """
         check_alias(alias)
         after = self._commit(
@@ -113,9 +253,12 @@ class AdapterCatalog(TenantCatalog):
         *,
         actor: str,
     ) -> AdapterRecord:
-        """Give a fraction of an alias's requests, 0 < fraction < 1, to a second version.
+        """Route a fraction of an alias's requests to a second version.
 
-        Promoting either version ends it. Raises InvalidInput, UnknownModel, NotFound, Conflict.
+        Promoting either version ends the share.
+        fraction: 0 < fraction < 1.
+        expect: version that the alias must point to now; None: any.
+        Raises InvalidInput, UnknownModel, NotFound, Conflict.
         """
         check_alias(alias)
         if not 0 < fraction < 1:
@@ -129,13 +272,14 @@ class AdapterCatalog(TenantCatalog):
     def rollback(
         self, tenant: str, name: str, alias: str = DEFAULT_ALIAS, *, actor: str
     ) -> AdapterRecord:
-        """Take an alias's share back, or point it to what it pointed to before; again goes on.
+        """End an alias's share, or else point the alias to its previous version that is usable.
 
-        Retired versions are passed over. Raises UnknownModel, NotFound, and Conflict when there
-        is nothing to go back to or someone moves the alias at the same moment.
+        A repeated rollback goes back further.
+        Raises UnknownModel, NotFound, and Conflict if there is no version to go back to or another
+        writer moves the alias at the same moment.
         """
-        self.refresh()
-        seen = self.ask(lambda state: state.adapter(tenant, name)).aliases.get(alias)
+        self.reader.refresh()
+        seen = self.reader.ask(lambda state: state.adapter(tenant, name)).aliases.get(alias)
         after = self._commit(
             actor, lambda state: adapter_rules.rollback(state, tenant, name, alias, expect=seen)
         )
@@ -144,11 +288,12 @@ class AdapterCatalog(TenantCatalog):
     def retire(
         self, tenant: str, name: str, version: int | None = None, *, actor: str
     ) -> AdapterRecord:
-        """End the use of one version, or with None of the adapter, its aliases and its pin.
+        """Retire one version, or the whole adapter with its aliases and its pin.
 
         Requests in flight finish. An adapter that is registered again later is private unless it
-        is shared anew. A version that an alias points to is refused with Conflict.
-        Raises UnknownModel.
+        is shared anew.
+        version: version to retire; None retires the adapter.
+        Raises UnknownModel, and Conflict if an alias points to the version.
         """
         after = self._commit(
             actor, lambda state: adapter_rules.retire(state, tenant, name, version)
@@ -158,18 +303,19 @@ class AdapterCatalog(TenantCatalog):
     def restore(
         self, tenant: str, name: str, version: int | None = None, *, actor: str
     ) -> AdapterRecord:
-        """Undo the retirement of one version, or with None of the adapter as it was before.
+        """Undo the retirement of one version, or of the whole adapter with its aliases and pin.
 
-        Raises UnknownModel, and Conflict when the adapter is not retired, or so long ago that a
-        blob was collected.
+        version: version to restore; None restores the adapter as it was before its retirement.
+        Raises UnknownModel, and Conflict if the adapter is not retired or a blob has been garbage
+        collected since.
         """
-        self.refresh()
-        record = self.ask(lambda state: state.adapter(tenant, name))
+        self.reader.refresh()
+        record = self.reader.ask(lambda state: state.adapter(tenant, name))
         if version is not None:
             self._claim([known_version(record, version)])
             after = self._commit(actor, lambda state: restore_version(state, tenant, name, version))
             return after.adapter(tenant, name)
-        was = self.history.as_of(retired_at(record) - 1)
+        was = self.reader.history.as_of(retired_at(record) - 1)
         before, pin = was.ask(lambda s: (s.adapter(tenant, name), s.pin_of(tenant, name)))
         self._claim([version for version in before.versions if not version.retired])
         after = self._commit(
@@ -180,13 +326,14 @@ class AdapterCatalog(TenantCatalog):
     def pin(
         self, tenant: str, name: str | None, *, actor: str, **options: Unpack[PinOptions]
     ) -> PinRecord:
-        """Promise that an adapter, or with None all of a tenant, stays resident; replaces its pin.
+        """Pin an adapter, or all adapters of a tenant, to a tier; replaces an earlier pin.
 
+        name: adapter to pin; None pins all of the tenant's.
         Raises InvalidInput, UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
         """
         now = self._clock()
         change = pin_change(tenant, name, now, **options)
-        after = self._commit(actor, lambda state: adapter_rules.pin(state, change, now))
+        after = self._commit(actor, lambda state: pin_rules.pin(state, change, now))
         pin = after.pin_of(tenant, name)
         assert pin is not None
         return pin
@@ -198,22 +345,45 @@ class AdapterCatalog(TenantCatalog):
         question: Callable[[CatalogState, CatalogState], T],
         **options: Unpack[PinOptions],
     ) -> T:
-        """The answer of the states now and as such a pin would leave it, which is not made.
+        """Ask a question about the states before and after a pin, without making the pin.
 
-        Raises what `pin` raises.
+        Raises the errors of `pin`.
         """
         now = self._clock()
         change = pin_change(tenant, name, now, **options)
 
-        def ask(state: CatalogState) -> T:
-            return question(state, apply_changes(state, adapter_rules.pin(state, change, now), now))
+        def compare(state: CatalogState) -> T:
+            return question(state, apply_changes(state, pin_rules.pin(state, change, now), now))
 
-        self.refresh()
-        return self.ask(ask)
+        self.reader.refresh()
+        return self.reader.ask(compare)
 
     def unpin(self, tenant: str, name: str | None, *, actor: str) -> None:
-        """Take the pin of an adapter, or with None of a tenant, away. Raises NotFound."""
-        self._commit(actor, lambda state: adapter_rules.unpin(state, tenant, name))
+        """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound."""
+        self._commit(actor, lambda state: pin_rules.unpin(state, tenant, name))
+
+    def _commit(self, actor: str, decide: Callable[[CatalogState], Changes]) -> CatalogState:
+        """Append the changes that `decide` makes of the newest state; return the state after them.
+
+        Without changes nothing is appended. Raises Conflict after _ATTEMPTS lost races.
+        """
+        asked_s = time.monotonic()
+        with self._writing:
+            for attempt in range(_ATTEMPTS):
+                self.reader.refresh(asked_s)
+                state, changes = self.reader.ask(lambda state: (state, decide(state)))
+                if not changes:
+                    return state
+                try:
+                    entry = self.reader.log.append(state.seq, actor, self._clock(), changes)
+                except Conflict:
+                    time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.05 * 2**attempt)))
+                    continue
+                self.reader.advance([entry])
+                return apply_entries(state, [entry])
+        raise Conflict(
+            f"others changed the catalog first, {_ATTEMPTS} times in a row: try again later"
+        )
 
     def _claim(self, versions: Sequence[VersionRecord]) -> None:
         for version in versions:
@@ -221,6 +391,16 @@ class AdapterCatalog(TenantCatalog):
                 protect(self.store, blob_key(version.digest))
             except ObjectNotFound as error:
                 raise Conflict(
-                    f"the blob of version {version.version}, {version.digest}, was retired so "
-                    "long ago that it is collected: register it again"
+                    f"version {version.version} was retired, and its blob {version.digest} is "
+                    "garbage collected: register it again"
                 ) from error
+
+
+def _new_secret() -> str:
+    """Make a secret that is valid in a header and easy to find in a leaked file."""
+    return _SECRET_PREFIX + secrets.token_urlsafe(32)
+
+
+def _new_key_id() -> str:
+    """Make a key's id, which is not secret."""
+    return "key-" + secrets.token_hex(8)

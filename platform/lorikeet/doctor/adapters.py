@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import VersionRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.doctor.finding import Finding, ok, problem, warning
@@ -11,7 +11,7 @@ from lorikeet.sizes import show_size
 from lorikeet_engine.errors import EngineError
 
 
-def check_adapters(planned: PlannedStart, catalog: AdapterCatalog) -> Iterator[Finding]:
+def check_adapters(planned: PlannedStart, catalog: CatalogReader) -> Iterator[Finding]:
     """Whether arenas hold the largest, and all base models are served."""
     versions = catalog.ask(_usable)
     served = planned.settings.base_models

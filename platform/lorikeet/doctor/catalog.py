@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.object_store import open_store
@@ -36,7 +36,7 @@ def check_catalog(planned: PlannedStart) -> Iterator[Finding]:
     if empty:
         yield missing
         return
-    catalog = AdapterCatalog(store)
+    catalog = CatalogReader(store)
     yield ok("catalog", f"at entry {catalog.refresh().seq}")
     yield catalog.ask(lambda state: _check_keys(state, url))
     secret = planned.environ.get("LORIKEET_ADMIN_KEY")

@@ -1,13 +1,16 @@
 """The gateway: OpenAI's HTTP API for tenants, and an API of its own for admins. No Ray.
 
-app.py               puts the application together from services.py, its middleware around it
-generate.py          a generate request's walk: GenerateEndpoint
-  auth.py            whose it is and which model it means, by catalog_view.py
-  apis/              its body as a schema, which becomes a Call
-  replica_response.py   the answer, passed on as it comes, with observers beside it
-routes/, admin/      everything else that tenants and admins can ask
-pushing/             versions that trainers push: taken, brought to all replicas, then recorded
-limit_sync.py        the loop that agrees with other gateways on shares of limits
+app.py                assembles the application from services.py and adds its middleware
+generate.py           steps of a generate request, in order: GenerateEndpoint
+  auth.py             the key's tenant and the model's adapter, from catalog_view.py
+  apis/               request schemas, each of which becomes a Call
+  replica_response.py   the answer, passed on as it arrives, with observers
+    client_disconnect.py   cancels the call when the client hangs up
+routes/, admin/       all other routes of tenants and admins
+pushing/              versions that trainers push: received, sent to all replicas, then recorded
+error_responses.py    every error as an HTTP response
+limit_sync.py         loop in which gateways agree on shares of limits
 
-serving/deployments.py makes it a deployment; `EngineClient` is all that it knows of replicas.
+serving/deployments.py makes the gateway a deployment. The gateway reaches replicas only through
+`EngineClient` (services.py).
 """

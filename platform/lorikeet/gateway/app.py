@@ -1,4 +1,4 @@
-"""The gateway: an ASGI application that knows nothing of Ray, and what is around every request."""
+"""The gateway's ASGI application, free of Ray, and the middleware around every request."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorikeet.dialects import Dialect
+from lorikeet.error_shapes import ClientApi
 from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.apis.openapi import openapi_routes
@@ -19,12 +19,12 @@ from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import (
     add_error_handlers,
-    dialect_of,
+    client_api,
     internal_error_response,
 )
 from lorikeet.gateway.generate import generate_routes
 from lorikeet.gateway.limit_sync import LimitSync
-from lorikeet.gateway.pushing.push_lane import PushLane
+from lorikeet.gateway.pushing.push_pipeline import PushPipeline
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
 from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
@@ -44,19 +44,21 @@ from lorikeet.ui.routes import ui_routes
 from lorikeet.usage.writer import UsageWriter
 
 REQUEST_ID_HEADER = "x-request-id"
-_WRITTEN_FLUSHES = 2  # after so many, what was used is written down where the store can be reached
+_WRITTEN_FLUSHES = 2  # flushes after which usage is in the store, if the store is reachable
 _LAST_FLUSH_S = 10.0
 
 
 def create_app(services: Services) -> FastAPI:
     """Build the application. Its lifespan reads the catalog and keeps following it.
 
-    While the store is away it starts with the view that a gateway of this machine kept, or without
-    any: then it answers 503 until the store is back.
+    While the store is unreachable the application starts with the view that a gateway saved on this
+    machine. Without a saved view it answers 503 until the store is back.
     """
-    catalog_view = GatewayCatalogView(services.catalog, services.refresh_s, services.kept_view)
-    lane = PushLane(services, catalog_view)
-    authenticator = RequestAuthenticator(services, catalog_view, lane.pushed)
+    catalog_view = GatewayCatalogView(
+        services.catalog.reader, services.refresh_s, services.kept_view
+    )
+    pipeline = PushPipeline(services, catalog_view)
+    authenticator = RequestAuthenticator(services, catalog_view, pipeline.pushed)
     shares = LimitShares(services.name, services.gateways, time.monotonic())
     rate_limiter = _rate_limiter(services, shares)
     limit_sync = LimitSync(services.peers, shares, rate_limiter)
@@ -66,10 +68,10 @@ def create_app(services: Services) -> FastAPI:
     add_gauges(services, request_log, catalog_view)
     usage = UsageReports(services.catalog.store)
 
-    app = _application(services, catalog_view, limit_sync, lane)
+    app = _application(services, catalog_view, limit_sync, pipeline)
     stored = StoredResponses(services.responses, services.metrics)
     registration = Registration(services, catalog_view)
-    of_pushes = Registration(services, catalog_view)  # uploads may hang at the store, pushes do not
+    of_pushes = Registration(services, catalog_view)  # own threads: uploads may hang at the store
     checks = services, authenticator, rate_limiter, request_log
     app.router.routes += generate_routes(*checks, stored)
     for router in (
@@ -77,7 +79,7 @@ def create_app(services: Services) -> FastAPI:
         usage_routes(authenticator, usage),
         model_routes(services, authenticator, catalog_view),
         response_routes(authenticator, rate_limiter, request_log, stored),
-        push_routes(PushEndpoints(*checks, catalog_view, of_pushes, lane)),
+        push_routes(PushEndpoints(*checks, catalog_view, of_pushes, pipeline)),
         openapi_routes(authenticator),
         admin_routes(
             services, authenticator, catalog_view, registration, request_log, usage, traffic
@@ -86,19 +88,22 @@ def create_app(services: Services) -> FastAPI:
         metrics_routes(authenticator, Scrape(services)),
         health_routes(services.engines, catalog_view),
     ):
-        app.router.routes += router.routes  # include_router would build each of them again
+        app.router.routes += router.routes  # include_router would build each route again
     return app
 
 
 def _application(
-    services: Services, catalog_view: GatewayCatalogView, limit_sync: LimitSync, lane: PushLane
+    services: Services,
+    catalog_view: GatewayCatalogView,
+    limit_sync: LimitSync,
+    pipeline: PushPipeline,
 ) -> FastAPI:
     """Build the application without its routes."""
     app = FastAPI(
         title="Lorikeet",
-        lifespan=lambda _: _running(services, catalog_view, limit_sync, lane),
-        openapi_url=None,  # nothing is told to who has no key
-        # FastAPI's own would tell what exceptions say, and they may quote prompts.
+        lifespan=lambda _: _running(services, catalog_view, limit_sync, pipeline),
+        openapi_url=None,  # callers without a key learn nothing
+        # FastAPI's telemetry would export exception messages, which may quote prompts.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         redirect_slashes=False,
     )
@@ -126,7 +131,10 @@ def _subscribe(request_log: RequestLog, services: Services, traffic: RecentTraff
 
 @asynccontextmanager
 async def _running(
-    services: Services, catalog_view: GatewayCatalogView, limit_sync: LimitSync, lane: PushLane
+    services: Services,
+    catalog_view: GatewayCatalogView,
+    limit_sync: LimitSync,
+    pipeline: PushPipeline,
 ) -> AsyncGenerator[None, None]:
     await catalog_view.start()
     work = (catalog_view.follow(), catalog_view.keep(), limit_sync.run())
@@ -136,7 +144,7 @@ async def _running(
     try:
         yield
     finally:
-        await lane.close()
+        await pipeline.close()
         for task in tasks:
             task.cancel()
         await asyncio.to_thread(usage.close, _LAST_FLUSH_S)
@@ -145,9 +153,9 @@ async def _running(
 
 
 class RequestMiddleware:
-    """Makes the request's id, and turns an unexpected exception into a plain 500.
+    """Middleware that makes the request's id and turns an unexpected exception into a plain 500.
 
-    Clients cannot choose the id: theirs could collide with another's.
+    Clients cannot choose the id: two clients could choose the same.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -167,14 +175,14 @@ class RequestMiddleware:
                 started = True
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID_HEADER] = request_id
-                if dialect_of(scope) is Dialect.ANTHROPIC:
+                if client_api(scope) is ClientApi.ANTHROPIC:
                     headers["request-id"] = request_id
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            return  # before its body was parsed: nobody reads a response
+            return  # the client left before its body was parsed, so no response can be sent
         except Exception as error:
             log_unexpected("request_failed", request_id, error)
             if started:

@@ -1,4 +1,4 @@
-"""Authentication: whose a request is, and which model it means."""
+"""Authentication: a request's tenant and key, and the base model and adapter that it names."""
 
 import time
 from typing import Annotated, NamedTuple
@@ -25,11 +25,13 @@ _REFUSALS = {
 
 
 class ResolvedModel(NamedTuple):
-    """The base model and adapter that a request's `model` means.
+    """Base model and adapter that a request's `model` names.
 
-    rank: the adapter's largest; image_bytes: its size on a GPU; created: its version, in Unix
-    seconds. All are 0 for a base model. trained_on: as VersionRecord's; None for a base model.
-    is_recorded: whether the version is in the catalog's log, and its number for ever its own.
+    rank: largest rank of the adapter; 0 for a base model.
+    image_bytes: the adapter's size on a GPU; 0 for a base model.
+    created: creation of the adapter's version, Unix seconds; 0 for a base model.
+    trained_on: as VersionRecord.trained_on; None for a base model.
+    is_recorded: whether the version is in the catalog's log, so that its number is final.
     """
 
     base_model: str
@@ -42,39 +44,42 @@ class ResolvedModel(NamedTuple):
 
 
 class Caller(NamedTuple):
-    """Who sends a request, and by which key."""
+    """Tenant and key of a request."""
 
     tenant: TenantRecord
     key: KeyRecord
 
     @property
     def max_context(self) -> int | None:
-        """The tighter of the tenant's limit and the key's."""
+        """Smaller of the tenant's limit and the key's, in tokens; None without either."""
         both = (self.tenant.limits.max_context, self.key.limits.max_context)
         return min((limit for limit in both if limit is not None), default=None)
 
 
 class RequestAuthenticator:
-    """Answers from the catalog view, and refreshes it once before refusing.
+    """Lookup of keys, tenants and models in the catalog view, refreshed once before a refusal.
 
-    Its questions are CatalogState's (catalog/state.py): a key, a tenant, an adapter's version.
+    The lookups themselves are methods of CatalogState (catalog/state.py).
     """
 
     def __init__(
         self, services: Services, catalog_view: GatewayCatalogView, pushed: PushedVersions
     ) -> None:
-        """pushed: versions that the log does not have yet, which requests can name too."""
+        """pushed: versions not yet in the log, which requests can name too."""
         self._base_models = services.base_models
         self._catalog_view, self._pushed = catalog_view, pushed
 
     async def caller(self, request: Request) -> Caller:
-        """Return who sends a generate request. Raises InvalidKey, Forbidden, Unavailable."""
+        """Return a generate request's tenant and key.
+
+        Raises InvalidKey, Forbidden, Unavailable.
+        """
         return await self._caller(request, Scope.INFER)
 
     async def publisher(self, request: Request, name: str) -> Caller:
-        """Return who pushes an adapter of this name, or asks about one with a read-only key.
+        """Return tenant and key of a push of adapter `name`, or of a question about one.
 
-        Raises InvalidKey, Forbidden, Unavailable.
+        A read-only key may ask, not push. Raises InvalidKey, Forbidden, Unavailable.
         """
         caller = await self._caller(request, Scope.PUBLISH)
         key = caller.key
@@ -84,29 +89,32 @@ class RequestAuthenticator:
         return caller
 
     async def tenant(self, request: Request) -> TenantRecord:
-        """Return the tenant whose key a request has. Raises InvalidKey, Forbidden, Unavailable."""
+        """Return the tenant of a request's key. Raises InvalidKey, Forbidden, Unavailable."""
         return (await self.caller(request)).tenant
 
     async def admin(self, request: Request) -> None:
-        """Check an admin's key: all admin routes do. Raises InvalidKey, Forbidden, Unavailable."""
+        """Set request.state.key to an admin's key. Raises InvalidKey, Forbidden, Unavailable.
+
+        All admin routes depend on this check.
+        """
         request.state.key = await self._authenticate(request, Scope.ADMIN)
 
     async def resolve_model(
         self, model: str, tenant: str, session: str | None = None
     ) -> ResolvedModel:
-        """Return what `model` means to a tenant.
+        """Return the base model and adapter that `model` names for a tenant.
 
-        session: decides between two versions that share an alias; None: the first.
+        session: chooses between two versions that share an alias; None chooses the first.
 
-        Raises UnknownModel, alike for missing models and for other tenants'; Unavailable when
-        its base model is not served here, or the catalog cannot be asked about an unknown name.
+        Raises UnknownModel, without distinguishing missing models from other tenants'; Unavailable
+        if the base model is not served here, or if the name is unknown and the catalog unreachable.
         """
         if model in self._base_models:
             return ResolvedModel(model)
 
         def find(state: CatalogState) -> ResolvedModel:
             log = state
-            if not model.partition("@")[2].isdecimal():  # numbers are for ever, and the log's
+            if not model.partition("@")[2].isdecimal():  # only the log gives versions their numbers
                 state = self._pushed.applied_to(state, model.partition("/")[0])
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
@@ -137,7 +145,7 @@ class RequestAuthenticator:
             return authenticate(state, authorization, scope, time.time(), reading=reading)
 
         if authorization is None:
-            return await self._catalog_view.ask(check)  # no other view has a key for it
+            return await self._catalog_view.ask(check)  # no refresh can find a missing key
         return await self._catalog_view.find(check)
 
 
@@ -147,9 +155,9 @@ def _holds(log: CatalogState, ref: AdapterRef) -> bool:
 
 
 def _authorization(request: Request, scope: Scope) -> str | None:
-    """Return a request's Authorization header, or on tenants' routes the like of its x-api-key.
+    """Return a request's Authorization header, or one made of x-api-key on tenants' routes.
 
-    Raises InvalidKey where the two name different keys.
+    Raises InvalidKey if the two headers have different keys.
     """
     authorization = request.headers.get("authorization")
     api_key = request.headers.get("x-api-key") if scope is not Scope.ADMIN else None
@@ -170,12 +178,14 @@ def authenticate(
     *,
     reading: bool = False,
 ) -> KeyRecord:
-    """The key of an `Authorization: Bearer lk_…` header, if it may do what is asked.
+    """Return the key of an `Authorization: Bearer lk_…` header, if the key has the scope.
 
-    scope: INFER on tenants' routes, PUBLISH where they push, ADMIN on admins'. Admins do not infer
-    and tenants do not administer, whatever scopes their keys were given. reading: a request that
-    changes and computes nothing, so a read-only key will do as well. now: Unix seconds. Raises
-    InvalidKey, Forbidden; EndedKey for a key that no later view of the catalog will accept.
+    scope: INFER on tenants' routes, PUBLISH on routes of pushes, ADMIN on admin routes. Admins'
+        keys never infer and tenants' keys never administer, whatever scopes they have.
+    now: Unix seconds.
+    reading: the request changes and computes nothing, so a read-only key suffices.
+
+    Raises InvalidKey, Forbidden; EndedKey for a key that no later view of the catalog will accept.
     """
     key = _key(state, authorization, now)
     of_this_plane = (key.tenant is not None) is (scope is not Scope.ADMIN)
@@ -203,10 +213,10 @@ def _key(state: CatalogState, authorization: str | None, now: float) -> KeyRecor
 
 
 async def actor_of(request: Request) -> str:
-    """Return the id of the admin's key, which the log records with a change."""
+    """Return the id of the admin's key, which the catalog's log records with each change."""
     key: KeyRecord = request.state.key
     return key.id
 
 
 Actor = Annotated[str, Depends(actor_of)]
-"""A parameter of the routes that change something."""
+"""Parameter of routes that change something: id of the admin's key."""

@@ -1,4 +1,4 @@
-"""Request bodies: read within a size and a time, and into a schema."""
+"""Request bodies: read within limits of size and time, and parsed by a schema."""
 
 import asyncio
 import json
@@ -17,31 +17,34 @@ from lorikeet.errors import InvalidInput, RequestTimeout, RequestTooLarge, Unsup
 
 MAX_JSON_BYTES = 8 * 2**20
 BODY_S = 10.0
-"""A JSON body has so long to come, and a second more for each LEAST_BYTES_PER_S that have."""
+"""Seconds for a body to arrive, plus one second for each LEAST_BYTES_PER_S received."""
 LEAST_BYTES_PER_S = 64 * 2**10
 MAX_VALUES = 2**16
-"""Most values and keys of a JSON body, about: 8 MiB of [] would hold up a gateway for 3 s."""
-# also one that does not end, or each quote in it would be tried as a beginning
+"""Approximate limit of a JSON body's values and keys: parsing 8 MiB of [] blocks a gateway 3 s."""
+# A string without an end matches too, else the search would start anew at each quote in it.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-# servers refuse most others themselves; int() takes "+5" and "1_0" too, and breaks at 4,301 digits
+# Servers refuse most malformed lengths; int() accepts "+5" and "1_0", and fails at 4,301 digits.
 _LENGTH = re.compile("[0-9]{1,18}")
 _NAMES_QUOTED = 5
 _LIMIT = "the limit here"
 _NAME_LENGTH = 64
 
 NoOps = Mapping[str, Sequence[Any]]
-"""OpenAI's fields that are not served, with the values of them that ask for nothing.
+"""Unsupported fields of OpenAI's APIs, each with its values that have no effect.
 
-Clients send such defaults unasked. They are taken as absent; any other value is refused by name.
+Clients send such defaults without being asked. They count as absent; any other value is refused and
+the field named.
 """
 
 
 class Body(BaseModel):
     """A JSON object: null means absent, unknown fields are refused, types are not converted.
 
-    nulls: fields of which null has a meaning. no_ops: unknown fields' values that mean absent too.
-    dropped: unknown fields that mean nothing, whatever their value. hints: what to do about
-    unknown fields. max_values: as MAX_VALUES.
+    nulls: fields in which null has a meaning of its own.
+    no_ops: unknown fields with the values that count as absent.
+    dropped: unknown fields that are ignored, whatever their value.
+    hints: advice in the error for an unknown field, by field.
+    max_values: as MAX_VALUES.
     """
 
     model_config = ConfigDict(
@@ -58,9 +61,9 @@ class Body(BaseModel):
 
     @classmethod
     def unchecked(cls, **fields: Any) -> Self:
-        """Return one of fields that need no check, with defaults for the others.
+        """Return an instance with these fields unchecked, and defaults for the others.
 
-        As model_construct, in a fifth of the time: that works out each default again.
+        Takes a fifth of model_construct's time, which computes each default again.
         """
         made: Self = _with_defaults(cls).model_copy(update=fields)
         return made
@@ -80,7 +83,7 @@ class Body(BaseModel):
         }
         fields = _field_names(cls)
         unknown = [name for name in given if name not in fields]
-        if unknown:  # one error for all: a million unknown fields must not cost a million errors
+        if unknown:  # one error for all: a million unknown fields must not make a million errors
             names = [name[:_NAME_LENGTH] for name in unknown[:_NAMES_QUOTED]]
             raise unsupported(*names, hint=cls.hints.get(names[0], ""))
         return given
@@ -91,52 +94,52 @@ B = TypeVar("B", bound=Body)
 
 @cache
 def _field_names(schema: type[Body]) -> frozenset[str]:
-    """Return what its fields are called in JSON."""
+    """Return the JSON names of a schema's fields."""
     return frozenset(field.alias or name for name, field in schema.model_fields.items())
 
 
 @cache
 def _with_defaults(schema: type[B]) -> B:
-    """One with defaults, and places for the other fields: a dump keeps the order of these."""
+    """Return an instance with defaults, and None for required fields to fix the dump's order."""
     required = {name: None for name, field in schema.model_fields.items() if field.is_required()}
     return schema.model_construct(_fields_set=set(), **required)
 
 
 async def read_json(request: Request, schema: type[B]) -> B:
-    """Read the body and parse it. Raises InvalidInput or one of its kinds."""
+    """Read the body and parse it. Raises InvalidInput or a subclass."""
     return parse_json(await read_body(request), schema)
 
 
 async def read_body(request: Request) -> bytes:
-    """Return a JSON body; an empty one is {}.
+    """Return a JSON body; {} for an empty one.
 
-    Raises RequestTooLarge, RequestTimeout where it does not come, and InvalidInput for one that is
-    compressed.
+    Raises RequestTooLarge, RequestTimeout for a body that arrives too slowly, and InvalidInput for
+    a compressed body.
     """
     if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
-        problem = "Content-Encoding: want the body as it is: compressed ones are not taken"
+        problem = "Content-Encoding: want an uncompressed body"
         raise InvalidInput(problem, param="content-encoding")
-    body = b"".join([part async for part in in_time(limited(request, MAX_JSON_BYTES))])
+    body = b"".join([part async for part in timed_parts(bounded_parts(request, MAX_JSON_BYTES))])
     return body.removeprefix(BOM_UTF8) or b"{}"
 
 
 def parse_json(body: bytes, schema: type[B]) -> B:
-    """Parse a body. Raises InvalidInput or one of its kinds.
+    """Parse a body. Raises InvalidInput or a subclass.
 
-    Parsing keeps the interpreter to itself, in a thread too, so what is parsed has to be bounded.
+    Parsing holds the interpreter's lock, in a thread too, so the number of values must be bounded.
     """
-    if _marks(body) > schema.max_values:
+    if _count_separators(body) > schema.max_values:
         ValueBudget(schema.max_values).spend(body)
     try:
         return schema.model_validate_json(body, context=ValueBudget(schema.max_values))
     except ValidationError as error:
-        raise describe(error.errors(include_url=False, include_input=False)) from None
+        raise input_error(error.errors(include_url=False, include_input=False)) from None
 
 
 def json_text(value: object) -> str:
-    """Return the JSON text of a value. Raises ValueError for a number that is none, such as 1e999.
+    """Return the JSON text of a value. Raises ValueError for NaN or infinity, such as from 1e999.
 
-    Where any value is taken, a body is parsed with NaN and infinities, which JSON does not have.
+    Fields of type Any accept them from a body, though JSON has neither.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -145,7 +148,7 @@ def json_text(value: object) -> str:
 
 
 def json_body(schema: type[B]) -> Any:
-    """Return a route's dependency that is its parsed body, for routes that run in a thread."""
+    """Return a dependency that yields a route's parsed body, for routes that run in a thread."""
 
     async def read(request: Request) -> B:
         return await read_json(request, schema)
@@ -153,10 +156,12 @@ def json_body(schema: type[B]) -> Any:
     return Depends(read)
 
 
-async def limited(request: Request, max_bytes: int, limit: str = _LIMIT) -> AsyncIterator[bytes]:
-    """Yield the body's parts as they come. Raises RequestTooLarge before passing on too much.
+async def bounded_parts(
+    request: Request, max_bytes: int, limit: str = _LIMIT
+) -> AsyncIterator[bytes]:
+    """Yield the body's parts as they arrive. Raises RequestTooLarge before yielding too many bytes.
 
-    limit: what max_bytes is called where it is exceeded.
+    limit: name of the setting behind max_bytes, for the error.
     """
     declared_bytes(request, max_bytes, limit)
     received = 0
@@ -168,9 +173,9 @@ async def limited(request: Request, max_bytes: int, limit: str = _LIMIT) -> Asyn
 
 
 def declared_bytes(request: Request, max_bytes: int, limit: str = _LIMIT) -> int | None:
-    """Return the body's size by its Content-Length; None if it has none.
+    """Return the Content-Length; None without one.
 
-    Raises InvalidInput, and RequestTooLarge where it is more than max_bytes.
+    Raises InvalidInput, and RequestTooLarge if the length exceeds max_bytes.
     """
     declared = request.headers.get("content-length")
     if declared is None:
@@ -183,10 +188,10 @@ def declared_bytes(request: Request, max_bytes: int, limit: str = _LIMIT) -> int
     return int(declared)
 
 
-async def in_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield a body's parts as they come. Raises RequestTimeout where they come too slowly.
+async def timed_parts(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield a body's parts as they arrive. Raises RequestTimeout if they arrive too slowly.
 
-    The time that their taker needs does not count.
+    Time that the consumer spends on a part does not count.
     """
     loop = asyncio.get_running_loop()
     received, due_s = 0, loop.time() + BODY_S
@@ -196,7 +201,7 @@ async def in_time(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 part = await anext(parts, None)
         except TimeoutError:
             raise RequestTimeout(
-                f"of the body {received} bytes have come in time: send all of it within "
+                f"the body arrived too slowly, {received} bytes in time: send all of it within "
                 f"{BODY_S:g} s, or at {LEAST_BYTES_PER_S // 2**10} KiB a second"
             ) from None
         if part is None:
@@ -212,28 +217,28 @@ def _too_large(max_bytes: int, limit: str) -> RequestTooLarge:
 
 
 class ValueBudget:
-    """How many values JSON texts may have together; a key counts as one, about."""
+    """Budget of values for several JSON texts together. A key counts as about one value."""
 
     def __init__(self, max_values: int) -> None:
         self._max_values = self._left = max_values
 
     def spend(self, text: bytes) -> None:
-        """Count a text's values. Raises RequestTooLarge when there are too many."""
-        # commas in strings do not count; twice as many strings as values would be too many
-        self._left -= _marks(_STRING.sub(b"", text, count=2 * self._left + 1))
+        """Subtract a text's values. Raises RequestTooLarge when the budget is spent."""
+        # strings are cut out, as their commas do not count; more strings than this are too many
+        self._left -= _count_separators(_STRING.sub(b"", text, count=2 * self._left + 1))
         if self._left < 0:
             raise RequestTooLarge(
                 f"the body has more than {self._max_values} JSON values and keys, the limit here"
             )
 
 
-def _marks(text: bytes) -> int:
-    """Count what comes before or between values."""
+def _count_separators(text: bytes) -> int:
+    """Count the characters that precede or separate values."""
     return sum(map(text.count, (b",", b"[", b"{", b":")))
 
 
-def describe(problems: Sequence[Any]) -> InvalidInput:
-    """Return the first of pydantic's problems. Quotes names of fields, never values."""
+def input_error(problems: Sequence[Any]) -> InvalidInput:
+    """Return pydantic's first error as an InvalidInput that quotes field names, never values."""
     problem = problems[0]
     if problem["type"] == "json_invalid":
         return InvalidInput("the body is not JSON: " + problem["msg"].partition(": ")[2])
@@ -252,24 +257,24 @@ def describe(problems: Sequence[Any]) -> InvalidInput:
 
 
 def unsupported(*names: str, hint: str = "") -> PydanticCustomError:
-    """Return what a schema raises for its fields, or a field's parser for its value (no names)."""
+    """Return the error to raise for unsupported fields; without names, for a field's own value."""
     context = {"names": list(names), "hint": hint}
     return PydanticCustomError("unsupported", "not supported here", context)
 
 
 def misfit(param: str, message: str) -> PydanticCustomError:
-    """Return what a schema raises when `param` does not fit its other fields."""
+    """Return the error to raise when `param` does not fit the schema's other fields."""
     return PydanticCustomError("misfit", message, {"param": param})
 
 
 def _among(value: object, others: Sequence[Any]) -> bool:
-    """Whether the value is one of these; false is not 0, and 1 is not true."""
+    """Return whether the value is one of `others`, where false differs from 0 and true from 1."""
     return any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in others
     )
 
 
 def _path(loc: Sequence[str | int]) -> str:
-    """('messages', 0, 'role') → messages[0].role."""
+    """Return pydantic's location as a path: ('messages', 0, 'role') → messages[0].role."""
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc)
     return path.removeprefix(".")

@@ -1,4 +1,4 @@
-"""The gateway's view of the catalog, kept fresh without asking the store too often."""
+"""The gateway's view of the catalog, kept fresh by rate-limited reads of the store."""
 
 import asyncio
 import logging
@@ -8,37 +8,39 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from lorikeet.catalog.kept_view import KeptView
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.state import CatalogState, PartitionsNotRead
-from lorikeet.catalog.view import CatalogReader
 from lorikeet.errors import EndedKey, InvalidKey, StoreRefused, Unavailable, UnknownModel
 from lorikeet.retry_after import STORE_AWAY_S
 
 log = logging.getLogger(__name__)
 
 MIN_GAP_S = 0.1
-"""Refreshes begin at most this often, however many unknown names clients ask for."""
+"""Least seconds between two refreshes, however many unknown names clients ask for."""
 LONGEST_WAIT_S = 2.0
-"""A store that hangs delays the response to an unknown name by this much, and nothing else."""
+"""Longest wait for a hanging store, which delays only responses to unknown names."""
 MISSING_S = 1.0
-"""How long a missing name is refused without looking it up again."""
+"""Seconds for which a missing name is refused without another lookup."""
 _MOST_MISSING = 4096
 _READERS = 8
 _KEEPING_SHARE = 0.05
-"""The most of its time that a gateway spends on keeping its view: 10,000 adapters take 0.1 s."""
+"""Largest share of time spent on saving the view: 10,000 adapters take 0.1 s."""
 
 Name = tuple[str, str]
-"""A tenant and the model that it asks for."""
+"""A tenant and the model that its request names."""
 A = TypeVar("A")
 T = TypeVar("T")
 
 
 class GatewayCatalogView:
-    """Refreshes the catalog off the event loop, one refresh at a time. For one event loop.
+    """View of the catalog, refreshed off the event loop, one refresh at a time. For one event loop.
 
-    A question is a function of a CatalogState (catalog/state.py), called with the last one: where
-    that knows the answer, which is nearly always, nothing is awaited and nothing else runs.
-    A store that fails leaves the last view in force; that is logged once, and so is its end.
-    kept: the file of the last view, to begin with while the store is away.
+    A question is a function of a CatalogState (catalog/state.py), called with the last state. If
+    that state knows the answer, as it nearly always does, no other task runs meanwhile. While the
+    store fails the last view stays in force; begin and end of the failure are logged once.
+
+    interval_s: seconds between refreshes.
+    kept: file of the last view, to start from while the store is unreachable.
     """
 
     def __init__(
@@ -53,22 +55,22 @@ class GatewayCatalogView:
         self._answered_s = time.monotonic()
         self._partitions: dict[int, asyncio.Task[None]] = {}
         self._missing = _NegativeCache()
-        # threads of their own: a store that hangs must not keep refreshes from theirs
+        # apart from refreshes' threads, which a hanging store must not occupy
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-partition")
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-question")
 
     @property
     def state(self) -> CatalogState:
-        """The last view; never blocks."""
+        """State of the last view. Never blocks."""
         return self._catalog.state
 
     @property
     def age_s(self) -> float:
-        """How long ago the store last said whether there is anything new."""
+        """Seconds since the last successful refresh."""
         return time.monotonic() - self._answered_s
 
     async def ask(self, question: Callable[[CatalogState], T]) -> T:
-        """Ask the last view; partitions that the question needs are read first, off the event loop.
+        """Ask the last view, reading missing partitions first, off the event loop.
 
         Raises Unavailable if the store does not answer.
         """
@@ -79,11 +81,11 @@ class GatewayCatalogView:
                 await self._read_partitions(missing.numbers)
 
     async def find(self, question: Callable[[CatalogState], T], name: Name | None = None) -> T:
-        """Ask the last view; where it knows no such key or model, ask a newer view.
+        """Ask the last view; if it lacks the key or model, ask a newer view.
 
-        name: a model that the newer view lacks too is taken to be missing for MISSING_S. Raises
-        InvalidKey and UnknownModel, and Unavailable if there may be a newer view that cannot be
-        read.
+        name: name to remember as missing for MISSING_S if the newer view lacks it too.
+
+        Raises InvalidKey and UnknownModel, and Unavailable if no newer view can be read.
         """
         try:
             return await self.ask(question)
@@ -99,22 +101,21 @@ class GatewayCatalogView:
             raise
 
     async def ask_in_thread(self, question: Callable[[CatalogState], T]) -> T:
-        """Ask a view as from `refresh`, in a thread: for long lists.
+        """Refresh, then ask the view in a thread: for long lists.
 
-        Raises StoreError if partitions that it needs cannot be read.
+        Raises StoreError if a partition that the question needs cannot be read.
         """
         await self.refresh()
         return await self.in_thread(self._catalog.ask, question)
 
     async def in_thread(self, work: Callable[[A], T], argument: A) -> T:
-        """Do work that takes long in one of the threads for it."""
+        """Do long work in one of the threads for questions."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
 
     async def start(self) -> None:
-        """Read the catalog, or begin with the view that was kept, or with none and go on asking.
+        """Read the catalog. If the store is unreachable, start with the saved view or an empty one.
 
-        Raises StoreRefused if the store answers, and refuses, or holds no catalog, and no view was
-        kept.
+        Raises StoreRefused without a saved view, if the store refuses access or holds no catalog.
         """
         if self.state.seq == 0 and self._kept is not None:
             kept = await asyncio.to_thread(self._kept.read)
@@ -126,7 +127,7 @@ class GatewayCatalogView:
             raise self._failure
 
     async def keep(self) -> None:
-        """Keep each new view in the file as long as the store confirms it, until cancelled."""
+        """Save each view that the store has confirmed to the file, until cancelled."""
         if self._kept is None:
             return
         held: CatalogState | None = None
@@ -170,7 +171,7 @@ class GatewayCatalogView:
         return self.state
 
     async def _read_partitions(self, numbers: Collection[int]) -> None:
-        """Read these partitions, each once for all who wait for it."""
+        """Read partitions, each once for all tasks that wait for it. Raises Unavailable."""
         wanted = [number for number in numbers if number not in self._partitions]
         if wanted:
             reading = asyncio.create_task(self._read_together(wanted))
@@ -194,7 +195,10 @@ class GatewayCatalogView:
                 del self._partitions[number]
 
     async def _read(self) -> bool:
-        """Refresh; return whether that worked in time. All who call before it begins share it."""
+        """Return whether a refresh that begins after this call succeeds within LONGEST_WAIT_S.
+
+        Calls made before the refresh begins share it.
+        """
         if self._next is None:
             self._next = asyncio.create_task(self._refresh())
         done, _ = await asyncio.wait([self._next], timeout=LONGEST_WAIT_S)
@@ -207,7 +211,7 @@ class GatewayCatalogView:
             self._next = None  # callers from here on want a later read
             try:
                 await asyncio.to_thread(self._catalog.refresh)
-            except Exception as error:  # whatever it is, the last view serves on
+            except Exception as error:  # on any error the last view stays in force
                 if self._failure is None:
                     log.warning("catalog_unreachable", extra={"error": repr(error)})
                 self._failure = error
@@ -220,7 +224,7 @@ class GatewayCatalogView:
 
 
 class _NegativeCache:
-    """Names that were not found, for MISSING_S, and few of them."""
+    """Bounded cache of names that were not found, each for MISSING_S."""
 
     def __init__(self) -> None:
         self._until: dict[Name, float] = {}

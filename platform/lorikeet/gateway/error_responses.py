@@ -1,4 +1,4 @@
-"""Errors as HTTP responses."""
+"""Errors as HTTP responses, in the shape of the client's API (lorikeet/error_shapes.py)."""
 
 from collections.abc import Mapping
 
@@ -9,18 +9,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from lorikeet.dialects import (
-    Dialect,
+from lorikeet.error_shapes import (
+    ClientApi,
     anthropic_error_body,
-    dialect_of_path,
-    error_body,
+    api_of_path,
     error_status,
+    openai_error_body,
 )
 from lorikeet.errors import InsufficientQuota, LorikeetError, RateLimited, status_of
-from lorikeet.gateway.body import describe
+from lorikeet.gateway.body import input_error
 from lorikeet.protocol.messages import Endpoint, Refusal
 from lorikeet.retry_after import whole_seconds
-from lorikeet.tenancy.allowance import limit_headers
+from lorikeet.tenancy.rate_limiter import limit_headers
 
 OK = 200
 CREATED = 201
@@ -30,10 +30,10 @@ _INTERNAL = "the service failed, not this request: send it again, or give your a
 
 _CHAT = ": ask /v1/chat/completions (most clients have a setting for it)"
 _ONE_BY_ONE = ": messages are sent one by one, to /v1/messages"
-_TEXT = ": this service generates text alone, at /v1/chat/completions and /v1/completions"
-_BELOW = ": ask what is below, such as /v1/chat/completions or /v1/models"
+_TEXT = ": this service only generates text, at /v1/chat/completions and /v1/completions"
+_BELOW = ": ask a path below it, such as /v1/chat/completions or /v1/models"
 _LISTENERS = (
-    ": what tenants ask begins with /v1; /ui, /metrics and /admin/v1 are at the admin listener"
+    ": tenants' paths begin with /v1; /ui, /metrics and /admin/v1 are at the admin listener"
 )
 _ENDPOINTS = {
     "": _BELOW,
@@ -43,7 +43,7 @@ _ENDPOINTS = {
     **dict.fromkeys(("embeddings", "rerank", "score", "moderations", "audio", "images"), _TEXT),
     **dict.fromkeys(("files", "batches", "uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }
-"""What a 404 says of endpoints that clients know, by the part of the path after /v1."""
+"""Advice in the 404 of endpoints that clients know, by the part of the path after /v1."""
 
 
 _PARAMS = {
@@ -59,11 +59,11 @@ _PARAMS = {
         "continue_final_message": "messages",
     },
 }
-"""What endpoints call fields, by what replicas and engines call them."""
+"""Field names of each endpoint, by the names that replicas and engines use."""
 
 
 class Refused(LorikeetError):
-    """A replica's Refusal, raised; its param in the words of the endpoint that was asked."""
+    """A replica's Refusal as an exception, with `param` named as the client's endpoint names it."""
 
     def __init__(self, refusal: Refusal, endpoint: Endpoint | None = None) -> None:
         param = refusal.param
@@ -73,22 +73,22 @@ class Refused(LorikeetError):
         self.code = refusal.code
 
 
-def dialect_of(scope: Scope) -> Dialect:
-    """Return whose API a request speaks, by its path or by the header that says a version of it."""
+def client_api(scope: Scope) -> ClientApi:
+    """Return the API of a request's client, by its path or the header anthropic-version."""
     if any(name == b"anthropic-version" for name, _ in scope["headers"]):
-        return Dialect.ANTHROPIC
-    return dialect_of_path(scope["path"].removeprefix(scope.get("root_path", "")))
+        return ClientApi.ANTHROPIC
+    return api_of_path(scope["path"].removeprefix(scope.get("root_path", "")))
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Respond to every error in the shape of the API that its request speaks."""
+    """Make the application answer every error in the shape of the client's API."""
     app.add_exception_handler(LorikeetError, _on_lorikeet_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
 
 
 def error_response(error: LorikeetError, scope: Scope) -> Response:
-    """Return a LorikeetError as a response, with Retry-After where a retry makes sense."""
+    """Return a LorikeetError as a response, with Retry-After for 429 and 503."""
     status = status_of(error.code)
     headers = dict[str, str]()
     if status in (429, 503):
@@ -96,16 +96,16 @@ def error_response(error: LorikeetError, scope: Scope) -> Response:
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if status == 408:
-        headers["connection"] = "close"  # what still comes would be of no use
+        headers["connection"] = "close"  # the rest of the body is useless
     if isinstance(error, RateLimited):
         headers |= limit_headers(error.limits)
     if isinstance(error, InsufficientQuota):
-        headers["x-should-retry"] = "false"  # OpenAI's clients heed it
+        headers["x-should-retry"] = "false"  # OpenAI's clients obey it
     return _response(scope, error.code, error.message, error.param, headers=headers)
 
 
 def internal_error_response(scope: Scope) -> Response:
-    """Return the response to an unexpected exception; it says nothing of the exception."""
+    """Return the response to an unexpected exception, without anything of the exception."""
     return _response(scope, LorikeetError.code, _INTERNAL)
 
 
@@ -115,9 +115,9 @@ async def _on_lorikeet_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """Respond to FastAPI's own checks of paths and queries; `loc` begins with which it was."""
+    """Respond to FastAPI's own checks; the first item of `loc` is "path" or "query"."""
     assert isinstance(error, RequestValidationError)
-    problem = describe([{**p, "loc": p["loc"][1:]} for p in error.errors()])
+    problem = input_error([{**p, "loc": p["loc"][1:]} for p in error.errors()])
     return error_response(problem, request.scope)
 
 
@@ -141,16 +141,16 @@ def _response(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    dialect = dialect_of(scope)
-    if dialect is Dialect.ANTHROPIC:
+    api = client_api(scope)
+    if api is ClientApi.ANTHROPIC:
         body = anthropic_error_body(code, message, scope.get("state", {}).get("request_id"))
     else:
-        body = error_body(code, message, param)
-    return JSONResponse(body, error_status(code, dialect), headers)
+        body = openai_error_body(code, message, param)
+    return JSONResponse(body, error_status(code, api), headers)
 
 
 def _instead_of(path: str) -> str:
-    """Say what to ask instead of a path that is not there, such as one of OpenAI's clients'."""
+    """Return advice on the path to use instead of a missing one."""
     first, _, rest = path.strip("/").partition("/")
     if first != "v1":
         known = first and first in _ENDPOINTS

@@ -1,4 +1,4 @@
-"""What generates (/v1/chat/completions and its like): a request's walk through its gateway."""
+"""Endpoints that generate, such as /v1/chat/completions: a request's steps through the gateway."""
 
 import re
 import time
@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from lorikeet.dialects import MESSAGES
+from lorikeet.error_shapes import MESSAGES
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
@@ -32,8 +32,7 @@ from lorikeet.protocol.messages import (
 )
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
-from lorikeet.tenancy.allowance import limit_headers
-from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
+from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold, limit_headers
 from lorikeet_engine.request import SchedulingParams
 
 SCHEMAS: Mapping[str, type[ApiRequest]] = {
@@ -43,16 +42,17 @@ SCHEMAS: Mapping[str, type[ApiRequest]] = {
     MESSAGES: MessagesRequest,
     f"{MESSAGES}/count_tokens": CountTokensRequest,
 }
-"""The request schema of each path; every one of them becomes a Call."""
+"""Request schema of each path. Every request becomes a Call."""
 
 SESSION_HEADER = "x-session-id"
-"""Names a session, which keeps to one version where an alias shares its requests between two; else
-the body's `user` does; a request without either may get either version."""
+"""Header that names a session. Where an alias splits its requests between two versions, a session
+stays with one of them. Without the header the body's `user` names the session; without either a
+request may get either version."""
 LOAD_HEADER = "x-lorikeet-max-adapter-wait-ms"
-"""How long the caller waits for an adapter that has to be loaded."""
+"""Header with the longest wait, in milliseconds, for an adapter that has to be loaded."""
 _LONGEST_LOAD_MS = 3_600_000
 _TYPICAL_ANSWER_TOKENS = 256
-"""Tokens reserved for a choice that may fill the context."""
+"""Tokens reserved for a choice that sets no limit and may fill the context."""
 
 
 def generate_routes(
@@ -62,9 +62,10 @@ def generate_routes(
     request_log: RequestLog,
     stored: StoredResponses,
 ) -> list[Route]:
-    """Return a route for each path, which calls its endpoint and knows nothing of FastAPI.
+    """Return a Starlette route for each path that generates, without FastAPI.
 
-    Finding out that there are no dependencies takes a quarter of the gateway's time on a request.
+    FastAPI's resolution of dependencies, though there are none, would take a quarter of the
+    gateway's time on a request.
     """
     bodies = LargeBodies()
     return [
@@ -80,7 +81,7 @@ def generate_routes(
 
 
 class GenerateEndpoint:
-    """Answers generate requests of one schema: the request's walk through its gateway."""
+    """ASGI endpoint for generate requests of one schema."""
 
     def __init__(
         self,
@@ -101,14 +102,14 @@ class GenerateEndpoint:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as an ASGI application, which needs no layers of Starlette's around it."""
+        """Answer a request as an ASGI application."""
         response = await self.answer(Request(scope, receive))
         await response(scope, receive, send)
 
     async def answer(self, request: Request) -> ReplicaResponse:
-        """Read and check a request; the response that is returned calls a replica as it is sent.
+        """Read and check a request; return a response that calls a replica when it is sent.
 
-        Its id was made by RequestMiddleware (app.py). Raises LorikeetError.
+        RequestMiddleware (app.py) has set the request's id. Raises LorikeetError.
         """
         traceparent = request.headers.get("traceparent")
         trace = self._request_log.trace(
@@ -118,13 +119,13 @@ class GenerateEndpoint:
             return await self._begin_call(request, trace)
 
     async def _begin_call(self, request: Request, trace: RequestTrace) -> ReplicaResponse:
-        """Return the response that calls a replica; each line below may refuse the request.
+        """Return the response that calls a replica. Each line below may refuse the request.
 
-        The key and the model are looked up in the catalog's state in memory (catalog/state.py), the
-        limits of requests checked by tenancy/rate_limiter.py; RateLimitObserver checks those of
-        tokens and queue time, as the response is sent. `stream_answer` is that of
-        serving/engine_client.py: nothing is sent to a replica before ReplicaResponse iterates over
-        it. `trace` (request_log/) only takes note.
+        Key and model are looked up in the catalog's state in memory (catalog/state.py).
+        tenancy/rate_limiter.py checks request limits here; RateLimitObserver checks token limits
+        and queue time when the response is sent. `stream_answer` (serving/engine_client.py) sends
+        nothing to a replica before ReplicaResponse iterates over it. `trace` (request_log/) only
+        records.
         """
         caller = await self._authenticator.caller(request)
         trace.set_caller(caller.tenant.name, caller.key.id)
@@ -132,16 +133,16 @@ class GenerateEndpoint:
         with ExitStack() as refused:
             refused.callback(hold.release)
             response = await self._respond(request, trace, caller, hold)
-            refused.pop_all()  # from here on the response's observer releases it
+            refused.pop_all()  # from here on the response's observer releases the hold
             return response
 
     async def _respond(
         self, request: Request, trace: RequestTrace, caller: Caller, hold: RateLimitHold
     ) -> ReplicaResponse:
-        """Read the body and return the response. `_stored` matters to /v1/responses alone."""
+        """Read the body and return the response. Only /v1/responses uses `_stored`."""
         scheduling = self._scheduling(request, caller)  # first: a bad header costs no parse
         received = await read_body(request)
-        hold.body_is_here()  # before it waits for its turn to be parsed
+        hold.body_is_here()  # before a large body waits for its tenant's parse lock
         body = await self._bodies.parse_json(request, received, self._schema, caller.tenant.name)
         trace.set_model(body.model)
         request_id: str = request.state.request_id
@@ -162,7 +163,7 @@ class GenerateEndpoint:
         )
 
     def _scheduling(self, request: Request, caller: Caller) -> SchedulingParams:
-        """Return what the engine's scheduler is to know. Raises InvalidInput."""
+        """Return the parameters for the engine's scheduler. Raises InvalidInput."""
         tenant, max_queue_s = caller.tenant, self._services.max_queue_s
         max_load_s = _max_load_s(request.headers.get(LOAD_HEADER))
         return SchedulingParams(
@@ -171,11 +172,12 @@ class GenerateEndpoint:
 
 
 class RateLimitObserver(RequestObserver):
-    """Holds a call to its limits (RateLimitHold): reserves tokens, and settles what it took.
+    """Observer that reserves a call's tokens in its limits and settles the tokens it used.
 
-    A complete answer's FinalUsage says what it took. A call that failed before its first bytes took
-    nothing. Of any other, whose client left or whose replica was lost in mid stream, what was
-    reserved counts, or, if that is more, its prompt and the tokens of the last RunningUsage.
+    Complete answer: FinalUsage counts.
+    Failure before the first bytes: nothing counts.
+    Client gone or replica lost in mid-stream: the larger of the reservation and the prompt plus the
+    tokens of the last RunningUsage counts.
     """
 
     def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:
@@ -186,7 +188,7 @@ class RateLimitObserver(RequestObserver):
         self._answered = self._settled = False
 
     def __enter__(self) -> None:
-        """Reserve tokens. Raises RateLimited, Overloaded; then the call is over."""
+        """Reserve tokens. Raises RateLimited and Overloaded, having released the hold."""
         try:
             self._hold.reserve(self._reserved, self._base_model)
         except BaseException:
@@ -194,14 +196,14 @@ class RateLimitObserver(RequestObserver):
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Give back the place, and tokens that were not taken."""
+        """Release the hold on concurrency, and give back unused tokens."""
         if not self._settled:
             failed = isinstance(error, Exception) and not self._answered
             self._hold.settle(0 if failed else max(self._reserved, self._taken))
         self._hold.release()
 
     def on_item(self, item: StreamItem) -> None:
-        """Note what was made and the first token, and settle the final usage."""
+        """Record running usage and the first token, and settle the final usage."""
         match item:
             case RunningUsage():
                 self._taken = self._prompt_tokens + item.completion_tokens
@@ -212,35 +214,35 @@ class RateLimitObserver(RequestObserver):
                 self._hold.settle(item.prompt_tokens + item.completion_tokens)
 
     def on_first_bytes(self) -> Headers:
-        """Return the limits' status as headers."""
+        """Return the status of the limits as headers."""
         self._answered = True
         self._hold.first_token()
         return _limit_headers(self._hold)
 
 
 class CountObserver(RequestObserver):
-    """Holds a call that counts tokens to its limits: it is a request, but takes and awaits none."""
+    """Observer of a call that counts tokens: only the limits of requests apply to the call."""
 
     def __init__(self, hold: RateLimitHold) -> None:
         self._hold = hold
 
     def __enter__(self) -> None:
-        """Let it begin."""
+        """Reserve nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Give back the place."""
+        """Release the hold on concurrency."""
         self._hold.release()
 
     def on_item(self, item: StreamItem) -> None:
-        """Note nothing."""
+        """Ignore the item."""
 
     def on_first_bytes(self) -> Headers:
-        """Return the limits' status as headers."""
+        """Return the status of the limits as headers."""
         return _limit_headers(self._hold)
 
 
 def _limits_of(hold: RateLimitHold, call: Call, base_model: str) -> RequestObserver:
-    """Return what holds a call to its limits."""
+    """Return the observer that charges a call to its limits."""
     if call.endpoint is Endpoint.COUNT_TOKENS:
         return CountObserver(hold)
     return RateLimitObserver(hold, call, base_model)
@@ -264,7 +266,7 @@ def _max_load_s(header: str | None) -> float | None:
 
 
 def _expected_tokens(call: Call) -> int:
-    """Return the tokens that a call takes at most, or about, if it sets no limit."""
+    """Return an upper bound of a call's tokens, or an estimate if the call sets no limit."""
     answer = _TYPICAL_ANSWER_TOKENS if call.max_tokens is None else call.max_tokens
     if call.max_context is not None:
         answer = min(answer, call.max_context)

@@ -1,4 +1,4 @@
-"""Large request bodies: parsed in turns, so that other requests come between them."""
+"""Parsing of large request bodies: one at a time per tenant, with pauses for other requests."""
 
 import asyncio
 import time
@@ -13,52 +13,55 @@ from lorikeet.gateway.body import B, parse_json
 from lorikeet.retry_after import FULL_GATEWAY_S
 
 LARGE_BYTES = 32 * 2**10
-"""Bodies of at least so much are parsed in turns: 8 MiB of them take 30 ms."""
+"""Least size of a large body. Parsing 8 MiB takes 30 ms."""
 MAX_WAITING_BYTES = 64 * 2**20
-"""Most bytes of a tenant's large bodies that are here and not parsed, on one gateway."""
+"""Most bytes of one tenant's large bodies that wait to be parsed, on one gateway."""
 _SHORT_S, _MOST_REST_S = 1e-3, 2.0
-"""A tenant's next large body waits as long as the parse of its last one took if that was so long;
-where it was twice as long, twice as long as that, and so on: others wait for a long one as a whole,
-so there are to be few of them."""
+"""Bounds of the pause after a tenant's large body, in seconds.
+
+A parse of t seconds is followed by a pause of t, or of t · t / _SHORT_S if t is longer than
+_SHORT_S: a long parse blocks all other requests, so long parses have to be rarer. The pause is at
+most _MOST_REST_S."""
 
 
 class LargeBodies:
-    """Parses large bodies so that those of one tenant leave time for everybody else's requests.
+    """Parser that lets one tenant's large bodies leave time for other tenants' requests.
 
-    They are parsed one after the other, with a rest between them: a hundred that come at once would
-    all be parsed before the event loop turns to anything else. For one event loop.
+    A tenant's large bodies are parsed one at a time, with pauses between them: without these the
+    event loop would parse a hundred that arrive together before doing anything else. For one event
+    loop.
     """
 
     def __init__(self) -> None:
-        self._turns = WeakValueDictionary[str, _Turn]()  # by tenant
+        self._parse_locks = WeakValueDictionary[str, _ParseLock]()  # by tenant
 
     async def parse_json(self, request: Request, body: bytes, schema: type[B], tenant: str) -> B:
-        """Parse a tenant's body, a large one in its turn.
+        """Parse a tenant's body; a large one under the tenant's lock.
 
-        Raises as the function of this name, RateLimited where too many bytes wait for a turn, and
-        ClientDisconnect where the client has gone when its turn comes.
+        Raises as body.parse_json; RateLimited if too many bytes of the tenant wait for the lock;
+        ClientDisconnect if the client has left when the lock is free.
         """
         if len(body) < LARGE_BYTES:
             return parse_json(body, schema)
-        loop, turn = asyncio.get_running_loop(), self._turns.setdefault(tenant, _Turn())
-        with turn.waiting(len(body)):
-            await turn.acquire()
+        loop, lock = asyncio.get_running_loop(), self._parse_locks.setdefault(tenant, _ParseLock())
+        with lock.waiting(len(body)):
+            await lock.acquire()
         rest_s = 0.0
         try:
             if await request.is_disconnected():
                 raise ClientDisconnect
-            began_s = time.thread_time()  # on a busy machine the clock would count others' work
+            began_s = time.thread_time()  # on a busy machine wall time includes other processes
             try:
                 return parse_json(body, schema)
             finally:
                 took_s = time.thread_time() - began_s
                 rest_s = min(took_s * max(1.0, took_s / _SHORT_S), _MOST_REST_S)
         finally:
-            loop.call_later(rest_s, turn.release)
+            loop.call_later(rest_s, lock.release)
 
 
-class _Turn(asyncio.Lock):
-    """The turn of one tenant's large bodies, with the bytes of those that wait for it."""
+class _ParseLock(asyncio.Lock):
+    """Lock under which one tenant's large bodies are parsed, with the bytes that wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,11 +69,11 @@ class _Turn(asyncio.Lock):
 
     @contextmanager
     def waiting(self, size: int) -> Iterator[None]:
-        """Hold while a body of this size waits. Raises RateLimited where too many bytes do."""
+        """Count `size` bytes as waiting in the context. Raises RateLimited for too many."""
         if self._waiting_bytes + size > MAX_WAITING_BYTES:
             raise RateLimited(
-                f"large bodies of this tenant, {MAX_WAITING_BYTES >> 20} MiB together, wait to be "
-                "parsed, as many as a gateway keeps: send fewer large bodies at once",
+                f"{MAX_WAITING_BYTES >> 20} MiB of this tenant's large bodies already wait to be "
+                "parsed, the limit of a gateway: send fewer large bodies at once",
                 retry_after_s=FULL_GATEWAY_S,
             )
         self._waiting_bytes += size

@@ -1,4 +1,4 @@
-"""Keeps a gateway's limits in step with the other gateways, and its budgets with what was used."""
+"""Loops that agree with other gateways on shares of limits, and read recorded usage for budgets."""
 
 import asyncio
 import logging
@@ -13,13 +13,13 @@ from lorikeet.tenancy.rate_limiter import RateLimiter
 log = logging.getLogger(__name__)
 
 ROUND_S = 1.0
-"""How often the gateways agree on their shares."""
+"""Seconds between two rounds in which gateways agree on their shares."""
 
 _QUESTION = "shares"
 
 
 class LimitSync:
-    """Two loops beside the requests. When one fails, what was known before holds."""
+    """Two loops beside the requests. After a failure the last shares and usage stay in force."""
 
     def __init__(self, peers: Peers, shares: LimitShares, rate_limiter: RateLimiter) -> None:
         self._peers, self._shares, self._rate_limiter = peers, shares, rate_limiter
@@ -27,7 +27,7 @@ class LimitSync:
         peers.register(_QUESTION, self._answer)
 
     async def run(self) -> None:
-        """Keep both in step, until cancelled."""
+        """Run both loops until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._agree_on_shares())
             tasks.create_task(self._read_usage())
@@ -43,8 +43,8 @@ class LimitSync:
     async def _ask(self, statement: GatewayClaims) -> Poll:
         try:
             poll = await self._peers.poll(_QUESTION, statement)
-        except Exception as error:  # whatever it is, the last shares hold
-            # while the application starts or ends there is nobody to ask
+        except Exception as error:  # on any error the last shares stay in force
+            # expected while the application starts or ends
             expected = isinstance(error, Unavailable)
             self._log_change("peers_unreachable", None if expected else repr(error))
             return Poll((), 1)
@@ -58,7 +58,7 @@ class LimitSync:
             if budget.due(began):
                 try:
                     await asyncio.to_thread(budget.read)
-                except Exception as error:  # what was read before holds
+                except Exception as error:  # the usage read before stays in force
                     self._log_change("usage_unreadable", repr(error))
                 else:
                     budget.was_read(began)
@@ -66,7 +66,7 @@ class LimitSync:
             await asyncio.sleep(ROUND_S)
 
     def _log_change(self, event: str, trouble: str | None) -> None:
-        """Log trouble once, not every second."""
+        """Log a problem once when it begins, not every second."""
         if trouble is not None and trouble != self._logged.get(event):
             log.warning(event, extra={"error": trouble})
         self._logged[event] = trouble

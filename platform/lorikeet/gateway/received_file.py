@@ -1,4 +1,4 @@
-"""A large body as a file, and its digest, in the memory of some megabytes."""
+"""Reception of a large body into a file, with its digest, in a few megabytes of memory."""
 
 import asyncio
 import hashlib
@@ -10,18 +10,22 @@ from typing import BinaryIO
 from lorikeet.errors import StoreError
 from lorikeet_engine.adapter_format import ValueScan
 
-# Beside a busy event loop a thread mostly waits for the interpreter, some five times for each piece
-# however large; 4 ms are left to do when the last has come. A blob's header is in the first. A
-# multiple of SCAN_ALIGNMENT.
+# Beside a busy event loop a thread mostly waits for the interpreter's lock, some five times per
+# piece of any size, so pieces are large. At this size, work on the last piece takes 4 ms, and the
+# first piece holds a blob's whole header. A multiple of SCAN_ALIGNMENT.
 _PIECE_BYTES = 2**22
 
 
 async def receive_file(
     parts: AsyncIterator[bytes], path: Path, workers: Executor, scan: ValueScan | None = None
 ) -> str:
-    """Write a body to `path` as it comes; return its SHA-256, 64 hex digits.
+    """Write a body to `path` as it arrives; return its SHA-256, 64 hex digits.
 
-    scan: sees its bytes, too. Raises what `parts` raises, and StoreError when the disk is full.
+    parts: the body.
+    workers: threads that hash and write.
+    scan: gets the body's bytes, too.
+
+    Raises what `parts` raises, and StoreError when the file cannot be written.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -29,8 +33,8 @@ async def receive_file(
             body = _Body(file, scan)
             writing = loop.create_future()
             writing.set_result(None)
-            # One piece is looked at and written while the other is filled. New memory for each part
-            # would cost as much as copying.
+            # One piece is scanned and written while the other is filled. Allocating memory for each
+            # part would cost as much as copying.
             filling, other = (memoryview(bytearray(_PIECE_BYTES)) for _ in range(2))
             filled = 0
             try:
@@ -55,20 +59,20 @@ async def receive_file(
 
 
 class _Body:
-    """What is done with a body's bytes, in a thread."""
+    """Consumer of a body's bytes in a thread: hash, file and scan."""
 
     def __init__(self, file: BinaryIO, scan: ValueScan | None) -> None:
         self._file, self._scan, self._sha256 = file, scan, hashlib.sha256()
 
     def take(self, piece: memoryview) -> None:
-        """Take in what has come since the last call."""
+        """Hash, write and scan the next bytes."""
         self._sha256.update(piece)
         self._file.write(piece)
         if self._scan is not None and piece:
             self._scan.take(piece)
 
     def end(self, piece: memoryview) -> str:
-        """Take in the last of it; return the digest."""
+        """Take the last bytes; return the digest."""
         self.take(piece)
         self._file.flush()
         return self._sha256.hexdigest()

@@ -1,8 +1,8 @@
-"""The response to a generate request: a replica's bytes, passed on as they come."""
+"""The response to a generate request: a replica's bytes, passed on as they arrive."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, ExitStack, aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -12,6 +12,7 @@ from lorikeet.answer_stream.anthropic_format import failed_message_event
 from lorikeet.answer_stream.openai_format import failed_completion_event
 from lorikeet.answer_stream.responses_format import failed_response_event
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
+from lorikeet.gateway.client_disconnect import run_until_disconnect
 from lorikeet.gateway.error_responses import OK, Refused
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import (
@@ -26,9 +27,9 @@ from lorikeet.protocol.messages import (
 Headers = Sequence[tuple[bytes, bytes]]
 Items = AsyncGenerator[StreamItem, None]
 BeforeEnd = Callable[[bytes], Awaitable[bytes]]
-"""Takes an answer's last bytes, which it may change, before they are sent.
+"""Function that gets an answer's last bytes before they are sent, and returns the bytes to send.
 
-They are the body, or of a stream all that comes behind its FinalUsage: its last events, whole.
+Last bytes: the whole body, or the complete events of a stream after its FinalUsage.
 """
 
 EVENT_END = b"\n\n"
@@ -36,29 +37,32 @@ _SILENT = "the replica ended without an answer: send the request again"
 
 
 class RequestObserver(AbstractContextManager[Any], Protocol):
-    """Watches one call: entered when the call starts, left when it ends, however it ends.
+    """Observer of one call: entered when the call starts, left when it ends, however it ends.
 
-    Entering may refuse the call with a LorikeetError. A call that was made to its end has shown a
-    FinalUsage. Implemented by RateLimitObserver and CountObserver (generate.py), and by
-    RequestTrace (request_log/record.py), which only takes note.
+    Entering may refuse the call with a LorikeetError. A call that completed has shown a FinalUsage.
+    Implemented by RateLimitObserver and CountObserver (generate.py), and by RequestTrace
+    (request_log/record.py), which only records.
     """
 
     def on_item(self, item: StreamItem) -> None:
-        """Take an item as it comes; a Refusal may come in mid stream."""
+        """Handle an item of the stream. A Refusal may arrive in mid-stream."""
         ...
 
     def on_first_bytes(self) -> Headers:
-        """Note that the first bytes are there; return headers to add to the answer's."""
+        """Record that the first bytes have arrived; return headers to add to the answer's."""
         ...
 
 
 class ReplicaResponse(Response):
-    """Runs one call and sends its answer.
+    """Response that runs one call and sends its answer.
 
-    Nothing is sent before the replica's first bytes are there, so whatever fails until then gets
-    a status of its own; later failures end a stream with an error event. A client that goes away
-    closes `items` at once. Observers are entered in their order and left in the opposite one.
-    before_end: awaited with the last bytes of an answer that has not failed; raises nothing.
+    Nothing is sent before the replica's first bytes arrive, so an earlier failure gets its own HTTP
+    status; a later failure ends a stream with an error event. When the client disconnects `items`
+    is closed at once (client_disconnect.py). Observers are entered in order and left in reverse.
+
+    items: the replica's answer.
+    first_item_timeout_s: longest wait for a replica's first item.
+    before_end: awaited with the last bytes of an answer that has not failed. Raises nothing.
     """
 
     background = None
@@ -79,11 +83,11 @@ class ReplicaResponse(Response):
         self._ending = False
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises LorikeetError only while nothing was sent."""
+        """Send the answer. Raises LorikeetError only before anything is sent."""
         with ExitStack() as left_at_the_end:
             for observer in self._observers:
                 left_at_the_end.enter_context(observer)
-            await _while_connected(receive, self._answer(send))
+            await run_until_disconnect(receive, self._answer(send))
 
     async def _answer(self, send: Send) -> None:
         async with aclosing(self._items) as items:
@@ -100,9 +104,9 @@ class ReplicaResponse(Response):
                 await send(_body(body, more=False))
 
     async def _begin(self, items: Items) -> tuple[AnswerHeader, bytes]:
-        """Wait for the first bytes, and the last header before them.
+        """Return the last header before the first bytes, and these bytes.
 
-        A replica sends a second one, and so does a replica that takes over from a dead one.
+        A replica sends a second header; a replica that replaces a dead one sends headers again.
         """
         header: AnswerHeader | None = None
         try:
@@ -110,7 +114,7 @@ class ReplicaResponse(Response):
                 async for item in items:
                     if isinstance(item, AnswerHeader):
                         header = item
-                        limit.reschedule(None)  # how long its work takes is the client's matter
+                        limit.reschedule(None)  # the client decides how long to wait for the work
                     if first := self._bytes(item):
                         assert header is not None, "a header comes before bytes"
                         return header, first
@@ -121,9 +125,9 @@ class ReplicaResponse(Response):
         raise GenerationFailed(_SILENT)
 
     async def _bodies(self, first: bytes, items: Items) -> AsyncGenerator[Message, None]:
-        """Yield a stream's messages; the events behind its FinalUsage, or an error's, are its end.
+        """Yield a stream's ASGI messages, each of which is one write to the client's connection.
 
-        Each message is a write to the client's connection.
+        The last message has the events after FinalUsage, or an error event.
         """
         events, last = 0, list[bytes]()
         try:
@@ -149,7 +153,7 @@ class ReplicaResponse(Response):
                 yield chunk
 
     def _bytes(self, item: StreamItem) -> bytes:
-        """The client's part of an item, which may be none. Raises Refused."""
+        """Return the bytes of an item that are for the client, if any. Raises Refused."""
         self._ending = self._ending or isinstance(item, FinalUsage)
         for observer in self._observers:
             observer.on_item(item)
@@ -170,35 +174,11 @@ class ReplicaResponse(Response):
         return {"type": "http.response.start", "status": OK, "headers": headers}
 
 
-async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Run `work`; cancel it, and wait for its end, when the client goes away.
-
-    As asyncio.timeout does it: `work` needs no task of its own.
-    """
-    here = asyncio.current_task()
-    assert here is not None
-    gone = False
-
-    async def leave_with_the_client() -> None:
-        nonlocal gone
-        with suppress(Exception):  # of a connection that is lost in another way
-            while (await receive())["type"] != "http.disconnect":
-                pass
-        gone = True
-        here.cancel()
-
-    leaving = asyncio.create_task(leave_with_the_client())
-    try:
-        await work
-    except asyncio.CancelledError:
-        if not gone or here.uncancel():
-            raise  # the server cancels this request itself
-    finally:
-        leaving.cancel()
-
-
 def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
-    """Return the event that ends a stream which failed after N events."""
+    """Return the event that ends a failed stream.
+
+    sent: number of events sent before.
+    """
     match call.endpoint:
         case Endpoint.RESPONSES:
             return failed_response_event(call, sent, error.code, error.message, error.param)
@@ -208,7 +188,9 @@ def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
 
 
 def _headers(header: AnswerHeader) -> Headers:
-    """Which weights answer, where they were, how long they took to come, and what had no effect."""
+    """Return headers with the replica, the adapter's digest, its residency and load time, and the
+    request fields that had no effect.
+    """
     headers = [(b"x-lorikeet-replica", header.replica.encode())]
     if header.digest is not None:
         headers.append((b"x-lorikeet-adapter-digest", header.digest.encode()))

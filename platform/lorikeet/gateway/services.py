@@ -1,4 +1,4 @@
-"""The parts that the gateway's application is built from."""
+"""Parts that the gateway's application is built from, and the interface to its replicas."""
 
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
-from lorikeet.catalog.uploads import PART_BYTES
+from lorikeet.catalog.resumable_uploads import PART_BYTES
 from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.peers import Peers
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.responses.store import ResponseStore
+from lorikeet.response_store import ResponseStore
 from lorikeet.settings import Settings
 from lorikeet.tenancy.monthly_budget import RecordedUsage
 from lorikeet.usage.ledger import UsageLedger
@@ -32,17 +32,18 @@ from lorikeet_engine.adapter_format import (
 )
 from lorikeet_engine.errors import ModelError
 
-if TYPE_CHECKING:  # its libraries are wanted only where traces are
+if TYPE_CHECKING:  # its libraries are imported only where traces are exported
     from lorikeet.tracing.exporter import TraceExporter
 
 
 class EngineClient(Protocol):
-    """What a gateway asks of replicas; ServeEngineClient (serving/) does it over Ray Serve."""
+    """Interface to the replicas, implemented over Ray Serve by ServeEngineClient (serving/)."""
 
     def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
-        """Stream a replica's answer: an AnswerHeader, then bytes, or a Refusal before the first.
+        """Stream a replica's answer: an AnswerHeader, then bytes, or a Refusal before any bytes.
 
-        Closing or cancelling the stream frees at once what the request holds. Raises LorikeetError.
+        Closing or cancelling the stream frees the request's resources at once. Raises
+        LorikeetError.
         """
         ...
 
@@ -51,52 +52,56 @@ class EngineClient(Protocol):
         ...
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> Sequence[str]:
-        """Ask a replica which copies are not the base model's matrices. Raises LorikeetError."""
+        """Have a replica compare copies with the base model's matrices.
+
+        Return the modules whose copy differs. Raises LorikeetError.
+        """
         ...
 
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
-        """Have all replicas keep an adapter on their hosts until `release`; whether all have it.
+        """Send an adapter to the replicas that lack it; return whether all have it on their hosts.
 
-        Replicas keep it for a minute: this is called again for as long as they should. Those that
-        lack it are sent the blob.
+        Each replica keeps the adapter for a minute or until `release`: call again to keep it
+        longer.
         """
         ...
 
     async def expect(self, base_model: str, digest: str, blob: Path, size_bytes: int) -> None:
-        """Tell replicas of a blob that is being written to this file, and may be delivered then."""
+        """Announce a blob to the replicas while it is being written to `blob`, before `deliver`."""
         ...
 
     async def holds(self, base_model: str, digest: str) -> bool:
-        """Ask whether all replicas have an adapter on their hosts, or nearer."""
+        """Return whether all replicas have an adapter on their hosts or GPUs."""
         ...
 
     async def release(self, base_model: str, digest: str) -> None:
-        """Let replicas evict an adapter again that was delivered."""
+        """Let replicas evict a delivered adapter again."""
         ...
 
     async def reports(self, tier: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
-        """Ask every replica of every base model what it holds and does.
+        """Return a report of every replica of every base model: its adapters and its load.
 
-        tier: adapters there or nearer are listed; those in the GPU's arena always are.
+        tier: farthest tier whose adapters are listed. Those in the GPU's arena always are.
         """
         ...
 
     def ready(self) -> bool:
-        """Whether any replica of any base model has started, as far as Serve has said."""
+        """Return whether any replica of any base model has started, as far as Serve has said."""
         ...
 
 
 async def no_pages() -> Sequence[bytes]:
-    """Return no pages: the default where this gateway is the whole service."""
+    """Return no metrics pages: the default where this gateway is the whole service."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A base model that is served. aliases: what adapters may call it, e.g. its Hub name.
+    """A base model that is served.
 
-    quantization: what its linears were rounded to, in words; None: to nothing. chat_template: what
-    template_digest finds in its folder.
+    aliases: further names that adapters may use for it, e.g. its Hub name.
+    quantization: format that its linears are rounded to, in words; None if not quantized.
+    chat_template: template_digest of its folder.
     """
 
     shape: BaseShape
@@ -107,22 +112,31 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The parts behind the API. base_models: by the name that clients use.
+    """Parts behind the gateway's API.
 
-    gateways: how many there are; each enforces its share of a tenant's limit. refresh_s: how old
-    the view of the catalog may be. first_item_timeout_s: how long a replica may take to answer
-    at all; how long it may take to generate is not limited here. max_open_requests: what this
-    gateway carries at once, of all tenants together; None: no bound. part_bytes: the size of a
-    large upload's parts. adapter_memory: what the engines keep adapters in, as far as it is known
-    here. name: this gateway's. peers: the other gateways. recorded_usage: what tenants have used,
-    for their budgets. usage: what this gateway counts of it. usage_flush_s: how often it and the
-    replicas write that to the store. max_queue_s: how long a request may wait for its turn on a
-    replica; None: as long as it takes. max_running: this gateway's part of the requests that the
-    replicas of each base model run at once. traces: where traces of ended requests go, if anywhere.
-    metrics: this gateway's. metrics_pages: asks each replica and the controller for its part of the
-    metrics page. kept_view: the file of the catalog's last view, for starts while the store is
-    away. push_folder: for pushed blobs, on the disk cache's file system. responses: the stored
-    ones, where storing is on.
+    base_models: served base models, by the name that clients use.
+    limits: limits of adapters that are registered.
+    gateways: number of gateways; each enforces its share of a tenant's limits.
+    refresh_s: greatest age of the catalog view.
+    first_item_timeout_s: longest wait for a replica's first item. Generation itself has no limit
+        here.
+    max_open_requests: requests that this gateway runs at once, all tenants together; None: no
+        limit.
+    part_bytes: size of a large upload's parts.
+    adapter_memory: memory in which engines keep adapters, as far as known here.
+    name: name of this gateway.
+    peers: the other gateways.
+    recorded_usage: usage of tenants in the store, for their budgets.
+    usage: usage that this gateway counts.
+    usage_flush_s: seconds between writes of usage to the store, by gateways and replicas.
+    max_queue_s: longest time that a request may queue on a replica; None: no limit.
+    max_running: requests that the replicas of each base model run at once, this gateway's share.
+    traces: exporter for traces of ended requests.
+    metrics: metrics of this gateway.
+    metrics_pages: asks each replica and the controller for their metrics.
+    kept_view: file with the catalog's last view, for starts while the store is unreachable.
+    push_folder: folder for pushed blobs, on the disk cache's file system.
+    responses: store of responses; None: responses are not stored.
     """
 
     catalog: AdapterCatalog
@@ -153,7 +167,7 @@ class Services:
 def read_base_models(settings: Settings) -> dict[str, ServedModel]:
     """Read config.json of every base model's folder. Raises InvalidSetting, naming the folder.
 
-    An adapter may call its base model by the served name, the folder's, or the one in config.json.
+    The aliases of a base model are its folder's name and the name in config.json.
     """
     models = settings.base_models
     return {name: _read(models[name], settings.weight_dtype[name]) for name in models}

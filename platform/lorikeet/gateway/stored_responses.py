@@ -1,7 +1,7 @@
-"""Stored responses in a gateway: read before a call goes on from one, saved before its end is sent.
+"""Stored responses in a gateway: read to continue a conversation, saved before an answer's end.
 
-The store is asked in threads of its own. One that does not answer costs a client the storing, not
-the answer, which then says `store: false`.
+Store requests run in threads of their own. If the store fails, the client still gets the answer,
+which then says `store: false`.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from lorikeet.gateway.body import ValueBudget
 from lorikeet.gateway.replica_response import BeforeEnd
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call
-from lorikeet.responses.store import (
+from lorikeet.response_store import (
     MAX_STORED_BYTES,
     Json,
     ResponseStore,
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SAVE_S = 5.0
-"""A client waits no longer for its last event because of a store that does not answer."""
+"""Longest time in seconds that saving may delay a client's last event."""
 _READ_S = 15.0
 _AT_ONCE = 16
 _OFF = "this service stores no responses: its operator can set LORIKEET_RESPONSES_LIFETIME_H"
@@ -45,7 +45,7 @@ _PREVIOUS = "previous_response_id"
 
 
 class StoredResponses:
-    """The stored responses, where storing is on. For one event loop."""
+    """Access to stored responses, where storing is on. For one event loop."""
 
     def __init__(self, store: ResponseStore | None, metrics: GatewayMetrics) -> None:
         self._store, self._metrics = store, metrics
@@ -53,15 +53,15 @@ class StoredResponses:
         self._savers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="save-responses")
 
     def stores(self, body: ApiRequest) -> bool:
-        """Whether the answer to a request will be stored."""
+        """Return whether the answer to a request will be stored."""
         on = self._store is not None
         return on and isinstance(body, ResponsesRequest) and body.store is not False
 
     async def items(self, body: ApiRequest, tenant: str) -> StoredItems:
-        """Return what a request takes up of stored responses.
+        """Return the stored items that a request refers to.
 
-        Raises UnsupportedParameter where nothing is stored; UnknownPreviousResponse, NotFound for
-        an item, InvalidInput for items of too many responses or the same one twice, StoreError.
+        Raises UnsupportedParameter where storing is off; UnknownPreviousResponse; NotFound for an
+        item; InvalidInput for items of too many responses, or for one item twice; StoreError.
         """
         if not isinstance(body, ResponsesRequest):
             return StoredItems()
@@ -72,7 +72,7 @@ class StoredResponses:
         store = self._store
         if store is None:
             raise _off(_PREVIOUS, _PREVIOUS) if previous else _off("input", f"an {REFERENCE}")
-        if len(set(references)) < len(references):  # each can be as large as a response
+        if len(set(references)) < len(references):  # an item can be as large as a whole response
             raise InvalidInput(f"input: an item has several {REFERENCE}s: want one", param="input")
         budget = ValueBudget(body.max_values)
 
@@ -88,7 +88,10 @@ class StoredResponses:
         return await self._read(read)
 
     def saver(self, body: ApiRequest, context: CallContext, call: Call) -> BeforeEnd | None:
-        """Return what stores a call's answer before its end is sent, if that is to be."""
+        """Return a function that stores a call's answer before its end is sent.
+
+        None if the answer is not to be stored.
+        """
         store = self._store
         if store is None or not context.stores or not isinstance(body, ResponsesRequest):
             return None
@@ -101,7 +104,7 @@ class StoredResponses:
             try:
                 async with asyncio.timeout(SAVE_S):
                     await _in_thread(self._savers, lambda: save(last))
-            except Exception as error:  # also of arguments that were cut off, or are no JSON
+            except Exception as error:  # also for tool arguments that were cut off or are no JSON
                 self._metrics.count_not_stored()
                 facts = {"request_id": call.request_id, "error": repr(error)}
                 log.warning("response_not_stored", extra=facts)
@@ -111,12 +114,12 @@ class StoredResponses:
         return before_end
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
-        """Return a tenant's response. Raises NotFound, also where nothing is stored; StoreError."""
+        """Return a tenant's response. Raises NotFound, also where storing is off; StoreError."""
         store = self._needed()
         return await self._read(lambda: store.get(tenant, response_id))
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """Delete a tenant's response. Raises as `get` does."""
+        """Delete a tenant's response. Raises as `get`."""
         store = self._needed()
         await self._read(lambda: store.delete(tenant, response_id))
 
@@ -134,7 +137,7 @@ class StoredResponses:
 
 
 def _off(param: str, what: str) -> UnsupportedParameter:
-    problem = f"not supported here: {what}: {_OFF}, or send the earlier turns in full"
+    problem = f"not supported here: {what}: {_OFF}, or you can send the earlier turns in full"
     return UnsupportedParameter(problem, param=param)
 
 
@@ -160,12 +163,12 @@ async def _in_thread(threads: ThreadPoolExecutor, ask: Callable[[], T]) -> T:
 def _stored(
     request: ResponsesRequest, context: CallContext, call: Call, last: bytes
 ) -> StoredResponse:
-    """Return what is stored of an answer. last: its body, or the events that end its stream.
+    """Return the response to store. Raises StoreError if it is too large.
 
-    Raises StoreError where it is too large.
+    last: an answer's body, or the events that end its stream.
     """
     text = last.rstrip().rpartition(b"\ndata: ")[2]
-    if len(text) > MAX_STORED_BYTES:  # to parse it would hold up the gateway for longer yet
+    if len(text) > MAX_STORED_BYTES:  # parsing it would block the gateway for long
         raise too_large()
     answer = json.loads(text)
     response = answer["response"] if call.stream else answer

@@ -20,9 +20,9 @@ OTHER = "other"
 
 ROUND_S = 60.0
 """How often names can lose their places; scrapes come more often."""
-_CLEARLY = 2.0
+_TAKEOVER_FACTOR = 2.0
 """How many times as busy a name must be to take another's place: near equals do not swap."""
-_MORE = 1.25
+_SHOWN_FACTOR = 1.25
 """The most names shown, in multiples of `most`: a quarter of them may have changed in a round."""
 _CANDIDATES = 10_000
 """The most other names that are counted in a round; later ones are hardly the busiest."""
@@ -117,9 +117,9 @@ class BusiestNames:
         left, self._leaving = self._leaving, set()
         challengers = sorted(self._others.items(), key=lambda item: -item[1])
         defenders = sorted(self._chosen.items(), key=lambda item: item[1])
-        places = defenders[: max(1, int((_MORE - 1) * self._most))]
+        places = defenders[: max(1, int((_SHOWN_FACTOR - 1) * self._most))]
         for (name, uses), (chosen, its_uses) in zip(challengers, places, strict=False):
-            if uses <= _CLEARLY * its_uses:
+            if uses <= _TAKEOVER_FACTOR * its_uses:
                 break
             del self._chosen[chosen], self._others[name]
             self._chosen[name] = uses

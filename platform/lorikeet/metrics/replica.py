@@ -10,14 +10,14 @@ from lorikeet_engine.telemetry.status import EngineInfo, EngineStatus
 
 def replica_metrics(status: EngineStatus, info: EngineInfo) -> Iterator[Metric]:
     """The replica's metrics. A histogram is there once it has a value."""
-    yield _numbers(info)
+    yield _base_model_info(info)
     yield from _tiers(status)
     yield from _loads(status)
     yield from _engine(status)
     yield from _steps(status)
 
 
-def _numbers(info: EngineInfo) -> Metric:
+def _base_model_info(info: EngineInfo) -> Metric:
     family = GaugeMetricFamily(
         "lorikeet_base_model_info",
         "1; its labels say what the base model's weights, and keys and values, were rounded to.",

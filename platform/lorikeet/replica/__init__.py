@@ -1,13 +1,16 @@
-"""A replica: one engine and the text around it. Prompts in, the client's bytes out. No Ray.
+"""A replica: one engine, with prompts encoded before it and answers formatted behind it. No Ray.
 
-replica.py            Replica: a call's walk, and all that gateways and the controller may ask
-request_builder.py    a call's request to the engine, and the room for its answer
+replica.py            Replica: runs calls, and answers gateways and the controller
+request_builder.py    the engine's request for a call, within the limits of one answer
 prompts.py            chat templates and tokenizing
-grammar.py, tool_grammar.py, thinking_grammar.py, grammar_sandbox.py   what an answer is held to
+grammars/             grammars that constrain answers
 output_dispatcher.py  the engine's outputs, to each call's AnswerSender (answer_stream/)
-metering.py           what is billed
+metering.py           billed usage
 status_feed.py        status updates for gateways
-engine_process.py, engine_settings.py   what the engine is built from
+pushed_adapters.py    adapters that training pushes to the host memory
+smoke.py              smoke tests of adapters
+base_copies.py        checks of base-model matrices that adapters carry along
+engine_process.py, engine_settings.py   the engine's construction in its own process
 
 serving/deployments.py makes it a deployment.
 """

@@ -7,19 +7,19 @@ from functools import partial
 from random import Random
 from threading import Lock
 
+from lorikeet.protocol.messages import Candidate
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.rendezvous import rendezvous_candidates
 from lorikeet.routing.locations import AdapterLocations, PrefixIndex
 from lorikeet.routing.median_costs import median_costs
 from lorikeet.routing.ranking import (
     H200_LLAMA_8B,
-    Candidate,
     CostCoefficients,
     Holders,
     RoutingRequest,
     candidate_sample,
     rank_by_cost,
 )
-from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.routing.tracked_replica import InFlightRequest, RoutingDecision, TrackedReplica
 from lorikeet_engine.adapter import AdapterRef, Residency
 
@@ -127,7 +127,7 @@ class Fleet:
                 if full in (None, name):  # a full one that is gone is no news of the others
                     replica.pause_fetches(now_s)
             have = any(tier(name, digest) is not Residency.REMOTE for name in self._usable)
-            return have or any(self._replicas[name].fetches(now_s) for name in self._usable)
+            return have or any(self._replicas[name].can_fetch(now_s) for name in self._usable)
 
     def rank_replicas(
         self, request: RoutingRequest, queue_length: Callable[[str], int | None] = lambda _: None

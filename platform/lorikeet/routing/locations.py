@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import count, takewhile
 from typing import TypeVar
 
-from lorikeet.routing.status_update import StatusUpdate
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 
 K = TypeVar("K")
@@ -14,10 +14,11 @@ K = TypeVar("K")
 BLOCK_TOKENS = 64
 CHARACTERS_PER_TOKEN = 4
 """An estimate for English text; a gateway has no tokenizer."""
-MOST_BLOCKS = 64
+MAX_HASHED_BLOCKS = 64
 """The most blocks of a prompt that are hashed: 4,096 tokens."""
-MOST_CHARACTERS = MOST_BLOCKS * BLOCK_TOKENS * CHARACTERS_PER_TOKEN
-_REMEMBERED = 1 << 17  # blocks: 8 million tokens, more than the KV caches of a few replicas hold
+MAX_HASHED_CHARACTERS = MAX_HASHED_BLOCKS * BLOCK_TOKENS * CHARACTERS_PER_TOKEN
+_MAX_BLOCKS_KEPT = 1 << 17
+"""8 million tokens, more than the KV caches of a few replicas hold."""
 _NOWHERE = Residency.REMOTE
 
 PrefixHashes = tuple[int, ...]
@@ -114,7 +115,7 @@ def prefix_hashes(prompt: str | Sequence[int], *salt: str | None) -> PrefixHashe
     """
     size = BLOCK_TOKENS * (CHARACTERS_PER_TOKEN if isinstance(prompt, str) else 1)
     chain, value = [], hash(salt)
-    for end in range(size, min(len(prompt), MOST_BLOCKS * size) + 1, size):
+    for end in range(size, min(len(prompt), MAX_HASHED_BLOCKS * size) + 1, size):
         value = hash((value, prompt[end - size : end]))
         chain.append(value)
     return tuple(chain)
@@ -123,8 +124,8 @@ def prefix_hashes(prompt: str | Sequence[int], *salt: str | None) -> PrefixHashe
 class PrefixIndex:
     """The replica that computed each block last; what was not seen for longest is forgotten."""
 
-    def __init__(self, most_blocks: int = _REMEMBERED) -> None:
-        self._most_blocks = most_blocks
+    def __init__(self, max_blocks: int = _MAX_BLOCKS_KEPT) -> None:
+        self._max_blocks = max_blocks
         self._replica_of: dict[int, str] = {}  # in the order in which they were computed
 
     def add(self, chain: PrefixHashes, replica: str) -> None:
@@ -132,7 +133,7 @@ class PrefixIndex:
         for block in chain:
             self._replica_of.pop(block, None)
             self._replica_of[block] = replica
-        while len(self._replica_of) > self._most_blocks:
+        while len(self._replica_of) > self._max_blocks:
             del self._replica_of[next(iter(self._replica_of))]
 
     def cached_tokens(self, chain: PrefixHashes) -> dict[str, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, NamedTuple, TypeVar
 
+from lorikeet.protocol.messages import Candidate, Cost, Work
 from lorikeet.routing.locations import PrefixHashes
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens
@@ -54,18 +55,6 @@ def capacity_per_s(
     context = steps.max_running * steps.decode_sees(prompt_tokens + answer_tokens / 2)
     token_s = steps.step_s(steps.max_running, ranks, context) / steps.max_running
     return 1.0 / (prompt_s + answer_tokens * token_s)
-
-
-class Work(NamedTuple):
-    """The work that a request is for a replica. rank and adapter_bytes: 0 for the base model.
-
-    sequences: how many will decode for it, which share what of the prompts they can.
-    """
-
-    prompt_tokens: int
-    rank: int = 0
-    adapter_bytes: int = 0
-    sequences: int = 1
 
 
 class RoutingRequest(NamedTuple):
@@ -126,7 +115,7 @@ class ReplicaOption(NamedTuple, Generic[R]):
     that adapter decodes there. evicted_uses: see the function of that name. cached_tokens: how many
     of the prompt's it has computed before. loading: whether the adapter is on its way to its GPU
     already, its bytes among those of `status`. queue_share: what share of all that waits there
-    comes before the request, since tenants take turns. fetches: whether it can fetch adapters.
+    comes before the request, since tenants take turns. can_fetch: whether it can fetch adapters.
     """
 
     replica: R
@@ -138,35 +127,7 @@ class ReplicaOption(NamedTuple, Generic[R]):
     cached_tokens: int = 0
     loading: bool = False
     queue_share: float = 1.0
-    fetches: bool = True
-
-
-class Cost(NamedTuple):
-    """What a request is expected to cost at a replica, part by part, seconds.
-
-    prefill_s: of its own prompt. queue_s: the prompts before it, and a place in the batch. load_s:
-    of its adapter from its tier; it overlaps with the queue. others_s: what other requests lose by
-    it. copy_s: what it is worth not to make one more copy of the adapter, and of what goes for it.
-    """
-
-    prefill_s: float
-    queue_s: float
-    load_s: float
-    others_s: float
-    copy_s: float
-
-    @property
-    def total_s(self) -> float:
-        """The total by which replicas are compared."""
-        return self.prefill_s + self.others_s + max(self.queue_s, self.load_s) + self.copy_s
-
-
-class Candidate(NamedTuple, Generic[R]):
-    """A replica that was considered, where it had the adapter, and what was expected of it."""
-
-    replica: R
-    tier: Residency
-    cost: Cost
+    can_fetch: bool = True
 
 
 class Holders(NamedTuple, Generic[R]):
@@ -207,12 +168,12 @@ def rank_by_cost(work: Work, options: Iterable[ReplicaOption[R]]) -> list[Candid
     Those that lack the adapter and cannot fetch it come last.
     """
     costs = [(expected_cost(work, each), each) for each in options]
-    costs.sort(key=lambda of: (_must_fetch_in_vain(of[1]), of[0].total_s))
+    costs.sort(key=lambda of: (_cannot_get_adapter(of[1]), of[0].total_s))
     return [Candidate(each.replica, each.tier, cost) for cost, each in costs]
 
 
-def _must_fetch_in_vain(option: ReplicaOption[R]) -> bool:
-    return option.tier is Residency.REMOTE and not option.fetches
+def _cannot_get_adapter(option: ReplicaOption[R]) -> bool:
+    return option.tier is Residency.REMOTE and not option.can_fetch
 
 
 def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lorikeet.protocol.messages import Candidate
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.routing.locations import AdapterLocations, decrement
 from lorikeet.routing.ranking import (
-    Candidate,
     CostCoefficients,
     ReplicaOption,
     RoutingRequest,
     RoutingStatus,
     evicted_uses,
 )
-from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.costs import MeasuredCosts, seen_tokens
 
 FETCH_PAUSE_S = 10.0
@@ -47,7 +47,7 @@ class InFlightRequest:
 
     request: RoutingRequest
     replica: "TrackedReplica"
-    at_s: float
+    sent_s: float
     tokens: int
     bytes: int
     candidates: Sequence[Candidate[str]]
@@ -81,7 +81,7 @@ class TrackedReplica:
         self._unreported: dict[InFlightRequest, None] = {}  # not in the update yet, oldest first
         self._new = _Totals()  # of the unreported
         self._own = _Totals()  # of all without a first token
-        self._fetch_again_s = -math.inf
+        self._fetch_paused_until_s = -math.inf
         self._tenant_tokens: Counter[str | None] = Counter()  # waiting, by tenant
         self._running = 0
         self._ranks = 0
@@ -96,7 +96,7 @@ class TrackedReplica:
         self._update, self._updated_s = update, now_s
         if update.costs is not None:
             self.measured = update.costs
-        while self._unreported and (oldest := next(iter(self._unreported))).at_s <= now_s - age_s:
+        while self._unreported and (oldest := next(iter(self._unreported))).sent_s <= now_s - age_s:
             self._mark_reported(oldest)
         return True
 
@@ -128,11 +128,11 @@ class TrackedReplica:
 
     def pause_fetches(self, now_s: float) -> None:
         """Take in that it could not fetch or store an adapter, nor may for FETCH_PAUSE_S."""
-        self._fetch_again_s = now_s + FETCH_PAUSE_S
+        self._fetch_paused_until_s = now_s + FETCH_PAUSE_S
 
-    def fetches(self, now_s: float) -> bool:
+    def can_fetch(self, now_s: float) -> bool:
         """Whether it may be expected to fetch an adapter that it lacks."""
-        return now_s >= self._fetch_again_s
+        return now_s >= self._fetch_paused_until_s
 
     def option(
         self,
@@ -158,7 +158,7 @@ class TrackedReplica:
             cached_tokens,
             self.name in locations.loading_on(digest),
             queue_share,
-            self.fetches(now_s),
+            self.can_fetch(now_s),
         )
 
     def status(self, now_s: float, queue_length: int | None) -> RoutingStatus:

@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import LorikeetError, StoreError
 from lorikeet.logs import log_to_stderr
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 """How long a new pin waits at most until its adapters are loaded."""
-_SNAPSHOT_GAP_S = 10.0
-_JOIN_GAP_S = 3600.0
-_SILENT_S = 120.0  # far longer than any part of a tick
-_STORE_S = 2.0
+_SNAPSHOT_PERIOD_S = 10.0
+_COMPACTION_PERIOD_S = 3600.0
+_HUNG_S = 120.0  # far longer than any part of a tick
+_STORE_TIMEOUT_S = 2.0
 """A store that hangs delays a tick by this much: then the last view of the catalog is used."""
 
 
@@ -47,7 +47,7 @@ class Controller:
     def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
         log_to_stderr()
         store = open_store(settings.catalog)
-        self._catalog = AdapterCatalog(store)
+        self._catalog = CatalogReader(store)
         self._kept_view = KeptView(settings.cache_dir, store.url)
         self._reconcilers = [
             ReplicaReconciler(engine, settings, name) for name, engine in engines.items()
@@ -65,7 +65,7 @@ class Controller:
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(self._run())
         self._snapshots = loop.create_task(self._keep_snapshots())
-        self._joins = loop.create_task(self._join_usage())
+        self._compaction = loop.create_task(self._compact_usage())
 
     async def metrics(self) -> bytes:
         """The controller's part of the metrics page."""
@@ -74,7 +74,7 @@ class Controller:
     def check_health(self) -> None:
         """Raises when the loop has ended or hangs: Ray then starts another controller."""
         idle_s = time.monotonic() - self._ticked_s
-        if self._task.done() or idle_s > _SILENT_S:
+        if self._task.done() or idle_s > _HUNG_S:
             raise RuntimeError(f"the controller's last tick ended {idle_s:.0f} s ago")
 
     async def _run(self) -> None:
@@ -100,7 +100,7 @@ class Controller:
 
     async def _tick(self) -> None:
         reading = self._reading or asyncio.create_task(asyncio.to_thread(self._read_catalog))
-        await asyncio.wait([reading], timeout=_STORE_S)
+        await asyncio.wait([reading], timeout=_STORE_TIMEOUT_S)
         self._reading = None if reading.done() else reading
         if self._pins_seq is not None:
             await self._update_replicas()
@@ -153,7 +153,7 @@ class Controller:
     async def _keep_snapshots(self) -> None:
         """Make a snapshot whenever one is due; beside the ticks, which it must not delay."""
         while True:
-            await asyncio.sleep(_SNAPSHOT_GAP_S)
+            await asyncio.sleep(_SNAPSHOT_PERIOD_S)
             if not self._catalog.snapshot_due:
                 continue
             try:
@@ -163,10 +163,10 @@ class Controller:
             else:
                 log.info("snapshot_made", extra={"seq": seq})
 
-    async def _join_usage(self) -> None:
+    async def _compact_usage(self) -> None:
         """Join the usage files of the last hours, so that a new reader reads few."""
         while True:
-            await asyncio.sleep(_JOIN_GAP_S)
+            await asyncio.sleep(_COMPACTION_PERIOD_S)
             try:
                 await asyncio.to_thread(compact_recent_days, self._catalog.store, time.time())
             except Exception as error:

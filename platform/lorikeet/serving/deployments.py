@@ -21,17 +21,17 @@ from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import LorikeetError, StoreError, StoreRefused
 from lorikeet.gateway.app import create_app
+from lorikeet.gateway.listeners import AdminListener, PublicListener
 from lorikeet.gateway.services import Services, read_base_models
 from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.replica.replica import Replica
-from lorikeet.responses.store import ResponseStore
+from lorikeet.response_store import ResponseStore
 from lorikeet.retry_after import FULL_PROXY_S
 from lorikeet.serving.autoscaling import autoscaling
 from lorikeet.serving.controller import Controller
 from lorikeet.serving.engine_client import ServeEngineClient
-from lorikeet.serving.listeners import AdminListener, PublicListener
-from lorikeet.serving.malloc_trim import trim_freed_memory
+from lorikeet.serving.freed_memory import trim_freed_memory
 from lorikeet.serving.peers import ServePeers
 from lorikeet.serving.replica_calls import broadcast_all
 from lorikeet.settings import Settings
@@ -47,13 +47,13 @@ log = logging.getLogger(__name__)
 _LONGEST_GENERATION_S = 600  # a replica that is replaced may take this long to finish its streams
 _OTHER_REQUESTS = 256  # room beside the generations: a flood of those must not shut the rest out
 _HEALTH_CHECKS = 64  # of that, kept for them: a flood of the rest must not shut them out
-_ENGINE_CALLS = 8  # beside two streams to each gateway: plans, reports and so on at once
+_CONTROL_CALLS = 8  # beside two streams to each gateway: plans, reports and so on at once
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
 _NO_ACCESS_LOG = {"enable_access_log": False}
 """Serve's own: a line for each call, a thousand of which are written in one pause of 14 ms."""
-_SWITCH_S = 0.5e-3
+_SWITCH_INTERVAL_S = 0.5e-3
 """How long replicas' and gateways' event loops wait for the interpreter; 5 ms by default.
 
 A gateway's threads have it while they parse: a large adapter's header takes them 6 ms each time.
@@ -68,7 +68,7 @@ def engine(settings: Settings, base_model: str) -> Application:
     gpus = settings.tensor_parallel[base_model] if device_of(settings) == "cuda" else 0
     deployment = serve.deployment(
         name=f"engine-{base_model}",
-        max_ongoing_requests=settings.max_ongoing_requests + 2 * settings.gateways + _ENGINE_CALLS,
+        max_ongoing_requests=settings.max_ongoing_requests + 2 * settings.gateways + _CONTROL_CALLS,
         ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": gpus},
         logging_config=_NO_ACCESS_LOG,
         request_router_config={
@@ -128,7 +128,7 @@ class EngineReplica(Replica):
 
     def __init__(self, base_model: str, settings: Settings) -> None:
         log_to_stderr()
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         name = serve.get_replica_context().replica_id.unique_id
         with _failure_logged("engine", base_model):
             super().__init__(name, base_model, settings)
@@ -166,7 +166,7 @@ class Gateway:
         controller: DeploymentHandle[Any],
     ) -> None:
         log_to_stderr()
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         here = serve.get_replica_context()
         name = here.replica_id.unique_id
         self._most_requests = _most_requests(settings)
@@ -247,7 +247,7 @@ def _open_catalog(store: ObjectStore, kept_view: KeptView) -> AdapterCatalog:
     """
     catalog = AdapterCatalog(store)
     try:
-        catalog.refresh()
+        catalog.reader.refresh()
     except StoreError as error:
         if isinstance(error, StoreRefused) and kept_view.read() is None:
             raise

@@ -109,14 +109,14 @@ class ServeEngineClient:
             answer = await self._handles[base_model].smoke.remote(test)
             return cast("SmokeResult | Refusal", answer)
         except (RayTaskError, *REPLICA_LOST) as error:
-            raise _lost(error, test.request_id) from error
+            raise _translated(error, test.request_id) from error
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
         """The modules whose copies a replica finds changed. Raises Unavailable if it is lost."""
         try:
             return cast("list[str]", await self._handles[base_model].changed_copies.remote(copies))
         except (RayTaskError, *REPLICA_LOST) as error:
-            raise _lost(error, "changed_copies") from error
+            raise _translated(error, "changed_copies") from error
 
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
         """Have all replicas keep an adapter on their hosts; whether all have it."""
@@ -165,10 +165,10 @@ class ServeEngineClient:
                             _update_fleet(fleet, request_id, item)
                         yield item
             except RayTaskError as error:
-                raise _lost(error, request_id) from error
+                raise _translated(error, request_id) from error
             except (Unavailable, *REPLICA_LOST) as error:
                 fleet.on_replica_lost(fleet.accepted_by(request_id))
-                raise _lost(error, request_id) from error
+                raise _translated(error, request_id) from error
             except asyncio.CancelledError as error:
                 if is_being_cancelled():
                     raise
@@ -252,7 +252,7 @@ def _fleet(handle: DeploymentHandle[Any]) -> Fleet:
     return fleet_of(handle.app_name, handle.deployment_name)
 
 
-def _lost(error: Exception, request_id: str) -> LorikeetError:
+def _translated(error: Exception, request_id: str) -> LorikeetError:
     """Ray's error as one of ours."""
     if isinstance(error, Unavailable):
         return error

@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorikeet.dialects import error_body
+from lorikeet.error_shapes import openai_error_body
 from lorikeet.errors import Unavailable
 from lorikeet.gateway.error_responses import error_response
 
@@ -29,28 +29,28 @@ T = TypeVar("T")
 STALLED_S = 60.0
 _LEAST_BYTES_PER_S = 2**16
 """A large message has a second more for each multiple of these bytes."""
-PAUSE_S = 0.002
+START_INTERVAL_S = 0.002
 """The least time between the beginnings of two requests with one key."""
-MOST_WAITING = 1000
+MAX_WAITING = 1000
 """How many requests with one key may wait for their turn; more are refused."""
 _HEADER = b"x-request-id"
-_NOT_TO_LOOK = (b"x-request-disconnect-disabled", b"?1")
+_WATCH_DISABLED = (b"x-request-disconnect-disabled", b"?1")
 _ROUTES = "/-/routes"
 
 
 def middlewares() -> list[Middleware]:
     """The middleware that Serve puts around its own; a gateway's answers pass it as they are."""
     return [
-        Middleware(TurnsMiddleware),
+        Middleware(KeyPacingMiddleware),
         Middleware(UnreadAnswerMiddleware),
         Middleware(RequestIdMiddleware),
         Middleware(UnavailableMiddleware),
-        Middleware(RoutesMiddleware),
-        Middleware(ReadAheadMiddleware, in_gateway=_is_gateway()),
+        Middleware(HiddenRoutesMiddleware),
+        Middleware(NoReadAheadMiddleware, in_gateway=_is_gateway()),
     ]
 
 
-class TurnsMiddleware:
+class KeyPacingMiddleware:
     """Lets requests with one key begin one after the other, with a pause between them.
 
     A thousand that come at once would all be begun before anybody else's is looked at again, and
@@ -61,26 +61,26 @@ class TurnsMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._turns = WeakValueDictionary[str, _Turn]()  # by key
+        self._queues = WeakValueDictionary[str, _KeyQueue]()  # by key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on in its turn; one without a key, such as a probe, at once."""
         if scope["type"] == "http" and (key := _key_of(scope)):
-            turn = self._turns.setdefault(key, _Turn())
-            if turn.waiting >= MOST_WAITING:
+            queue = self._queues.setdefault(key, _KeyQueue())
+            if queue.waiting >= MAX_WAITING:
                 await _refuse(MutableHeaders(), scope, receive, send)
                 return
-            turn.waiting += 1
+            queue.waiting += 1
             try:
-                await turn.acquire()
+                await queue.acquire()
             finally:
-                turn.waiting -= 1
-            asyncio.get_running_loop().call_later(PAUSE_S, turn.release)
+                queue.waiting -= 1
+            asyncio.get_running_loop().call_later(START_INTERVAL_S, queue.release)
         await self._app(scope, receive, send)
 
 
-class _Turn(asyncio.Lock):
-    """The turn of one key's requests. waiting: how many wait for it."""
+class _KeyQueue(asyncio.Lock):
+    """The queue of one key's requests. waiting: how many wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class UnavailableMiddleware:
         await self._app(scope, receive, send_or_refuse)
 
 
-class RoutesMiddleware:
+class HiddenRoutesMiddleware:
     """Hides Serve's list of applications, which it shows to anybody.
 
     Serve's /-/healthz stays: KubeRay's probes and HAProxy's health checks ask for it.
@@ -246,11 +246,11 @@ class RoutesMiddleware:
         """Pass the request on unless it asks for the list."""
         app = self._app
         if scope["type"] == "http" and scope["path"].removeprefix(scope["root_path"]) == _ROUTES:
-            app = JSONResponse(error_body("not_found", f"there is no {_ROUTES} here"), 404)
+            app = JSONResponse(openai_error_body("not_found", f"there is no {_ROUTES} here"), 404)
         await app(scope, receive, send)
 
 
-class ReadAheadMiddleware:
+class NoReadAheadMiddleware:
     """Keeps Serve from reading ahead, to see whether a client leaves, where the gateway looks.
 
     Serve reads into a queue without a bound: with the body of a PUT, a pushed adapter, a gateway
@@ -268,8 +268,8 @@ class ReadAheadMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, with the word that Serve is not to look where that is so."""
         if scope["type"] == "http" and (self._in_gateway or scope["method"] == "PUT"):
-            others = [each for each in scope["headers"] if each[0] != _NOT_TO_LOOK[0]]
-            scope = {**scope, "headers": [*others, _NOT_TO_LOOK]}
+            others = [each for each in scope["headers"] if each[0] != _WATCH_DISABLED[0]]
+            scope = {**scope, "headers": [*others, _WATCH_DISABLED]}
         await self._app(scope, receive, send)
 
 

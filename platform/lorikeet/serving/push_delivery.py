@@ -70,7 +70,7 @@ class PushDelivery:
 
     async def _send(self, digest: str, blob: Path) -> None:
         transfer, size = uuid.uuid4().hex, blob.stat().st_size
-        room, answer_s = asyncio.Semaphore(_IN_FLIGHT), _ANSWER_S
+        slots, answer_s = asyncio.Semaphore(_IN_FLIGHT), _ANSWER_S
 
         async def send(offset: int) -> None:
             nonlocal answer_s
@@ -80,11 +80,11 @@ class PushDelivery:
                 if HoldState.SILENT in await self._ask(part, answer_s):
                     answer_s = _AFTER_SILENCE_S
             finally:
-                room.release()
+                slots.release()
 
         async with asyncio.TaskGroup() as parts:
             for offset in range(0, size, _PART_BYTES):
-                await room.acquire()
+                await slots.acquire()
                 parts.create_task(send(offset))
         await self._ask(PushedEnd(digest, transfer), _END_S)
 

@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 REPLICA_LOST = (RayActorError, RayServeException, grpc.RpcError)
 """What Ray raises when a replica died, drains, or cannot be reached."""
 _TIMEOUT_S = 2.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 """How soon a new replica's stream is opened, and that of one that Serve removes is closed."""
-_PAUSES_S = (0.1, 0.5, 2.0)  # before one that failed is opened again
+_REOPEN_DELAYS_S = (0.1, 0.5, 2.0)  # before one that failed is opened again
 _CALLS = set[asyncio.Task[Any]]()
 """Tasks that call all replicas: the loop itself would not keep them."""
 
@@ -79,7 +79,7 @@ async def broadcast_with_failures(
     """
     calls = asyncio.create_task(_call_all(handle, method, arguments, timeout_s))
     _CALLS.add(calls)
-    calls.add_done_callback(_forget)
+    calls.add_done_callback(_drop_finished)
     return await asyncio.shield(calls)
 
 
@@ -96,7 +96,7 @@ async def _call_all(
     return [answer for answer in answers if not isinstance(answer, BaseException)], failures
 
 
-def _forget(calls: asyncio.Task[Any]) -> None:
+def _drop_finished(calls: asyncio.Task[Any]) -> None:
     _CALLS.discard(calls)
     if not calls.cancelled():
         calls.exception()  # which nobody asks for who was cancelled
@@ -145,7 +145,7 @@ class ReplicaStreams:
                     listening.pop(gone).cancel()
                 for new in exist - listening.keys():
                     listening[new] = asyncio.create_task(self._listen(new))
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
         finally:
             for task in listening.values():
                 task.cancel()
@@ -164,7 +164,7 @@ class ReplicaStreams:
                 elif isinstance(error, REPLICA_LOST):
                     self.fleet.on_replica_lost(replica)
                 log.info("stream_broken", extra={"replica": replica, "error": repr(error)})
-                await asyncio.sleep(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
+                await asyncio.sleep(_REOPEN_DELAYS_S[min(failures, len(_REOPEN_DELAYS_S) - 1)])
                 failures += 1
 
     async def _listen_once(self, replica: str) -> None:

@@ -20,7 +20,7 @@ from lorikeet.settings import Settings
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_S = 8.0  # a replica that is silent for longer has gone
+_SILENCE_S = 8.0  # a replica that is silent for longer has gone
 _RESEND_S = 30.0  # even what a replica has confirmed
 
 
@@ -34,11 +34,11 @@ class ReplicaReconciler:
         self.base_model = base_model
         self.reports: list[ReplicaReport] = []
         self._engine = engine
-        self._least = settings.replicas[base_model]
-        self._scales = settings.most_replicas(base_model) > self._least
-        self._responding = RespondingReplicas(_PATIENCE_S)
+        self._min_replicas = settings.replicas[base_model]
+        self._is_autoscaled = settings.most_replicas(base_model) > self._min_replicas
+        self._responding = RespondingReplicas(_SILENCE_S)
         self._prefetcher = Prefetcher()
-        self._spares = False
+        self._may_shrink = False
         self._sole_copies: Mapping[str, float] = {}
         self._decisions: dict[str, PlacementDecision] = {}
         self._confirmed: dict[str, tuple[PlacementDecision, float]] = {}
@@ -46,24 +46,24 @@ class ReplicaReconciler:
     @property
     def replicas(self) -> ReplicaCount:
         """How many replicas are desired at least, and report."""
-        return ReplicaCount(self._least, len(self.reports))
+        return ReplicaCount(self._min_replicas, len(self.reports))
 
     async def survey(self) -> None:
         """Ask all replicas what they hold, and their pressure if the fleet may shrink."""
         self.reports = self._responding.update(await broadcast(self._engine, "report"))
-        self._spares = False
-        if self._scales and len(self.reports) > self._least:
+        self._may_shrink = False
+        if self._is_autoscaled and len(self.reports) > self._min_replicas:
             stats = await broadcast(self._engine, "record_autoscaling_stats")
             pressures = [each for one in stats if (each := from_stats(one)) is not None]
-            self._spares = len(pressures) == len(self.reports) and could_shrink(pressures)
+            self._may_shrink = len(pressures) == len(self.reports) and could_shrink(pressures)
 
     def decide(self, targets: PinTargets, now_s: float, *, surveyed: bool) -> None:
         """Decide what each replica holds: pins, and after a survey what it prefetches."""
         prefetches: Mapping[str, tuple[PrefetchTarget, ...]] = {}
         if surveyed:
-            listed = self._prefetcher.decide(self.reports, targets, now_s, spares=self._spares)
+            listed = self._prefetcher.decide(self.reports, targets, now_s, spares=self._may_shrink)
             prefetches = listed.prefetches
-            self._sole_copies = listed.sole_copies if self._spares else {}
+            self._sole_copies = listed.sole_copies if self._may_shrink else {}
         if prefetches:
             adapters = sum(map(len, prefetches.values()))
             log.info("prefetches_sent", extra={"adapters": adapters})
@@ -99,13 +99,13 @@ class ReplicaReconciler:
 
 
 class RespondingReplicas:
-    """The last report of every replica that answered within `patience_s`.
+    """The last report of every replica that answered within `timeout_s`.
 
     Without patience, one late answer would move a replica's pins to others and back again.
     """
 
-    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._patience_s = patience_s
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_s = timeout_s
         self._clock = clock
         self._last: dict[str, tuple[float, ReplicaReport]] = {}
 
@@ -114,6 +114,6 @@ class RespondingReplicas:
         now_s = self._clock()
         self._last.update((report.replica, (now_s, report)) for report in reports)
         for replica, (reported_s, _) in list(self._last.items()):
-            if now_s - reported_s > self._patience_s:
+            if now_s - reported_s > self._timeout_s:
                 del self._last[replica]
         return [self._last[replica][1] for replica in sorted(self._last)]

@@ -12,11 +12,11 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from lorikeet.protocol.messages import Call, SmokeTest
+from lorikeet.protocol.messages import Call, SmokeTest, Work
+from lorikeet.protocol.status_update import from_stats
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
-from lorikeet.routing.locations import MOST_CHARACTERS, prefix_hashes
-from lorikeet.routing.ranking import RoutingRequest, Work
-from lorikeet.routing.status_update import from_stats
+from lorikeet.routing.locations import MAX_HASHED_CHARACTERS, prefix_hashes
+from lorikeet.routing.ranking import RoutingRequest
 from lorikeet.serving.fleet_registry import fleet_of
 
 log = logging.getLogger(__name__)
@@ -160,9 +160,9 @@ def _beginning(call: Call) -> str | Sequence[int]:
         return call.prompts[0]
     texts, length = list[str](), 0
     for text in _texts(call):
-        texts.append(text[:MOST_CHARACTERS])
+        texts.append(text[:MAX_HASHED_CHARACTERS])
         length += len(text)
-        if length >= MOST_CHARACTERS:
+        if length >= MAX_HASHED_CHARACTERS:
             break
     return "\n".join(texts)
 

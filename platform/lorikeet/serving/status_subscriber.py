@@ -7,8 +7,8 @@ from typing import Any, NoReturn, cast
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.routing.fleet import Fleet
-from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.replica_calls import (
     ReplicaStreams,
     broadcast,

@@ -4,13 +4,12 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
+from lorikeet.protocol.messages import Candidate, Work
 from lorikeet.rendezvous import rendezvous_candidates
 from lorikeet.routing.ranking import (
-    Candidate,
     Holders,
     ReplicaOption,
     RoutingStatus,
-    Work,
     candidate_sample,
     rank_by_cost,
 )

@@ -1,9 +1,9 @@
-"""How much tenants and keys may do: rate limits and budgets in a gateway.
+"""Rate limits and budgets of tenants and keys in one gateway.
 
-rate_limiter.py takes each request through its limits (`RateLimitHold`): allowance.py counts what a
-tenant or key may still do, with token buckets; monthly_budget.py knows what is left of the month's
-tokens, and queue_time.py estimates how long requests wait for their first token. A gateway enforces
-its share of each limit, which limit_shares.py agrees on with the other gateways.
+rate_limiter.py admits each request within its limits and holds them until the request ends
+(`RateLimitHold`). token_bucket.py counts one limit per minute, monthly_budget.py the month's
+tokens, and queue_time_estimator.py estimates the wait for a first token. Each gateway enforces its
+share of every limit; limit_shares.py agrees on the shares with the other gateways.
 
-The gateway's request handling calls it; what limits there are stands in the catalog.
+The gateway's request handling is the caller. The limits themselves are stored in the catalog.
 """

@@ -1,28 +1,150 @@
-"""Lets requests in, as far as the limits of their tenants and keys allow it."""
+"""Rate limiter of one gateway: admits requests within the limits of their tenants and keys."""
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
 from lorikeet.errors import LimitStatus, Overloaded, RateLimited
-from lorikeet.retry_after import FULL_GATEWAY_S
-from lorikeet.tenancy.allowance import Allowance
-from lorikeet.tenancy.limit_shares import LimitShares, Subject
+from lorikeet.retry_after import FULL_GATEWAY_S, until_one_ends, whole_seconds
+from lorikeet.tenancy.limit_shares import LimitShare, LimitShares, Subject
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
-from lorikeet.tenancy.queue_time import QueueTimeEstimator
+from lorikeet.tenancy.queue_time_estimator import QueueTimeEstimator
+from lorikeet.tenancy.token_bucket import TokenBucket
 
 _READING_PART = 2
-"""While their bodies come, one tenant's requests may be half of what a gateway carries."""
+"""Divisor: while bodies arrive, one tenant may have 1/2 of the requests a gateway carries."""
+_DEFAULT_REQUEST_S = 1.0  # seconds a request is assumed to take until some have ended
+_NEWEST = 0.1  # weight of the newest request in the average duration
+_EPSILON = 1e-9
+_ROUNDING = 1e-6
+
+
+class SubjectLimits:
+    """Limits of one tenant or key, per minute and at once, as this gateway enforces its share.
+
+    LimitSync (gateway/limit_sync.py) moves the share between requests; a request only reads it.
+    Single event loop. Every `now` is in seconds.
+    """
+
+    def __init__(self, subject: Subject, limits: Limits, shares: LimitShares, now: float) -> None:
+        self._subject, self._shares = subject, shares
+        self._noun = "tenant" if subject.key_id is None else "key"
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
+        self._bytes: TokenBucket | None = None
+        self._average_s = _DEFAULT_REQUEST_S
+        # as if these limits had been enforced since the gateway's start
+        began = now - shares.settled_s(now)
+        self._set(limits, shares.least(), began)
+        self._set(limits, self.share(now).share, began)
+
+    def share(self, now: float) -> LimitShare:
+        """Return the share of the limits that this gateway enforces."""
+        return self._shares.share_of(self._subject, now)
+
+    def change(self, limits: Limits, now: float) -> None:
+        """Enforce these limits from now on, at this gateway's present share."""
+        self._set(limits, self.share(now).share, now)
+
+    def refusal(self, requests: int, tokens: int, now: float) -> RateLimited | None:
+        """Return the error that refuses these amounts now, or None if they are admitted.
+
+        An amount of 0 is never refused.
+        """
+        over_minute = self._refusal_of(((self._requests, requests), (self._tokens, tokens)), now)
+        return over_minute or (self._over_concurrent(now) if requests else None)
+
+    def bytes_refusal(self, size: int, now: float) -> RateLimited | None:
+        """Return the error that refuses a push of `size` bytes now, or None if it is admitted."""
+        return self._refusal_of(((self._bytes, size),), now)
+
+    def count_bytes(self, size: int, now: float) -> None:
+        """Count pushed bytes."""
+        if self._bytes is not None:
+            self._bytes.count(size, now)
+
+    def count(self, requests: int, tokens: int, now: float) -> None:
+        """Count requests and tokens, even beyond the limits; negative amounts are given back."""
+        if self._requests is not None:
+            self._requests.count(requests, now)
+        if self._tokens is not None:
+            self._tokens.count(tokens, now)
+
+    def begin(self, now: float) -> None:
+        """Count a request that begins."""
+        self.share(now).running += 1
+
+    def end(self, now: float, took_s: float | None) -> None:
+        """Count a request that has ended.
+
+        took_s: seconds since the request's tokens were reserved; None if it got no further.
+        """
+        if took_s is not None:
+            self._average_s += _NEWEST * (took_s - self._average_s)
+        self.share(now).running -= 1
+
+    def idle(self, now: float) -> bool:
+        """Whether this object equals a new one: every bucket full, no request running."""
+        return not self.share(now).running and all(
+            bucket.full_in_s(now) <= 0 for bucket in self._buckets()
+        )
+
+    def limit_statuses(self, now: float) -> list[LimitStatus]:
+        """Return the status of each limit per minute."""
+        return [bucket.status(now) for bucket in self._buckets()]
+
+    def _set(self, limits: Limits, share: float, now: float) -> None:
+        self.limits = limits
+        burst_s = limits.burst_s
+        self._requests = _changed(
+            self._requests, "requests", limits.requests_per_min, burst_s, share, now
+        )
+        self._tokens = _changed(self._tokens, "tokens", limits.tokens_per_min, burst_s, share, now)
+        self._bytes = _changed(self._bytes, "bytes", limits.bytes_per_min, burst_s, share, now)
+
+    def _buckets(self) -> list[TokenBucket]:
+        buckets = (self._requests, self._tokens, self._bytes)
+        return [bucket for bucket in buckets if bucket is not None]
+
+    def _refusal_of(
+        self, amounts: Iterable[tuple[TokenBucket | None, int]], now: float
+    ) -> RateLimited | None:
+        even = self._shares.even()
+        waits = [
+            (bucket.wait_s(amount, even, now), bucket)
+            for bucket, amount in amounts
+            if bucket is not None and amount
+        ]
+        wait_s, bucket = max(waits, key=lambda each: each[0], default=(0.0, None))
+        if bucket is None or not wait_s:
+            return None
+        return RateLimited(
+            f"{bucket.per_min} {bucket.kind} per minute is this {self._noun}'s limit: "
+            f"send it again in {whole_seconds(wait_s)} s",
+            retry_after_s=wait_s,
+        )
+
+    def _over_concurrent(self, now: float) -> RateLimited | None:
+        limit = self.limits.max_concurrent
+        if limit is None:
+            return None
+        own = self.share(now)
+        share = max(1, math.floor(limit * own.share + _EPSILON))
+        if own.running < min(share, limit - own.others_run):
+            return None
+        return RateLimited(
+            f"{limit} requests at once is this {self._noun}'s limit: wait for one to end",
+            retry_after_s=until_one_ends(self._average_s, own.running),
+        )
 
 
 class RateLimiter:
-    """The limits of one gateway. For one event loop.
+    """The limits that one gateway enforces. Single event loop.
 
-    max_requests: most requests that the gateway carries at once, of all tenants; None: no bound.
-    running: those it carries; reading: by tenant, those of them whose bodies have not come yet.
-    clock: seconds, wall: Unix seconds. max_running, by base model, and max_queue_s: as a
-    QueueTimeEstimator takes them.
+    running: requests that the gateway carries now.
+    reading: running requests without a body yet, by tenant.
     """
 
     def __init__(
@@ -36,47 +158,54 @@ class RateLimiter:
         max_running: Mapping[str, int] = {},
         max_queue_s: float | None = None,
     ) -> None:
+        """Start without requests.
+
+        max_requests: most requests of all tenants that the gateway carries at once; None: no bound.
+        clock: monotonic seconds.
+        wall: Unix seconds.
+        max_running: by base model, as QueueTimeEstimator takes it.
+        max_queue_s: as QueueTimeEstimator takes it.
+        """
         self.clock, self.wall = clock, wall
         self.budget = budget
         self.running = 0
         self.reading = Counter[str]()
         self._shares = shares
         self._max_requests = max_requests
-        self._allowances: dict[Subject, Allowance] = {}
+        self._limits: dict[Subject, SubjectLimits] = {}
         self._max_running, self._max_queue_s = max_running, max_queue_s
         self._queue_times: dict[str, QueueTimeEstimator] = {}
 
     def check(
         self, tenant: TenantRecord, key: KeyRecord, *, takes_tokens: bool = True
     ) -> "RateLimitHold":
-        """Begin a request's walk through its limits.
+        """Admit a request and return its hold. Raises Overloaded, InsufficientQuota, RateLimited.
 
-        takes_tokens: False for one that generates nothing, which no limit on tokens refuses. Raises
-        Overloaded, InsufficientQuota, RateLimited.
+        takes_tokens: False for a request that generates nothing, which no token limit refuses.
         """
         hold = RateLimitHold(self, tenant, key)
         hold.check(takes_tokens=takes_tokens)
         return hold
 
     def apply_shares(self) -> None:
-        """Apply this gateway's shares as they are now."""
+        """Scale every limit to this gateway's present share, and drop idle ones."""
         now = self.clock()
-        for subject, allowance in list(self._allowances.items()):
-            if allowance.idle(now):
-                del self._allowances[subject]
+        for subject, limits in list(self._limits.items()):
+            if limits.idle(now):
+                del self._limits[subject]
             else:
-                allowance.change(allowance.limits, now)
+                limits.change(limits.limits, now)
 
-    def allowances(self, tenant: TenantRecord, key: KeyRecord) -> list[Allowance]:
-        """What the tenant and the key may do, where they have limits."""
+    def limits_of(self, tenant: TenantRecord, key: KeyRecord) -> list[SubjectLimits]:
+        """Return the limits of the tenant and of the key, if they have any."""
         owners = (
             (Subject(tenant.name), tenant.limits),
             (Subject(tenant.name, key.id), key.limits),
         )
-        return [self._allowance(*owner) for owner in owners if _any_limit(owner[1])]
+        return [self._subject_limits(*owner) for owner in owners if _any_limit(owner[1])]
 
     def queue_time(self, base_model: str) -> QueueTimeEstimator:
-        """How long requests for this base model wait."""
+        """Return the estimator of the queue time for this base model."""
         estimator = self._queue_times.get(base_model)
         if estimator is None:
             max_running = self._max_running.get(base_model)
@@ -84,8 +213,8 @@ class RateLimiter:
             self._queue_times[base_model] = estimator
         return estimator
 
-    def check_room(self) -> None:
-        """Raises Overloaded when this gateway carries as much as it can."""
+    def check_capacity(self) -> None:
+        """Raise Overloaded if this gateway already carries max_requests requests."""
         if self._max_requests is not None and self.running >= self._max_requests:
             raise Overloaded(
                 f"this gateway is full with {self._max_requests} requests: "
@@ -94,78 +223,79 @@ class RateLimiter:
             )
 
     def check_reading(self, tenant: str) -> None:
-        """Raises RateLimited where a tenant has too many requests without bodies already."""
+        """Raise RateLimited if too many of the tenant's requests have no body yet."""
         if self._max_requests is None:
             return
         most = max(1, self._max_requests // _READING_PART)
         if self.reading[tenant] >= most:
             raise RateLimited(
-                f"the bodies of {most} requests of this tenant have not come yet, as many as a "
-                "gateway waits for: send bodies without delay",
+                f"{most} requests of this tenant have sent no body yet, the most that a gateway "
+                "allows: send bodies without delay",
                 retry_after_s=FULL_GATEWAY_S,
             )
 
-    def _allowance(self, subject: Subject, limits: Limits) -> Allowance:
+    def _subject_limits(self, subject: Subject, limits: Limits) -> SubjectLimits:
         now = self.clock()
-        allowance = self._allowances.get(subject)
-        if allowance is None:
-            allowance = self._allowances[subject] = Allowance(subject, limits, self._shares, now)
-        elif allowance.limits != limits:
-            allowance.change(limits, now)
-        return allowance
+        held = self._limits.get(subject)
+        if held is None:
+            held = self._limits[subject] = SubjectLimits(subject, limits, self._shares, now)
+        elif held.limits != limits:
+            held.change(limits, now)
+        return held
 
 
 class RateLimitHold:
-    """One request's walk through its limits; its methods come in this order.
+    """One request's hold on its limits. Methods are called in this order:
 
-        check        before its body is read: the gateway's room, the month's budget, requests per
-                     minute and at once
+        check         before the body is read: checks the gateway's capacity, the month's budget,
+                      requests per minute and requests at once
         body_is_here
-        reserve      before a replica is asked: its tokens, and how long it would wait
-        first_token  it waits no more
-        settle       what it took is known
-        release      it is over: whoever passed `check` must release
+        reserve       before a replica is asked: reserves tokens, checks the estimated queue time
+        first_token   ends the wait
+        settle        replaces the reserved tokens by the tokens used
+        release       ends the request; required after every `check` that did not raise
 
-    Tokens are reserved by an estimate and settled when it is known what they were; where that never
-    gets known, what was reserved counts.
+    Tokens are reserved by an estimate. If the real number never becomes known, the reserved number
+    counts.
 
-    Limits are counted by an Allowance of the tenant and one of the key, where these have limits.
-    The wait is estimated by the base model's QueueTimeEstimator, which refuses nobody as long as
-    its engines are not full. A MonthlyBudget is asked where the tenant has one.
+    SubjectLimits count for the tenant and for the key, if they have limits. The base model's
+    QueueTimeEstimator refuses nobody while its engines have capacity. The MonthlyBudget is checked
+    if the tenant has one.
     """
 
     def __init__(self, limiter: RateLimiter, tenant: TenantRecord, key: KeyRecord) -> None:
         self._limiter = limiter
         self._tenant = tenant
-        self._allowances = limiter.allowances(tenant, key)
+        self._limits = limiter.limits_of(tenant, key)
         self._tokens = 0
         self._begun_s: float | None = None
         self._waits = True
         self._reading = False
 
     def check(self, *, takes_tokens: bool) -> None:
-        """Count the request and take its place. Raises Overloaded, InsufficientQuota, RateLimited.
+        """Admit and count the request. Raises Overloaded, InsufficientQuota, RateLimited.
 
-        The place is taken here, since a body that never comes holds one as well as an answer.
+        The request is counted before its body arrives, because one whose body never comes takes up
+        the gateway as well.
         """
-        self._limiter.check_room()
+        self._limiter.check_capacity()
         now = self._limiter.clock()
-        for allowance in self._allowances:
-            allowance.share(now).count_request(now)
+        for limits in self._limits:
+            limits.share(now).count_request(now)
         budget = self._tenant.limits.tokens_per_month
         if budget is not None and takes_tokens:
             self._limiter.budget.check(self._tenant.name, budget, self._limiter.wall())
         self._refuse_over_limits(1, int(takes_tokens))
         self._limiter.check_reading(self._tenant.name)
-        for allowance in self._allowances:
-            allowance.count(1, 0, now)
-            allowance.begin(now)
+        for limits in self._limits:
+            limits.count(1, 0, now)
+            limits.begin(now)
         self._limiter.running += 1
         self._limiter.reading[self._tenant.name] += 1
         self._reading = True
 
     def body_is_here(self) -> None:
-        """Note that the body has come, or never will. A second time does nothing."""
+        """Stop counting the request as without body: it has arrived or never will. Idempotent."""
         if not self._reading:
             return
         self._reading = False
@@ -175,41 +305,41 @@ class RateLimitHold:
             del reading[tenant]
 
     def take_bytes(self, size: int) -> None:
-        """Count the bytes of a body that is a pushed adapter, before it comes.
+        """Count the body of a push before it arrives. Raises RateLimited.
 
-        Raises RateLimited.
+        size: bytes of the pushed adapter.
         """
         now = self._limiter.clock()
-        self._refuse([one.bytes_refusal(size, now) for one in self._allowances])
-        for allowance in self._allowances:
-            allowance.count_bytes(size, now)
+        self._refuse([limits.bytes_refusal(size, now) for limits in self._limits])
+        for limits in self._limits:
+            limits.count_bytes(size, now)
 
     def reserve(self, tokens: int, base_model: str) -> None:
-        """Begin to wait, and reserve these tokens. Raises Overloaded, RateLimited."""
+        """Reserve tokens and begin to wait. Raises Overloaded, RateLimited."""
         self._refuse_over_limits(0, tokens)
         now = self._limiter.clock()
         self._queue_time = self._limiter.queue_time(base_model)
         self._queue_time.check(self._tenant.name, self._tenant.weight, now)
         self._queue_time.enter(self._tenant.name, self._tenant.weight, now)
         self._begun_s = now
-        for allowance in self._allowances:
-            allowance.count(0, tokens, now)
+        for limits in self._limits:
+            limits.count(0, tokens, now)
         self._tokens = tokens
 
     def first_token(self) -> None:
-        """End the wait for a first token. A second time does nothing."""
+        """End the wait for the first token. Idempotent."""
         if self._waits:
             self._waits = False
             self._queue_time.begin(self._tenant.name, self._limiter.clock())
 
     def settle(self, tokens: int) -> None:
-        """Count what the request took instead of what was reserved."""
-        for allowance in self._allowances:
-            allowance.count(0, tokens - self._tokens, self._limiter.clock())
+        """Count the tokens that the request used in place of the reserved ones."""
+        for limits in self._limits:
+            limits.count(0, tokens - self._tokens, self._limiter.clock())
         self._tokens = tokens
 
     def release(self) -> None:
-        """End the request; what it took counts against the budget."""
+        """End the request and charge its tokens to the month's budget."""
         now = self._limiter.clock()
         self._limiter.running -= 1
         took_s = None
@@ -217,27 +347,26 @@ class RateLimitHold:
         if self._begun_s is not None:
             took_s = now - self._begun_s
             self._queue_time.leave(self._tenant.name, now, begun=not self._waits)
-        for allowance in self._allowances:
-            allowance.end(now, took_s)
+        for limits in self._limits:
+            limits.end(now, took_s)
         if self._tenant.limits.tokens_per_month is not None:
             self._limiter.budget.settle(self._tenant.name, self._tokens, self._limiter.wall())
 
     def limit_statuses(self) -> list[LimitStatus]:
-        """How its limits per minute stand: of the tenant's and the key's the tighter ones."""
+        """Return the tighter status of tenant and key for each kind of limit per minute."""
         now = self._limiter.clock()
         tightest: dict[str, LimitStatus] = {}
-        for status in (each for one in self._allowances for each in one.limit_statuses(now)):
+        for status in (each for limits in self._limits for each in limits.limit_statuses(now)):
             other = tightest.get(status.kind, status)
             tightest[status.kind] = min(status, other, key=lambda each: each.remaining)
         return list(tightest.values())
 
     def _refuse_over_limits(self, requests: int, tokens: int) -> None:
-        """Raises the RateLimited that lasts longest where so much may not begin now."""
         now = self._limiter.clock()
-        self._refuse([one.refusal(requests, tokens, now) for one in self._allowances])
+        self._refuse([limits.refusal(requests, tokens, now) for limits in self._limits])
 
     def _refuse(self, found: Sequence[RateLimited | None]) -> None:
-        """Raises the one that lasts longest, if there is any."""
+        """Raise the refusal with the longest wait, if there is any."""
         refusals = [refusal for refusal in found if refusal is not None]
         if refusals:
             longest = max(refusals, key=lambda refusal: refusal.retry_after_s or 0.0)
@@ -245,7 +374,48 @@ class RateLimitHold:
             raise longest
 
 
+def limit_headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
+    """Format statuses as OpenAI's x-ratelimit headers, for answers and refusals."""
+    headers: dict[str, str] = {}
+    for limit in limits:
+        headers |= {
+            f"x-ratelimit-limit-{limit.kind}": str(limit.limit),
+            f"x-ratelimit-remaining-{limit.kind}": str(limit.remaining),
+            f"x-ratelimit-reset-{limit.kind}": _duration(limit.reset_s),
+        }
+    return headers
+
+
 def _any_limit(limits: Limits) -> bool:
-    """Whether there is one that a gateway counts for."""
+    """Whether SubjectLimits counts for any of these limits."""
     per_min = (limits.requests_per_min, limits.tokens_per_min, limits.bytes_per_min)
     return any(limit is not None for limit in (*per_min, limits.max_concurrent))
+
+
+def _changed(
+    bucket: TokenBucket | None,
+    kind: str,
+    per_min: int | None,
+    burst_s: float,
+    share: float,
+    now: float,
+) -> TokenBucket | None:
+    """Return the bucket with these values: changed, made if missing, None without a limit."""
+    if per_min is None:
+        return None
+    if bucket is None:
+        return TokenBucket(kind, per_min, burst_s, share, now)
+    bucket.change(per_min, burst_s, share, now)
+    return bucket
+
+
+def _duration(seconds: float) -> str:
+    """Format a duration as OpenAI does, rounded up: 120ms, 1s, 6m0s, 1h0m0s."""
+    milliseconds = math.ceil(1000 * seconds - _ROUNDING)
+    if milliseconds < 1000:
+        return f"{max(0, milliseconds)}ms"
+    minutes, rest_s = divmod(math.ceil(seconds - _ROUNDING), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes_left}m{rest_s}s"
+    return f"{minutes}m{rest_s}s" if minutes else f"{rest_s}s"

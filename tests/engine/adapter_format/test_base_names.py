@@ -1,8 +1,8 @@
-"""Which names are of the same base model."""
+"""Names of the same base model."""
 
 import pytest
 
-from lorikeet_engine.adapter_format import original, same_model
+from lorikeet_engine.adapter_format import same_model, unquantised_name
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from lorikeet_engine.adapter_format import original, same_model
     ],
 )
 def test_a_quantised_copy_is_of_its_original(name: str, want: str) -> None:
-    assert original(name) == want
+    assert unquantised_name(name) == want
 
 
 def test_owners_cases_and_quantisation_make_no_other_model() -> None:

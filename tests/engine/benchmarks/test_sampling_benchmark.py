@@ -10,7 +10,7 @@ import torch
 from engine.benchmarks import harness, sampling
 from engine.benchmarks.sampling import Case, Group
 from lorikeet_engine.request import SamplingParams
-from lorikeet_engine.sampling.logprobs import Logprobs
+from lorikeet_engine.sampling.logprob_readback import LogprobReadback
 from lorikeet_engine.sampling.sampler import Sampler
 from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
@@ -67,13 +67,13 @@ def test_output_that_is_there_already_counts_as_made(tmp_path):
 
 
 def test_a_device_that_tells_other_log_probabilities_is_not_timed(tmp_path, monkeypatch):
-    engine, read, off = tiny_engine(tmp_path), Logprobs.read, iter((0.0, 1e-4))
+    engine, read, off = tiny_engine(tmp_path), LogprobReadback.read, iter((0.0, 1e-4))
 
     def read_off(self):
         more = next(off)
         return {row: replace(of, logprob=of.logprob + more) for row, of in read(self).items()}
 
-    monkeypatch.setattr(Logprobs, "read", read_off)
+    monkeypatch.setattr(LogprobReadback, "read", read_off)
     (group,) = (group for group in sampling.GROUPS if group.made)
     (case,) = (case for case in group.cases if case.name == "logprobs 20")
     with pytest.raises(AssertionError, match="logprobs 20: row 0 has"):

@@ -16,7 +16,7 @@ import torch
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.residency.gpu.arena import DeviceArena
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.engine_driver import Answers, greedy, prompt
 from tests.engine.fake_streams import Streams
 from tests.engine.float32_reference import (

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from lorikeet_engine.kernels.fp8 import Activations
 from lorikeet_engine.kernels.pointwise import add_rms_norm, add_rms_norm_fp8
 from lorikeet_engine.parallel.rank_group import RankGroup
-from lorikeet_engine.parallel.row_exchange import most_rows
-from lorikeet_engine.parallel.symmetric_sums import LARGEST_BYTES, ONE_SHOT_BYTES
+from lorikeet_engine.parallel.sums import LARGEST_BYTES, ONE_SHOT_BYTES, most_rows
 from tests.engine.ranks import run_ranks
 
 pytestmark = [
@@ -33,13 +32,13 @@ def summed(group: RankGroup) -> list[torch.Tensor]:
         each = torch.arange(count, device=device)
         own = (each % 3 + (each % group.world == group.rank)).bfloat16()
         tensor = own.clone()
-        group.sum_(tensor)
+        group.sums.all_reduce(tensor)
         results.append(tensor.cpu())
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            group.sum_(tensor)
-            group.sum_(tensor)
+            group.sums.all_reduce(tensor)
+            group.sums.all_reduce(tensor)
         for _ in range(2):
             tensor.copy_(own)
             graph.replay()
@@ -79,13 +78,13 @@ class Normed:
         for n, (x, part) in enumerate(zip(self.xs, self.parts, strict=True)):
             if self._chance.random() < 0.3:
                 torch.cuda._sleep(self._chance.randrange(100_000))
-            exchange = self._group.exchange_for(part)
+            exchange = self._group.sums.exchange_for(part)
             assert exchange is not None
             given = x, part, self._weight, 1e-5, None, 1.0, None, exchange
             norm = (add_rms_norm, add_rms_norm_fp8)[n % 2]
             self.ys.append(bits(norm(*given)))
             if n % 5 == 0:
-                self._group.sum_(self._other)
+                self._group.sums.all_reduce(self._other)
 
     def fill(self) -> None:
         """Other numbers than before, x alike in all ranks."""
@@ -120,7 +119,7 @@ def wrong_norms(group: RankGroup) -> list[int]:
     """Of each width, in launches and in replays of a graph."""
     wrong = []
     for width in WIDTHS:
-        group.connect_rows(width)
+        group.sums.connect_rows(width)
         torch.manual_seed(group.rank)
         normed = Normed(group, width)
         for _ in range(REPLAYS):

@@ -11,10 +11,15 @@ import pytest
 import torch
 
 from lorikeet_engine.kernels.lora import expert_rows, reference
-from lorikeet_engine.kernels.lora.experts import ExpertStep
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraStep, LoraWeights, Segments
+from lorikeet_engine.kernels.lora.types import (
+    ExpertStep,
+    LoraGroup,
+    LoraStep,
+    LoraWeights,
+    Segments,
+)
 from lorikeet_engine.kernels.moe.reference import route
-from lorikeet_engine.kernels.moe.types import RoutedRows
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 from tests.engine.interpreter import INTERPRETED
 
 if INTERPRETED:

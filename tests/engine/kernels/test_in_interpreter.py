@@ -11,7 +11,7 @@ FILES = (
     "test_expert_lora.py",
     "test_fp8.py",
     "test_gemv.py",
-    "test_logprob_kernels.py",
+    "test_log_softmax_kernels.py",
     "test_lora_triton.py",
     "test_mask_kernel.py",
     "test_moe.py",

@@ -24,27 +24,34 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.fp8 import fused as fp8_fused
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
-from lorikeet_engine.kernels.logprobs import FIELDS, MOST
-from lorikeet_engine.kernels.logprobs import fused as logprobs
+from lorikeet_engine.kernels.log_softmax import FIELDS, MOST
+from lorikeet_engine.kernels.log_softmax import fused as logprobs
 from lorikeet_engine.kernels.lora import expert_rows, linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_act import expand_act_and_mul
-from lorikeet_engine.kernels.lora.experts import ExpertStep, add_expert_lora, begin_experts
+from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.linear import linear_with_lora
 from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.token_rows import place_logits
 from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
-from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, LoraWeights, Segments
+from lorikeet_engine.kernels.lora.types import (
+    ExpertStep,
+    LoraDelta,
+    LoraGroup,
+    LoraStep,
+    LoraWeights,
+    Segments,
+)
 from lorikeet_engine.kernels.masks.fused import forbid_others
 from lorikeet_engine.kernels.moe import fused as moe
-from lorikeet_engine.kernels.moe.types import RoutedRows
 from lorikeet_engine.kernels.penalties import PENALTIES, PenaltyState
 from lorikeet_engine.kernels.penalties.fused import penalise
 from lorikeet_engine.kernels.pointwise import QkNorm, fused
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 from lorikeet_engine.kernels.sampling import DRAW_FIELDS
 from lorikeet_engine.kernels.sampling.fused import draw_tokens
-from lorikeet_engine.parallel.row_exchange import RowExchange
+from lorikeet_engine.parallel.sums import RowExchange
 
 MOST_SHARED = 227 << 10  # bytes of a Hopper multiprocessor's that one program may have
 QKV, GATE_UP, DOWN, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS = (

@@ -12,7 +12,7 @@ import torch
 from lorikeet_engine.kernels.fp8 import Activations
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import fused
-from lorikeet_engine.parallel.row_exchange import RowExchange
+from lorikeet_engine.parallel.sums import RowExchange
 from tests.engine.interpreter import INTERPRETED
 
 KIND = ("cpu", torch.float16) if INTERPRETED else ("cuda", torch.bfloat16)

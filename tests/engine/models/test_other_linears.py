@@ -12,7 +12,7 @@ from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
-from lorikeet_engine.residency.packing import PackedImage, PackedLayout
+from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 CONFIG: dict[str, Any] = {

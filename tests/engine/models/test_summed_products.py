@@ -9,7 +9,7 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.models import norms
 from lorikeet_engine.models.norms import Product, RmsNorm, summed_product
 from lorikeet_engine.parallel.rank_group import RankGroup
-from lorikeet_engine.parallel.row_exchange import MOST_SENT_BYTES, RowExchange, most_rows
+from lorikeet_engine.parallel.sums import MOST_SENT_BYTES, RowExchange, most_rows
 from tests.engine.ranks import run_ranks
 
 WIDTH, MOST_ROWS = 8, 3
@@ -30,7 +30,7 @@ def part(rows: int, rank: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any
 def products(group: RankGroup) -> list[Product]:
     """Without an exchange, with one, and of rows that it does not take."""
     found = [summed_product(*part(2, group.rank), None, group)]
-    group._exchange = exchange()
+    group.sums._exchange = exchange()
     found += [summed_product(*part(rows, group.rank), None, group) for rows in (2, MOST_ROWS + 1)]
     found.append(summed_product(*part(2, group.rank, torch.float32), None, group))
     return found

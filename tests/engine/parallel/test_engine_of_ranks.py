@@ -12,7 +12,7 @@ from lorikeet_engine.adapter_format import AdapterLimits, read_spec
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.blobs import Shelf
 from tests.engine.conftest import EIGHT_HEADS, FAMILIES, MOE, SIZES, save_all
 from tests.engine.descending_grammar import DescendingGrammars

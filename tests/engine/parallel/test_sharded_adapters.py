@@ -14,7 +14,7 @@ from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.llama import LlamaModel, load_model
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.residency.blob_packing import pack
-from lorikeet_engine.residency.packing import PackedImage, PackedLayout
+from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 from tests.engine.conftest import EIGHT_HEADS, FAMILIES, PagedTokens, save_all
 from tests.engine.models.test_models import Run, assert_equal, prompt_of
 from tests.engine.peft_adapters import BlobShelf, save_adapter

@@ -1,4 +1,4 @@
-"""Tiers of a few adapters' size, stepped by hand."""
+"""Driver for tests: tiers of a few adapters' size, stepped by hand."""
 
 import threading
 import time
@@ -12,9 +12,8 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
 from lorikeet_engine.residency.checksums import layer_sums
-from lorikeet_engine.residency.gpu.adapters import GpuAdapters
-from lorikeet_engine.residency.gpu.leases import Lease
-from lorikeet_engine.residency.packing import PackedImage, PackedLayout
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters, Lease, LoadReason
+from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.telemetry.status import TierStatus
 from tests.engine.blobs import SHAPE, Ranks, Shelf, elements, everywhere
@@ -25,7 +24,7 @@ SIZE = elements(ONE)  # of an adapter of rank 4, elements
 
 
 class TiersDriver:
-    """Tiers of a few adapters' size, stepped by hand as an engine would."""
+    """Tiers of a few adapters' size, stepped as an engine would."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class TiersDriver:
         return caught[0]
 
     def image(self, ref: AdapterRef) -> Path:
-        """The image's file, once it is there."""
+        """Wait for the image's file, and return its path."""
         end_s = time.monotonic() + 10.0
         while not self.tiers._disk.has_image(ref.digest):
             assert time.monotonic() < end_s, f"nobody wrote the image of {ref}"
@@ -112,18 +111,18 @@ class TiersDriver:
 
 
 def finish_sums(tiers: Tiers) -> None:
-    """Wait for the sums that are being computed, which take less than steps until the next ones."""
+    """Wait for pending sums; in an engine they are finished before the next check."""
     under_way = tiers._checks._under_way
     if under_way is not None:
         wait([under_way.totals], 10)
 
 
 def put(gpu: GpuAdapters, ref: AdapterRef, layout: PackedLayout) -> None:
-    """Bring an adapter of zeros to the GPU, where there must be room for it."""
+    """Place an adapter of zeros on the GPU, which must have memory for it."""
     zeros = torch.zeros(layout.elements)
-    copy = gpu.place(
-        ref, PackedImage(layout, zeros, layer_sums(zeros, layout.layers)), requested=False
-    )
+    image = PackedImage(layout, zeros, layer_sums(zeros, layout.layers))
+    copy = gpu.place(ref, image, LoadReason.PIN)
+    assert copy is not None
     assert gpu.copy_finished(ref.digest, int(copy.total.wait()))
 
 

@@ -1,22 +1,20 @@
-"""The families of base models that are served, and what they are described by.
+"""The families of base models that are served.
 
-`table` has them all, each a `family` of `linear`s; `vision_language` says within which other models
-they are found.
+`table` lists them, in the terms of `family`; `vision_language` lists the larger models whose text
+part is one of them.
 """
 
 from lorikeet_engine.adapter_format.families.family import (
-    Family,
-    LayerNorms,
-    QkNormKind,
-)
-from lorikeet_engine.adapter_format.families.linear import (
     EMBEDDING_ROWS,
     EMBEDDINGS,
     HEAD,
     HEAD_ROWS,
     OUTER_MODULES,
+    Family,
+    LayerNorms,
     Linear,
     Parallel,
+    QkNormKind,
     Width,
 )
 from lorikeet_engine.adapter_format.families.table import FAMILIES

@@ -1,7 +1,7 @@
-"""The families of base models: the linears that adapters can change, and in what else they differ.
+"""Table of the families of base models: adaptable linears, and all other differences.
 
-A new family of decoders needs an entry of FAMILIES here: names, widths, images, the table and the
-model's products follow from its linears, and models/config.py reads the switches that it has.
+A new family of decoders needs an entry in FAMILIES. Names, widths, images, the adapters' table and
+the model's products follow from its linears, and models/config.py reads its switches.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,11 @@ from lorikeet_engine.adapter_format.families.family import (
     ExpertKeys,
     Family,
     LayerNorms,
+    Linear,
+    Parallel,
     QkNormKind,
+    Width,
 )
-from lorikeet_engine.adapter_format.families.linear import Linear, Parallel, Width
 
 _Q = Linear("self_attn.q_proj", Width.HIDDEN, (Width.QUERIES,), "qkv", Parallel.COLUMN)
 _K = Linear("self_attn.k_proj", Width.HIDDEN, (Width.KEYS,), "qkv", Parallel.COLUMN)

@@ -1,4 +1,4 @@
-"""The operators of a mixture of experts in plain torch; the package says what each computes."""
+"""Operators of a mixture of experts in plain torch; kernels.moe defines each."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8 import reference as fp8
 from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe.types import RoutedRows
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 
 def route(

@@ -1,7 +1,7 @@
-"""What each operation of the catalog changes and refuses, given the state: pure functions.
+"""Rules of each catalog operation: pure functions of the state.
 
-Each returns the changes to commit together; none when the state already is as wanted.
-adapters.py: versions, aliases, retirement; restore.py: undoing it; pins.py; tenants_and_keys.py.
-limits.py checks limits and other options of tenants and keys; quota.py how many adapters and bytes
-a tenant may have, pin_budget.py how much it may pin. The operations of `AdapterCatalog` call them.
+Each returns the changes to commit together, none if the state already is as wanted, or raises the
+error that refuses the operation. adapters.py: versions, aliases, retirement; restore.py: undoing a
+retirement; pins.py; tenants_and_keys.py. limits.py checks options of tenants and keys, quota.py a
+tenant's adapters and bytes, pin_budget.py a tenant's pinned bytes. `AdapterCatalog` calls them.
 """

@@ -1,18 +1,21 @@
-"""What a pin may say: how near, how many, how urgent, for how long and why."""
+"""Rules of pins: their options and the operations that set and remove them."""
 
 from typing import TypedDict, Unpack
 
-from lorikeet.catalog.log.changes import Pinned
+from lorikeet.catalog.changes import Pinned, Unpinned
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_name, check_selector
+from lorikeet.catalog.rules.adapters import Changes, usable_versions
 from lorikeet.catalog.rules.limits import check_expiry, check_options, check_text
-from lorikeet.errors import InvalidInput
+from lorikeet.catalog.rules.pin_budget import check_budget
+from lorikeet.catalog.state import CatalogState
+from lorikeet.errors import InvalidInput, NotFound, UnknownModel
 from lorikeet_engine.adapter import Residency
 
 LONGEST_REASON = 200  # characters
 
 
 class PinOptions(TypedDict, total=False):
-    """What a pin may say; see PinRecord. What it does not say is as Pinned has it."""
+    """Options of a pin; see PinRecord. An option that is not given has its default in Pinned."""
 
     selector: str
     tier: Residency
@@ -23,7 +26,11 @@ class PinOptions(TypedDict, total=False):
 
 
 def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinOptions]) -> Pinned:
-    """A pin that makes sense by itself. now: Unix seconds. Raises InvalidInput."""
+    """Build the change that sets a pin. Raises InvalidInput if an option is not allowed.
+
+    name: adapter; None pins all adapters of the tenant.
+    now: Unix seconds.
+    """
     change = Pinned(tenant=tenant, name=name, **options)
     check_name(tenant, "tenant")
     if name is not None:
@@ -44,3 +51,27 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
     check_expiry(change.expires, now)
     check_text(change.reason, LONGEST_REASON, "reason")
     return change
+
+
+def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
+    """Set the pin of an adapter or a tenant.
+
+    now: Unix seconds.
+    Raises UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
+    """
+    if change.name is not None:
+        record = state.adapter(change.tenant, change.name)
+        if record.select(change.selector) is None:
+            raise UnknownModel(
+                f"{record.label}@{change.selector} cannot be pinned: {usable_versions(record)}",
+                param="selector",
+            )
+    check_budget(state, change, now)
+    return (change,)
+
+
+def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
+    """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound."""
+    if state.pin_of(tenant, name) is None:
+        raise NotFound(f"{tenant if name is None else f'{tenant}/{name}'!r} is not pinned")
+    return (Unpinned(tenant=tenant, name=name),)

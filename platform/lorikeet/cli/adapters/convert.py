@@ -9,9 +9,9 @@ from lorikeet.cli.adapters.pickled import PICKLE, read_pickle
 from lorikeet.cli.output import AsJson, print_answer
 from lorikeet_engine.adapter_format import (
     BaseShape,
-    has_pair,
+    has_trtllm_pair,
     read_json,
-    read_pair,
+    read_trtllm_pair,
     write_peft_folder,
 )
 
@@ -57,12 +57,12 @@ def convert(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise typer.BadParameter(f"{str(out)!r} is there already: give a folder that is not")
-    if has_pair(source):
+    if has_trtllm_pair(source):
         if base_model is None:
             raise typer.BadParameter(
                 "TensorRT-LLM's tensors do not say how wide their matrices are: give --base-model"
             )
-        tensors, config = read_pair(source, *_base(base_model), alpha)
+        tensors, config = read_trtllm_pair(source, *_base(base_model), alpha)
     elif base_model is not None or alpha is not None:
         raise typer.BadParameter("--base-model and --alpha are for TensorRT-LLM's tensors only")
     else:

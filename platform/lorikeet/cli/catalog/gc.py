@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet import response_store
 from lorikeet.catalog.garbage_collection import GarbageCollector
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
-from lorikeet.responses import store as responses
 from lorikeet.settings import Settings
 from lorikeet.sizes import show_size
 from lorikeet.usage.compaction import clean_up
@@ -36,13 +36,13 @@ def gc(
     Example: `LORIKEET_CATALOG=s3://my-bucket/lorikeet lorikeet gc --dry-run`
     """
     settings = Settings.from_env()
-    catalog = AdapterCatalog(open_store(settings.catalog))
+    catalog = CatalogReader(open_store(settings.catalog))
     collector = GarbageCollector(catalog, grace_days * _DAY_S, dry_run=dry_run)
     superseded = clean_up(catalog.store, time.time, dry_run=dry_run)
     found = [*collector.collect(), *superseded]
     if settings.responses_lifetime_h is not None:
         lifetime_s = settings.responses_lifetime_h * _HOUR_S
-        found += responses.clean_up(catalog.store, lifetime_s, time.time(), dry_run=dry_run)
+        found += response_store.clean_up(catalog.store, lifetime_s, time.time(), dry_run=dry_run)
     total = sum(one.size_bytes for one in found)
     if as_json:
         objects = [

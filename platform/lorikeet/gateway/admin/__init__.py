@@ -1,8 +1,8 @@
-"""The admin API under /admin/v1, which the `lorikeet` command speaks.
+"""Admin API under /admin/v1, the API of the `lorikeet` command.
 
 routes.py            all routes, behind one check of the key
-adapters.py, pins.py, tenants.py, keys.py, history.py   the catalog's records
-adapter_uploads.py   a blob's way in: registration.py, blob_validation.py, smoke.py
-status.py, fleet_view.py   what replicas hold and do, for `lorikeet status` and the page at /ui
+adapters.py, pins.py, tenants.py, keys.py, history.py   routes of the catalog's records
+upload_routes.py     routes of uploads: registration.py, blob_validation.py, smoke.py
+status.py, fleet_view.py   adapters and load of replicas, for `lorikeet status` and the page at /ui
 serializers.py       records as JSON
 """

@@ -1,4 +1,4 @@
-"""Admin routes: list, promote, roll back, retire adapters."""
+"""Admin routes that list, promote, roll back and retire adapters."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -25,15 +25,16 @@ from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import ServedModel, Services
 
 MOST_LISTED = 1000
-"""The most adapters of one response."""
+"""Most adapters in one response."""
 
 Version = Annotated[int, Field(ge=1)]
 
 
 class Promote(Body):
-    """Point an alias to a version, or give it a share of the alias's requests.
+    """Point an alias to a version, or give the version a share of the alias's requests.
 
-    expect: the version that the alias must point to until now.
+    expect: version that the alias must point to now; else the request is refused.
+    share: fraction of requests; None: all.
     """
 
     version: Version
@@ -43,13 +44,13 @@ class Promote(Body):
 
 
 class Rollback(Body):
-    """Point an alias back to where it pointed before."""
+    """Point an alias back to its previous version."""
 
     alias: str = DEFAULT_ALIAS
 
 
 class Retire(Body):
-    """End the use of one version, or of the adapter."""
+    """End the use of one version, or of the whole adapter if version is None."""
 
     version: Version | None = None
 
@@ -60,7 +61,7 @@ RetireBody = Annotated[Retire, json_body(Retire)]
 
 
 def adapter_routes(services: Services, catalog_view: GatewayCatalogView) -> APIRouter:
-    """All routes of adapters but the upload of a version."""
+    """Return all routes of adapters except uploads."""
     endpoints = AdapterEndpoints(services, catalog_view)
     router = APIRouter(prefix="/adapters")
     router.add_api_route("", endpoints.list, response_model=None)
@@ -72,7 +73,7 @@ def adapter_routes(services: Services, catalog_view: GatewayCatalogView) -> APIR
 
 
 class AdapterEndpoints:
-    """The operations on adapters. Those that change something run in a thread."""
+    """Endpoints of adapters. Those that change something run in a thread."""
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._catalog, self._base_models = services.catalog, services.base_models
@@ -85,7 +86,10 @@ class AdapterEndpoints:
         after: str = "",
         limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = MOST_LISTED,
     ) -> Response:
-        """List adapters. `after`, tenant/name, is the last page's `next`; null is the end."""
+        """List adapters by page.
+
+        after: `next` of the previous page, tenant/name. The last page's `next` is null.
+        """
         page = partial(_page, tenant, after, limit)
         return await as_of.ask_in_thread(self._catalog, self._catalog_view, page)
 
@@ -106,12 +110,12 @@ class AdapterEndpoints:
         return version_json(record, record.versions[version - 1])
 
     def rollback(self, tenant: str, name: str, wanted: RollbackBody, actor: Actor) -> Json:
-        """Point an alias back to where it pointed before."""
+        """Point an alias back to its previous version."""
         record = self._catalog.rollback(tenant, name, wanted.alias, actor=actor)
         return version_json(record, record.versions[record.aliases[wanted.alias] - 1])
 
     def retire(self, tenant: str, name: str, wanted: RetireBody, actor: Actor) -> Json:
-        """End the use of one version, or of the adapter."""
+        """End the use of one version, or of the whole adapter."""
         return adapter_json(self._catalog.retire(tenant, name, wanted.version, actor=actor))
 
 

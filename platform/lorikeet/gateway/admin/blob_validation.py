@@ -1,4 +1,4 @@
-"""Validation of uploaded blobs: whether one is let in, and for which base model."""
+"""Validation of uploaded blobs, and detection of their base model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ MAX_RANK = "LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --ra
 MAX_BYTES = (
     "LORIKEET_MAX_ADAPTER_BYTES, or the tenant's own: `lorikeet tenants limit --adapter-bytes`"
 )
-"""Who set the limit that an adapter exceeds."""
+"""Settings and commands behind the limits that an adapter may exceed, for errors."""
 _MEMORY = "LORIKEET_ADAPTER_GPU_MEMORY, LORIKEET_ADAPTER_HOST_MEMORY"
 
 
@@ -38,13 +38,15 @@ def validate_blob(
     digest: str | None = None,
     scan: ValueScan | None = None,
 ) -> BlobFacts:
-    """Find out all that could make a blob fail later. Blocks.
+    """Return a blob's facts after checking everything that could make it fail later. Blocks.
 
-    base_model: the one that it was trained on, says the admin; None: what the blob says. limits:
-    the service's, lowered to the tenant's. memory: what the engines keep adapters in. digest: the
-    blob's, where it was computed as it came; None: to be computed. scan: what was found as it came;
-    without one all of it is read. Raises InvalidAdapter, naming the tensor, module or config key at
-    fault.
+    base_model: base model that the admin names; None: the one that the blob names.
+    limits: the service's limits, lowered to the tenant's.
+    memory: memory in which the engines keep adapters.
+    digest: the blob's digest, if computed during the upload; None: compute it.
+    scan: scan of the values made during the upload; None: read the whole blob.
+
+    Raises InvalidAdapter that names the tensor, module or config key at fault.
     """
     try:
         name = (
@@ -77,7 +79,7 @@ def _invalid(error: AdapterError | SettingsError) -> InvalidAdapter:
 
 
 def check_base_model(base_model: str, base_models: Mapping[str, ServedModel]) -> str:
-    """Return the name of a base model that is served here. Raises InvalidInput."""
+    """Return `base_model`. Raises InvalidInput if it is not served here."""
     if base_model not in base_models:
         raise InvalidInput(
             f"base_model={base_model!r} is not served here: {_list(base_models)}",
@@ -87,9 +89,10 @@ def check_base_model(base_model: str, base_models: Mapping[str, ServedModel]) ->
 
 
 def _matching(blob: Path, base_models: Mapping[str, ServedModel]) -> str:
-    """Return the one served base model whose name or alias ends like the blob's name for it.
+    """Return the served base model whose name or alias ends like the base model named in the blob.
 
-    A quantised copy will do, in either place.
+    A quantized copy of that model matches too, and so does the original of a quantized copy. Raises
+    InvalidAdapter unless exactly one base model matches.
     """
     declared = trained_on(blob)
     if declared is None:

@@ -1,4 +1,4 @@
-"""Admin route: all that the page at /ui shows."""
+"""Admin route GET /fleet: all data of the page at /ui."""
 
 import asyncio
 import gzip
@@ -24,15 +24,16 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import AdapterStatus, TierStatus
 
 FRESH_S = 0.5
-"""How long one answer serves all who ask: ten open pages cost what one does."""
+"""Seconds for which one answer serves all requests, so that ten open pages cost as much as one."""
 PINS_FRESH_S = 3.0
-"""How pins stand costs replicas more to say, and changes as often as the controller looks."""
+"""Seconds between reads of pin states, which cost replicas more and change only when the
+controller looks."""
 MOST_ROWS = 50
-"""The most rows of waiting requests, and of pins; what is left out is in the sums."""
+"""Most rows of waiting requests, and of pins. The sums include omitted rows."""
 _PINS_WAIT_S = 1.0
 _PLAIN_BYTES = 4096
-_DIGEST = 16  # digits of it: enough to tell adapters apart, and what compresses least
-_QUICK = 1  # gzip's level: an eighth of the time that 9 takes, for 7% more bytes
+_DIGEST = 16  # digits sent of a digest: enough to tell adapters apart; digits compress badly
+_QUICK = 1  # gzip level: takes an eighth of level 9's time, for 7% more bytes
 _PINNED, _ARRIVING = 1, 2
 
 log = logging.getLogger(__name__)
@@ -46,19 +47,21 @@ class _Packed(NamedTuple):
 
 
 def fleet_routes(fleet: "FleetView") -> APIRouter:
-    """GET /fleet: replicas with what lies in their arenas, lines, who waits, how pins stand.
+    """Return the route GET /fleet: replicas with their arenas, traffic, waiting requests, pins.
 
-    Bounded however many adapters there are: what does not lie in an arena is only counted, names
-    come once and are referred to by number. Lists of lists, as follows.
+    The size is bounded for any number of adapters: adapters outside an arena are only counted, and
+    each name is sent once and referred to by its index. Members:
 
-    tenants: names. adapters: [number of the tenant, name, version, rank, digest's first digits].
-    replicas[].blocks: [number of the adapter, leases, marks, offset, bytes, offset, bytes, …], a
-    pair for each piece; marks: 1 pinned, 2 arriving, or their sum.
+    tenants: names.
+    adapters: [index of the tenant, name, version, rank, first digits of the digest].
+    replicas[].blocks: [index of the adapter, leases, marks, offset, bytes, offset, bytes, …], an
+        offset and bytes for each piece; marks: 1 pinned, 2 arriving, or their sum.
     replicas[].gpu, host, disk: adapters, used_bytes, total_bytes.
-    lines: request_log/recent_traffic.py's, a value for each second up to `now`. waiting: rows by
-    tenant and adapter, the longest first. pins: their number by state, and a row for each that
-    is not met; null while the catalog does not answer. gateways.silent: how many did not answer in
-    time, null if none could be asked.
+    lines: time series of request_log/recent_traffic.py, one value per second up to `now`.
+    waiting: rows by tenant and adapter, longest wait first.
+    pins: numbers by state, and a row for each pin that does not hold yet; null while the catalog
+        does not answer.
+    gateways.silent: number of gateways that did not answer in time; null if none could be asked.
     """
     router = APIRouter()
 
@@ -75,7 +78,7 @@ def fleet_routes(fleet: "FleetView") -> APIRouter:
 
 
 class FleetView:
-    """Asks replicas, gateways and the catalog, once for all who ask at a time. One event loop."""
+    """Data of the page at /ui, collected once for all concurrent requests. For one event loop."""
 
     def __init__(
         self,
@@ -92,12 +95,14 @@ class FleetView:
         self._pins: Json | None = None
 
     async def now(self) -> _Packed:
-        """The answer, no older than FRESH_S when it was asked for."""
+        """Return the data, at most FRESH_S old."""
         asked, now_s = self._asked, time.monotonic()
         if asked is None or (asked.done() and now_s - self._asked_s > FRESH_S):
             self._asked_s = now_s
             asked = self._asked = asyncio.create_task(self._ask())
-        return await asyncio.shield(asked)  # one who leaves does not end it for the others
+        return await asyncio.shield(
+            asked
+        )  # a client that disconnects must not cancel it for others
 
     async def _ask(self) -> _Packed:
         replicas, traffic, pins = await asyncio.gather(
@@ -107,7 +112,7 @@ class FleetView:
         return await asyncio.to_thread(_pack, head, replicas, traffic, pins)
 
     async def _pin_statuses(self) -> Json | None:
-        """The pins as they were looked up last; only the first look is waited for, for a second."""
+        """Return the pins last read; wait only for the first read, at most _PINS_WAIT_S."""
         reading, now_s = self._reading_pins, time.monotonic()
         if reading is None or (reading.done() and now_s - self._pins_read_s > PINS_FRESH_S):
             self._pins_read_s = now_s

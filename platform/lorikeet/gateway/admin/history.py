@@ -1,4 +1,4 @@
-"""Admin routes: the log, restoring what was retired, snapshots; and questions about the past."""
+"""Admin routes of the log, of restoring retired adapters and of snapshots; queries of the past."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ UnixTime = Annotated[float, Query(ge=0, le=10**11)]
 
 
 class Restore(Body):
-    """Undo the retirement of one version, or of the adapter."""
+    """Undo the retirement of one version, or of the whole adapter if version is None."""
 
     version: Annotated[int, Field(ge=1)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AsOf:
-    """A moment of the catalog: right after an entry, or at a time; now if both are None."""
+    """Moment of the catalog: right after entry `seq`, or at `time` in Unix seconds; None: now."""
 
     seq: int | None
     time: float | None
@@ -44,11 +44,11 @@ class AsOf:
         catalog_view: GatewayCatalogView,
         question: Callable[[CatalogState], T],
     ) -> T:
-        """Ask the catalog as it was then. Raises InvalidInput, StoreError."""
+        """Ask the catalog as it was at this moment. Raises InvalidInput, StoreError."""
         if self.seq is None and self.time is None:
             return await catalog_view.ask_in_thread(question)
         await catalog_view.refresh()
-        view = await catalog_view.in_thread(self._view, catalog.history)
+        view = await catalog_view.in_thread(self._view, catalog.reader.history)
         return await catalog_view.in_thread(view.ask, question)
 
     def _view(self, history: History) -> CatalogView:
@@ -65,11 +65,11 @@ async def _moment(as_of_seq: Seq | None = None, as_of_time: UnixTime | None = No
 
 
 Moment = Annotated[AsOf, Depends(_moment)]
-"""A parameter of routes that can answer about the past: ?as_of_seq or ?as_of_time."""
+"""Parameter of routes that can show the past: ?as_of_seq or ?as_of_time."""
 
 
 def history_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """Routes of the log, newest first; of restoring; of snapshots."""
+    """Return the routes of the log, newest entry first, of restoring and of snapshots."""
     router = APIRouter()
 
     @router.get("/log")
@@ -89,7 +89,7 @@ def history_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) ->
         wanted = HistoryQuery(tenant=tenant, name=name, actor=actor, since=since)
         await catalog_view.refresh()
         found = await catalog_view.in_thread(
-            lambda history: history.find(wanted, limit, before), catalog.history
+            lambda history: history.find(wanted, limit, before), catalog.reader.history
         )
         return {"data": list(map(entry_json, found.entries)), "before": found.before}
 
@@ -101,6 +101,6 @@ def history_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) ->
 
     @router.post("/snapshots")
     def snapshot() -> dict[str, Any]:
-        return {"seq": catalog.snapshot()}
+        return {"seq": catalog.reader.snapshot()}
 
     return router

@@ -1,4 +1,4 @@
-"""Admin routes of keys: make an admin's; list, limit, rotate and revoke any."""
+"""Admin routes of keys: create admins' keys; list, limit, rotate and revoke all keys."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -7,9 +7,8 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.catalog import LONGEST_OVERLAP_S, AdapterCatalog
 from lorikeet.catalog.records import Scope
-from lorikeet.catalog.tenants_and_keys import LONGEST_OVERLAP_S
 from lorikeet.gateway.admin.limit_bodies import KeyLimitsBody, NewKeyBody
 from lorikeet.gateway.admin.serializers import key_json, list_response
 from lorikeet.gateway.auth import Actor
@@ -19,7 +18,7 @@ from lorikeet.gateway.error_responses import CREATED
 
 
 class AdminKey(NewKeyBody):
-    """An admin's key. Admins administer; they do not infer."""
+    """An admin's key, which administers and cannot infer."""
 
     scopes: list[Literal["admin", "read-only"]] = Field(
         [Scope.ADMIN.value], min_length=1, max_length=1
@@ -27,13 +26,16 @@ class AdminKey(NewKeyBody):
 
 
 class Rotation(Body):
-    """overlap_s: for so long the old key works beside the new one."""
+    """Rotation of a key.
+
+    overlap_s: seconds for which the old key keeps working beside the new one.
+    """
 
     overlap_s: Annotated[float, Field(ge=0, le=LONGEST_OVERLAP_S)] = 86400
 
 
 def key_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """Routes under /keys."""
+    """Return the routes under /keys."""
     router = APIRouter(prefix="/keys")
 
     @router.get("", response_model=None)
@@ -57,7 +59,7 @@ def key_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> API
         key_id: str, wanted: Annotated[Rotation, json_body(Rotation)], actor: Actor
     ) -> dict[str, Any]:
         record, secret = catalog.rotate_key(key_id, wanted.overlap_s, actor=actor)
-        replaced = catalog.ask(lambda state: state.key(key_id))
+        replaced = catalog.reader.ask(lambda state: state.key(key_id))
         return {**key_json(record), "key": secret, "replaces": key_json(replaced)}
 
     @router.delete("/{key_id}")

@@ -1,4 +1,4 @@
-"""Request bodies with the limits of a tenant or a key; an absent one stays as it is."""
+"""Request bodies with the limits of a tenant or a key. Absent limits stay unchanged."""
 
 import time
 from typing import Annotated, Any, ClassVar
@@ -14,11 +14,14 @@ from lorikeet.catalog.rules.limits import (
 from lorikeet.gateway.body import Body
 
 _NEVER_NONE = {"burst_s", "weight", "priority"}
-"""Limits that cannot be taken away; null is absent, as elsewhere."""
+"""Limits that cannot be removed: for these, null means absent."""
 
 
 class LimitsBody(Body):
-    """Limits; see catalog/records.py. null takes one away. named: the fields that are limits."""
+    """Limits, as in catalog/records.py; null removes a limit.
+
+    named: the fields that are limits.
+    """
 
     named: ClassVar[frozenset[str]] = frozenset(LimitOptions.__annotations__)
     nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
@@ -31,12 +34,12 @@ class LimitsBody(Body):
     bytes_per_min: int | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the limits that were given."""
+        """Return the limits in the request."""
         return self.model_dump(include=set(self.named), exclude_unset=True)
 
 
 class TenantLimitsBody(LimitsBody):
-    """The limits and other settings of a tenant."""
+    """Limits and other settings of a tenant."""
 
     named: ClassVar[frozenset[str]] = frozenset(TenantOptions.__annotations__)
     nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
@@ -51,7 +54,7 @@ class TenantLimitsBody(LimitsBody):
 
 
 class KeyLimitsBody(LimitsBody):
-    """The limits and the priority of a key."""
+    """Limits and priority of a key."""
 
     named: ClassVar[frozenset[str]] = frozenset(KeyLimitOptions.__annotations__)
 
@@ -59,13 +62,17 @@ class KeyLimitsBody(LimitsBody):
 
 
 class NewKeyBody(KeyLimitsBody):
-    """A key to be made. name: what people call it. expires_s: seconds from now; null: never."""
+    """A key to create.
+
+    name: label for people.
+    expires_s: seconds from now; null: never.
+    """
 
     name: str = ""
     expires_s: Annotated[float, Field(gt=0, le=LONGEST_LIFE_S)] | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the limits and the key's other fields that were given."""
+        """Return the limits and other fields of the key in the request."""
         own: dict[str, Any] = {"name": self.name} if self.name else {}
         if self.expires_s is not None:
             own["expires"] = time.time() + self.expires_s

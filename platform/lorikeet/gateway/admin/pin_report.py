@@ -1,4 +1,4 @@
-"""The status of pins, and what one more would move, by the controller's own plan."""
+"""Status of pins, and dry runs of new pins by the controller's own plan."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 
 
 class PinReporter:
-    """Asks the catalog and the replicas, and plans in threads."""
+    """Reporter that reads catalog and replicas, and plans in threads."""
 
     def __init__(
         self, catalog: AdapterCatalog, engines: EngineClient, catalog_view: GatewayCatalogView
@@ -31,7 +31,7 @@ class PinReporter:
     async def pin_statuses(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStatus]:
         """Return the status of every pin in force on the replicas that answer.
 
-        reports: the replicas', if they were asked already. Raises StoreError.
+        reports: the replicas' reports; None: ask the replicas. Raises StoreError.
         """
         if reports is None:
             reports = await self._engines.reports()
@@ -43,7 +43,7 @@ class PinReporter:
     async def dry_run(
         self, tenant: str, name: str | None, **options: Unpack[PinOptions]
     ) -> PinDryRun:
-        """Return what a pin would move, without setting it. Raises what AdapterCatalog.pin does."""
+        """Return the loads and releases that a pin would cause. Raises as AdapterCatalog.pin."""
         reports, now = await self._engines.reports(), time.time()
 
         def compare(before: CatalogState, after: CatalogState) -> PinDryRun:

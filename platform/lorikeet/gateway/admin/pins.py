@@ -1,4 +1,4 @@
-"""Admin routes of pins: list, set, try, remove."""
+"""Admin routes of pins: list, set, dry-run, remove."""
 
 import asyncio
 import time
@@ -19,9 +19,11 @@ from lorikeet_engine.adapter import Residency
 
 
 class PinBody(Body):
-    """A pin to set. replicas null: on all; expires_s: seconds from now.
+    """A pin to set.
 
-    dry_run: only show what the pin would move.
+    replicas: number of replicas; null: all.
+    expires_s: seconds from now; null: never.
+    dry_run: do not set the pin, only show the loads and releases that it would cause.
     """
 
     selector: str = DEFAULT_ALIAS
@@ -37,7 +39,7 @@ WantedPin = Annotated[PinBody, json_body(PinBody)]
 
 
 def pin_routes(catalog: AdapterCatalog, pin_reporter: PinReporter) -> APIRouter:
-    """Routes under /pins, of adapters and of tenants."""
+    """Return the routes under /pins, for pins of adapters and of whole tenants."""
     router = APIRouter(prefix="/pins")
 
     @router.get("")

@@ -1,4 +1,4 @@
-"""Registration: makes a version of an adapter out of a blob, however the blob came here."""
+"""Registration: a blob, received by any route, becomes a version of an adapter."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -25,10 +25,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRequest:
-    """A blob that somebody wants registered.
+    """Request to register a blob.
 
-    base_model: the one it was trained on; None: the one it names. shared None leaves that as it
-    is. promote: make it prod. actor: the id of the key that asks for it.
+    actor: id of the key that requests it.
+    promote: point the alias prod to the version.
+    shared: let all tenants use the adapter; None: unchanged.
+    base_model: base model that the adapter was trained on; None: the one that the blob names.
     """
 
     tenant: str
@@ -40,17 +42,20 @@ class RegistrationRequest:
 
 
 class RegisteredVersion(NamedTuple):
-    """A version as JSON. is_new: whether there was none with this blob."""
+    """A version as JSON.
+
+    is_new: whether no version with this blob existed.
+    """
 
     version: Json
     is_new: bool
 
 
 class Registration:
-    """Validates blobs and records them.
+    """Validation and recording of blobs.
 
-    What blocks runs in a few threads of its own: many uploads at once make each other wait, and
-    not the catalog view, through which keys are revoked.
+    Blocking work runs in a few threads of its own, so that many concurrent uploads delay each
+    other, but not the catalog view, on which revocations of keys depend.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
@@ -58,16 +63,19 @@ class Registration:
         self._catalog_view = catalog_view
         self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="upload")
         self.downloads = asyncio.Semaphore(_WORKERS)
-        """Held while a whole blob from the store lies on this machine's disk."""
+        """Limit of whole blobs from the store on this machine's disk at once."""
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Do blocking work in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *arguments)
 
     async def check(self, tenant: str | None, base_model: str | None) -> AdapterLimits:
-        """Refuse what no blob could make right; return the blob's limits.
+        """Check a registration before its blob arrives; return the limits for the blob.
 
-        tenant None: not known yet. Raises UnknownTenant, InvalidInput.
+        tenant: None if not yet known.
+        base_model: None for the one that the blob names.
+
+        Raises UnknownTenant, InvalidInput.
         """
         if base_model:
             check_base_model(base_model, self._services.base_models)
@@ -83,11 +91,13 @@ class Registration:
         digest: str | None = None,
         scan: ValueScan | None = None,
     ) -> BlobFacts:
-        """Find out all that could make a blob fail later. Raises InvalidAdapter.
+        """Return a blob's facts after checking everything that could make it fail later.
 
-        digest: the blob's, where it is known; scan: what was found as it came.
-        Where copies of the base model's matrices lay beside the adapter, a replica compares them:
-        raises Unavailable without one.
+        digest: the blob's digest; None: compute it.
+        scan: scan of the values made during the upload; None: read the whole blob.
+
+        A replica compares copies of the base model's matrices that the blob contains. Raises
+        InvalidAdapter, and Unavailable if no replica can compare.
         """
         facts = await self.run(
             validate_blob,
@@ -122,7 +132,7 @@ class Registration:
         return RegisteredVersion(about, is_new=not exists)
 
     async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:
-        """Return what the blob will be called if no other is registered first."""
+        """Return the reference that the blob will get if no other blob is registered first."""
 
         def find(state: CatalogState) -> AdapterRef:
             record = state.find(order.tenant, order.name)
@@ -143,8 +153,8 @@ class Registration:
             ) from error
         for module in changed:
             raise InvalidAdapter(
-                f"the file's {module}.weight is not that of {base_model}, and whole modules cannot "
-                "be served: train it by LoRA; if it was not to be trained, save with "
+                f"the file's {module}.weight differs from {base_model}'s, and whole modules cannot "
+                "be served: train the module by LoRA; if it was not meant to be trained, save with "
                 "save_pretrained(..., save_embedding_layers=False)",
                 param=module,
             )

@@ -3,9 +3,8 @@
 from fastapi import APIRouter, Depends, Request
 
 from lorikeet.catalog.names import check_name
-from lorikeet.catalog.uploads import Uploads
+from lorikeet.catalog.resumable_uploads import ResumableUploads
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.admin.adapter_uploads import upload_routes
 from lorikeet.gateway.admin.adapters import adapter_routes
 from lorikeet.gateway.admin.fleet_view import FleetView, fleet_routes
 from lorikeet.gateway.admin.history import history_routes
@@ -16,6 +15,7 @@ from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.smoke import smoke_routes
 from lorikeet.gateway.admin.status import status_routes
 from lorikeet.gateway.admin.tenants import tenant_routes
+from lorikeet.gateway.admin.upload_routes import upload_routes
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.routes.requests import admin_request_routes
@@ -34,11 +34,11 @@ def admin_routes(
     usage: UsageReports,
     traffic: RecentTraffic,
 ) -> APIRouter:
-    """All routes under /admin/v1; an admin's key is checked before anything else."""
+    """Return all routes under /admin/v1, which check an admin's key before anything else."""
     checks = [Depends(authenticator.admin), Depends(_check_path)]
     router = APIRouter(prefix="/admin/v1", dependencies=checks)
     pins = PinReporter(services.catalog, services.engines, catalog_view)
-    uploads = Uploads(services.catalog.store, services.part_bytes)
+    uploads = ResumableUploads(services.catalog.store, services.part_bytes)
     router.include_router(upload_routes(services, uploads, registration))
     router.include_router(smoke_routes(services, catalog_view))
     router.include_router(adapter_routes(services, catalog_view))
@@ -54,11 +54,11 @@ def admin_routes(
 
 
 async def _check_path(request: Request) -> None:
-    """Check the names in a path by the catalog's rules before any route acts on them.
+    """Raise InvalidInput unless the names in a path follow the catalog's rules.
 
-    An encoded slash would reach another route than the client named. Raises InvalidInput.
+    A name with an encoded slash is refused too, as it would reach another route than intended.
     """
     if b"%2f" in request.scope.get("raw_path", b"").lower():
-        raise InvalidInput("no name in an address has a '/': want it without %2F")
+        raise InvalidInput("names in an address have no '/': want it without %2F")
     for param, name in request.path_params.items():
         check_name(name, "id" if param == "key_id" else param)

@@ -1,4 +1,4 @@
-"""The catalog's records, pins' statuses and replicas' reports as JSON."""
+"""JSON of the catalog's records, of pins' statuses and of replicas' reports."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from starlette.responses import Response
 
 from lorikeet.base_warning import base_warning
-from lorikeet.catalog.log.changes import Entry
+from lorikeet.catalog.changes import Entry
 from lorikeet.catalog.records import (
     AdapterRecord,
     KeyRecord,
@@ -33,7 +33,7 @@ _KEY_LIMITS = LimitOptions.__annotations__
 
 
 def list_response(rows: Iterable[Json], **more: Any) -> Response:
-    """Return {"data": rows, …}; lists are long, so call it in the thread that made the rows."""
+    """Return {"data": rows, …}. Call it in the thread that made the rows, as lists are long."""
     return Response(json.dumps({"data": list(rows), **more}), media_type="application/json")
 
 
@@ -58,8 +58,11 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
 def described_version_json(
     adapter: AdapterRecord, version: VersionRecord, base_models: Mapping[str, ServedModel]
 ) -> Json:
-    """Return one version with how the base model's weights are served and what differs in them."""
-    served = base_models.get(version.base_model)  # it may be served no more
+    """Return one version with its base model's served quantization, and a warning if that differs.
+
+    The warning says how the served weights differ from those that the version was trained on.
+    """
+    served = base_models.get(version.base_model)  # None if no longer served
     quantization = served.quantization if served else None
     return version_json(adapter, version) | {
         "base_quantization": quantization,
@@ -83,7 +86,7 @@ def adapter_json(adapter: AdapterRecord) -> Json:
 
 
 def pin_json(pin: PinRecord) -> Json:
-    """Return a pin. adapter null: of the whole tenant. expires: Unix seconds or null."""
+    """Return a pin; its adapter is null for a pin of a whole tenant. expires: Unix seconds."""
     return {
         "tenant": pin.tenant,
         "adapter": None if pin.name is None else f"{pin.tenant}/{pin.name}",
@@ -99,7 +102,7 @@ def pin_json(pin: PinRecord) -> Json:
 
 
 def pin_status_json(found: PinStatus) -> Json:
-    """A pin and whether it holds. image_bytes: of all that it keeps, on one replica."""
+    """Return a pin and its state. image_bytes: size of all its adapters on one replica."""
     return {
         **pin_json(found.pin),
         "state": found.state.value,
@@ -110,7 +113,7 @@ def pin_status_json(found: PinStatus) -> Json:
 
 
 def dry_run_json(moves: PinDryRun) -> Json:
-    """Return what a pin would move."""
+    """Return the dry run of a pin: the loads and releases that it would cause."""
     return {
         "loads": [
             {
@@ -147,7 +150,7 @@ def tenant_json(tenant: TenantRecord) -> Json:
 
 
 def key_json(key: KeyRecord) -> Json:
-    """Return a key, without its secret and without its hash. expires: Unix seconds or null."""
+    """Return a key without its secret and hash. expires: Unix seconds or null."""
     return {
         "id": key.id,
         "tenant": key.tenant,
@@ -172,7 +175,7 @@ def entry_json(entry: Entry) -> Json:
 
 
 def replica_json(report: ReplicaReport) -> Json:
-    """Return what a replica holds and does."""
+    """Return a replica's adapters and load."""
     live, gpu = report.status.live, report.status.tiers[Residency.GPU]
     return {
         "replica": report.replica,

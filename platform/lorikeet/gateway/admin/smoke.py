@@ -1,4 +1,4 @@
-"""Smoke tests: what an adapter makes of some prompts, beside the base model alone."""
+"""Smoke tests: answers of an adapter to a few prompts, compared with the base model's."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,10 @@ Prompt = Annotated[str, Field(min_length=1, max_length=20_000)]
 
 
 class SmokeBody(Body):
-    """selector: an alias or a version's number."""
+    """A smoke test to run.
+
+    selector: an alias or a version number.
+    """
 
     selector: str = DEFAULT_ALIAS
     prompts: Annotated[list[Prompt], Field(min_length=1, max_length=16)] = Field(list(PROMPTS))
@@ -39,7 +42,7 @@ class SmokeBody(Body):
 
 
 def smoke_routes(services: Services, catalog_view: GatewayCatalogView) -> APIRouter:
-    """POST …/smoke."""
+    """Return the route POST /adapters/{tenant}/{name}/smoke."""
     router = APIRouter(prefix="/adapters")
 
     @router.post("/{tenant}/{name}/smoke")
@@ -74,11 +77,11 @@ async def smoke_test(
     prompts: Sequence[str] = PROMPTS,
     max_tokens: int = MAX_TOKENS,
 ) -> dict[str, Any]:
-    """Generate on a replica of `base_model` and say how far the adapter's answers differ.
+    """Generate on a replica of `base_model`; report how much the adapter's answers differ.
 
-    The adapter's blob must be in the store; a version of it need not exist. Raises Unavailable
-    when no replica answers, and LorikeetError for what the replica refuses: an adapter that
-    cannot be loaded, or whose weights overflow.
+    The adapter's blob must be in the store; no version of it needs to exist. Raises Unavailable if
+    no replica answers, and LorikeetError if the replica cannot load the adapter or its weights
+    overflow.
     """
     if base_model not in services.base_models:
         raise Unavailable(
@@ -100,10 +103,10 @@ async def smoke_test(
 
 
 def smoke_report(test: SmokeTest, result: SmokeResult) -> dict[str, Any]:
-    """What was seen, as JSON.
+    """Return the result as JSON.
 
-    equal_share: of the tokens, position by position, counted to the longer of the two.
-    first_difference: the first position, from 0, where any two differ; null if none do.
+    equal_share: fraction of equal tokens, by position, up to the length of the longer answer.
+    first_difference: first position, from 0, at which any two answers differ; null if none do.
     """
     pairs = list(zip(result.base, result.adapted, strict=True))
     compared = [_compare(base.token_ids, adapted.token_ids) for base, adapted in pairs]
@@ -130,7 +133,12 @@ def smoke_report(test: SmokeTest, result: SmokeResult) -> dict[str, Any]:
 
 
 class _Comparison(NamedTuple):
-    """positions: compared; same: of these, with the same token; first_difference: a position."""
+    """Comparison of two answers.
+
+    positions: number of positions compared.
+    same: positions with equal tokens.
+    first_difference: first position with different tokens; None if there is none.
+    """
 
     positions: int
     same: int
@@ -154,11 +162,11 @@ def _warnings(
     if not differ:
         yield (
             f"the adapter changed none of {tokens} tokens: is it trained, and do these prompts "
-            "ask for what it was trained on?"
+            "match its training data?"
         )
     mute = sum(bool(base.token_ids) and not adapted.token_ids for base, adapted in pairs)
     if mute:
-        yield f"the adapter answered {mute} of {len(pairs)} prompts with nothing at all"
+        yield f"the adapter gave an empty answer to {mute} of {len(pairs)} prompts"
     loops = sum(_loops(adapted) and not _loops(base) for base, adapted in pairs)
     if loops:
         yield (
@@ -168,6 +176,6 @@ def _warnings(
 
 
 def _loops(answer: Continuation) -> bool:
-    """Whether the last tokens are one or two tokens over and over."""
+    """Return whether the last tokens consist of one or two tokens, repeated."""
     last = answer.token_ids[-_LOOP_TOKENS:]
     return len(last) == _LOOP_TOKENS and len(set(last)) <= _LOOP_KINDS

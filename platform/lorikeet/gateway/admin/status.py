@@ -1,4 +1,4 @@
-"""Admin route: what every replica holds and does."""
+"""Admin route GET /status: adapters and load of every replica."""
 
 import asyncio
 from collections import Counter
@@ -20,7 +20,7 @@ _LONGEST_WAIT_S = 3.0
 def status_routes(
     engines: EngineClient, catalog_view: GatewayCatalogView, pin_reporter: PinReporter
 ) -> APIRouter:
-    """GET /status."""
+    """Return the route GET /status."""
     router = APIRouter()
 
     @router.get("/status")
@@ -39,7 +39,7 @@ def status_routes(
 async def _count_pins(
     reports: Sequence[ReplicaReport], pin_reporter: PinReporter
 ) -> Mapping[str, int] | None:
-    """Count pins by status; None while the catalog does not answer."""
+    """Return the number of pins by state; None while the catalog does not answer."""
     try:
         async with asyncio.timeout(_LONGEST_WAIT_S):
             return Counter(found.state.value for found in await pin_reporter.pin_statuses(reports))

@@ -1,4 +1,4 @@
-"""Admin routes: list, show, make and limit tenants; list and make their keys."""
+"""Admin routes that list, show, create and limit tenants, and list and create their keys."""
 
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -27,9 +27,9 @@ class NewTenant(TenantLimitsBody):
 
 
 class TenantKey(NewKeyBody):
-    """A tenant's key. Tenants infer and push; they do not administer.
+    """A tenant's key, which infers or pushes and cannot administer.
 
-    adapters: patterns of the names that a publish key may push.
+    adapters: patterns of adapter names that a publish key may push.
     """
 
     scopes: list[Literal["infer", "read-only", "publish"]] = Field(
@@ -38,13 +38,13 @@ class TenantKey(NewKeyBody):
     adapters: list[str] = Field(default_factory=list)
 
     def given(self) -> dict[str, Any]:
-        """Return the limits and the key's other fields that were given."""
+        """Return the limits and other fields of the key in the request."""
         own = {"adapters": tuple(self.adapters)} if self.adapters else {}
         return own | super().given()
 
 
 def tenant_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """Routes under /tenants."""
+    """Return the routes under /tenants."""
     router = APIRouter(prefix="/tenants")
 
     @router.get("", response_model=None)
@@ -82,7 +82,7 @@ def tenant_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> 
 
 
 def _shown(tenant: str, state: CatalogState) -> dict[str, Any]:
-    """Return a tenant with what it takes of the catalog."""
+    """Return a tenant with the number and bytes of its adapters in the catalog."""
     shown = tenant_json(state.tenant(tenant))
     used = quota_usage(state, tenant)
     return shown | {"adapters": used.adapters, "total_bytes": used.total_bytes}

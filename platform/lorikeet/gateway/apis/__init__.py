@@ -1,13 +1,12 @@
-"""What tenants may send and get, in OpenAI's and Anthropic's words.
+"""Requests of tenants, by the schemas of OpenAI's and Anthropic's APIs.
 
-api_request.py       what every request has, and the Call that each becomes
-chat_request.py, completion_request.py   the requests of chats and completions
-chat_messages.py, tools.py, fields.py   their parts
+api_request.py       fields common to all requests, and conversion to a Call
+chat_request.py, completion_request.py   /v1/chat/completions and /v1/completions
+chat_messages.py, tools.py, fields.py, structured_outputs.py, no_ops.py   their parts
 responses_request.py, responses_items.py, responses_tools.py
-                     /v1/responses, which becomes a chat's Call
-anthropic_request.py, anthropic_content.py   /v1/messages, which becomes one too
-response_types.py, responses_types.py, anthropic_types.py   the answers, as types
-openapi.py           GET /v1/openapi.json, made of all these types
+                     /v1/responses, converted to a chat's Call
+anthropic_request.py, anthropic_content.py   /v1/messages, converted to a chat's Call
+openapi.py           GET /v1/openapi.json, with the schemas of all these requests
 
-The bytes of answers are formed on replicas, by the formats in answer_stream/.
+Replicas make the bytes of answers, by the formats in answer_stream/.
 """

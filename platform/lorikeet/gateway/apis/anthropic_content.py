@@ -1,4 +1,4 @@
-"""The messages of an Anthropic request, which are blocks, and the chat that they become."""
+"""Content blocks of /v1/messages, and their conversion to chat messages."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class TextBlockParam(TypedDict):
-    """A block of text; what else it says, such as cache_control, has no effect."""
+    """Block of text. Other fields, such as cache_control, have no effect."""
 
     type: Literal["text"]
     text: str
 
 
 def _parse_texts(value: object) -> object:
-    """Parse a string, or a list of text blocks to be joined."""
+    """Parse a string, or a list of text blocks, which are joined."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -49,15 +49,15 @@ def _check_numbers(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class MessageBlock(Body):
-    """A block of a message: text, a call of a tool, its result, or past thinking.
+    """Block of a message: text, a tool call, a tool's result, or past thinking.
 
-    is_error: the result begins with "Error: ", as templates know no failed ones.
+    is_error: puts "Error: " before the result, because chat templates know no failed results.
     """
 
     dropped: ClassVar[Collection[str]] = {
         *("cache_control", "citations", "caller"),
-        *("parsed_output", "provider_specific_fields"),  # of clients, who send answers back
-        *("signature", "data"),  # of past thinking
+        *("parsed_output", "provider_specific_fields"),  # added by clients that send answers back
+        *("signature", "data"),  # in past thinking
     }
 
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
@@ -73,7 +73,7 @@ class MessageBlock(Body):
     @model_validator(mode="before")
     @classmethod
     def _known_kind(cls, data: Any) -> Any:
-        """Refuse a block by its type, before one of its fields is."""
+        """Refuse other kinds of blocks by type, before their fields are refused as unknown."""
         if isinstance(data, dict):
             refuse_kind(data.get("type"), _KINDS, "want text, tool_use and tool_result")
         return data
@@ -96,7 +96,7 @@ _FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "thinking": ({"thinking"}, set()),
     "redacted_thinking": (set(), set()),
 }
-"""Fields that a block of each type must have, and those that it may have."""
+"""Fields that a block of each type must have, and further fields that it may have."""
 _ALL_FIELDS = ("text", "id", "name", "input", "tool_use_id", "content", "thinking")
 _OF_ROLE = {
     "user": {"text", "tool_result"},
@@ -131,9 +131,10 @@ class MessageTurn(Body):
 
 
 def check_turns(turns: Sequence[MessageTurn]) -> None:
-    """Check that a user speaks, every tool_result is one of an earlier tool_use, and none is owed.
+    """Raise a misfit unless the turns are a valid conversation.
 
-    Raises a misfit.
+    A user's turn is needed; every tool_result needs an earlier tool_use; the last turn has no
+    tool_use, and as an assistant's turn does not end with whitespace.
     """
     if not any(turn.role == "user" for turn in turns):
         raise misfit("messages", "want a message of the user")
@@ -142,7 +143,7 @@ def check_turns(turns: Sequence[MessageTurn]) -> None:
         called.update(block.id for block in turn.content if block.type == "tool_use")
         for block in turn.content:
             if block.type == "tool_result" and block.tool_use_id not in called:
-                unknown = f"messages[{index}] has a tool_result of no tool_use in an earlier one"
+                unknown = f"messages[{index}] has a tool_result without an earlier tool_use"
                 raise misfit("messages", unknown)
     last = turns[-1]
     if any(block.type == "tool_use" for block in last.content):
@@ -154,9 +155,10 @@ def check_turns(turns: Sequence[MessageTurn]) -> None:
 
 
 def chat_of(system: str | None, turns: Sequence[MessageTurn]) -> list[Message]:
-    """Return the chat. Turns of one role that follow each other are one message, as templates want.
+    """Return turns as messages of a chat, after a system message.
 
-    A last message of the assistant that says nothing is left out: an answer begins there.
+    Consecutive turns of one role become one message, as templates want. An empty last message of
+    the assistant is dropped: the answer begins there.
     """
     chat = [_Draft("system", [system])] if system else []
     for draft in (draft for turn in turns for draft in _drafts_of(turn)):
@@ -172,9 +174,10 @@ def chat_of(system: str | None, turns: Sequence[MessageTurn]) -> list[Message]:
 
 @dataclass(slots=True)
 class _Draft:
-    """A message that is being made. texts: not empty; joined once, as there may be thousands.
+    """A message under construction.
 
-    thoughts: what was thought before them.
+    texts: non-empty texts, joined once at the end, since there may be thousands.
+    thoughts: texts of thinking before them.
     """
 
     role: str
@@ -184,7 +187,7 @@ class _Draft:
     tool_call_id: str | None = None
 
     def add(self, more: "_Draft") -> None:
-        """Go on with what the same role says in its next turn."""
+        """Append the next turn of the same role."""
         between = ["\n\n"] if self.texts and more.texts else []
         self.texts += between + more.texts
         self.thoughts += more.thoughts
@@ -201,7 +204,7 @@ class _Draft:
 
 
 def _drafts_of(turn: MessageTurn) -> list[_Draft]:
-    """Return a turn as messages: one for each result of a tool, and for what is said between."""
+    """Return a turn as messages: one for each tool result, and one for the other blocks between."""
     drafts: list[_Draft] = []
     for block in turn.content:
         if block.type == "tool_result":

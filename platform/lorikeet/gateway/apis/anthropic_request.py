@@ -1,6 +1,7 @@
-"""POST /v1/messages and its count_tokens: Anthropic's requests, which become a chat's Call.
+"""Requests of POST /v1/messages and /v1/messages/count_tokens, and conversion to a chat's Call.
 
-What would need a tool of Anthropic's own, a container or a store is refused by name.
+Requests that need Anthropic's own tools, a container or stored messages are refused with the
+field's name.
 """
 
 from collections.abc import Collection
@@ -29,7 +30,7 @@ from lorikeet.gateway.apis.tools import (
     ResponseFormat,
     Tool,
     check_choice,
-    limited,
+    refuse_long_json,
 )
 from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Call, Endpoint
@@ -40,7 +41,7 @@ _CALLED_BY_CLIENTS = (
 
 
 class CustomTool(Body):
-    """A tool that the client runs. strict: calls have inputs that the input_schema allows."""
+    """A tool that the client runs. strict: inputs of calls are constrained to the input_schema."""
 
     dropped: ClassVar[Collection[str]] = {"cache_control", "eager_input_streaming"}
     no_ops: ClassVar[NoOps] = {
@@ -49,7 +50,7 @@ class CustomTool(Body):
         "input_examples": ([],),
     }
     hints: ClassVar[dict[str, str]] = {
-        "allowed_callers": ': tools are called by the model alone; want ["direct"]',
+        "allowed_callers": ': only the model calls tools; want ["direct"]',
         "defer_loading": ": every tool is in the prompt",
         "input_examples": ": put them into the description",
     }
@@ -63,20 +64,20 @@ class CustomTool(Body):
     @model_validator(mode="before")
     @classmethod
     def _known_kind(cls, data: Any) -> Any:
-        """Refuse a tool of Anthropic's own by its type, before one of its fields is."""
+        """Refuse Anthropic's own tools by type, before their fields are refused as unknown."""
         if isinstance(data, dict):
             refuse_kind(data.get("type"), ("custom",), _CALLED_BY_CLIENTS)
         return data
 
     def for_chat(self) -> Tool:
-        """Return it as a chat has it, without what is absent."""
+        """Return the tool in a chat's shape, without absent fields."""
         given = self.model_dump(exclude_none=True, exclude={"type", "input_schema"})
         function = Function.unchecked(**given, parameters=self.input_schema)
         return Tool.unchecked(type="function", function=function)
 
 
 class MessageToolChoice(Body):
-    """Which tools must be called. disable_parallel_tool_use: at most one call."""
+    """Choice of tools that may or must be called. disable_parallel_tool_use: at most one call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -89,37 +90,39 @@ class MessageToolChoice(Body):
         return self
 
     def for_chat(self) -> str | NamedTool:
-        """Return it as a chat has it."""
+        """Return the choice in a chat's shape."""
         if self.name is not None:
             return NamedTool(type="function", function={"name": self.name})
         return "required" if self.type == "any" else self.type
 
 
 class JsonFormat(Body):
-    """JSON that a schema allows."""
+    """JSON constrained to a schema."""
 
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], BeforeValidator(limited)] = Field(alias="schema")
+    schema_: Annotated[dict[str, Any], BeforeValidator(refuse_long_json)] = Field(alias="schema")
 
     def for_chat(self) -> ResponseFormat:
-        """Return it as a chat has it."""
+        """Return the format in a chat's shape."""
         schema = JsonSchema.unchecked(name="answer", schema_=self.schema_)
         return ResponseFormat.unchecked(type="json_schema", json_schema=schema)
 
 
 class OutputConfig(Body):
-    """What the answer must be. effort: for chat templates that read `reasoning_effort`."""
+    """Format of the answer. effort: for chat templates that read `reasoning_effort`."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
 
 
 class ThinkingConfig(Body):
-    """Whether to think, for chat templates that read `enable_thinking`, and to tell what.
+    """Settings of thinking, for chat templates that read `enable_thinking`.
 
-    budget_tokens is taken without effect: max_tokens bounds what is thought and said together.
-    display: omitted leaves out what is thought. Without a ThinkingConfig nothing is, and a template
-    is told not to think.
+    Without a ThinkingConfig, templates get `enable_thinking` false, and answers show no thinking.
+
+    type: disabled turns thinking off, all others on.
+    budget_tokens: accepted, without effect: max_tokens limits thinking and answer together.
+    display: omitted leaves the thinking out of the answer.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -128,13 +131,20 @@ class ThinkingConfig(Body):
 
 
 class MessageMetadata(Body):
-    """user_id: keeps a session with one version where an alias shares its requests between two."""
+    """Metadata of a request.
+
+    user_id: name of a session, which stays with one version where an alias splits its requests
+    between two.
+    """
 
     user_id: Annotated[str, Field(max_length=1024)] | None = None
 
 
 def _parse_context_management(value: object) -> object:
-    """Parse edits of the context: templates show past thinking, and drop it, as they will."""
+    """Parse edits of the context. Only clear_thinking_… is accepted, without effect.
+
+    Chat templates themselves decide which past thinking the model sees.
+    """
     edits = value.get("edits", []) if isinstance(value, dict) else None
     if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
         raise ValueError('want {"edits": [{"type": "clear_thinking_…"}]}')
@@ -153,10 +163,10 @@ ContextManagement = Annotated[
 
 
 class PromptRequest(ApiRequest):
-    """What a message and a count of its tokens have in common: the prompt."""
+    """Fields common to a message and a count of its tokens: the prompt."""
 
     no_ops: ClassVar[NoOps] = {"speed": ("standard",), "mcp_servers": ([],)}
-    # prefixes are cached by what they say, and an answer does not tell why one was not
+    # prefixes are cached by content, and answers do not say why a prefix was not cached
     dropped: ClassVar[Collection[str]] = {"cache_control", "diagnostics"}
     hints: ClassVar[dict[str, str]] = {
         "container": ": this service runs no code",
@@ -173,7 +183,9 @@ class PromptRequest(ApiRequest):
     ]
     system: Texts | None = None
     tools: Annotated[
-        list[CustomTool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(limited)
+        list[CustomTool],
+        Field(max_length=MAX_TOOLS, fail_fast=True),
+        BeforeValidator(refuse_long_json),
     ] = Field(default=[])
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
@@ -201,13 +213,13 @@ class PromptRequest(ApiRequest):
         return self
 
     def session(self) -> str | None:
-        """Return None: a prompt says no session."""
+        """Return None: a count of tokens has no session."""
         return None
 
     def _as_chat(self, **sampling: Any) -> ChatRequest:
-        """Return what a chat would ask for the same; it was checked as a message.
+        """Return an equivalent chat request, unchecked because this request was checked.
 
-        A last message of the assistant's is one that the answer goes on with.
+        The answer continues a last message of the assistant.
         """
         messages = chat_of(self.system, self.messages)
         choice = self.tool_choice
@@ -232,7 +244,7 @@ class PromptRequest(ApiRequest):
         return "output_format" if self.output_format is not None else "output_config.format"
 
     def _unasked(self) -> dict[str, bool]:
-        """Return variables of the chat template that are given unasked."""
+        """Return defaults of chat template variables, for templates that read them."""
         return {"enable_thinking": False} if self.thinking is None else {}
 
     def _thinks(self) -> bool:
@@ -252,7 +264,7 @@ class MessagesRequest(PromptRequest):
     service_tier: Literal["auto", "standard_only"] | None = None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call that a replica gets: a chat's, but for the form of its answer."""
+        """Return the Call for a replica: a chat's, with an answer in the shape of a message."""
         chat = self._as_chat(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -277,7 +289,7 @@ class CountTokensRequest(PromptRequest):
     """POST /v1/messages/count_tokens."""
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call that a replica gets: it has no use for the adapter."""
+        """Return the Call for a replica, without an adapter, which counting does not need."""
         call = self._as_chat().to_call(context, format_param=self._format_param())
         return replace(
             call,

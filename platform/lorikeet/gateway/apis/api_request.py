@@ -1,7 +1,7 @@
-"""What requests that generate have in common, in whichever API's words: the Call each becomes.
+"""Fields common to requests that generate, of all APIs, and their conversion to a Call.
 
-Every field that is served is one of a class that a request is made of (gateway/body.py); any other
-is refused by name, unless its value asks for nothing (no_ops.py).
+Every supported field is a field of a Body class (gateway/body.py). Any other field is refused and
+named, unless its value has no effect (no_ops.py).
 """
 
 import json
@@ -17,9 +17,8 @@ from lorikeet.gateway.apis.responses_items import StoredItems
 from lorikeet.gateway.apis.structured_outputs import StructuredFields
 from lorikeet.gateway.auth import Caller, ResolvedModel
 from lorikeet.gateway.body import Body, NoOps, misfit
-from lorikeet.protocol.messages import Call
+from lorikeet.protocol.messages import Call, Work
 from lorikeet.routing.locations import CHARACTERS_PER_TOKEN
-from lorikeet.routing.ranking import Work
 from lorikeet_engine.request import (
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
@@ -30,7 +29,7 @@ from lorikeet_engine.request import (
 )
 
 _INT64 = 2**63 - 1
-_TEMPLATE_TOKENS = 5  # what chat templates put around each message, roughly
+_TEMPLATE_TOKENS = 5  # roughly the tokens that chat templates add to each message
 
 Tokens = Annotated[int, Field(ge=1, le=INT32)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
@@ -41,10 +40,12 @@ RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REP
 
 
 class CallContext(NamedTuple):
-    """What a gateway knows of a request beside its body.
+    """Facts about a request besides its body.
 
-    created: Unix time, seconds. stored_items: what it takes up of stored responses. stores: whether
-    the answer will be stored.
+    created: Unix seconds.
+    model: base model and adapter that the request names.
+    stored_items: items of stored responses that the request refers to.
+    stores: whether the answer will be stored.
     """
 
     request_id: str
@@ -56,7 +57,7 @@ class CallContext(NamedTuple):
     stores: bool = False
 
     def work(self, prompt_tokens: int, sequences: int) -> Work:
-        """Return what an answer of N sequences is for a replica."""
+        """Return the work that an answer of `sequences` sequences makes for a replica."""
         return Work(prompt_tokens, self.model.rank, self.model.image_bytes, sequences)
 
 
@@ -67,18 +68,19 @@ class ApiRequest(Body):
 
     @abstractmethod
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call that a replica gets."""
+        """Return the Call for a replica."""
 
     @abstractmethod
     def session(self) -> str | None:
-        """Return the name of the session that the request belongs to, if it says."""
+        """Return the name of the request's session; None if the body names none."""
 
 
 class OpenAIRequest(ApiRequest):
-    """What all of OpenAI's endpoints take. A class with `stream_options` says what these are.
+    """Fields common to OpenAI's endpoints. Subclasses define `stream_options`.
 
-    metadata: accepted, without effect. user: keeps a session with one version where an alias shares
-    its requests between two.
+    metadata: accepted, without effect.
+    user: name of a session, which stays with one version where an alias splits its requests between
+    two.
     """
 
     temperature: Temperature = 1.0
@@ -99,7 +101,10 @@ class OpenAIRequest(ApiRequest):
 
 
 class StreamOptions(Body):
-    """How to stream. continuous_usage_stats: beside include_usage, each chunk has its usage."""
+    """Options of a stream.
+
+    continuous_usage_stats: with include_usage, every chunk has the usage so far.
+    """
 
     no_ops: ClassVar[NoOps] = STREAM_OPTIONS_NO_OPS
 
@@ -108,10 +113,10 @@ class StreamOptions(Body):
 
 
 class GenerateRequest(StructuredFields, OpenAIRequest):
-    """What chat and plain completions have in common.
+    """Fields common to chats and completions.
 
-    Beyond OpenAI's own fields: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
-    ignore_eos, and vLLM's for formats (StructuredFields).
+    Beyond OpenAI's fields: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
+    ignore_eos, and vLLM's fields for structured outputs (StructuredFields).
     """
 
     max_tokens: Tokens | None = None
@@ -142,15 +147,18 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
         return self
 
     def output_limit(self) -> int | None:
-        """Return the most tokens of one choice; None for as many as the context allows."""
+        """Return the token limit of one choice; None: the context is the limit."""
         return self.max_tokens
 
     @abstractmethod
     def alternatives(self) -> int | None:
-        """Return how many of the most likely tokens to report at each step; None: no logprobs."""
+        """Return the number of most likely tokens to report at each step; None: no logprobs."""
 
     def echoed_logprobs(self) -> int | None:
-        """Return how many alternatives to report at tokens of an echoed prompt; None: no echo."""
+        """Return the number of most likely tokens to report at each token of an echoed prompt.
+
+        None: no echo, or no logprobs.
+        """
         return None
 
     def _common(self, context: CallContext) -> dict[str, Any]:
@@ -199,7 +207,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
 
 
 def prompt_tokens(prompt: str | Sequence[int]) -> int:
-    """Estimate a prompt's tokens; token ids are exact, but a gateway has no tokenizer for text."""
+    """Return a prompt's number of tokens, estimated for text: a gateway has no tokenizer."""
     if isinstance(prompt, str):
         return 1 + len(prompt) // CHARACTERS_PER_TOKEN
     return len(prompt)
@@ -208,7 +216,7 @@ def prompt_tokens(prompt: str | Sequence[int]) -> int:
 def chat_tokens(
     messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
 ) -> int:
-    """Estimate a conversation's tokens."""
+    """Estimate the tokens of a conversation and its tools."""
     size = prompt_tokens(json.dumps(tools)) if tools else 0
     for message in messages:
         size += _TEMPLATE_TOKENS + prompt_tokens(message["content"])

@@ -1,4 +1,4 @@
-"""The messages of a chat, as OpenAI's clients send them and as chat templates read them."""
+"""Messages of a chat, parsed from OpenAI's shape and converted to that of chat templates."""
 
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,35 +12,35 @@ from lorikeet.gateway.body import Body, NoOps, ValueBudget, json_text, misfit
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128
-_TEXTS = ("text", "refusal")  # types of parts, and the keys of their texts
+_TEXTS = ("text", "refusal")  # types of parts; each type is also the key of the part's text
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 _CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 CLIENT_SIDE_FIELDS = frozenset({"parsed", "parsed_arguments", "provider_specific_fields"})
-"""What OpenAI's clients and LiteLLM add to an answer's message or call, and send back with it."""
+"""Fields that OpenAI's clients and LiteLLM add to an answer's message or call, and send back."""
 
 
 class TextPart(TypedDict):
-    """A part of a message's content."""
+    """Part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(TypedDict):
-    """A part of an assistant's message, of a model that refused."""
+    """Part of an assistant's message in which the model refused to answer."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 def _parse_role(value: object) -> object:
-    """Parse a role; `developer` is what newer clients call `system`."""
+    """Parse a role; newer clients call `system` `developer`."""
     return "system" if value == "developer" else value
 
 
 def _parse_text(value: object) -> object:
-    """Parse a message's content: a string, or a list of text parts to be joined."""
+    """Parse a message's content: a string, or a list of text parts, which are joined."""
     if not isinstance(value, list):
         return value
     for part in value:
@@ -54,17 +54,18 @@ def _parse_text(value: object) -> object:
 
 
 def parse_object(value: object, info: ValidationInfo) -> dict[str, Any]:
-    """Parse the JSON text of an object, such as the arguments of a call: templates want the object.
+    """Parse the JSON text of an object, such as a call's arguments: templates want the object.
 
-    No text is one of a call without arguments, as some clients put it together of deltas.
-    Raises RequestTooLarge where those of a body have too many values together.
+    Empty text is {}: some clients assemble it from the deltas of a call without arguments. Raises
+    ValueError for anything else, and RequestTooLarge if all such texts of a body together have too
+    many values.
     """
     if isinstance(value, str) and isinstance(info.context, ValueBudget):
         info.context.spend(value.encode(errors="replace"))
     try:
         text = value or "{}" if isinstance(value, str) else "null"
         arguments = from_json(text)
-    except ValueError:  # also where it is nested more deeply than a body may be
+    except ValueError:  # also for JSON nested deeper than a body may be
         arguments = None
     if not isinstance(arguments, dict):
         raise ValueError("want the JSON text of an object")
@@ -76,7 +77,7 @@ Arguments = Annotated[dict[str, Any], PlainValidator(parse_object, json_schema_i
 
 
 class PastFunction(Body):
-    """The function that an assistant called, and with what."""
+    """Function that the assistant called, with its arguments."""
 
     dropped: ClassVar[Collection[str]] = CLIENT_SIDE_FIELDS
 
@@ -85,9 +86,9 @@ class PastFunction(Body):
 
 
 class PastCall(Body):
-    """A call that the assistant made in an earlier turn."""
+    """Call that the assistant made in an earlier turn."""
 
-    dropped: ClassVar[Collection[str]] = {*CLIENT_SIDE_FIELDS, "index"}  # of a streamed call
+    dropped: ClassVar[Collection[str]] = {*CLIENT_SIDE_FIELDS, "index"}  # index: of a streamed call
 
     id: _CallId
     type: Literal["function"]
@@ -120,7 +121,7 @@ class Message(Body):
     tool_call_id: _CallId | None = None
     function_call: PastFunction | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # what other servers call it
+    reasoning: str | None = None  # name of reasoning_content in other servers
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> "Message":
@@ -140,7 +141,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates read it; content is always a string."""
+        """Return the message in the shape of chat templates, with content always a string."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.name is not None:
             message["name"] = self.name
@@ -154,9 +155,9 @@ class Message(Body):
 
 
 def template_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
-    """Return messages as chat templates read them; deprecated calls of functions as those of tools.
+    """Return messages in the shape of chat templates, with deprecated function calls as tool calls.
 
-    Those calls get ids of nine characters, which is what Mistral's templates want.
+    Such calls get ids of nine characters, because Mistral's templates want these.
     """
     shown = list[dict[str, Any]]()
     call_id = ""
@@ -173,7 +174,7 @@ def template_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]
 
 
 def check_answered(messages: Sequence[Message]) -> None:
-    """Check that tools' and functions' messages answer calls of earlier turns. Raises a misfit."""
+    """Raise a misfit unless messages of tools and functions answer calls of earlier turns."""
     called: set[str] = set()
     functions: set[str] = set()
     for index, message in enumerate(messages):

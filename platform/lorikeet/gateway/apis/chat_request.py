@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: its request, and the Call that it becomes."""
+"""Requests of POST /v1/chat/completions, and their conversion to a Call."""
 
 import re
 from collections.abc import Collection
@@ -30,7 +30,7 @@ from lorikeet.protocol.messages import Call, Endpoint
 
 MAX_TEMPLATE_ARGS = 32
 MAX_TEMPLATE_ARGS_LENGTH = 4096
-"""Characters of their JSON text: replicas render short prompts beside their streams."""
+"""Most characters of all variables' JSON text: replicas render short prompts beside streams."""
 
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]{0,63}")
 _TAKEN = {
@@ -40,7 +40,7 @@ _TAKEN = {
     "sanitize_control_tokens",
     "self",
 }
-"""Names that say something else to transformers' apply_chat_template."""
+"""Variables that would be parameters of transformers' apply_chat_template, so they are refused."""
 
 
 def _parse_template_args(value: object) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class TemplateFields(Body):
     continue_final_message: bool = False
 
     def check_continuation(self, last_role: str) -> None:
-        """Check that the last message can be continued, if that is asked for. Raises a misfit."""
+        """Raise a misfit if the request is to continue a last message that cannot be continued."""
         if not self.continue_final_message:
             return
         if self.add_generation_prompt:
@@ -86,7 +86,7 @@ class TemplateFields(Body):
         return self.add_generation_prompt is not False and not self.continue_final_message
 
     def template_args(self) -> dict[str, Any]:
-        """Return further variables for the template; chat_template_kwargs win."""
+        """Return variables for the template; chat_template_kwargs override the other fields."""
         given = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         known = {name: value for name, value in given.items() if value is not None}
         return known | self.chat_template_kwargs
@@ -96,7 +96,7 @@ ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "u
 
 
 class IgnoredFields(Body):
-    """Fields that are taken and change nothing; prefixes are cached by what they say."""
+    """Accepted fields without effect: prefixes are cached by content, whatever these fields say."""
 
     dropped: ClassVar[Collection[str]] = {"prompt_cache_options"}
 
@@ -107,7 +107,7 @@ class IgnoredFields(Body):
 
 
 class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
-    """POST /v1/chat/completions. Without max_tokens an answer may fill the context."""
+    """POST /v1/chat/completions. Without max_tokens only the context limits an answer."""
 
     no_ops: ClassVar[NoOps] = CHAT_NO_OPS
     hints: ClassVar[dict[str, str]] = {"prompt": ": send messages, or ask /v1/completions"}
@@ -143,15 +143,16 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
         return self.max_completion_tokens or self.max_tokens
 
     def alternatives(self) -> int | None:
-        """Return top_logprobs, if logprobs are asked for."""
+        """Return top_logprobs; None unless logprobs are requested."""
         return self.top_logprobs if self.logprobs else None
 
     def to_call(
         self, context: CallContext, format_param: str = "response_format", **others: Any
     ) -> Call:
-        """Return the Call that a replica gets, without tools and format where none is asked for.
+        """Return the Call for a replica.
 
-        format_param: what another API calls response_format. others: members that it says itself.
+        format_param: name of response_format in the client's API.
+        others: members of the Call that another API's request sets itself.
         """
         messages = template_messages(self.messages)
         if self.functions:

@@ -1,4 +1,4 @@
-"""POST /v1/completions: its request, and the Call that it becomes."""
+"""Requests of POST /v1/completions, and their conversion to a Call."""
 
 from typing import Annotated, ClassVar
 
@@ -14,7 +14,7 @@ _Count = Annotated[int, Field(ge=0, le=5)]
 
 
 def _parse_logprobs(value: object) -> object:
-    """Take true as a chat's, which asks for those of the answer's tokens alone."""
+    """Parse logprobs; true, as in a chat, requests those of the answer's tokens only."""
     if isinstance(value, bool):
         return 0 if value else None
     return value
@@ -27,10 +27,10 @@ _Logprobs = Annotated[
 
 
 class CompletionRequest(GenerateRequest):
-    """POST /v1/completions. Without max_tokens an answer has at most 16 tokens, as OpenAI's."""
+    """POST /v1/completions. Without max_tokens an answer has at most 16 tokens, as at OpenAI."""
 
     no_ops: ClassVar[NoOps] = COMPLETIONS_NO_OPS
-    max_values: ClassVar[int] = 2**18  # a prompt may be token ids
+    max_values: ClassVar[int] = 2**18  # prompts of token ids have many values
     hints: ClassVar[dict[str, str]] = {
         "messages": ": send prompt, or ask /v1/chat/completions",
         "max_completion_tokens": ": it is called max_tokens here",
@@ -56,15 +56,15 @@ class CompletionRequest(GenerateRequest):
         return self
 
     def alternatives(self) -> int | None:
-        """Return logprobs, which is their number."""
+        """Return logprobs, a number in this API."""
         return self.logprobs
 
     def echoed_logprobs(self) -> int | None:
-        """Return logprobs, if the prompt is echoed."""
+        """Return logprobs; None unless the prompt is echoed."""
         return self.logprobs if self.echo else None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call that a replica gets."""
+        """Return the Call for a replica."""
         return Call(
             endpoint=Endpoint.COMPLETIONS,
             prompts=self.prompt,

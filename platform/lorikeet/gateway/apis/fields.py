@@ -1,4 +1,4 @@
-"""Fields of a generate request that need a parser of their own: one error, however many are bad."""
+"""Fields with parsers of their own, which report one error for any number of bad values."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 KIND = "^[a-z0-9_]{1,40}$"
-"""What a `type` can look like."""
+"""Pattern of every `type`."""
 _WORDS = re.compile(r"[a-z]+\d{0,2}(_([a-z]+\d{0,2}|\d+))*")  # such as bash_20250124
 
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
@@ -46,7 +46,8 @@ def _parse_prompts(value: object) -> tuple[Prompt, ...]:
         if all(isinstance(prompt, list) and _are_token_ids(prompt) for prompt in value):
             return tuple(tuple(prompt) for prompt in value)
     raise ValueError(
-        "want a string, a list of strings, a list of token ids, or a list of such lists; none empty"
+        "want a string, a list of strings, a list of token ids, or a list of lists of token ids; "
+        "no list may be empty"
     )
 
 
@@ -82,9 +83,13 @@ def _parse_metadata(value: object) -> dict[str, str]:
 
 
 def refuse_kind(value: object, known: Sequence[str], instead: str) -> object:
-    """Refuse a `type` by its name, if it is none of these and looks like one.
+    """Return a `type`. Raises `unsupported`, quoting the type, if it is an unknown type's name.
 
-    What does not is not quoted: it could be anything that a client has, such as a key.
+    A value that does not look like a type's name is returned for later checks, and never quoted:
+    it could be a secret.
+
+    known: supported types.
+    instead: advice for the error.
     """
     looks_like_one = (
         isinstance(value, str) and re.fullmatch(KIND, value) and _WORDS.fullmatch(value)

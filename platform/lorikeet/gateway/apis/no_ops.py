@@ -1,6 +1,7 @@
-"""Fields that are not served, OpenAI's and vLLM's, with the values of them that ask for nothing.
+"""Unsupported fields of OpenAI and vLLM, each with its values that have no effect.
 
-Clients send such defaults unasked. They are taken as absent; any other value is refused by name.
+Clients send such defaults without being asked. They count as absent; any other value is refused and
+the field named.
 """
 
 from lorikeet.gateway.body import NoOps
@@ -23,7 +24,7 @@ _VLLM: NoOps = {
 
 CHAT_NO_OPS: NoOps = {
     **_VLLM,
-    "add_special_tokens": (False,),  # the chat template writes them
+    "add_special_tokens": (False,),  # the chat template adds special tokens
     "best_of": (1,),
     "documents": ([],),
     "echo": (False,),

@@ -1,4 +1,4 @@
-"""The items of a response's input, and the chat messages that they become."""
+"""Input items of /v1/responses, and their conversion to chat messages."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +28,10 @@ _Ignored = Annotated[Any, Field(description="Taken, without effect.")]
 
 
 class InputText(TypedDict):
-    """A part of an item's content; others, as images, are refused. reasoning_text: of reasoning."""
+    """Text part of an item's content. Other parts, such as images, are refused.
+
+    reasoning_text occurs only in items of type reasoning.
+    """
 
     type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
@@ -43,7 +46,7 @@ def _parse_kind(value: object) -> object:
 
 
 def _parse_content(value: object) -> object:
-    """Parse an item's content: a string, or a list of text parts to be joined."""
+    """Parse an item's content: a string, or a list of text parts, which are joined."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -64,11 +67,13 @@ Content = Annotated[
 
 
 class InputItem(Body):
-    """One item of the input: a message, a call of a function, its output, or past reasoning.
+    """Input item: a message, a function call, its output, past reasoning, or an item_reference.
 
-    Any of them may be an item_reference instead, which names a stored one by its id. type: a
-    message's may be absent. id of others, status, phase, annotations, and of past reasoning all but
-    its text, have no effect.
+    An item_reference stands for the stored item with its id.
+
+    type: may be absent in a message.
+    id: has an effect only in an item_reference.
+    status, phase, annotations: no effect, as all of past reasoning but its text.
     """
 
     no_ops: ClassVar[NoOps] = {"caller": ({"type": "direct"},)}
@@ -94,7 +99,7 @@ class InputItem(Body):
     @model_validator(mode="before")
     @classmethod
     def _join_reasoning(cls, data: Any) -> Any:
-        """Join the texts of past reasoning, of which other services send back other parts."""
+        """Join the texts of past reasoning, ignoring parts that other services put into it."""
         if isinstance(data, dict) and data.get("type") == "reasoning":
             return {**data, "content": _reasoning_text(data.get("content"))}
         return data
@@ -127,28 +132,29 @@ _MAY_HAVE = {"reasoning": {"content"}}
 
 
 def _reasoning_text(parts: object) -> str | None:
-    """Return what parts of past reasoning say; None if none says anything."""
+    """Return the joined text of parts of past reasoning; None without any text."""
     known = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     texts = [part.get("text") for part in known if part.get("type") == "reasoning_text"]
     return "".join(text for text in texts if isinstance(text, str)) or None
 
 
 class StoredItems(NamedTuple):
-    """What a request takes up of stored responses.
+    """Items of stored responses that a request refers to.
 
-    past: the conversation that it goes on from. referenced: what its item_references name, by id.
+    past: conversation that the request continues.
+    referenced: items that its item_references name, by id.
     """
 
     past: Sequence[InputItem] = ()
     referenced: Mapping[str, InputItem] = {}
 
     def resolve(self, item: InputItem) -> InputItem:
-        """Return what an item_reference names, and any other item as it is."""
+        """Return the item that an item_reference names, and any other item unchanged."""
         return self.referenced[item.id] if item.type == REFERENCE else item
 
 
 def check_outputs(past: Sequence[InputItem], items: Sequence[InputItem]) -> None:
-    """Check that every output is one of an earlier call, also of the past. Raises InvalidInput."""
+    """Raise InvalidInput unless every output answers a call of an earlier item, also in `past`."""
     called = {item.call_id for item in past if item.type == "function_call"}
     for index, item in enumerate(items):
         if item.type == "function_call":
@@ -159,7 +165,7 @@ def check_outputs(past: Sequence[InputItem], items: Sequence[InputItem]) -> None
 
 
 def turn_of(item: InputItem, item_id: str) -> dict[str, Any]:
-    """Return an item as it is stored and listed; InputItem takes it back."""
+    """Return an item in the shape in which it is stored and listed, which InputItem can parse."""
     head = {"id": item_id, "type": item.type}
     if item.type == "reasoning":
         return head | {"summary": [], "content": _parts("reasoning_text", item.content)}
@@ -180,9 +186,10 @@ def _parts(kind: str, text: str | None) -> list[dict[str, Any]]:
 
 
 def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Message]:
-    """Return the chat: instructions and the system messages that follow them as one message.
+    """Return items as messages of a chat, after a system message of the instructions.
 
-    A call joins the assistant's message before it, as templates want it; reasoning the one behind.
+    System messages at the beginning join the instructions. A call joins the assistant's message
+    before it, as templates want; reasoning joins the assistant's message or call after it.
     """
     messages: list[dict[str, Any]] = []
     if instructions:

@@ -1,8 +1,8 @@
-"""POST /v1/responses: the request, which becomes a chat's, and what its answer repeats of it.
+"""Requests of POST /v1/responses: conversion to a chat's Call, and fields repeated in the answer.
 
-Whether the answer is stored, and what it continues, is the gateway's to find out
-(gateway/stored_responses.py). What would need a background, or a tool of OpenAI's own without
-functions beside it, is refused by name.
+gateway/stored_responses.py decides whether an answer is stored and reads the conversation that it
+continues. Requests for background answers, or for OpenAI's own tools without any function, are
+refused with the field's name.
 """
 
 from collections.abc import Collection, Sequence
@@ -33,7 +33,7 @@ from lorikeet.gateway.apis.tools import (
     NamedTool,
     ResponseFormat,
     check_choice,
-    limited,
+    refuse_long_json,
 )
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
@@ -42,12 +42,12 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class TextFormat(Body):
-    """Text, any JSON object, or JSON that a schema allows (held to it, strict or not)."""
+    """Text, any JSON object, or JSON constrained to a schema, whether `strict` or not."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: FunctionName | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any], BeforeValidator(limited)] | None = Field(
+    schema_: Annotated[dict[str, Any], BeforeValidator(refuse_long_json)] | None = Field(
         default=None, alias="schema"
     )
     strict: bool | None = None
@@ -60,7 +60,7 @@ class TextFormat(Body):
         return self
 
     def for_chat(self) -> ResponseFormat | None:
-        """Return it as a chat has it; None for text."""
+        """Return the format in a chat's shape; None for text."""
         if self.type == "text":
             return None
         schema = None
@@ -70,16 +70,18 @@ class TextFormat(Body):
 
 
 class TextSettings(Body):
-    """What the text must be. verbosity: for chat templates that read it."""
+    """Format of the text. verbosity: for chat templates that read it."""
 
     format: TextFormat = TextFormat(type="text")
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningSettings(Body):
-    """How to think. effort: for chat templates that read it. summary: taken, without effect.
+    """Settings of reasoning.
 
-    Past reasoning is the chat template's to show, whose `context` is thus `auto`.
+    effort: for chat templates that read it.
+    summary: accepted, without effect.
+    context: only `auto`, because the chat template decides which past reasoning the model sees.
     """
 
     no_ops: ClassVar[NoOps] = {"context": ("auto",), "mode": ("standard",)}
@@ -89,7 +91,7 @@ class ReasoningSettings(Body):
 
 
 class ResponseStreamOptions(Body):
-    """How to stream."""
+    """Options of a stream."""
 
     no_ops: ClassVar[NoOps] = {"include_obfuscation": (False,)}
 
@@ -107,7 +109,7 @@ def _parse_include(value: object) -> object:
 
 
 class ResponsesRequest(IgnoredFields, OpenAIRequest):
-    """POST /v1/responses. Without max_output_tokens an answer may fill the context."""
+    """POST /v1/responses. Without max_output_tokens only the context limits an answer."""
 
     no_ops: ClassVar[NoOps] = {
         "background": (False,),
@@ -151,21 +153,21 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
         if self.top_logprobs and _LOGPROBS not in self.include:
             raise misfit("top_logprobs", f"want {_LOGPROBS} in include with it")
         tools = chat_tools(self.tools)
-        # without tools OpenAI's clients say whether calls may be parallel all the same
+        # OpenAI's clients send parallel_tool_calls even without tools
         check_choice(tools, self._chat_choice(), self.parallel_tool_calls if tools else None)
         return self
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call that a replica gets: a chat's, but for the form of its answer.
+        """Return the Call for a replica: a chat's, with an answer in the shape of a response.
 
-        Raises InvalidInput where the input does not go on from what is past.
+        Raises InvalidInput if the input does not fit the stored conversation.
         """
         stored = context.stored_items
         given = [stored.resolve(item) for item in self.input]
         check_outputs(stored.past, given)
         items = [*stored.past, *given]
         if len(items) > MAX_MESSAGES:
-            problem = f"input: {len(items)} items with those before it, of at most {MAX_MESSAGES}"
+            problem = f"input: the conversation has {len(items)} items: want at most {MAX_MESSAGES}"
             raise InvalidInput(problem, param="input")
         return self._as_chat(items).to_call(
             context,
@@ -176,7 +178,7 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
         )
 
     def _as_chat(self, items: Sequence[InputItem]) -> ChatRequest:
-        """Return what a chat would ask for the same; it was checked as a response."""
+        """Return an equivalent chat request, unchecked because this request was checked."""
         return ChatRequest.unchecked(
             model=self.model,
             messages=messages_of(self.instructions, items),
@@ -200,7 +202,7 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
         return NamedTool(type="function", function={"name": self.tool_choice["name"]})
 
     def repeated(self, stored: bool) -> bytes:
-        """Return JSON members with which the answer repeats the request."""
+        """Return the JSON members of the answer that repeat the request, without braces."""
         members = {
             "background": False,
             "instructions": self.instructions,

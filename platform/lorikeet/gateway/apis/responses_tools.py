@@ -1,4 +1,4 @@
-"""The tools of a response: functions, alone or in namespaces, and others, which are left out."""
+"""Tools of /v1/responses: functions, plain or in namespaces. Other tools are left out."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,18 +14,18 @@ from lorikeet.gateway.apis.tools import (
     Function,
     Mode,
     Tool,
-    limited,
+    refuse_long_json,
 )
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
 
 
 def dotted(namespace: str | None, name: str) -> str:
-    """Return a function's name as the model knows it; no name has a dot of its own."""
+    """Return a function's name for the model, namespace.name. Names themselves have no dot."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
 class FunctionTool(Body):
-    """A function that the model may call. strict: absent means that it is not."""
+    """A function that the model may call. strict: absent means false."""
 
     no_ops: ClassVar[NoOps] = {
         "allowed_callers": (["direct"],),
@@ -41,14 +41,14 @@ class FunctionTool(Body):
     strict: bool | None = None
 
     def for_chat(self, namespace: str | None = None) -> Tool:
-        """Return it as a chat has it, without what is absent."""
+        """Return the tool in a chat's shape, without absent fields."""
         given = self.model_dump(exclude_none=True, exclude={"type"})
         function = Function.unchecked(**given | {"name": dotted(namespace, self.name)})
         return Tool.unchecked(type="function", function=function)
 
 
 class NamespaceTool(Body):
-    """Functions under a name, such as those of an MCP server: the model knows them as `name.f`."""
+    """Functions in a namespace, such as those of an MCP server. The model knows f as `name.f`."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -57,7 +57,7 @@ class NamespaceTool(Body):
 
 
 class OtherTool(Body):
-    """A tool that is not served, such as web_search; functions have to be offered beside it."""
+    """A tool that is not supported, such as web_search. At least one function must come with it."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
@@ -77,7 +77,7 @@ def _parse_tool(value: object) -> OfferedTool:
 
 
 class FunctionChoice(TypedDict):
-    """A choice of one function, which must be called."""
+    """Choice of one function, which must be called."""
 
     type: Literal["function"]
     name: str
@@ -97,7 +97,7 @@ def _parse_choice(value: object) -> str | FunctionChoice:
 ResponseTools = Annotated[
     list[Annotated[OfferedTool, PlainValidator(_parse_tool, json_schema_input_type=OfferedTool)]],
     Field(max_length=MAX_TOOLS, fail_fast=True),
-    BeforeValidator(limited),
+    BeforeValidator(refuse_long_json),
 ]
 ResponseToolChoice = Annotated[
     str | FunctionChoice,
@@ -106,9 +106,9 @@ ResponseToolChoice = Annotated[
 
 
 def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
-    """Return the functions as a chat has them.
+    """Return the functions as tools in a chat's shape.
 
-    Raises a misfit for too many, and unsupported where there are tools of which none is a function.
+    Raises a misfit for too many functions, and `unsupported` for tools without any function.
     """
     functions = list[Tool]()
     for tool in tools:
@@ -125,12 +125,12 @@ def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
 
 
 def left_out(tools: Sequence[OfferedTool]) -> tuple[str, ...]:
-    """Return the kinds of tools that are not served."""
+    """Return the types of tools that are left out."""
     return tuple(dict.fromkeys(tool.type for tool in tools if isinstance(tool, OtherTool)))
 
 
 def repeated(tools: Sequence[OfferedTool]) -> list[dict[str, Any]]:
-    """Return the tools that are served as the answer repeats them."""
+    """Return the supported tools in the shape in which the answer repeats them."""
     return [_repeated(tool) for tool in tools if not isinstance(tool, OtherTool)]
 
 

@@ -1,4 +1,4 @@
-"""vLLM's fields that hold an answer to a JSON schema, a regular expression or one of some texts."""
+"""vLLM's fields that constrain an answer to a JSON schema, a regular expression or given texts."""
 
 import json
 from typing import Annotated, Any, ClassVar, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from lorikeet.gateway.apis.chat_messages import parse_object
-from lorikeet.gateway.apis.tools import limited
+from lorikeet.gateway.apis.tools import refuse_long_json
 from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Format, FormatKind
 
@@ -18,7 +18,7 @@ def _parse_schema(value: object, info: ValidationInfo) -> object:
     """Parse a JSON schema: an object, or the JSON text of one."""
     if not isinstance(value, dict):
         value = parse_object(value, info)
-    return limited(value)
+    return refuse_long_json(value)
 
 
 _Schema = Annotated[
@@ -28,12 +28,12 @@ _Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX_LENGTH)]
 _Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]],
     Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True),
-    BeforeValidator(limited),
+    BeforeValidator(refuse_long_json),
 ]
 
 
 class StructuredOutputs(Body):
-    """What an answer must be: one of the four."""
+    """Format of an answer: exactly one of json, json_object, regex and choice."""
 
     no_ops: ClassVar[NoOps] = {
         "json_object": (False,),
@@ -49,7 +49,7 @@ class StructuredOutputs(Body):
 
 
 class StructuredFields(Body):
-    """The fields of a request that say what its answer must be; at most one of them."""
+    """Fields that constrain an answer's format; a request has at most one of them."""
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: _Schema | None = None
@@ -57,7 +57,10 @@ class StructuredFields(Body):
     guided_choice: _Choices | None = None
 
     def check_one_format(self, *others: str) -> None:
-        """Check that at most one format is asked for. others: fields that do. Raises a misfit."""
+        """Raise a misfit if more than one format is requested.
+
+        others: further fields of the request that request a format.
+        """
         outputs = self.structured_outputs
         if outputs is not None and len(outputs.model_fields_set) != 1:
             raise misfit("structured_outputs", "want one of json, json_object, regex and choice")
@@ -66,7 +69,7 @@ class StructuredFields(Body):
             raise misfit(asked[-1], f"want it without {asked[0]}: an answer has one format")
 
     def structured_format(self) -> Format | None:
-        """Return the format that these fields ask for."""
+        """Return the format that these fields request; None without any."""
         outputs = self.structured_outputs
         if outputs is None:
             return (

@@ -1,4 +1,4 @@
-"""Tools and response formats: what an answer may call, and what JSON it must be."""
+"""Tools that an answer may call, and response formats that it must follow."""
 
 import json
 from collections.abc import Sequence
@@ -15,22 +15,28 @@ from lorikeet.protocol.messages import Format, ToolUse
 
 MAX_TOOLS = 128
 MAX_SCHEMAS_LENGTH = 2**20
-"""Characters of the JSON text of all tools, and of a response format's schema."""
+"""Most characters of JSON text of all tools together, and of a response format's schema."""
 
 FUNCTIONS_ALONE = "functions are the only tools here"
 
 Mode = Literal["none", "auto", "required"]
 
 
-def limited(value: object) -> object:
-    """Refuse what is too long for a prompt or a grammar, before it is copied again and again."""
+def refuse_long_json(value: object) -> object:
+    """Return a value. Raises ValueError if its JSON text exceeds MAX_SCHEMAS_LENGTH.
+
+    Longer values would be copied many times before a prompt or grammar refuses them.
+    """
     if len(json_text(value)) > MAX_SCHEMAS_LENGTH:
         raise ValueError(f"want at most {MAX_SCHEMAS_LENGTH} characters of JSON")
     return value
 
 
 class Function(Body):
-    """A function that the model may call. parameters: a JSON schema; absent: it takes none."""
+    """A function that the model may call.
+
+    parameters: JSON schema; absent: the function has no parameters.
+    """
 
     name: FunctionName
     description: str | None = None
@@ -39,7 +45,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool; functions are the only ones."""
+    """A tool, which is always a function."""
 
     type: Literal["function"]
     function: Function
@@ -47,20 +53,20 @@ class Tool(Body):
     @model_validator(mode="before")
     @classmethod
     def _known_kind(cls, data: Any) -> Any:
-        """Refuse another kind of tool by its type, before one of its fields is."""
+        """Refuse other kinds of tools by type, before their fields are refused as unknown."""
         if isinstance(data, dict):
             refuse_kind(data.get("type"), ("function",), FUNCTIONS_ALONE)
         return data
 
 
 class NamedFunction(TypedDict):
-    """The name of a function."""
+    """Name of a function."""
 
     name: str
 
 
 class NamedTool(TypedDict):
-    """A choice of one function, which must be called."""
+    """Choice of one function, which must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -82,7 +88,9 @@ def _parse_choice(value: object) -> str | NamedTool:
 ToolChoice = Annotated[
     str | NamedTool, PlainValidator(_parse_choice, json_schema_input_type=Mode | NamedTool)
 ]
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(limited)]
+Tools = Annotated[
+    list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(refuse_long_json)
+]
 
 
 def _parse_function_call(value: object) -> str | NamedTool:
@@ -95,7 +103,7 @@ def _parse_function_call(value: object) -> str | NamedTool:
 
 
 Functions = Annotated[
-    list[Function], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(limited)
+    list[Function], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(refuse_long_json)
 ]
 FunctionCall = Annotated[
     str | NamedTool,
@@ -108,7 +116,10 @@ FunctionCall = Annotated[
 def check_functions(
     functions: Sequence[Function], choice: str | NamedTool | None, tools: Sequence[Tool]
 ) -> None:
-    """Check deprecated functions, and a choice of one. Raises a misfit."""
+    """Raise a misfit unless the deprecated fields functions and function_call are consistent.
+
+    tools: must be empty if there are functions.
+    """
     if functions and tools:
         raise misfit("functions", "want either them or tools, not both")
     names = {function.name for function in functions}
@@ -119,7 +130,7 @@ def check_functions(
 
 
 def function_use(functions: Sequence[Function], choice: str | NamedTool | None) -> ToolUse | None:
-    """Return what a chat with deprecated functions may call: one of them at most."""
+    """Return the use of deprecated functions in a chat: at most one call; None for no functions."""
     tools = [Tool(type="function", function=function) for function in functions]
     use = tool_use(tools, choice, parallel=False)
     return None if use is None else replace(use, functions=True)
@@ -128,7 +139,7 @@ def function_use(functions: Sequence[Function], choice: str | NamedTool | None) 
 def check_choice(
     tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool | None
 ) -> None:
-    """Check that a choice fits the tools. Raises a misfit."""
+    """Raise a misfit unless tool_choice and parallel_tool_calls fit the tools."""
     if not tools:
         if choice == "required" or isinstance(choice, dict):
             raise misfit("tool_choice", "want tools with it")
@@ -145,7 +156,7 @@ def check_choice(
 def tool_use(
     tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool | None
 ) -> ToolUse | None:
-    """Return what a chat may call, by a choice that fits; None if nothing."""
+    """Return the use of tools in a chat, for a checked choice; None if no tool may be called."""
     if not tools or choice == "none":
         return None
     shown = tuple(tool.model_dump(exclude_unset=True) for tool in tools)
@@ -156,16 +167,18 @@ def tool_use(
 
 
 class JsonSchema(Body):
-    """A JSON schema and what it is called; the model is told neither, its answer is held to it."""
+    """A named JSON schema. The model does not see it, but its answer is constrained to it."""
 
     name: FunctionName
     description: str | None = None
-    schema_: Annotated[dict[str, Any], BeforeValidator(limited)] = Field(default={}, alias="schema")
+    schema_: Annotated[dict[str, Any], BeforeValidator(refuse_long_json)] = Field(
+        default={}, alias="schema"
+    )
     strict: bool | None = None
 
 
 class ResponseFormat(Body):
-    """Text, any JSON object, or JSON that a schema allows (held to it, strict or not)."""
+    """Text, any JSON object, or JSON constrained to a schema, whether `strict` or not."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -177,7 +190,7 @@ class ResponseFormat(Body):
         return self
 
     def as_format(self, param: str) -> Format | None:
-        """Return what the answer must be; None for text. param: what the API calls this field."""
+        """Return the format of the answer; None for text. param: this field's name in the API."""
         if self.type == "text":
             return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_

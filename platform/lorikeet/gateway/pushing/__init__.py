@@ -1,8 +1,8 @@
 """Pushing: trainers send versions of adapters with publish keys (docs/pushing.md).
 
-routes.py            takes and checks a blob, waits as its sender wants, tells how far it is
-progress.py          how far one is, as its sender is told
-push_lane.py         carries each to all replicas (serving/push_delivery.py, which calls
-                     replica/pushed_adapters.py), tells the other gateways, then writes it down
-pushed_versions.py   what is ready and not in the log, as every gateway shows it
+routes.py            receives and checks a blob, waits as the client asks, shows the push's state
+push_pipeline.py     delivers each push to all replicas (serving/push_delivery.py, which calls
+                     replica/pushed_adapters.py), announces it to all gateways, then records it
+pushed_versions.py   versions that are ready and not in the log, shown alike by every gateway
+push_folders.py      temporary folders for pushed blobs
 """

@@ -1,7 +1,7 @@
-"""Where a gateway keeps pushed blobs: a folder that the next one removes if this one is killed.
+"""Temporary folders for pushed blobs. If a gateway is killed, the next gateway removes its folders.
 
-It lies beside the replicas' disk cache: one on the same machine links a blob from there into it,
-which does not work from another file system.
+The folders lie on the file system of the replicas' disk cache, because a replica on the same
+machine hard-links blobs into its cache.
 """
 
 import fcntl
@@ -14,29 +14,26 @@ from pathlib import Path
 from lorikeet.errors import StoreError
 
 PushFolder = tempfile.TemporaryDirectory[str]
-"""One blob's, which goes with it."""
+"""Folder of one blob; cleanup() removes both."""
 BLOB = "adapter.safetensors"
-"""What that is called in it."""
+"""File name of the blob in its folder."""
 _PREFIX = "pushes-"
 _LOCK = "lock"
 
 
 class PushFolders:
-    """Temporary folders in one of this process's own, which it holds a lock of while it lives."""
+    """Temporary folders in a folder of this process, which is locked while the process lives."""
 
     def __init__(self, parent: Path) -> None:
-        """Remove what gateways that are no more have left in `parent`, which need not exist."""
+        """Remove folders of dead gateways from `parent`, which need not exist."""
         self._parent = parent.absolute()
         self._own: tuple[Path, int] | None = None  # the folder, and the descriptor of its lock
         _remove_abandoned(self._parent)
 
     def make(self) -> PushFolder:
-        """Make a folder for one blob, whose cleanup removes it.
-
-        Raises StoreError where that cannot be.
-        """
+        """Make a folder for one blob. Raises StoreError if the file system refuses."""
         try:
-            if self._own is None or not self._own[0].is_dir():  # who tidies the disk has removed it
+            if self._own is None or not self._own[0].is_dir():  # a disk cleanup may have removed it
                 self.close()
                 self._own = self._open()
             return tempfile.TemporaryDirectory(dir=self._own[0])
@@ -52,11 +49,11 @@ class PushFolders:
         locked = folder / "new"
         descriptor = os.open(locked, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        locked.rename(folder / _LOCK)  # who finds it finds it locked
+        locked.rename(folder / _LOCK)  # so the file never exists unlocked under this name
         return folder, descriptor
 
     def close(self) -> None:
-        """Remove all of them."""
+        """Remove this process's folder with all blobs."""
         if self._own is not None:
             folder, descriptor = self._own
             shutil.rmtree(folder, ignore_errors=True)
@@ -66,10 +63,10 @@ class PushFolders:
 
 def _remove_abandoned(parent: Path) -> None:
     for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError):  # another's, or another gateway is as quick
+        with suppress(OSError):  # of another user, or another gateway removes it at the same time
             descriptor = os.open(lock, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while it lives
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if its owner lives
                 shutil.rmtree(lock.parent)
             finally:
                 os.close(descriptor)

@@ -1,23 +1,26 @@
-"""Versions that replicas hold and the catalog's log does not have yet, as this gateway knows them.
+"""Versions that replicas hold and the catalog's log does not have yet.
 
-Every gateway answers for them: the one that carries a push tells the others, again and again until
-the log has the version. What another carries and does not tell again is forgotten: it is no more.
+Every gateway knows them: the gateway that received a push announces it to the others repeatedly,
+until the log has the version. If the announcements of another gateway's version stop, the version
+is forgotten.
 """
 
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from lorikeet.catalog.log.apply import apply_changes
+from lorikeet.catalog.apply import apply_changes
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import LorikeetError
 
 FORGOTTEN_S = 20.0
-"""Not sooner: on a machine that has no time, telling once can take eight."""
+"""Seconds without an announcement after which a version is forgotten. One announcement can take
+eight on an overloaded machine."""
 _CLAIMED_S = 3600.0
-"""How long an alias remembers its latest push: an earlier one may wait for the store as long."""
+"""Seconds for which an alias remembers its latest push: an earlier push may wait for the store as
+long."""
 
 Key = tuple[str, str, str]
 """A tenant, an adapter's name and a digest."""
@@ -25,11 +28,13 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class PushedVersion:
-    """alias: what is to point to it beside what its first version gets. created: Unix seconds.
+    """A pushed version.
 
-    expires: when it goes by itself, Unix seconds; None: it will be in the log. keep: of its
-    adapter's versions that expire, only that many of the newest stay, itself among them. seq: the
-    entry of the log that its gateway had read; None: it is not carried yet.
+    alias: alias that moves to it, besides the aliases that an adapter's first version gets.
+    created: Unix seconds.
+    expires: end of its lifetime, Unix seconds; None: it will be recorded in the log.
+    keep: number of the adapter's newest expiring versions to keep, this one included.
+    seq: last log entry that its gateway had read when the push began; None: it has not begun.
     """
 
     tenant: str
@@ -43,18 +48,19 @@ class PushedVersion:
 
     @property
     def key(self) -> Key:
-        """What there is one version for: tenant, name and digest."""
+        """Identity of the version: tenant, name and digest."""
         return self.tenant, self.name, self.facts.digest
 
     def retired(self, state: CatalogState) -> bool:
-        """Whether its adapter was retired after it was pushed. Raises PartitionsNotRead."""
+        """Return whether its adapter was retired after the push. Raises PartitionsNotRead."""
         record = state.find(self.tenant, self.name)
         return record is not None and self.seq is not None and record.retired_since(self.seq)
 
     def joined(self, again: "PushedVersion") -> "PushedVersion":
-        """Return what it is once the same bytes were pushed again: with the longer of both lives.
+        """Return the version merged with another push of the same blob.
 
-        The alias is the later push's, if that has one, and so is `created` then.
+        The longer lifetime counts, with its `keep`. The later push's alias counts, if that push has
+        another alias, with its `created`.
         """
         version = self
         if again.alias not in (None, self.alias) and again.created > self.created:
@@ -66,9 +72,11 @@ class PushedVersion:
 
 @dataclass(slots=True)
 class _Claim:
-    """The latest push with an alias. created: its own; is_over: the log has moved the alias since.
+    """Latest push with an alias.
 
-    until_s: when it is forgotten, in the clock's seconds.
+    created: creation of the pushed version.
+    until_s: time at which the claim is forgotten, on the clock of PushedVersions.
+    is_over: the log has moved the alias since.
     """
 
     created: float
@@ -77,18 +85,18 @@ class _Claim:
 
 
 class PushedVersions:
-    """Shows the catalog's state as the log will have it with these versions. For one event loop.
+    """Pushed versions, and the catalog's state extended by them. For one event loop.
 
-    The numbers that they get there may change: another version may be recorded first. An alias that
-    the log moves meanwhile, because an admin has, stays where the log has it.
+    Their version numbers are provisional: another version may be recorded first. An alias that an
+    admin moves meanwhile stays where the log has it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: dict[Key, PushedVersion] = {}  # the oldest first
+        self._held: dict[Key, PushedVersion] = {}  # oldest first
         self._until_s: dict[Key, float] = {}
         self._carried = set[Key]()
-        self._alias_was: dict[Key, str | None] = {}  # the digest that the log's alias pointed to
+        self._alias_was: dict[Key, str | None] = {}  # digest that the alias had in the log before
         self._claims: dict[tuple[str, str, str], _Claim] = {}  # by tenant, name and alias
         self._seen: dict[str, tuple[CatalogState, CatalogState]] = {}  # by tenant
 
@@ -96,7 +104,7 @@ class PushedVersions:
         return len(self._held)
 
     def add(self, version: PushedVersion) -> None:
-        """Take in a version, or that it still is one. An alias goes to the later one of two."""
+        """Add an announced version, or renew one. An alias goes to the later of two pushes."""
         self._until_s[version.key] = self._clock() + FORGOTTEN_S
         known = self._held.get(version.key)
         version = known.joined(version) if known else version
@@ -105,7 +113,7 @@ class PushedVersions:
             return
         if known is None or known.alias != version.alias:
             self._alias_was.pop(version.key, None)
-        held = _kept([*(self._held | {version.key: version}).values()], version)
+        held = _without_surplus([*(self._held | {version.key: version}).values()], version)
         self._held = {
             each.key: replace(each, alias=self._claimed(each))
             for each in sorted(held, key=lambda each: each.created)
@@ -115,21 +123,21 @@ class PushedVersions:
         self._seen.pop(version.tenant, None)
 
     def carry(self, key: Key) -> None:
-        """Keep a version though nobody tells of it again: this gateway carries it."""
+        """Keep a version without announcements, because this gateway pushes it."""
         self._carried.add(key)
 
     def let_go(self, key: Key) -> None:
-        """Carry a version no more: it is forgotten after FORGOTTEN_S, unless told again."""
+        """End `carry`: the version is forgotten after FORGOTTEN_S without an announcement."""
         self._carried.discard(key)
         if key in self._until_s:
             self._until_s[key] = self._clock() + FORGOTTEN_S
 
     def get(self, key: Key) -> PushedVersion | None:
-        """The version with this key, if it is here."""
+        """Return the version with this key; None if unknown."""
         return self._held.get(key)
 
     def alias_of(self, version: PushedVersion) -> str | None:
-        """The alias that a version is to get, unless another has it by now. Any thread."""
+        """Return the alias for a version; None if a later push has claimed it. Any thread."""
         held = self._held.get(version.key)
         return self._claimed(version if held is None or held.created < version.created else held)
 
@@ -141,9 +149,10 @@ class PushedVersions:
             self._seen.pop(key[0], None)
 
     def applied_to(self, state: CatalogState, tenant: str) -> CatalogState:
-        """Return the state with a tenant's versions; forget those that it has. Reads no store.
+        """Return the state extended by a tenant's versions, without reading the store.
 
-        Raises PartitionsNotRead, for this tenant's partition alone.
+        Versions that the state has already, and expired ones, are forgotten. Raises
+        PartitionsNotRead, for this tenant's partition only.
         """
         now_s, now = self._clock(), time.time()
         for key, version in list(self._held.items()):
@@ -168,9 +177,9 @@ class PushedVersions:
             version = self._with_alias(version, log, landed)
             try:
                 changes = register(state, tenant, name, version.facts, alias=version.alias)
-            except LorikeetError:  # it found no room, which its own gateway will be told
+            except LorikeetError:  # over the tenant's limits: the gateway of the push reports that
                 continue
-            if changes:  # the alias may be all that the log does not have yet
+            if changes:  # possibly only the alias
                 state = apply_changes(state, changes, version.created)
             else:
                 landed.add(digest)
@@ -182,9 +191,9 @@ class PushedVersions:
     def _with_alias(
         self, version: PushedVersion, log: CatalogState, landed: Collection[str | None]
     ) -> PushedVersion:
-        """Return the version without its alias where the log has moved that.
+        """Return the version; without its alias if the log has moved the alias.
 
-        landed: digests of earlier pushes that the log has now, and whose moves do not count.
+        landed: digests of earlier pushes that are in the log now; their moves do not count.
         """
         if version.alias is None:
             return version
@@ -198,7 +207,7 @@ class PushedVersions:
         return version
 
     def _claim(self, version: PushedVersion) -> str | None:
-        """Return the alias that a version is to get, and note that no earlier one may have it."""
+        """Claim a version's alias against earlier pushes; return the alias, None if not granted."""
         alias = self._claimed(version)
         if alias is not None:
             now_s = self._clock()
@@ -216,14 +225,19 @@ class PushedVersions:
         return version.alias if claim.created == version.created and not claim.is_over else None
 
     def _end_claim(self, version: PushedVersion) -> None:
-        """The log has the alias, or has given it to another: telling again moves it no more."""
+        """End a version's claim: later announcements of the version no longer move the alias.
+
+        Called once the log has moved the alias, to this version or another.
+        """
         claim = self._claims.get((version.tenant, version.name, version.alias or ""))
         if claim is not None and claim.created == version.created:
             claim.is_over = True
 
 
-def _kept(held: Sequence[PushedVersion], newest: PushedVersion) -> tuple[PushedVersion, ...]:
-    """What stays of these, in which the expiring ones of the newest's adapter are too many."""
+def _without_surplus(
+    held: Sequence[PushedVersion], newest: PushedVersion
+) -> tuple[PushedVersion, ...]:
+    """Drop the oldest expiring versions of the newest version's adapter beyond its `keep`."""
     passing = [
         each
         for each in sorted(held, key=lambda each: each.created)

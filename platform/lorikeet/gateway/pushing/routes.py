@@ -1,13 +1,13 @@
-"""PUT /v1/adapters/{name}/versions/{digest}: push a version of an adapter; GET: how far it is."""
+"""PUT /v1/adapters/{name}/versions/{digest}: push a version; GET: show the state of its push."""
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Query, Request, Response
@@ -15,18 +15,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
 from lorikeet.catalog.names import check_alias, check_digest, check_name
-from lorikeet.catalog.records import BlobFacts
+from lorikeet.catalog.records import AdapterRecord, BlobFacts, VersionRecord
 from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound
 from lorikeet.gateway.admin.blob_validation import MAX_BYTES, check_base_model
 from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
 from lorikeet.gateway.admin.serializers import Json
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
-from lorikeet.gateway.body import declared_bytes, in_time, limited
+from lorikeet.gateway.body import bounded_parts, declared_bytes, timed_parts
 from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.client_disconnect import wait_for_disconnect
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
-from lorikeet.gateway.pushing.progress import Progress, Wait, progress_json, taken_json
 from lorikeet.gateway.pushing.push_folders import BLOB
-from lorikeet.gateway.pushing.push_lane import MOST_OF_TENANT, Push, PushLane
+from lorikeet.gateway.pushing.push_pipeline import MOST_OF_TENANT, Push, PushPipeline
 from lorikeet.gateway.pushing.pushed_versions import PushedVersion
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
@@ -38,17 +38,25 @@ from lorikeet_engine.adapter_format import ValueScan
 
 log = logging.getLogger(__name__)
 
+Wait = Literal["none", "ready", "durable"]
+"""State of a push that its response waits for."""
+
 _LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
-"""Smaller blobs are packed sooner than replicas could be told that they come."""
+"""Least size of a blob that is announced to replicas before it has arrived. A smaller blob is
+packed before an announcement would arrive."""
 _MOST_WAITING = 16
-"""Pushes of one tenant that may wait at once: each holds a place of its gateway's meanwhile."""
+"""Most requests of one tenant that wait for a push's state at once on one gateway, because each
+occupies one of the gateway's requests."""
 
 
 class PushQuery(BaseModel):
-    """How a version is pushed. lifetime_s, keep: of one that is never durable, as PushedVersion.
+    """Query parameters of a push. Unknown ones are refused: a misspelt lifetime_s would make a
+    version durable.
 
-    No other parameter is taken: a misspelt lifetime_s would make a version durable.
+    wait: state that the response waits for, at most timeout_s.
+    lifetime_s: seconds until the version expires; it never becomes durable.
+    keep: as PushedVersion.keep; only with lifetime_s.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,7 +68,7 @@ class PushQuery(BaseModel):
     keep: Annotated[int, Field(ge=1, le=MOST_OF_TENANT - 1)] | None = None
 
     def check(self) -> None:
-        """Raises InvalidInput where a field does not fit the others."""
+        """Raise InvalidInput if a field does not fit the others."""
         if self.alias is not None:
             check_alias(self.alias)
         if self.keep is not None and self.lifetime_s is None:
@@ -69,37 +77,106 @@ class PushQuery(BaseModel):
             raise InvalidInput("wait: a version with a lifetime_s is never durable", param="wait")
 
 
-class Pusher(NamedTuple):
-    """Who pushes, the request's way through the limits, and what is noted of it."""
+class AdmittedPusher(NamedTuple):
+    """Key of a push, its hold on the tenant's limits, and its request record."""
 
     caller: Caller
     hold: RateLimitHold
     trace: RequestTrace
 
 
-class PushOrder(NamedTuple):
-    """What is pushed: an adapter's name, the body's digest, and how."""
+class PushRequest(NamedTuple):
+    """Request to push a version: the adapter's name, the body's digest and the query."""
 
-    pusher: Pusher
+    pusher: AdmittedPusher
     name: str
     digest: str
     query: PushQuery
 
     def registration(self) -> RegistrationRequest:
-        """Return what it is checked as."""
+        """Return the request to register the blob, for its checks."""
         tenant, key = self.pusher.caller
         base_model = self.query.base_model
         return RegistrationRequest(tenant.name, self.name, key.id, base_model=base_model)
 
     def version(self, facts: BlobFacts) -> PushedVersion:
-        """Return the version, once its blob was checked."""
+        """Return the version to push, from the facts of its checked blob."""
         tenant, now, query = self.pusher.caller.tenant.name, time.time(), self.query
         expires = None if query.lifetime_s is None else now + query.lifetime_s
         return PushedVersion(tenant, self.name, facts, query.alias, now, expires, query.keep)
 
 
+class Progress(NamedTuple):
+    """State of a pushed version.
+
+    number: version number in the catalog's log; None until durable.
+    expires: end of its lifetime, Unix seconds; None: never.
+    """
+
+    adapter: AdapterRecord
+    version: VersionRecord
+    number: int | None
+    ready: bool
+    expires: float | None
+
+    def reached(self, wanted: Wait) -> bool:
+        """Return whether the state that a client waits for is reached."""
+        states = {"none": True, "ready": self.ready, "durable": self.number is not None}
+        return states[wanted]
+
+
+def progress_json(progress: Progress) -> Json:
+    """Return the JSON of a version that requests can name."""
+    record, version = progress.adapter, progress.version
+    aliases = record.aliases_of(version.version)
+    return _version_json(
+        record.label,
+        version,
+        version.created,
+        aliases,
+        version=progress.number,
+        ready=progress.ready,
+        expires=progress.expires,
+    )
+
+
+def taken_json(version: PushedVersion) -> Json:
+    """Return the JSON of a version in the pipeline that no request can name yet."""
+    label = f"{version.tenant}/{version.name}"
+    reached = version.facts, version.created, ()
+    return _version_json(label, *reached, version=None, ready=False, expires=version.expires)
+
+
+def _version_json(
+    label: str,
+    facts: BlobFacts,
+    created: float,
+    aliases: Sequence[str],
+    *,
+    version: int | None,
+    ready: bool,
+    expires: float | None,
+) -> Json:
+    return {
+        "object": "adapter.version",
+        "model": f"{label}@{facts.digest}",
+        "adapter": label,
+        "digest": facts.digest,
+        "version": version,
+        "ready": ready,
+        "durable": version is not None,
+        "aliases": list(aliases),
+        "base_model": facts.base_model,
+        "size_bytes": facts.size_bytes,
+        "max_rank": facts.max_rank,
+        "gpu_bytes": facts.gpu_bytes,
+        "created": created,
+        "expires": expires,
+    }
+
+
 def push_routes(endpoints: "PushEndpoints") -> APIRouter:
-    """The two routes of one version."""
+    """Return the two routes of one version."""
     router = APIRouter()
     path = "/v1/adapters/{name}/versions/{digest}"
     router.add_api_route(path, endpoints.push, methods=["PUT"])
@@ -108,7 +185,7 @@ def push_routes(endpoints: "PushEndpoints") -> APIRouter:
 
 
 class PushEndpoints:
-    """What publish keys can ask. A tenant's pushes are checked one after another."""
+    """Endpoints for publish keys. A tenant's pushes are checked one after another."""
 
     def __init__(
         self,
@@ -118,13 +195,13 @@ class PushEndpoints:
         request_log: RequestLog,
         catalog_view: GatewayCatalogView,
         registration: Registration,
-        lane: PushLane,
+        pipeline: PushPipeline,
     ) -> None:
         self._services, self._authenticator = services, authenticator
         self._rate_limiter, self._request_log = rate_limiter, request_log
         self._catalog_view, self._registration = catalog_view, registration
-        self._lane = lane
-        self._turns = WeakValueDictionary[str, asyncio.Lock]()
+        self._pipeline = pipeline
+        self._check_locks = WeakValueDictionary[str, asyncio.Lock]()
         self._waiting = Counter[str]()  # by tenant
 
     async def push(
@@ -135,20 +212,20 @@ class PushEndpoints:
         digest: str,
         query: Annotated[PushQuery, Query()],
     ) -> Json:
-        """Take the body, a blob with this SHA-256, as a version. The same again changes nothing."""
-        async with self._limited(request, name, digest) as pusher:
+        """Push the body, a blob with this SHA-256, as a version. Idempotent."""
+        async with self._admitted(request, name, digest) as pusher:
             check_name(name, "name")
             check_digest(digest)
             query.check()
-            order = PushOrder(pusher, name, digest, query)
+            push_request = PushRequest(pusher, name, digest, query)
             key = pusher.caller.tenant.name, name, digest
             is_new = await self._progress(*key) is None
-            with self._lane.receiving(key):
-                push = await self._take(request, order)
+            with self._pipeline.receiving(key):
+                push = await self._take(request, push_request)
             await self._wait(request, push, query)
             push.note_stages(pusher.trace)
             progress = await self._progress(*key)
-        late = query.wait == "durable" and not push.ended.is_set()  # an alias is still to move
+        late = query.wait == "durable" and not push.ended.is_set()  # its alias has not moved yet
         if progress is None or late or not progress.reached(query.wait):
             response.status_code = ACCEPTED
         else:
@@ -156,8 +233,8 @@ class PushEndpoints:
         return taken_json(push.version) if progress is None else progress_json(progress)
 
     async def show(self, request: Request, name: str, digest: str) -> Json:
-        """Tell how far a pushed version is."""
-        async with self._limited(request, name, digest) as pusher:
+        """Show the state of a pushed version."""
+        async with self._admitted(request, name, digest) as pusher:
             pusher.hold.body_is_here()
             tenant = pusher.caller.tenant.name
             progress = await self._progress(tenant, name, digest)
@@ -169,45 +246,50 @@ class PushEndpoints:
                 )
             return progress_json(progress)
 
-    async def _take(self, request: Request, order: PushOrder) -> Push:
-        """Receive and check a blob, and begin to carry it. Raises LorikeetError."""
-        tenant, hold = order.pusher.caller.tenant, order.pusher.hold
-        if order.query.base_model:
-            check_base_model(order.query.base_model, self._services.base_models)
+    async def _take(self, request: Request, push_request: PushRequest) -> Push:
+        """Receive and check a blob, and begin its push. Raises LorikeetError."""
+        tenant, hold = push_request.pusher.caller.tenant, push_request.pusher.hold
+        if push_request.query.base_model:
+            check_base_model(push_request.query.base_model, self._services.base_models)
         limits = await self._registration.limits(tenant.name)
         size_bytes = declared_bytes(request, limits.max_bytes, MAX_BYTES)
         if size_bytes is None:
             raise InvalidInput("send Content-Length, the size of the body", param="content-length")
         hold.take_bytes(size_bytes)
-        folder = self._lane.folders.make()
+        folder = self._pipeline.folders.make()
         async with AsyncExitStack() as refused:
             refused.push_async_callback(asyncio.to_thread, folder.cleanup)
             blob = Path(folder.name) / BLOB
-            body, scan = in_time(limited(request, limits.max_bytes)), ValueScan(size_bytes)
+            body, scan = (
+                timed_parts(bounded_parts(request, limits.max_bytes)),
+                ValueScan(size_bytes),
+            )
             blob.touch()
-            expecting = asyncio.create_task(self._expect(order, blob, size_bytes))
+            expecting = asyncio.create_task(self._expect(push_request, blob, size_bytes))
             try:
                 found = await receive_file(body, blob, self._registration.workers, scan)
             finally:
                 expecting.cancel()
             hold.body_is_here()
-            order.pusher.trace.end_stage("receive")
-            if found != order.digest:
+            push_request.pusher.trace.end_stage("receive")
+            if found != push_request.digest:
                 raise InvalidAdapter(
-                    f"the body has the digest {found} and not the address's: send it again",
+                    f"the body's digest is {found}, not the one in the address: send it again",
                     param="digest",
                 )
-            async with self._turns.setdefault(tenant.name, asyncio.Lock()):
-                facts = await self._registration.validate(order.registration(), blob, found, scan)
-                version = order.version(facts)
-                await self._lane.check_quota(version)
-                order.pusher.trace.end_stage("check")
-                push = self._lane.begin(version, order.pusher.caller.key.id, folder)
+            async with self._check_locks.setdefault(tenant.name, asyncio.Lock()):
+                facts = await self._registration.validate(
+                    push_request.registration(), blob, found, scan
+                )
+                version = push_request.version(facts)
+                await self._pipeline.check_quota(version)
+                push_request.pusher.trace.end_stage("check")
+                push = self._pipeline.begin(version, push_request.pusher.caller.key.id, folder)
             if push.folder is folder:
-                refused.pop_all()  # from here on the lane removes it
+                refused.pop_all()  # from here on the pipeline removes the folder
         self._count(push.version)
         if version.expires is not None:
-            _note_ephemeral(version, order.pusher.caller.key.id, request.state.request_id)
+            _note_ephemeral(version, push_request.pusher.caller.key.id, request.state.request_id)
         return push
 
     def _count(self, version: PushedVersion) -> None:
@@ -217,17 +299,17 @@ class PushEndpoints:
         account = UsageAccount(version.tenant, version.facts.base_model, adapter)
         self._services.usage.add(account, UsageCounts(pushes=1, pushed_bytes=size_bytes))
 
-    async def _expect(self, order: PushOrder, blob: Path, size_bytes: int) -> None:
-        """Tell replicas of a large blob that is coming, where its base model is known by now."""
+    async def _expect(self, push_request: PushRequest, blob: Path, size_bytes: int) -> None:
+        """Announce a large blob to replicas while it arrives, if its base model is known."""
         base_models = self._services.base_models
-        name = order.query.base_model or next(iter(base_models))
-        if size_bytes >= _LARGE_BYTES and (order.query.base_model or len(base_models) == 1):
-            await self._services.engines.expect(name, order.digest, blob, size_bytes)
+        name = push_request.query.base_model or next(iter(base_models))
+        if size_bytes >= _LARGE_BYTES and (push_request.query.base_model or len(base_models) == 1):
+            await self._services.engines.expect(name, push_request.digest, blob, size_bytes)
 
     async def _wait(self, request: Request, push: Push, query: PushQuery) -> None:
-        """Wait for what a client wants, unless many of its tenant's do.
+        """Wait for the state that a client asks for, unless too many of its tenant's clients wait.
 
-        Raises LorikeetError, and ClientDisconnect where it leaves meanwhile.
+        Raises LorikeetError, and ClientDisconnect if the client disconnects meanwhile.
         """
         tenant = push.version.tenant
         if query.wait == "none" or self._waiting[tenant] >= _MOST_WAITING:
@@ -235,7 +317,7 @@ class PushEndpoints:
         self._waiting[tenant] += 1
         wanted = push.ready if query.wait == "ready" else push.ended
         waiting = asyncio.create_task(push.wait_for(wanted, query.timeout_s))
-        leaving = asyncio.create_task(_until_left(request))
+        leaving = asyncio.create_task(wait_for_disconnect(request.receive))
         try:
             await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
@@ -247,10 +329,10 @@ class PushEndpoints:
             self._waiting[tenant] -= 1
 
     @asynccontextmanager
-    async def _limited(
+    async def _admitted(
         self, request: Request, name: str, digest: str
-    ) -> AsyncGenerator[Pusher, None]:
-        """Hold a request to its limits, and note it. Raises LorikeetError."""
+    ) -> AsyncGenerator[AdmittedPusher, None]:
+        """Check a request's key and limits and record the request. Raises LorikeetError."""
         route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
         request_id = request.state.request_id
         trace = self._request_log.trace(request_id, route, traceparent, request.method)
@@ -260,29 +342,29 @@ class PushEndpoints:
             trace.set_model(f"{caller.tenant.name}/{name}@{digest}")
             hold = self._rate_limiter.check(caller.tenant, caller.key, takes_tokens=False)
             try:
-                yield Pusher(caller, hold, trace)
+                yield AdmittedPusher(caller, hold, trace)
             finally:
                 hold.release()
 
     async def _progress(self, tenant: str, name: str, digest: str) -> Progress | None:
-        """Return how far a usable version is; None where no gateway knows it."""
+        """Return the state of a version that requests can name; None if no gateway knows one."""
         view = self._catalog_view
         known = await view.ask(
-            lambda state: self._lane.pushed.applied_to(state, tenant).find(tenant, name)
+            lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)
         )
         version = known.with_digest(digest) if known else None
         if known is None or version is None:
             return None
         recorded = await view.ask(lambda state: state.find(tenant, name))
         numbered = recorded.with_digest(digest) if recorded else None
-        ready = await self._lane.is_ready((tenant, name, digest), version.base_model)
-        pushed = self._lane.pushed.get((tenant, name, digest))
+        ready = await self._pipeline.is_ready((tenant, name, digest), version.base_model)
+        pushed = self._pipeline.pushed.get((tenant, name, digest))
         expires = pushed.expires if pushed else None
         return Progress(known, version, numbered.version if numbered else None, ready, expires)
 
 
 def _note_ephemeral(version: PushedVersion, key_id: str, request_id: str) -> None:
-    """Log who has pushed what: of such a version the catalog's log never tells."""
+    """Log a push with a lifetime, which the catalog's log never records."""
     about = {
         "adapter": f"{version.tenant}/{version.name}",
         "digest": version.facts.digest,
@@ -292,9 +374,3 @@ def _note_ephemeral(version: PushedVersion, key_id: str, request_id: str) -> Non
         "request_id": request_id,
     }
     log.info("ephemeral_push", extra=about)
-
-
-async def _until_left(request: Request) -> None:
-    """Wait until the client of a request whose body has come leaves."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

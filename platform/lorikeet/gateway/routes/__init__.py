@@ -1,5 +1,5 @@
-"""Routes beside generation: models, usage, one request's explanation, metrics.
+"""Routes beside generation: models, stored responses, usage, explained requests, metrics, health.
 
-Tenants see their own; the routes under /admin/v1 that show all tenants are here too, and
-gateway/admin/routes.py puts them behind an admin's key.
+Tenants see their own data. Routes of the same subjects under /admin/v1, which show all tenants, are
+here too; gateway/admin/routes.py puts them behind an admin's key.
 """

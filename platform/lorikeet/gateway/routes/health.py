@@ -1,4 +1,4 @@
-"""`/healthz`: this gateway is alive. `/readyz`, and `/health` as in vLLM: it can serve requests."""
+"""Probes: `/healthz` for liveness; `/readyz`, and `/health` as in vLLM, for readiness."""
 
 from fastapi import APIRouter
 
@@ -12,16 +12,16 @@ _OK = {"status": "ok"}
 
 
 def health_routes(engines: EngineClient, catalog_view: GatewayCatalogView) -> APIRouter:
-    """Routes that probes, load balancers and clients ask without a key."""
+    """Return the routes for probes, load balancers and clients, which need no key."""
     router = APIRouter()
 
     @router.get(LIVENESS)
     async def is_alive() -> dict[str, str]:
-        """Answer that this gateway is alive and started."""
+        """Answer that this gateway has started."""
         return _OK
 
     async def is_ready() -> dict[str, str]:
-        """Answer whether an engine of any base model serves and the catalog is known; else 503."""
+        """Answer 200 if any engine serves and the catalog was read, else 503."""
         if catalog_view.state.seq == 0:
             message = "the catalog has not been read yet: the log says catalog_unreachable and why"
             raise Unavailable(message, retry_after_s=STORE_AWAY_S)

@@ -1,4 +1,4 @@
-"""GET /metrics: what the whole service measures, whichever gateway is asked."""
+"""GET /metrics: metrics of the whole service, at every gateway."""
 
 import asyncio
 import time
@@ -12,19 +12,19 @@ from lorikeet.metrics.exposition import CONTENT_TYPE, join, render
 from lorikeet.request_log.request_log import RequestLog
 
 FRESH_S = 1.0
-"""How long a page is good: all who ask meanwhile get it."""
+"""Seconds for which one page answers all requests."""
 _QUESTION = "metrics"
 
 
 def add_gauges(
     services: Services, request_log: RequestLog, catalog_view: GatewayCatalogView
 ) -> None:
-    """Begin with all base models, and add what is not counted but read."""
+    """Add all base models to the metrics, and gauges that are read when scraped."""
     metrics = services.metrics
     metrics.add_base_models(services.base_models)
     metrics.add_gauge(
         "lorikeet_requests_in_flight",
-        "Requests that this gateway has sent on and that are not over.",
+        "Requests that this gateway has sent to replicas and that have not ended.",
         lambda: request_log.open,
     )
     metrics.add_gauge(
@@ -34,20 +34,20 @@ def add_gauges(
     )
     metrics.add_gauge(
         "lorikeet_catalog_seq",
-        "The last entry of the catalog's log that this gateway knows.",
+        "Last entry of the catalog's log that this gateway has read.",
         lambda: catalog_view.state.seq,
     )
     metrics.add_gauge(
         "lorikeet_catalog_age_seconds",
-        "How long ago the store last told this gateway whether there is anything new.",
+        "Seconds since this gateway last refreshed the catalog from the store.",
         lambda: catalog_view.age_s,
     )
 
 
 class Scrape:
-    """The page of all processes' metrics, made by one gateway. For one event loop.
+    """Metrics page of all processes, collected by one gateway. For one event loop.
 
-    Gateways, replicas and a controller that do not answer in time are left out.
+    Processes that do not answer in time are left out.
     """
 
     def __init__(self, services: Services) -> None:
@@ -57,7 +57,7 @@ class Scrape:
         services.peers.register(_QUESTION, self._own_part)
 
     async def page(self) -> bytes:
-        """Return the page, FRESH_S old at most. All who ask while it is made share it."""
+        """Return a page at most FRESH_S old. Requests that arrive while it is made share it."""
         made = self._made
         if made is None or (made.done() and time.monotonic() >= self._good_until_s):
             made = self._made = asyncio.create_task(self._make())
@@ -80,12 +80,15 @@ class Scrape:
 
 
 def metrics_routes(authenticator: RequestAuthenticator, scrape: Scrape) -> APIRouter:
-    """GET /metrics, for an admin's key, be it a read-only one: the page shows all tenants."""
+    """Return the route GET /metrics, which needs an admin's key, since it shows all tenants.
+
+    A read-only key suffices.
+    """
     router = APIRouter(dependencies=[Depends(authenticator.admin)])
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        # Prometheus would keep the connection, and with it a gateway of a cluster that is replaced.
+        # Prometheus would keep its connection, and scrape a gateway of a cluster that was replaced.
         headers = {"connection": "close"}
         return Response(await scrape.page(), media_type=CONTENT_TYPE, headers=headers)
 

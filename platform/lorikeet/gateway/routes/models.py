@@ -1,4 +1,4 @@
-"""GET /v1/models: what a tenant may ask for, and nothing else; in the words of its client's API."""
+"""GET /v1/models: the models that a tenant may use, in the shape of its client's API."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -7,10 +7,10 @@ from fastapi import APIRouter, Request
 
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import AdapterRecord
-from lorikeet.dialects import Dialect
+from lorikeet.error_shapes import ClientApi
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
-from lorikeet.gateway.error_responses import dialect_of
+from lorikeet.gateway.error_responses import client_api
 from lorikeet.gateway.services import Services
 
 _OWNER = "lorikeet"
@@ -19,7 +19,7 @@ _OWNER = "lorikeet"
 def model_routes(
     services: Services, authenticator: RequestAuthenticator, catalog_view: GatewayCatalogView
 ) -> APIRouter:
-    """Routes of the list of models and of one model."""
+    """Return the routes of the list of models and of one model."""
     router = APIRouter(prefix="/v1/models")
 
     @router.get("")
@@ -28,7 +28,7 @@ def model_routes(
         entries = [_base_entry(name) for name in services.base_models]
         for record in await catalog_view.ask(lambda state: state.visible_to(tenant.name)):
             entries += _adapter_entries(record)
-        return _list(entries, dialect_of(request.scope))
+        return _list(entries, client_api(request.scope))
 
     @router.get("/{model:path}")
     async def get_model(request: Request, model: str) -> dict[str, Any]:
@@ -37,15 +37,15 @@ def model_routes(
         entry = _base_entry(model)
         if (ref := found.adapter) is not None:
             entry = _entry(model, ref.tenant, found.created, found.base_model)
-        is_anthropics = dialect_of(request.scope) is Dialect.ANTHROPIC
+        is_anthropics = client_api(request.scope) is ClientApi.ANTHROPIC
         return _anthropics_entry(entry) if is_anthropics else entry
 
     return router
 
 
-def _list(entries: list[dict[str, Any]], dialect: Dialect) -> dict[str, Any]:
-    """Return all entries; the list has one page."""
-    if dialect is Dialect.OPENAI:
+def _list(entries: list[dict[str, Any]], api: ClientApi) -> dict[str, Any]:
+    """Return all entries as a list of one page, in the shape of the client's API."""
+    if api is ClientApi.OPENAI:
         return {"object": "list", "data": entries}
     models = [_anthropics_entry(entry) for entry in entries]
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
@@ -59,7 +59,7 @@ def _anthropics_entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adapter_entries(record: AdapterRecord) -> list[dict[str, Any]]:
-    """Return an entry for each alias, under the name that a request would use."""
+    """Return an entry for each alias, with the name that requests use."""
     return [
         _entry(
             record.label if alias == DEFAULT_ALIAS else f"{record.label}@{alias}",

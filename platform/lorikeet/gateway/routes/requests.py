@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id} for a tenant's own requests, GET /admin/v1/requests/{id} for all."""
+"""Explained requests: GET /v1/requests/{id} for a tenant's own, /admin/v1/requests/{id} for all."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from lorikeet.request_log.request_log import RequestLog
 
 
 def request_routes(authenticator: RequestAuthenticator, request_log: RequestLog) -> APIRouter:
-    """The route on which a tenant asks about its own requests."""
+    """Return the route that explains a tenant's own requests."""
     router = APIRouter(prefix="/v1/requests")
 
     @router.get("/{request_id}")
@@ -21,7 +21,7 @@ def request_routes(authenticator: RequestAuthenticator, request_log: RequestLog)
 
 
 def admin_request_routes(request_log: RequestLog) -> APIRouter:
-    """The route on which an admin asks about any request."""
+    """Return the admin route that explains any request."""
     router = APIRouter(prefix="/requests")
 
     @router.get("/{request_id}")

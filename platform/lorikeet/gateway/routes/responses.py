@@ -11,7 +11,7 @@ from lorikeet.errors import InvalidInput, UnsupportedParameter
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.request_log.request_log import RequestLog
-from lorikeet.responses.store import Json
+from lorikeet.response_store import Json
 from lorikeet.tenancy.rate_limiter import RateLimiter
 
 Order = Literal["asc", "desc"]
@@ -24,22 +24,22 @@ def response_routes(
     request_log: RequestLog,
     stored: StoredResponses,
 ) -> APIRouter:
-    """The routes of a tenant's stored responses. Each counts as a request, without tokens."""
+    """Return the routes of stored responses. Each call counts as a request without tokens."""
     router = APIRouter(prefix="/v1/responses")
 
-    limited = partial(_limited, authenticator, rate_limiter, request_log)
+    admitted = partial(_admitted, authenticator, rate_limiter, request_log)
 
     @router.get("/{response_id}")
     async def get_response(request: Request, response_id: str, stream: bool = False) -> Json:
-        async with limited(request) as tenant:
+        async with admitted(request) as tenant:
             if stream:
-                problem = "not supported here: stream: a stored response comes whole"
+                problem = "not supported here: stream: a stored response is sent whole"
                 raise UnsupportedParameter(problem, param="stream")
             return (await stored.get(tenant, response_id)).response
 
     @router.delete("/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Json:
-        async with limited(request) as tenant:
+        async with admitted(request) as tenant:
             await stored.delete(tenant, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -51,7 +51,7 @@ def response_routes(
         after: str | None = None,
         order: Order = "desc",
     ) -> Json:
-        async with limited(request) as tenant:
+        async with admitted(request) as tenant:
             items = (await stored.get(tenant, response_id)).input_items
             return page(items if order == "asc" else items[::-1], limit, after)
 
@@ -59,13 +59,13 @@ def response_routes(
 
 
 @asynccontextmanager
-async def _limited(
+async def _admitted(
     authenticator: RequestAuthenticator,
     rate_limiter: RateLimiter,
     request_log: RequestLog,
     request: Request,
 ) -> AsyncGenerator[str, None]:
-    """Hold a request to its limits, and note it; its tenant's name. Raises LorikeetError."""
+    """Check a request's key and limits and record it; yield the tenant. Raises LorikeetError."""
     route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
     trace = request_log.trace(request.state.request_id, route, traceparent, request.method)
     with trace.answering():
@@ -80,7 +80,7 @@ async def _limited(
 
 
 def page(items: Sequence[Json], limit: int, after: str | None) -> dict[str, Any]:
-    """Return a page of items, those behind the one with the id `after`. Raises InvalidInput."""
+    """Return a page of the items behind the item with the id `after`. Raises InvalidInput."""
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise InvalidInput("after: want the id of one of these items", param="after")

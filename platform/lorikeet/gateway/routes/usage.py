@@ -1,4 +1,4 @@
-"""Usage: GET /v1/usage for a tenant's own, GET /admin/v1/usage for all."""
+"""Usage: GET /v1/usage for a tenant's own, GET /admin/v1/usage for all tenants."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 class UsageReports:
-    """Reads usage in threads of its own, a few reports at once. For one event loop."""
+    """Reports of usage, read in threads of their own, a few at once. For one event loop."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._reader = UsageReader(store)
@@ -38,9 +38,12 @@ class UsageReports:
         by: Sequence[GroupBy],
         tenant: str | None = None,
     ) -> Json:
-        """Return the rows of some days, both included; by default of this month until today.
+        """Return usage rows of a range of days. Raises InvalidInput, StoreError.
 
-        tenant: only this tenant's. Raises InvalidInput, StoreError.
+        first: first day; None: first of this month.
+        last: last day, included; None: today.
+        by: columns to group by.
+        tenant: tenant to report; None: all.
         """
         today = day_of(time.time())
         first, last = first or today.replace(day=1), last or today
@@ -53,7 +56,7 @@ class UsageReports:
 
 
 def parse_by(text: str, allowed: Sequence[GroupBy]) -> list[GroupBy]:
-    """Parse `by`: what has a row of its own, e.g. day,adapter. Raises InvalidInput."""
+    """Parse `by`, the columns to group by, e.g. day,adapter. Raises InvalidInput."""
     try:
         by = [GroupBy(each) for each in text.split(",")]
     except ValueError:
@@ -66,7 +69,7 @@ def parse_by(text: str, allowed: Sequence[GroupBy]) -> list[GroupBy]:
 
 
 def usage_routes(authenticator: RequestAuthenticator, reports: UsageReports) -> APIRouter:
-    """The route of a tenant's own usage."""
+    """Return the route of a tenant's own usage."""
     router = APIRouter(prefix="/v1")
 
     @router.get("/usage")
@@ -82,7 +85,7 @@ def usage_routes(authenticator: RequestAuthenticator, reports: UsageReports) -> 
 
 
 def admin_usage_routes(reports: UsageReports, catalog_view: GatewayCatalogView) -> APIRouter:
-    """The admin route of one tenant's usage, and of all."""
+    """Return the admin route of the usage of one tenant or all."""
     router = APIRouter()
 
     @router.get("/usage")
@@ -95,7 +98,7 @@ def admin_usage_routes(reports: UsageReports, catalog_view: GatewayCatalogView) 
         if tenant is not None:
             check_name(tenant, "tenant")
         found = await reports.report(first, to, parse_by(by, tuple(GroupBy)), tenant)
-        if tenant is not None and not found["data"]:  # a name that nobody has, perhaps
+        if tenant is not None and not found["data"]:  # raises UnknownTenant for a misspelt name
             await catalog_view.ask(lambda state: state.tenant(tenant))
         return found
 

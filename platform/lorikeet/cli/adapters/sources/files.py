@@ -10,7 +10,7 @@ from lorikeet_engine.adapter_format import (
     MAX_INDEX_BYTES,
     MLX_WEIGHTS_FILE,
     WEIGHTS_FILE,
-    check_beside,
+    refuse_added_tokens,
     shard_names,
 )
 from lorikeet_engine.errors import AdapterRejected
@@ -31,7 +31,7 @@ def adapter_files(
     name, in bytes. read: returns a small one. Raises InvalidInput.
     """
     try:
-        check_beside(sizes)
+        refuse_added_tokens(sizes)
     except AdapterRejected as error:
         raise InvalidInput(f"{source}: {error.message}") from error
     for weights in (WEIGHTS_FILE, MLX_WEIGHTS_FILE):

@@ -1,0 +1,75 @@
+"""log_softmax of selected tokens: the most likely of a row, and a token that is given later.
+
+For a row of logits x, whose largest is b, token t has the log probability
+(x[t] − b) · scale − log Σ exp((x − b) · scale), in float32. Tokens are ranked by falling logit; of
+equal logits the lower id comes first (and 0 before -0).
+
+`reference` is this in torch and runs on the CPU; `fused` holds Triton kernels with the same
+signatures.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+ROW, COUNT, SCALE, FIELDS = range(4)
+"""Columns of `wanted` [n, FIELDS] int64.
+
+ROW: row of the logits.
+COUNT: number of the row's most likely tokens.
+SCALE: bits of a float32 above 0.
+"""
+MOST = 32
+"""Upper bound of COUNT."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log probabilities of selected tokens of some rows of logits.
+
+    norms [n, 2] float32: the row's largest logit b, and log Σ exp((x − b) · scale).
+    packed [n, 1 + 2 · most] float32: log probability of the given token; log probabilities of the
+        most likely tokens; ids of these, bits of int32. Both are undefined beyond the row's COUNT.
+    """
+
+    norms: torch.Tensor
+    packed: torch.Tensor
+
+    @property
+    def most(self) -> int:
+        """Number of most likely tokens for which a row of `packed` has space."""
+        return self.packed.shape[1] // 2
+
+
+def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
+    """Find the most likely tokens of some rows of logits, and their log probabilities.
+
+    logits [rows, vocab], dense, any dtype
+    wanted [n, FIELDS] int64: COUNT is at most `most` and vocab
+    most: at most MOST
+    """
+    assert most <= MOST, f"{most} tokens of a row"
+    found: LogprobRows = _operators(logits.device.type).likeliest(logits, wanted, most)
+    return found
+
+
+def set_given(
+    found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """Set the first column of `found.packed` to the log probability of each row's given token.
+
+    logits [rows, vocab]: equal to those that `likeliest` read at the given tokens
+    wanted: as for `likeliest`
+    tokens [rows] int64: below 0, the result is undefined
+    """
+    _operators(logits.device.type).set_given(found, logits, wanted, tokens)
+
+
+@cache
+def _operators(device_type: str) -> ModuleType:
+    # Triton is imported only here: a machine without a GPU may have none.
+    name = "fused" if device_type == "cuda" else "reference"
+    return import_module(f"lorikeet_engine.kernels.log_softmax.{name}")

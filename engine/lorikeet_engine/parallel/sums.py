@@ -1,0 +1,284 @@
+"""Sums over ranks: the all-reduce after o_proj and down_proj in a tensor parallel replica.
+
+`RankSums` has four ways to sum and takes the fastest that fits the tensor:
+
+    way                             kernel                                       tensors
+    row exchange, inside the norm   kernels/pointwise/sum_over_ranks.py          few rows, bfloat16
+    symmetric memory, one shot      torch.ops.symm_mem.one_shot_all_reduce_out   to ONE_SHOT_BYTES
+    symmetric memory, two shots     torch.ops.symm_mem.two_shot_all_reduce_      to LARGEST_BYTES
+    plain all-reduce                NCCL's on CUDA, Gloo's on CPUs               all others
+
+models/norms.py:summed_product asks for a row exchange first (`exchange_for`), and calls
+`all_reduce` where there is none. No way uses NVLink multicast (multimem). On CUDA every sum is
+launched on the current stream and can be captured in a graph.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+ONE_SHOT_BYTES = 256 << 10
+"""Largest tensor that every rank sums by itself: docs/benchmarks.md, two H200s."""
+LARGEST_BYTES = 8 << 20
+"""Largest tensor that is summed over symmetric memory; NCCL sums larger ones."""
+MOST_SENT_BYTES = 1 << 20
+"""Most bytes that a rank sends for one sum by row exchange: docs/log.md, two H200s."""
+_DTYPES = (torch.bfloat16, torch.float32)  # that torch's symmetric memory kernels add
+# Limit of the wait, in torch's exchange of memory handles, for a rank that has failed there.
+_MAP = timedelta(seconds=20)
+
+
+class _Unmapped(Protocol[T_co]):
+    def map_peers(self) -> T_co: ...
+
+
+class RankSums:
+    """Sums over all ranks of a replica, each by the fastest way that its GPUs support.
+
+    Every rank must call the same methods in the same order, with tensors of the same shapes.
+    """
+
+    def __init__(self, device: torch.device, store: dist.Store) -> None:
+        """Map symmetric memory on CUDA, if all ranks can. Waits for all ranks.
+
+        device: this rank's own.
+        store: of the process group, which has to be initialised.
+        """
+        self._device = device
+        self._store = store
+        self._symmetric = self._connect_symmetric(device) if device.type == "cuda" else None
+        self._exchange: RowExchange | None = None
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a dense tensor by its sum over all ranks, bit for bit the same in each."""
+        if self._symmetric is not None and self._symmetric.can_sum(tensor):
+            self._symmetric.all_reduce(tensor)
+        else:
+            dist.all_reduce(tensor)
+
+    def connect_rows(self, width: int) -> None:
+        """Map memory for row exchanges of this width, if all ranks can. Waits for all ranks."""
+        if self._symmetric is not None:
+            self._exchange = self._connect(partial(RowMemory, self._device, width))
+
+    def exchange_for(self, rows: torch.Tensor) -> "RowExchange | None":
+        """Return the exchange by which a norm's kernel can sum rows like these itself.
+
+        None: the rows have to be summed by `all_reduce` before the norm.
+        """
+        exchange = self._exchange
+        return exchange if exchange is not None and exchange.can_sum(rows) else None
+
+    def _connect_symmetric(self, device: torch.device) -> "SymmetricSums | None":
+        """Return sums over symmetric memory, or None in all ranks unless all can map it."""
+        if not _in_all_ranks(can_map_peers(device, dist.get_world_size())):
+            return None
+        sums = self._connect(partial(SymmetricSums, device))
+        if sums is None:
+            log.warning("symmetric_memory_left_out")
+        return sums
+
+    def _connect(self, allocate: Callable[[], _Unmapped[T]]) -> T | None:
+        """Allocate memory and map that of all ranks; None in all ranks if one of them fails."""
+        # in two steps: no rank enters the exchange of handles unless all can
+        unmapped = self._attempt(allocate)
+        if unmapped is None:
+            return None
+        usual = self._store.timeout
+        self._store.set_timeout(_MAP)
+        mapped = self._attempt(unmapped.map_peers)
+        self._store.set_timeout(usual)
+        return mapped
+
+    def _attempt(self, make: Callable[[], T]) -> T | None:
+        """Return the result of `make`, or None in all ranks if it raises RuntimeError in any.
+
+        Waits for all ranks.
+        """
+        made = None
+        try:
+            made = make()
+        except RuntimeError as error:
+            log.warning("rank_attempt_failed", extra={"rank": dist.get_rank(), "error": str(error)})
+        return made if _in_all_ranks(made is not None) else None
+
+
+class SymmetricSums:
+    """Sums in one or two launches, in which each GPU reads the memory of the others itself.
+
+    NCCL's sum of a decode step's tensors is mostly waiting. Here each rank copies its tensor to
+    memory that all ranks have mapped, and one of torch's kernels sums there: every rank the whole
+    of a small tensor (one shot); every rank its share of a larger tensor, after which the ranks
+    fetch one another's shares (two shots). There is one buffer for each dtype, used by all sums in
+    the order of launches.
+
+    Call map_peers before the first sum.
+    """
+
+    def __init__(self, device: torch.device, largest_bytes: int = LARGEST_BYTES) -> None:
+        """Allocate this rank's buffers. Raises RuntimeError if there is no such memory."""
+        from torch.distributed import _symmetric_memory as memory
+
+        assert dist.group.WORLD is not None
+        self._group: str = dist.group.WORLD.group_name
+        self._largest_bytes = largest_bytes
+        self._operators: Any = torch.ops.symm_mem
+        self._buffers = {
+            dtype: memory.empty(largest_bytes // dtype.itemsize, dtype=dtype, device=device)
+            for dtype in _DTYPES
+        }
+
+    def map_peers(self) -> Self:
+        """Map the buffers of all ranks and return self. All ranks must call this together.
+
+        Raises RuntimeError if a GPU cannot map another's memory, or another rank has raised.
+        """
+        from torch.distributed import _symmetric_memory as memory
+
+        for buffer in self._buffers.values():
+            memory.rendezvous(buffer, self._group)
+        return self
+
+    def can_sum(self, tensor: torch.Tensor) -> bool:
+        """Return whether tensors of this dtype and size can be summed here."""
+        size, unit = tensor.nbytes, 16
+        if size > ONE_SHOT_BYTES:
+            unit *= dist.get_world_size()  # every rank's share is a multiple of 16 bytes
+        return tensor.dtype in self._buffers and size <= self._largest_bytes and not size % unit
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a dense tensor by its sum over all ranks, the same in each."""
+        if tensor.nbytes <= ONE_SHOT_BYTES:
+            self.sum_in_one_shot(tensor)
+        else:
+            self.sum_in_two_shots(tensor)
+
+    def sum_in_one_shot(self, tensor: torch.Tensor) -> None:
+        """Sum in one launch: every rank adds up all ranks' tensors, in the order of ranks."""
+        shared = self._shared(tensor)
+        # Not one_shot_all_reduce_copy_out: its blocks tell peers that they have copied before all
+        # of their threads have.
+        self._operators.one_shot_all_reduce_out(shared, "sum", self._group, tensor)
+
+    def sum_in_two_shots(self, tensor: torch.Tensor) -> None:
+        """Sum in two launches: every rank sums its share, then fetches the other ranks'."""
+        shared = self._shared(tensor)
+        self._operators.two_shot_all_reduce_(shared, "sum", self._group)
+        tensor.copy_(shared)
+
+    def _shared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the memory that all ranks can read."""
+        shared: torch.Tensor = self._buffers[tensor.dtype][: tensor.numel()].view(tensor.shape)
+        return shared.copy_(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class RowExchange:
+    """Memory through which ranks send one another rows to sum, without any barrier.
+
+    A sum by torch's kernels is a copy to shared memory, a barrier, the sum and another barrier. A
+    row exchange is part of the kernel that norms the sum (kernels/pointwise/sum_over_ranks.py):
+    the kernel writes its row straight into the memory of every peer, and waits until the peers'
+    rows have arrived in its own.
+
+    Each 32-bit word there holds one bfloat16 and 16 bits of the row's epoch, the number of times
+    that the row was summed. So neither the order of writes matters nor the thread that makes them
+    (NCCL calls this protocol LL): a word arrives whole, and its reader sees whether it is new.
+
+    Each rank counts a row's epochs on the device, in the kernel itself: a CUDA graph that is
+    replayed counts on. All ranks launch the same sums in the same order, so they agree on every
+    row's epoch, whatever lies between: sums of fewer rows, or sums by another way.
+
+    Even and odd epochs have memory of their own. No rank overwrites a row that another has yet to
+    read: rank A writes its row of epoch e over that of e - 2 in B's memory. A's kernel of epoch
+    e - 1 has ended by then, as kernels of a stream follow one another, and it ended only after it
+    had read B's row of e - 1. B's kernel that sent this row began after B's kernel of epoch e - 2
+    had ended, with all its reads. So A is ahead of B by one epoch at most. (A kernel that is
+    launched before the one in front of it has ended would break this.)
+
+    No rank takes an old word for a new one: the place of epoch e holds the word of e - 2 before, or
+    a zero before epochs 1 and 2, whose 16 bits differ from those of e. All rows have one width, so
+    every word is written in every epoch.
+
+    rank: this rank.
+    received [2, world, most rows, width] int32: rows sent to this rank, by parity of the epoch and
+        by sender.
+    addresses [world] int64: address of each rank's `received`, as this GPU sees it.
+    epochs [most rows] int32: last epoch of each row.
+    """
+
+    rank: int
+    received: torch.Tensor
+    addresses: torch.Tensor
+    epochs: torch.Tensor
+
+    def can_sum(self, rows: torch.Tensor) -> bool:
+        """Return whether rows like these [rows, width], dense, fit the exchange."""
+        _, _, most, width = self.received.shape
+        return rows.dtype == torch.bfloat16 and len(rows) <= most and rows.shape[1] == width
+
+
+def most_rows(width: int, world: int) -> int:
+    """Return the largest number of rows that are summed by row exchange."""
+    word_bytes, peers = 4, world - 1
+    return max(1, MOST_SENT_BYTES // (width * word_bytes * peers))
+
+
+class RowMemory:
+    """Memory of a RowExchange, before the ranks have mapped one another's."""
+
+    def __init__(self, device: torch.device, width: int) -> None:
+        """Allocate this rank's part. Raises RuntimeError if there is no such memory."""
+        from torch.distributed import _symmetric_memory as memory
+
+        assert dist.group.WORLD is not None
+        self._group: str = dist.group.WORLD.group_name
+        world = dist.get_world_size()
+        shape = 2, world, most_rows(width, world), width
+        self._received = memory.empty(*shape, dtype=torch.int32, device=device)
+        self._received.zero_()
+        torch.cuda.synchronize(device)  # before any peer can write
+
+    def map_peers(self) -> RowExchange:
+        """Map the memory of all ranks. All ranks must call this together.
+
+        Raises RuntimeError if a GPU cannot map another's memory, or another rank has raised.
+        """
+        from torch.distributed import _symmetric_memory as memory
+
+        own = self._received
+        handle: Any = memory.rendezvous(own, self._group)
+        ranks = range(dist.get_world_size())
+        addresses = [handle.get_buffer(n, own.shape, own.dtype).data_ptr() for n in ranks]
+        return RowExchange(
+            dist.get_rank(),
+            own,
+            torch.tensor(addresses, device=own.device),
+            torch.zeros(own.shape[2], dtype=torch.int32, device=own.device),
+        )
+
+
+def can_map_peers(device: torch.device, world: int) -> bool:
+    """Return whether this GPU can map the memory of the first `world` GPUs, those of all ranks."""
+    others = [index for index in range(world) if index != device.index]
+    return device.type == "cuda" and all(
+        torch.cuda.can_device_access_peer(device, other) for other in others
+    )
+
+
+def _in_all_ranks(holds: bool) -> bool:
+    """Return whether `holds` is true in every rank. Waits for all ranks."""
+    flag = torch.tensor([holds], dtype=torch.int64)
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())

@@ -1,0 +1,88 @@
+"""Tenants' use of slots on the GPU: leased time, and loads that their requests caused."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import NamedTuple
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.telemetry.status import SlotUse
+
+
+class SlotUser(NamedTuple):
+    """A tenant whose requests use an adapter."""
+
+    tenant: str
+    ref: AdapterRef
+
+
+@dataclass(slots=True)
+class _Leased:
+    """Leases of one adapter.
+
+    since_s: end of the time that is already credited to users.
+    """
+
+    since_s: float
+    leases: Counter[SlotUser] = field(default_factory=Counter)
+
+
+class SlotUsage:
+    """Leased time of adapters, divided among their users.
+
+    Written by the engine's thread; any one thread may call `take`.
+    clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._leased: dict[str, _Leased] = {}  # by digest
+        self._uses: dict[SlotUser, SlotUse] = {}  # since the last `take`
+
+    def leased(self, user: SlotUser) -> None:
+        """Count the begin of a lease."""
+        with self._lock:
+            leased = self._settled(user.ref.digest)
+            leased.leases[user] += 1
+
+    def ended(self, user: SlotUser) -> None:
+        """Count the end of a lease."""
+        digest = user.ref.digest
+        with self._lock:
+            leases = self._settled(digest).leases
+            leases[user] -= 1
+            if not leases[user]:
+                del leases[user]
+            if not leases:
+                del self._leased[digest]
+
+    def loaded(self, user: SlotUser, size_bytes: int) -> None:
+        """Count a load to the GPU that a request of this tenant caused."""
+        with self._lock:
+            used = self._use(user)
+            used.loads += 1
+            used.load_bytes += size_bytes
+
+    def take(self) -> list[SlotUse]:
+        """Return the use since the last call."""
+        with self._lock:
+            for digest in self._leased:
+                self._settled(digest)
+            taken, self._uses = self._uses, {}
+        return list(taken.values())
+
+    def _use(self, user: SlotUser) -> SlotUse:
+        return self._uses.setdefault(user, SlotUse(user.tenant, user.ref))
+
+    def _settled(self, digest: str) -> _Leased:
+        """Return an adapter's leases after crediting the time until now to their users."""
+        now_s = self._clock()
+        leased = self._leased.setdefault(digest, _Leased(now_s))
+        if leased.leases:
+            share_s = (now_s - leased.since_s) / len(leased.leases)
+            for user in leased.leases:
+                self._use(user).leased_s += share_s
+        leased.since_s = now_s
+        return leased

@@ -1,0 +1,59 @@
+"""Log probabilities of sampled and most likely tokens, and their copy to the host."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from lorikeet_engine.device.async_copies import Download, upload
+from lorikeet_engine.kernels.log_softmax import COUNT, FIELDS, ROW, SCALE, likeliest, set_given
+from lorikeet_engine.request import TokenLogprobs
+
+
+class LogprobReadback:
+    """log_softmax of some rows of logits at the sampled and the most likely tokens.
+
+    For the model's own log probabilities, created before sampling, which sets logits of banned
+    tokens to -inf; for those of the distribution drawn from, after sampling
+    (processed_logprobs.py).
+    """
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        counts: Mapping[int, int],
+        temperatures: Sequence[float] | None = None,
+    ) -> None:
+        """Launch the search for the most likely tokens.
+
+        logits [rows, vocab], any dtype.
+        counts: number of most likely tokens of each row; rows without get no log probabilities.
+        temperatures: divisors of the logits of these rows; None: 1.
+        """
+        self._counts = {row: min(count, logits.shape[1]) for row, count in counts.items()}
+        wanted = np.empty((len(counts), FIELDS), np.int64)
+        wanted[:, ROW], wanted[:, COUNT] = list(self._counts), list(self._counts.values())
+        scales = 1.0 / np.array(1.0 if temperatures is None else temperatures)
+        wanted[:, SCALE] = scales.astype(np.float32).view(np.int32)
+        self._wanted = upload(wanted, logits.device)
+        self._found = likeliest(logits, self._wanted, max(self._counts.values()))
+
+    def download(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
+        """Start the copy to the host.
+
+        sampled [rows] int64: tokens sampled from the logits.
+        """
+        set_given(self._found, logits, self._wanted, sampled)
+        self._download = Download(self._found.packed)
+
+    def read(self) -> dict[int, TokenLogprobs]:
+        """Wait for the copy, and return the log probabilities by row."""
+        packed, begin = self._download.wait(), 1 + self._found.most
+        ids = packed[:, begin:].view(torch.int32).tolist()
+        results = zip(self._counts.items(), packed[:, :begin].tolist(), ids, strict=True)
+        return {
+            row: TokenLogprobs(
+                values[0], tuple(zip(ids[:count], values[1 : 1 + count], strict=True))
+            )
+            for (row, count), values, ids in results
+        }

@@ -1,0 +1,248 @@
+"""Changes of the catalog, and the log entry that commits some of them together.
+
+A change holds its author's decision; the entry holds time and author once for all of its changes.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from lorikeet.catalog.names import DEFAULT_ALIAS
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
+from lorikeet_engine.adapter import Residency, TouchedModules
+
+SCHEMA = 1
+"""Format version; increased whenever an older reader could misread new entries."""
+
+
+def _parse_tier(value: object) -> object:
+    return Residency[value.upper()] if isinstance(value, str) else value
+
+
+Tier = Annotated[Residency, BeforeValidator(_parse_tier), PlainSerializer(str, return_type=str)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogCreated:
+    """Creation of the catalog: the first change of every log."""
+
+    type: Literal["catalog_created"] = "catalog_created"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantCreated:
+    """Creation of a tenant."""
+
+    name: str
+    type: Literal["tenant_created"] = "tenant_created"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantOptionsSet:
+    """Change of the given options of a tenant."""
+
+    tenant: str
+    options: TenantOptions
+    type: Literal["tenant_options_set"] = "tenant_options_set"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyCreated:
+    """Creation of a key. tenant: owner; None for an admin's key."""
+
+    id: str
+    tenant: str | None
+    scopes: tuple[Scope, ...]
+    sha256: str
+    type: Literal["key_created"] = "key_created"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyOptionsSet:
+    """Change of the given options of a key. An expiry, once set, is never removed."""
+
+    id: str
+    options: KeyOptions
+    type: Literal["key_options_set"] = "key_options_set"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyReplaced:
+    """Rotation of a key.
+
+    id: the old key.
+    by: id of the new key.
+    expires: end of the old key, Unix seconds.
+    """
+
+    id: str
+    by: str
+    expires: float
+    type: Literal["key_replaced"] = "key_replaced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRevoked:
+    """Revocation of a key, for ever."""
+
+    id: str
+    type: Literal["key_revoked"] = "key_revoked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterChange:
+    """Base of all changes of one adapter."""
+
+    tenant: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRegistered(AdapterChange):
+    """Registration of a version; the first version creates the adapter."""
+
+    version: int
+    digest: str
+    size_bytes: int
+    max_rank: int
+    base_model: str
+    gpu_bytes: int
+    touches: TouchedModules | None = None
+    trained_on: str | None = None
+    type: Literal["version_registered"] = "version_registered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterShared(AdapterChange):
+    """Change of an adapter's visibility: to every tenant, or to its own tenant alone."""
+
+    shared: bool
+    type: Literal["adapter_shared"] = "adapter_shared"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliasMoved(AdapterChange):
+    """Move of an alias to a version. Ends its share; the previous version joins its history."""
+
+    alias: str
+    version: int
+    type: Literal["alias_moved"] = "alias_moved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliasRolledBack(AdapterChange):
+    """Move of an alias back along its history to a version."""
+
+    alias: str
+    version: int
+    type: Literal["alias_rolled_back"] = "alias_rolled_back"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareGiven(AdapterChange):
+    """Share of an alias's requests for a second version; 0 < fraction < 1."""
+
+    alias: str
+    version: int
+    fraction: float
+    type: Literal["share_given"] = "share_given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareEnded(AdapterChange):
+    """End of an alias's share: all requests get the version that the alias points to."""
+
+    alias: str
+    type: Literal["share_ended"] = "share_ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRetired(AdapterChange):
+    """Retirement of one version."""
+
+    version: int
+    type: Literal["version_retired"] = "version_retired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRestored(AdapterChange):
+    """Restoration of a retired version."""
+
+    version: int
+    type: Literal["version_restored"] = "version_restored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRetired(AdapterChange):
+    """Retirement of an adapter: all versions retired, aliases, pin and sharing removed."""
+
+    type: Literal["adapter_retired"] = "adapter_retired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """Pin of an adapter, or of a tenant if name is None, set or replaced; see PinRecord."""
+
+    tenant: str
+    name: str | None
+    selector: str = DEFAULT_ALIAS
+    tier: Tier = Residency.GPU
+    replicas: int | None = None
+    priority: int = 0
+    reason: str = ""
+    expires: float | None = None
+    type: Literal["pinned"] = "pinned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpinned:
+    """Removal of the pin of an adapter, or of a tenant if name is None."""
+
+    tenant: str
+    name: str | None
+    type: Literal["unpinned"] = "unpinned"
+
+
+AnyAdapterChange = (
+    VersionRegistered
+    | AdapterShared
+    | AliasMoved
+    | AliasRolledBack
+    | ShareGiven
+    | ShareEnded
+    | VersionRetired
+    | VersionRestored
+    | AdapterRetired
+)
+Change = Annotated[
+    CatalogCreated
+    | TenantCreated
+    | TenantOptionsSet
+    | KeyCreated
+    | KeyOptionsSet
+    | KeyReplaced
+    | KeyRevoked
+    | AnyAdapterChange
+    | Pinned
+    | Unpinned,
+    Field(discriminator="type"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One commit: changes that take effect together.
+
+    seq: number of the entry, from 1.
+    nonce: random mark by which a writer recognizes its own entry.
+    time: Unix seconds, by the writer's clock.
+    """
+
+    seq: int
+    nonce: str
+    actor: str
+    time: float
+    changes: tuple[Change, ...]
+    schema: int = SCHEMA

@@ -1,0 +1,122 @@
+"""The catalog's append-only log: one numbered object for each entry, written if absent.
+
+The conditional write is the only commit point. Numbers have no gaps, because a writer writes number
+n + 1 only after it has read number n. Each object repeats the earlier entries of its block, so that
+a reader fetches one object per block instead of one per entry.
+"""
+
+import re
+import secrets
+import threading
+from collections.abc import Collection, Sequence
+
+from lorikeet.catalog.changes import Change, Entry
+from lorikeet.catalog.log_format import object_from_json, object_to_json
+from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
+from lorikeet.errors import Conflict, ObjectNotFound, StoreError
+
+BLOCK = 128
+"""Entries per block; entries with the same seq // BLOCK form one."""
+
+_KEY = re.compile(r"log/([0-9]{12})\.json")
+_MOST_BYTES = 2**17
+"""Bytes above which an object repeats no earlier entries."""
+
+
+class Log:
+    """Log in one store. Thread-safe."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._held: Sequence[Entry] = ()  # by the newest object read or written here
+        self._holding = threading.Lock()
+
+    def append(self, after: int, actor: str, time: float, changes: Sequence[Change]) -> Entry:
+        """Commit changes together as entry `after` + 1.
+
+        after: number of the newest entry, on whose state the changes were decided.
+        actor: author, for the audit trail.
+        time: Unix seconds.
+        Raises Conflict if another writer has taken that number, StoreError if the store failed and
+        does not hold the entry.
+        """
+        entry = Entry(
+            seq=after + 1,
+            nonce=secrets.token_hex(16),
+            actor=actor,
+            time=time,
+            changes=tuple(changes),
+        )
+        key = _key(entry.seq)
+        entries: Sequence[Entry] = (*self._before(entry.seq), entry)
+        data = object_to_json(entries)
+        if len(data) > _MOST_BYTES:
+            entries = (entry,)
+            data = object_to_json(entries)
+        try:
+            self._store.put_if_absent(key, data)
+        except StoreError as error:  # the write may have succeeded although its answer was lost
+            if self._read_back(key, error).nonce != entry.nonce:
+                raise Conflict(f"{key} was written by someone else first") from error
+        self._hold(entries)
+        return entry
+
+    def read(self, after: int) -> list[Entry]:
+        """Return every entry after entry `after`, in order: one LIST, then parallel GETs.
+
+        Raises StoreError, also if entry `after` is missing: an emptied store must not look up to
+        date.
+        """
+        listed = self._store.list("log/", _key(after - 1) if after else "")
+        found = {int(match[1]) for match in map(_KEY.fullmatch, listed) if match}
+        if after and after not in found:
+            raise StoreError(f"{self._store.url}: {_key(after)} is gone: restore the log")
+        return self.between(after, max(found, default=after))
+
+    def between(self, after: int, last: int) -> list[Entry]:
+        """Return the entries from `after` + 1 to `last`, which exists. Raises StoreError."""
+        wanted = range(after + 1, last + 1)
+        if not wanted:
+            return []
+        entries = self._get_all({min(seq | (BLOCK - 1), last) for seq in (*wanted[::BLOCK], last)})
+        # an object that would exceed _MOST_BYTES repeats fewer entries than its block has
+        entries |= self._get_all({seq for seq in wanted if seq not in entries})
+        return [entries[seq] for seq in wanted]
+
+    def _get_all(self, numbers: Collection[int]) -> dict[int, Entry]:
+        """Return all entries in these objects, by number."""
+        objects = in_parallel(self._get, numbers)
+        return {entry.seq: entry for entries in objects for entry in entries}
+
+    def _get(self, seq: int) -> Sequence[Entry]:
+        key = _key(seq)
+        try:
+            entries = object_from_json(self._store.get(key), key)
+        except ObjectNotFound as error:
+            raise StoreError(
+                f"{self._store.url}: {key} is missing although later entries exist: restore it"
+            ) from error
+        self._hold(entries)
+        return entries
+
+    def _read_back(self, key: str, error: StoreError) -> Entry:
+        try:
+            return object_from_json(self._store.get(key), key)[-1]
+        except ObjectNotFound:
+            raise error from None
+
+    def _before(self, seq: int) -> Sequence[Entry]:
+        """Return the earlier entries of its block, which object `seq` is to repeat."""
+        if seq % BLOCK == 0 or seq == 1:
+            return ()
+        held = self._held
+        return held if held and held[-1].seq == seq - 1 else self._get(seq - 1)
+
+    def _hold(self, entries: Sequence[Entry]) -> None:
+        with self._holding:
+            if not self._held or self._held[-1].seq < entries[-1].seq:
+                self._held = entries
+
+
+def _key(seq: int) -> str:
+    return f"log/{seq:012d}.json"

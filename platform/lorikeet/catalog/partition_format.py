@@ -1,0 +1,181 @@
+"""JSON rows of a partition's bytes, and the cache of decoded tenants.
+
+A partition's bytes (snapshots.py) are one line of JSON for keys, pins and shared adapters, then one
+line per tenant: its name, a space, and its JSON. A reader splits the lines without decoding them,
+so reading one tenant decodes only that tenant's JSON. Equal partitions have equal bytes.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import astuple, replace
+from functools import cache
+from typing import Any
+
+from lorikeet.catalog.records import (
+    AdapterRecord,
+    AliasShare,
+    KeyRecord,
+    PinRecord,
+    Scope,
+    TenantRecord,
+    TenantState,
+    VersionRecord,
+)
+from lorikeet.catalog.rules.limits import options_of, with_options
+from lorikeet_engine.adapter import Residency, TouchedModules
+
+PARTITION_SCHEMA = 4
+"""Format version; increased whenever an older reader could misread new partitions."""
+READ_SCHEMAS = (2, 3, 4)
+"""Format versions that this release reads.
+
+Versions of adapters lack `touches` in schema 2; trained tokens and `trained_on` in schema 3.
+"""
+
+Json = Any
+
+
+def encode_tenant(tenant: TenantState) -> bytes:
+    """Encode a tenant as JSON, without its name."""
+    adapters = tenant.adapters
+    return compact(
+        [
+            options_of(tenant.record),
+            tenant.record.created,
+            list(tenant.key_ids),
+            {name: _adapter_row(adapters[name]) for name in sorted(adapters)},
+        ]
+    )
+
+
+def decode_tenant(tenant: str, data: bytes) -> TenantState:
+    """Decode a tenant's JSON from encode_tenant."""
+    options, created, key_ids, adapters = json.loads(data)
+    return TenantState(
+        with_options(TenantRecord(tenant, created), options),
+        {name: _adapter(tenant, name, row) for name, row in adapters.items()},
+        tuple(key_ids),
+    )
+
+
+class TenantStateCache:
+    """LRU cache of decoded tenants, which spares requests decoding the same JSON again.
+
+    Holds up to `most_bytes` of JSON; the decoded records take some eight times as much memory.
+    Thread-safe.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held: dict[tuple[str, bytes], TenantState] = {}  # least recently used first
+        self._held_bytes = 0
+        self._changing = threading.Lock()
+
+    def decode(self, tenant: str, data: bytes) -> TenantState:
+        """Return a tenant's state, from the cache or decoded from its JSON."""
+        key = (tenant, data)
+        with self._changing:
+            found = self._held.pop(key, None)
+            if found is not None:
+                self._held[key] = found
+                return found
+        found = decode_tenant(tenant, data)
+        with self._changing:
+            if key not in self._held:
+                self._held_bytes += len(data)
+            self._held[key] = found
+            while self._held_bytes > self._most_bytes and len(self._held) > 1:
+                oldest = next(iter(self._held))
+                del self._held[oldest]
+                self._held_bytes -= len(oldest[1])
+        return found
+
+
+RECENTLY_DECODED = TenantStateCache(most_bytes=16 * 2**20)  # some 80,000 adapters
+
+
+def key_row(key: KeyRecord) -> Json:
+    """Encode a key as a JSON row, without its id."""
+    scopes = sorted(scope.value for scope in key.scopes)
+    once = [key.tenant, scopes, key.sha256, key.created]
+    return [*once, int(key.revoked), key.replaced_by, options_of(key)]
+
+
+def key_of(key_id: str, row: Json) -> KeyRecord:
+    """Decode a key's row from key_row."""
+    tenant, scopes, sha256, created, revoked, replaced_by, options = row
+    if "adapters" in options:
+        options["adapters"] = tuple(options["adapters"])
+    key = KeyRecord(key_id, tenant, frozenset(map(Scope, scopes)), sha256, created, bool(revoked))
+    return with_options(replace(key, replaced_by=replaced_by), options)
+
+
+def pin_row(pin: PinRecord) -> Json:
+    """Encode a pin as a JSON row."""
+    promise = [pin.selector, str(pin.tier), pin.replicas, pin.priority, pin.reason, pin.expires]
+    return [pin.tenant, pin.name, *promise, pin.created, pin.actor]
+
+
+def pin_of(row: Json) -> PinRecord:
+    """Decode a pin's row from pin_row."""
+    tenant, name, selector, tier, *rest = row
+    return PinRecord(tenant, name, selector, Residency[tier.upper()], *rest)
+
+
+def compact(value: Json) -> bytes:
+    """Encode a value as JSON without spaces and line breaks."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _adapter_row(record: AdapterRecord) -> Json:
+    versions = list(map(_version_row, record.versions))
+    aliases = {alias: _alias_row(record, alias) for alias in sorted(record.aliases)}
+    return [int(record.shared), record.retired_at, versions, aliases]
+
+
+def _version_row(v: VersionRecord) -> Json:
+    row = [v.digest, v.size_bytes, v.max_rank, v.base_model, v.created, int(v.retired), v.gpu_bytes]
+    if v.touches is None:
+        return row
+    linears, *numbers = astuple(v.touches)
+    trained_on = [] if v.trained_on is None else [v.trained_on]
+    return [*row, " ".join(linears), *numbers, *trained_on]
+
+
+def _alias_row(record: AdapterRecord, alias: str) -> Json:
+    row: list[Json] = [record.aliases[alias], list(record.alias_history[alias])]
+    share = record.shares.get(alias)
+    return row if share is None else [*row, share.version, share.fraction]
+
+
+def _adapter(tenant: str, name: str, row: Json) -> AdapterRecord:
+    shared, retired_at, versions, aliases = row
+    return AdapterRecord(
+        tenant,
+        name,
+        bool(shared),
+        tuple(_version(number, row) for number, row in enumerate(versions, 1)),
+        {alias: at[0] for alias, at in aliases.items()},
+        {alias: tuple(at[1]) for alias, at in aliases.items()},
+        _shares(aliases),
+        retired_at,
+    )
+
+
+def _version(number: int, row: Json) -> VersionRecord:
+    digest, size, rank, base_model, created, retired, gpu, *touched = row
+    touches = TouchedModules(_words(touched[0]), *touched[1:5]) if touched else None
+    trained_on = sys.intern(touched[5]) if len(touched) > 5 else None
+    once = (digest, size, rank, base_model, gpu, number, created, bool(retired))
+    return VersionRecord(*once, touches=touches, trained_on=trained_on)
+
+
+@cache  # versions share the few different sets of linears
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _shares(aliases: Mapping[str, Json]) -> Mapping[str, AliasShare]:
+    return {alias: AliasShare(at[2], at[3]) for alias, at in aliases.items() if len(at) > 2}

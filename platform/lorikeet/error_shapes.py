@@ -1,0 +1,52 @@
+"""Error bodies and HTTP statuses in the shapes of OpenAI's and Anthropic's APIs."""
+
+from enum import Enum
+from typing import Any
+
+from lorikeet.errors import ContextLengthExceeded, kind_of
+
+MESSAGES = "/v1/messages"
+_OVERLOADED = 529
+
+
+class ClientApi(Enum):
+    """API whose response shapes a client expects."""
+
+    OPENAI = "OpenAI"
+    ANTHROPIC = "Anthropic"
+
+
+def api_of_path(path: str) -> ClientApi:
+    """Return the API of a route: Anthropic's for /v1/messages and below, else OpenAI's."""
+    below = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return ClientApi.ANTHROPIC if below else ClientApi.OPENAI
+
+
+def error_status(code: str, api: ClientApi) -> int:
+    """Return the HTTP status of an error's code, by the table in lorikeet/errors.py.
+
+    Exception: an overloaded_error is 529 in Anthropic's API, because its clients expect that.
+    """
+    kind = kind_of(code)
+    if api is ClientApi.ANTHROPIC and kind.anthropic_type == "overloaded_error":
+        return _OVERLOADED
+    return kind.status
+
+
+def openai_error_body(code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's shape: {"error": {…}} with message, type, param and code."""
+    kind = kind_of(code).type
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def anthropic_error_body(code: str, message: str, request_id: str | None) -> dict[str, Any]:
+    """Return an error in Anthropic's shape: {"type": "error", "error": {…}, "request_id": …}.
+
+    `details` carries our error code. The message of a too long prompt begins with the words by
+    which Anthropic's clients recognise the error.
+    """
+    if code == ContextLengthExceeded.code:
+        message = f"prompt is too long: {message}"
+    kind = kind_of(code).anthropic_type
+    error = {"type": kind, "message": message, "details": {"error_code": code}}
+    return {"type": "error", "error": error, "request_id": request_id}

@@ -1,0 +1,218 @@
+"""Admin routes of uploads: an adapter's blob becomes a version, in one request or in parts.
+
+PUT /adapters/…/versions registers a small blob, the request's body.
+POST /uploads begins or resumes a large upload; the response lists the missing parts with the URLs
+to PUT them to, straight into the store where possible.
+PUT /uploads/…/parts/… takes parts that cannot go straight into the store.
+POST /adapters/…/versions registers the upload as a version.
+All of them are idempotent.
+"""
+
+import base64
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from lorikeet.catalog.records import BlobFacts
+from lorikeet.catalog.resumable_uploads import ResumableUploads
+from lorikeet.chat_template import template_warning
+from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge
+from lorikeet.gateway.admin.blob_validation import MAX_BYTES
+from lorikeet.gateway.admin.registration import RegisteredVersion, Registration, RegistrationRequest
+from lorikeet.gateway.admin.smoke import smoke_test
+from lorikeet.gateway.auth import Actor
+from lorikeet.gateway.body import Body, bounded_parts, declared_bytes, json_body
+from lorikeet.gateway.error_responses import CREATED, OK
+from lorikeet.gateway.received_file import receive_file
+from lorikeet.gateway.services import Services
+from lorikeet_engine.adapter_format import ValueScan
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Json = dict[str, Any]
+
+
+class BeginUpload(Body):
+    """A blob that is going to be uploaded.
+
+    digest: SHA-256 of its bytes.
+    tenant, base_model: tenant and base model to check the upload for in advance.
+    """
+
+    digest: Digest
+    size_bytes: Annotated[int, Field(ge=1)]
+    tenant: str | None = None
+    base_model: str | None = None
+
+
+class RegisterUpload(Body):
+    """Request to register a blob that was uploaded, or that the store had already.
+
+    chat_template: template_digest of the folder that the blob was made from.
+    promote, shared, base_model: as RegistrationRequest.
+    smoke: run a smoke test first; register only if a replica can generate with the adapter.
+    """
+
+    digest: Digest
+    chat_template: Digest | None = None
+    promote: bool = False
+    shared: bool | None = None
+    base_model: str | None = None
+    smoke: bool = False
+
+
+def upload_routes(
+    services: Services, uploads: ResumableUploads, registration: Registration
+) -> APIRouter:
+    """Return the routes that register a blob, and begin, continue and register an upload."""
+    endpoints = UploadEndpoints(services, uploads, registration)
+    router = APIRouter()
+    versions = "/adapters/{tenant}/{name}/versions"
+    router.add_api_route(versions, endpoints.register_body, methods=["PUT"])
+    router.add_api_route("/uploads", endpoints.begin, methods=["POST"])
+    router.add_api_route("/uploads/{digest}/parts/{number}", endpoints.put_part, methods=["PUT"])
+    router.add_api_route(versions, endpoints.register, methods=["POST"])
+    return router
+
+
+class UploadEndpoints:
+    """Endpoints of blobs and uploads."""
+
+    def __init__(
+        self, services: Services, uploads: ResumableUploads, registration: Registration
+    ) -> None:
+        self._services, self._uploads, self._registration = services, uploads, registration
+
+    async def register_body(
+        self,
+        request: Request,
+        response: Response,
+        tenant: str,
+        name: str,
+        actor: Actor,
+        promote: bool = False,
+        shared: bool | None = None,
+        base_model: str | None = None,
+    ) -> Json:
+        """Register the body, a blob, which is validated before anything is stored."""
+        registration = self._registration
+        order = RegistrationRequest(tenant, name, actor, promote, shared, base_model)
+        limits = await registration.check(tenant, base_model)
+        with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
+            blob = Path(folder) / "adapter.safetensors"
+            size_bytes = declared_bytes(request, limits.max_bytes, MAX_BYTES)
+            scan = None if size_bytes is None else ValueScan(size_bytes)
+            body = bounded_parts(request, limits.max_bytes, MAX_BYTES)
+            digest = await receive_file(body, blob, registration.workers, scan)
+            facts = await registration.validate(order, blob, digest, scan)
+            made = await registration.record(order, blob, facts)
+        response.status_code = CREATED if made.is_new else OK
+        return made.version
+
+    async def begin(
+        self, wanted: Annotated[BeginUpload, json_body(BeginUpload)], actor: Actor
+    ) -> Json:
+        """Begin or resume an upload: return its missing parts with the URLs to PUT them to."""
+        limits = await self._registration.check(wanted.tenant, wanted.base_model)
+        if wanted.size_bytes > limits.max_bytes:
+            raise RequestTooLarge(
+                f"the adapter has {wanted.size_bytes} bytes: the limit is {limits.max_bytes} "
+                f"({MAX_BYTES})",
+                param="size_bytes",
+            )
+        return await self._registration.run(_begin, self._uploads, wanted, actor)
+
+    async def put_part(self, request: Request, digest: str, number: int, actor: Actor) -> Json:
+        """Receive a part of an upload."""
+        run, uploads = self._registration.run, self._uploads
+        upload = await run(uploads.find, digest, actor)
+        if number not in upload.numbers:
+            raise InvalidInput(
+                f"number={number}: this upload has the parts 1 to {upload.numbers[-1]}",
+                param="number",
+            )
+        size = upload.part_size(number)
+        with tempfile.TemporaryDirectory(prefix="lorikeet-part-") as folder:
+            part = Path(folder) / "part"
+            await receive_file(bounded_parts(request, size), part, self._registration.workers)
+            await run(_check_part, part, size, request.headers.get("content-md5"))
+            await run(uploads.put, upload, number, part)
+        return {"number": number, "size_bytes": size}
+
+    async def register(
+        self,
+        request: Request,
+        response: Response,
+        tenant: str,
+        name: str,
+        wanted: Annotated[RegisterUpload, json_body(RegisterUpload)],
+        actor: Actor,
+    ) -> Json:
+        """Register an upload as a version."""
+        registration = self._registration
+        order = RegistrationRequest(
+            tenant, name, actor, wanted.promote, wanted.shared, wanted.base_model
+        )
+        await registration.check(tenant, wanted.base_model)
+        async with registration.downloads:
+            with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
+                blob = Path(folder) / "adapter.safetensors"
+                made = await self._record(order, wanted, blob, request.state.request_id)
+        await registration.run(self._uploads.end, wanted.digest, actor)
+        response.status_code = CREATED if made.is_new else OK
+        return made.version
+
+    async def _record(
+        self, order: RegistrationRequest, wanted: RegisterUpload, blob: Path, request_id: str
+    ) -> RegisteredVersion:
+        registration, uploads = self._registration, self._uploads
+        await registration.run(uploads.download, wanted.digest, order.actor, blob)
+        facts = await self._validated(order, wanted.digest, blob)
+        await registration.run(uploads.keep, wanted.digest, order.actor, blob)
+        smoke: Json = {}
+        if wanted.smoke:
+            ref = await registration.next_ref(order, facts)
+            smoke = {"smoke": await smoke_test(self._services, facts.base_model, ref, request_id)}
+        made = await registration.record(order, blob, facts)
+        served = self._services.base_models[facts.base_model].chat_template
+        warning = template_warning(wanted.chat_template, served, facts.base_model)
+        return made._replace(version=made.version | smoke | {"template_warning": warning})
+
+    async def _validated(self, order: RegistrationRequest, digest: str, blob: Path) -> BlobFacts:
+        try:
+            return await self._registration.validate(order, blob)
+        except InvalidAdapter as error:
+            if error.param != "base_model":  # else the blob is right once the admin names one
+                await self._registration.run(self._uploads.end, digest, order.actor)
+            raise
+
+
+def _begin(uploads: ResumableUploads, wanted: BeginUpload, actor: str) -> Json:
+    upload, missing = uploads.begin(wanted.digest, wanted.size_bytes, actor)
+    return {
+        "digest": upload.digest,
+        "size_bytes": upload.size_bytes,
+        "part_bytes": upload.part_bytes,
+        "missing": [
+            {
+                "number": number,
+                "size_bytes": upload.part_size(number),
+                "url": uploads.url(upload, number),
+            }
+            for number in missing
+        ],
+    }
+
+
+def _check_part(part: Path, size: int, md5: str | None) -> None:
+    """Raise InvalidInput unless a part has the expected size and the client's MD5, if any."""
+    if part.stat().st_size != size:
+        raise InvalidInput(f"the part has {part.stat().st_size} bytes: want {size}")
+    if md5 is not None:
+        with part.open("rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).digest()
+        if base64.b64encode(found).decode() != md5:
+            raise InvalidInput("the part's MD5 differs from Content-MD5: send it again")

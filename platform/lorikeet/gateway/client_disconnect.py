@@ -1,0 +1,46 @@
+"""Watchers for a client's hang-up, which cancel the work that the client was waiting for.
+
+ASGI reports a disconnect only as a message from `receive`, so a task has to await it beside the
+work.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+
+from starlette.types import Receive
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Run `work` in this task; cancel it when the client disconnects, and wait for its end.
+
+    receive: ASGI messages of a request whose body was read.
+
+    `work` needs no task of its own: the watcher cancels the current task, and that cancellation is
+    taken back here, as asyncio.timeout does.
+    """
+    current = asyncio.current_task()
+    assert current is not None
+    disconnected = False
+
+    async def cancel_on_disconnect() -> None:
+        nonlocal disconnected
+        with suppress(Exception):  # a connection lost in another way is a disconnect too
+            await wait_for_disconnect(receive)
+        disconnected = True
+        current.cancel()
+
+    watcher = asyncio.create_task(cancel_on_disconnect())
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not disconnected or current.uncancel():
+            raise  # the server cancels this request itself
+    finally:
+        watcher.cancel()
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client of a request whose body was read disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,307 @@
+"""Pipeline of pushed versions: delivered to all replicas first, then written to the store.
+
+A push becomes *ready* once all replicas of its base model hold the adapter and all gateways know
+the version. It becomes *durable* once blob and log entry are in the store; an unreachable store is
+retried without end. A push with a lifetime never becomes durable: it stays in the pipeline until it
+expires or newer versions replace it.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+from weakref import WeakValueDictionary
+
+from lorikeet.catalog.rules.adapters import register
+from lorikeet.catalog.state import PartitionsNotRead
+from lorikeet.errors import Conflict, LorikeetError, Overloaded, StoreError
+from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.pushing.push_folders import BLOB, PushFolder, PushFolders
+from lorikeet.gateway.pushing.pushed_versions import Key, PushedVersion, PushedVersions
+from lorikeet.gateway.services import Services
+from lorikeet.request_log.record import RequestTrace
+from lorikeet.retry_after import STORE_AWAY_S
+from lorikeet_engine.adapter import AdapterRef
+
+log = logging.getLogger(__name__)
+
+_QUESTION = "pushed"
+MOST_OF_TENANT = 16
+"""Most pushes of one tenant in a gateway at once: each blob lies on its disk and on all hosts."""
+_KEEP_S, _AGAIN_S = 2.0, 0.25
+_PATIENCE_S = 10.0
+"""Seconds after which a version is recorded though not all replicas have it."""
+_CLOSING_S = 20.0
+_STORERS = 4
+_FAULT = "the version could not be recorded, due to a fault of the service: send it again"
+
+
+class Push:
+    """Push of one version, in this gateway's pipeline.
+
+    version: the version; replaced when the same blob is pushed again.
+    actor: id of the key that pushed.
+    folder: folder of the blob, removed at the push's end.
+    ready: set when all replicas have the adapter and all gateways know the version.
+    ended: set when the push has left the pipeline.
+    failure: error that ended the push; None if none did.
+    """
+
+    def __init__(self, version: PushedVersion, actor: str, folder: PushFolder) -> None:
+        self.version, self.actor = version, actor
+        self.folder = folder
+        self.blob = Path(folder.name) / BLOB
+        self.ready, self.ended = asyncio.Event(), asyncio.Event()
+        self.failure: LorikeetError | None = None
+        self.begun_s = time.monotonic()
+        self.delivered_s: float | None = None
+        self.ready_s: float | None = None
+
+    def note_stages(self, trace: RequestTrace) -> None:
+        """Record the stages that have ended since the push began."""
+        for name, at_s in (("deliver", self.delivered_s), ("announce", self.ready_s)):
+            if at_s is not None:
+                trace.end_stage(name, at_s)
+
+    async def wait_for(self, event: asyncio.Event, timeout_s: float) -> None:
+        """Wait for the event or the push's end, at most `timeout_s`. Raises the push's failure."""
+        waits = {asyncio.create_task(each.wait()) for each in (event, self.ended)}
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.failure is not None:
+            raise self.failure
+
+
+class PushPipeline:
+    """Pushes of one gateway, from checked blob to log entry. For one event loop.
+
+    Store writes run in threads of their own, at most one per tenant, so that a hanging store keeps
+    no push from becoming ready.
+
+    pushed: versions that are ready, here or at another gateway, and not durable.
+    folders: folders of blobs.
+    """
+
+    def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
+        self._services, self._catalog_view = services, catalog_view
+        self.pushed, self.folders = PushedVersions(), PushFolders(services.push_folder)
+        self._pushes: dict[Key, Push] = {}
+        self._receiving = Counter[str]()  # by tenant
+        self._tasks = set[asyncio.Task[None]]()
+        self._storing = ThreadPoolExecutor(_STORERS, thread_name_prefix="push-store")
+        self._store_locks = WeakValueDictionary[str, asyncio.Lock]()  # by tenant
+        services.peers.register(_QUESTION, self._learn)
+
+    @contextmanager
+    def receiving(self, key: Key) -> Iterator[None]:
+        """Count a body as being received in the context, which ends after the push has begun.
+
+        Raises Overloaded if the tenant has MOST_OF_TENANT pushes in the pipeline or being received.
+        If the pipeline has this version already, only bodies being received count.
+        """
+        tenant = key[0]
+        carried = 0 if key in self._pushes else sum(each[0] == tenant for each in self._pushes)
+        if carried + self._receiving[tenant] >= MOST_OF_TENANT:
+            raise Overloaded(
+                f"{MOST_OF_TENANT} pushed versions of this tenant are not durable yet, the limit: "
+                "wait until one is stored, or until one expires",
+                retry_after_s=STORE_AWAY_S,
+            )
+        self._receiving[tenant] += 1
+        try:
+            yield
+        finally:
+            self._receiving[tenant] -= 1
+
+    async def check_quota(self, version: PushedVersion) -> None:
+        """Raise Conflict if the version exceeds the tenant's limits or its adapter was retired."""
+        tenant, name, _ = version.key
+        await self._catalog_view.ask(
+            lambda state: register(
+                self.pushed.applied_to(state, tenant),
+                tenant,
+                name,
+                version.facts,
+                since=version.seq,
+            )
+        )
+
+    def begin(self, version: PushedVersion, actor: str, folder: PushFolder) -> Push:
+        """Start the push of a version whose blob is in `folder`, or join the running push of it.
+
+        A joined push gets the new alias and the longer lifetime, and is ready again once all
+        gateways know these.
+        """
+        held = self._pushes.get(version.key)
+        if held is None:
+            version = replace(version, seq=self._catalog_view.state.seq)
+            held = self._pushes[version.key] = Push(version, actor, folder)
+            task = asyncio.create_task(self._carry(held))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return held
+        now = replace(held.version, alias=self.pushed.alias_of(held.version))
+        if (joined := now.joined(version)) != now:
+            held.version = joined
+            held.ready.clear()
+        return held
+
+    async def is_ready(self, key: Key, base_model: str) -> bool:
+        """Return whether all replicas have a version and, if pushed here, all gateways know it."""
+        push = self._pushes.get(key)
+        if push is not None:
+            return push.ready.is_set()
+        served = base_model in self._services.base_models
+        return served and await self._services.engines.holds(base_model, key[2])
+
+    async def close(self) -> None:
+        """Wait up to _CLOSING_S for pending durable pushes, then cancel the others."""
+        pushes = [push for push in self._pushes.values() if push.version.expires is None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING_S):
+                for push in pushes:
+                    await push.ended.wait()
+        for task in self._tasks:
+            task.cancel()
+        self.folders.close()
+
+    async def _learn(self, versions: Sequence[PushedVersion]) -> None:
+        for version in versions:
+            self.pushed.add(version)
+
+    async def _carry(self, push: Push) -> None:
+        tenant, name, digest = key = push.version.key
+        keeping: asyncio.Task[None] | None = None
+        self.pushed.carry(key)
+        try:
+            ref = AdapterRef(tenant, name, await self._number(push.version), digest)
+            keeping = asyncio.create_task(self._keep(push, ref))
+            await push.wait_for(push.ready, _PATIENCE_S)
+            if not await self._outlives(push):
+                async with self._store_locks.setdefault(tenant, asyncio.Lock()):
+                    await self._store(push)
+                self._services.metrics.pushes.durable(time.monotonic() - push.begun_s)
+        except Exception as error:
+            push.failure = error if isinstance(error, LorikeetError) else LorikeetError(_FAULT)
+            self.pushed.remove(key)
+            about = {"adapter": f"{tenant}/{name}", "error": str(error)}
+            log.warning(
+                "push_failed", extra=about, exc_info=None if push.failure is error else error
+            )
+        finally:
+            if keeping is not None:
+                keeping.cancel()
+            del self._pushes[key]
+            self.pushed.let_go(key)
+            push.ended.set()
+            await asyncio.to_thread(push.folder.cleanup)
+            release = self._services.engines.release
+            await _try(partial(release, push.version.facts.base_model, digest))
+
+    async def _outlives(self, push: Push) -> bool:
+        """Wait until a version with a lifetime is expired, retired or replaced; return True.
+
+        Return False at once for a version without a lifetime, which is to be durable, and when
+        another push of the blob removes the lifetime.
+        """
+        while (expires := push.version.expires) is not None:
+            gone = push.ready.is_set() and self.pushed.get(push.version.key) is None
+            with suppress(PartitionsNotRead):
+                gone = gone or push.version.retired(self._catalog_view.state)
+            if gone or time.time() >= expires:
+                return True
+            await asyncio.sleep(_AGAIN_S)
+        return False
+
+    async def _keep(self, push: Push, ref: AdapterRef) -> None:
+        """Deliver a version to all replicas and announce it to all gateways, until cancelled."""
+        engines, base_model = self._services.engines, push.version.facts.base_model
+        deliver = partial(_try, partial(engines.deliver, base_model, ref, push.blob))
+        announce = partial(_try, partial(self._announce, push))
+        while not (await deliver() and await announce()):
+            await asyncio.sleep(_AGAIN_S)
+        push.ready_s = time.monotonic()
+        self._services.metrics.pushes.ready(push.ready_s - push.begun_s)
+        async with asyncio.TaskGroup() as both:  # a slow delivery must not delay announcements
+            both.create_task(_repeat(deliver))
+            both.create_task(_repeat(announce))
+
+    async def _announce(self, push: Push) -> bool:
+        """Announce a version that replicas hold to all gateways; return whether all replied."""
+        version = push.version
+        push.delivered_s = push.delivered_s or time.monotonic()
+        known = self.pushed.get(version.key)  # its alias may be another's by now
+        now = known.joined(version) if known else version
+        poll = await self._services.peers.ask(_QUESTION, (now,))
+        if poll.silent or push.version is not version:
+            return False
+        push.ready.set()
+        return True
+
+    async def _number(self, version: PushedVersion) -> int:
+        record = await self._catalog_view.ask(
+            lambda state: self.pushed.applied_to(state, version.tenant).find(
+                version.tenant, version.name
+            )
+        )
+        held = record and record.with_digest(version.facts.digest)
+        return held.version if held else len(record.versions) + 1 if record else 1
+
+    async def _store(self, push: Push) -> None:
+        """Write blob and entry, retrying until the store is reachable.
+
+        Raises Conflict if the tenant's limits forbid the version.
+        """
+        away = False
+        while True:
+            version = push.version
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._storing, self._write, push)
+            except StoreError as error:
+                if not away:
+                    log.warning("push_waits_for_store", extra={"error": str(error)})
+                away = True
+            except Conflict:
+                await self.check_quota(push.version)
+            else:
+                if push.version is version:  # else the blob was pushed again, with another alias
+                    return
+                continue
+            await asyncio.sleep(_KEEP_S)
+
+    def _write(self, push: Push) -> None:
+        tenant, name, _ = push.version.key
+        self._services.catalog.register(
+            tenant,
+            name,
+            push.blob,
+            push.version.facts,
+            alias=self.pushed.alias_of(push.version),
+            since=push.version.seq,
+            actor=push.actor,
+        )
+
+
+async def _repeat(work: Callable[[], Awaitable[bool]]) -> NoReturn:
+    while True:
+        await asyncio.sleep(_KEEP_S)
+        await work()
+
+
+async def _try(work: Callable[[], Awaitable[bool | None]]) -> bool:
+    """Return whether `work` succeeded; log an error, so that the caller can retry."""
+    try:
+        return bool(await work())
+    except Exception as error:  # a replica is lost, or the disk
+        log.warning("push_delayed", extra={"error": repr(error)})
+        return False

@@ -1,0 +1,44 @@
+"""Status update of a replica for gateways: the engine's status as far as routing uses it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.costs import MeasuredCosts
+from lorikeet_engine.telemetry.status import LiveStats
+
+
+@dataclass(frozen=True)
+class StatusUpdate:
+    """Live stats of a replica, and adapters' moves since the last update on the same feed.
+
+    seq: grows with each update of a replica to any gateway, so that late updates are recognised.
+    live: current live stats.
+    moved: new tiers of moved adapters by digest.
+    begins_snapshot, ends_snapshot: bounds of a snapshot. The updates between them, inclusive, name
+        each adapter nearer than remote at least once.
+    costs: measured costs; None if not sent with this update.
+    """
+
+    seq: int
+    live: LiveStats
+    moved: Mapping[str, Residency] = field(default_factory=dict)
+    begins_snapshot: bool = False
+    ends_snapshot: bool = False
+    costs: MeasuredCosts | None = None
+
+
+_UPDATE = TypeAdapter(StatusUpdate)
+
+
+def to_stats(update: StatusUpdate) -> dict[str, Any]:
+    """Return the update in plain types: Serve's own processes lack our classes."""
+    return {"status": _UPDATE.dump_json(update)}
+
+
+def from_stats(stats: Mapping[str, Any]) -> StatusUpdate | None:
+    """Return the update in `to_stats`' result; None for a replica without an update yet."""
+    return _UPDATE.validate_json(stats["status"]) if "status" in stats else None

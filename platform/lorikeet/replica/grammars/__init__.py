@@ -1,0 +1,12 @@
+"""Grammars: texts that constrain an answer, and their matchers on llguidance.
+
+answer_grammar.py    the grammar of a call's answer: format or tool calls, behind thinking
+├── format_grammar.py   JSON schemas, regular expressions, choices
+└── tool_grammar.py     tool calls in the syntax of the model's chat template
+    └── python_arguments.py   arguments as key=value pairs
+noop_keywords.py     removes keywords without effect from JSON schemas
+sandbox.py           a child process that compiles each grammar before the engine does
+matcher.py           ModelGrammars, which compiles a grammar and masks tokens in the engine
+
+A grammar is text in llguidance's variant of Lark, or llguidance's JSON for a schema.
+"""

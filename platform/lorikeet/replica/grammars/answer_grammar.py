@@ -1,0 +1,75 @@
+"""Grammar of an answer: its format or tool calls, behind the model's thinking."""
+
+import json
+import re
+
+from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.reasoning import CLOSES, OPENS, THINK_TAGS, Thinking
+from lorikeet.answer_stream.tool_syntax import ToolSyntax
+from lorikeet.protocol.messages import Call
+from lorikeet.replica.grammars.format_grammar import format_grammar, format_rule
+from lorikeet.replica.grammars.tool_grammar import call_grammar, text_grammar
+
+_START = re.compile("^start:", re.MULTILINE)
+
+
+def answer_grammar(
+    call: Call,
+    syntax: ToolSyntax | None,
+    vocabulary: Vocabulary,
+    thinking: Thinking = Thinking.NEVER,
+) -> str | None:
+    """Return the grammar of a call's answer; None if the answer is unconstrained.
+
+    syntax: the model's syntax of tool calls; required if the call has tools.
+    vocabulary: tokens of the model's tokenizer.
+    thinking: the model's thinking, which the grammar allows before the answer.
+    """
+    grammar = _without_thinking(call, syntax, vocabulary, thinking)
+    if grammar is None or thinking is Thinking.NEVER:
+        return grammar
+    return _behind_thinking(grammar, thinking, vocabulary)
+
+
+def _without_thinking(
+    call: Call, syntax: ToolSyntax | None, vocabulary: Vocabulary, thinking: Thinking
+) -> str | None:
+    if (use := call.tools) is not None:
+        assert syntax is not None
+        if use.forced or call.format is not None:
+            return call_grammar(use, syntax, vocabulary, call.format)
+        excluded = () if thinking is Thinking.NEVER else THINK_TAGS
+        return text_grammar(use, syntax, vocabulary, excluded) if use.strict else None
+    if call.format is None or thinking is Thinking.NEVER:
+        return format_grammar(call.format) if call.format is not None else None
+    return f"start: {format_rule(call.format)}"
+
+
+def _behind_thinking(answer: str, thinking: Thinking, vocabulary: Vocabulary) -> str:
+    """Return a grammar of thinking, which is any text, followed by an answer.
+
+    The closing tag ends the thinking. The answer follows it after at most two line ends. If
+    thinking is only possible, the answer may also begin at once.
+
+    answer: grammar of the answer in Lark.
+    """
+    opens, closes = (vocabulary.added.get(tag) for tag in (OPENS, CLOSES))
+    # added tokens that clients see as text, but that grammars do not match as text
+    words = sorted({*vocabulary.added.values()} - vocabulary.special - {closes})
+    begun = "thought LINE_ENDS? answer"
+    opening = "opening" if opens is None else f"(opening | <[{opens}]>)"
+    start = begun if thinking is Thinking.BEGUN else f"({opening} {begun}) | answer"
+    inside = f"(THOUGHT <[{','.join(map(str, words))}]>)* " if words else ""
+    closing = "closing" if closes is None else f"(closing | THOUGHT <[{closes}]>)"
+    rules = [
+        f"start: {start}",
+        _START.sub("answer:", answer, count=1),
+        f"thought: {inside}{closing}",
+        # parsers read the tag in letters like its token
+        f"closing[lazy]: THOUGHT {json.dumps(CLOSES)}",
+        "THOUGHT: /(?s:.*)/",
+        r"LINE_ENDS: /\n{1,2}/",
+    ]
+    if thinking is Thinking.POSSIBLE:
+        rules.append(f"opening[lazy]: {json.dumps(OPENS)}")
+    return "\n".join(rules)

@@ -1,0 +1,233 @@
+"""Grammar rules of the arguments of Python calls, key=value, …"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import unquote
+
+import regex
+
+from lorikeet.errors import InvalidInput
+
+_WHOLE = "arguments"
+_MOST_SCHEMAS_LENGTH = 2**22
+_MOST_PARTS = 256
+_TOO_MANY = "too many $ref, allOf and anyOf on all arguments, or a $ref to itself: write them out"
+_UNSUPPORTED = frozenset(
+    {
+        "const", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "if",
+        "maxProperties", "minProperties", "not", "oneOf", "patternProperties", "propertyNames",
+        "then", "unevaluatedProperties",
+    }
+)  # fmt: skip
+"""Keywords on the whole arguments object that the rules cannot enforce."""
+_WORD = regex.compile(r"\w+")
+"""Names written bare before the = of an argument; other names are written as strings."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentRules:
+    """Constraints of a schema on arguments.
+
+    properties: schema of each argument by its name.
+    required: names of required arguments.
+    closed: no other arguments are allowed.
+    """
+
+    properties: Mapping[str, Any] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    closed: bool = False
+
+    def merged(self, part: Mapping[str, Any]) -> "ArgumentRules | None":
+        """Return these constraints and those of a further schema; None if they contradict.
+
+        Raises InvalidInput if `part` is no schema or has unsupported keywords.
+        """
+        properties, required = part.get("properties", {}), part.get("required", [])
+        names = isinstance(required, list) and all(isinstance(key, str) for key in required)
+        if not isinstance(properties, Mapping) or not names:
+            raise _invalid("want properties by name, and a list of the required ones")
+        types, others = part.get("type", "object"), part.get("additionalProperties", True)
+        if types != "object" and not (isinstance(types, list) and "object" in types):
+            return None
+        unsupported = part.keys() & _UNSUPPORTED
+        if not (isinstance(others, bool) or others == {}):
+            unsupported |= {"additionalProperties"}
+        if unsupported:
+            raise _invalid(
+                f"{', '.join(sorted(unsupported))} on all arguments of a Python call cannot be "
+                "held: remove it, or set it on single properties"
+            )
+        closed = others is False
+        both = {
+            key: _both_of(self.properties[key], properties[key])
+            for key in self.properties.keys() & properties.keys()
+        }
+        return ArgumentRules(
+            {
+                key: both.get(key, value)
+                for key, value in {**self.properties, **properties}.items()
+                if not (closed and key not in properties)
+                and not (self.closed and key not in self.properties)
+            },
+            (*self.required, *required),
+            self.closed or closed,
+        )
+
+    def satisfiable(self) -> "ArgumentRules | None":
+        """Return the constraints without forbidden properties; None if no arguments meet them.
+
+        If a property is forbidden, unnamed arguments are forbidden too. A required argument without
+        a schema may have any value.
+        """
+        never = {key for key, value in self.properties.items() if value is False}
+        named = {key: self.properties[key] for key in self.properties if key not in never}
+        missing = [key for key in self.required if key not in named]
+        if never.intersection(missing) or (self.closed and missing):
+            return None
+        properties = named | dict.fromkeys(missing, True)
+        return replace(self, properties=properties, closed=self.closed or bool(never))
+
+
+def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
+    """Return the grammar rules of key=value, … with values in JSON.
+
+    Arguments come in the order of the schema's properties. A schema without properties allows any
+    arguments, unless it allows none. On the arguments object, $ref, allOf, anyOf, required and
+    boolean additionalProperties are enforced. Raises InvalidInput for other keywords there.
+
+    rule: name of the first rule and prefix of the others.
+    schema: schema of the arguments object.
+    """
+    alternatives = _alternatives(schema)
+    rules = [f"{rule}: {' | '.join(f'{rule}_of_{at}' for at in range(len(alternatives)))}"]
+    try:
+        for at, one in enumerate(alternatives):
+            rules += _pairs(
+                f"{rule}_of_{at}", one, schema, _MOST_SCHEMAS_LENGTH // len(alternatives)
+            )
+    except RecursionError as error:
+        raise _invalid("nested too deeply") from error
+    return rules
+
+
+def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
+    """Return the alternatives of which arguments must meet one. Raises InvalidInput."""
+    alternatives, begun = list[ArgumentRules](), list[tuple[ArgumentRules, list[Any]]]()
+    begun.append((ArgumentRules(), [schema]))  # constraints until now, schemas still to merge
+    for _ in range(_MOST_PARTS):
+        if not begun:
+            break
+        known, parts = begun.pop()
+        match parts:
+            case []:
+                if rules := known.satisfiable():
+                    alternatives.append(rules)
+            case [True, *rest]:
+                begun.append((known, rest))
+            case [False, *_]:
+                pass
+            case [{"$ref": str(ref), **others}, *rest]:
+                begun.append((known, [_referred(ref, schema), others, *rest]))
+            case [{"allOf": list(all_of), **others}, *rest]:
+                _check_count(all_of, rest)
+                begun.append((known, [*all_of, others, *rest]))
+            case [{"anyOf": list(any_of), **others}, *rest]:
+                _check_count(any_of, begun)
+                begun += [(known, [part, others, *rest]) for part in reversed(any_of)]
+            case [Mapping() as part, *rest] if not part.keys() & {"$ref", "allOf", "anyOf"}:
+                if both := known.merged(part):
+                    begun.append((both, rest))
+            case _:
+                raise _invalid("want schemas in allOf and anyOf, and a text as $ref")
+    else:
+        raise _invalid(_TOO_MANY)
+    if not alternatives:
+        raise _invalid("no object meets their schema")
+    return alternatives
+
+
+def _check_count(more: list[Any], parts: list[Any]) -> None:
+    """Raise InvalidInput if both lists together would be too long."""
+    if len(more) + len(parts) > _MOST_PARTS:
+        raise _invalid(_TOO_MANY)
+
+
+def _referred(ref: str, schema: Mapping[str, Any]) -> Any:
+    """Resolve a $ref within the schema. Raises InvalidInput if its target is missing."""
+    part: Any = schema
+    try:
+        if not ref.startswith("#"):
+            raise KeyError
+        for step in filter(None, unquote(ref[1:]).split("/")):
+            key = step.replace("~1", "/").replace("~0", "~")
+            part = part[int(key) if isinstance(part, list) else key]
+    except (LookupError, TypeError, ValueError):
+        raise _invalid("want a $ref to a part of the schema, such as #/$defs/place") from None
+    return part
+
+
+def _pairs(
+    rule: str, asked: ArgumentRules, schema: Mapping[str, Any], most_length: int
+) -> list[str]:
+    """Return the rules of arguments that meet one alternative. Raises InvalidInput."""
+    if not asked.properties and asked.closed:
+        return [f'{rule}: ""']
+    guidance = {"x-guidance": schema["x-guidance"]}
+    if not asked.properties:
+        pair = f"{rule}_pair"
+        return [
+            f'{rule}: ({pair} (", " {pair})*)?',
+            f'{pair}: (/[a-zA-Z_][a-zA-Z0-9_]*/ | {pair}_name) "=" {rule}_value',
+            f'{pair}_name: %json {{"type": "string"}}',
+            f"{rule}_value: %json {json.dumps(guidance)}",
+        ]
+    rules, length = [f"{rule}: {rule}_first_0"], 0
+    # rules of the arguments from this property on: as the first ones, and after others
+    for at, (key, value) in enumerate(asked.properties.items()):
+        name = key if _WORD.fullmatch(key) else json.dumps(key)
+        pair = f"{json.dumps(f'{name}=')} {rule}_value_{at} {rule}_more_{at + 1}"
+        first, more = f"{rule}_first_{at}: {pair}", f'{rule}_more_{at}: ", " {pair}'
+        if key not in asked.required:
+            first, more = f"{first} | {rule}_first_{at + 1}", f"{more} | {rule}_more_{at + 1}"
+        held = json.dumps({**_self_contained(value, schema), **guidance})
+        if (length := length + len(held)) > most_length:
+            raise _invalid(
+                "too large: each property with a $ref holds a copy of the schema, in each part of "
+                f"an anyOf, over {_MOST_SCHEMAS_LENGTH} characters in all: write out what $ref "
+                "names"
+            )
+        rules += [first, more, f"{rule}_value_{at}: %json {held}"]
+    return [*rules, f'{rule}_first_{at + 1}: ""', f'{rule}_more_{at + 1}: ""']
+
+
+def _self_contained(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a property's schema, with the whole schema embedded if it has a $ref."""
+    if value is True:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _invalid("want a schema for each property")
+    if '"$ref"' not in json.dumps(value):
+        return value
+    return {**_rebased(value), "$defs": {_WHOLE: _rebased(schema)}}
+
+
+def _both_of(one: Any, other: Any) -> Any:
+    """Return the conjunction of two schemas."""
+    return False if one is False or other is False else {"allOf": [one, other]}
+
+
+def _rebased(part: Any) -> Any:
+    """Return a part of a schema with each $ref pointing into the embedded copy."""
+    if isinstance(part, Mapping):
+        referring = {key: _rebased(value) for key, value in part.items()}
+        match part.get("$ref"):
+            case str(ref) if ref.startswith("#"):
+                referring["$ref"] = f"#/$defs/{_WHOLE}{ref[1:]}"
+        return referring
+    return [_rebased(each) for each in part] if isinstance(part, list) else part
+
+
+def _invalid(problem: str) -> InvalidInput:
+    return InvalidInput(f"a function's parameters: {problem}", param="tools")

@@ -1,0 +1,146 @@
+"""Grammars of answers with tool calls."""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+import regex
+
+from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
+from lorikeet.errors import InvalidInput
+from lorikeet.protocol.messages import Format, ToolUse
+from lorikeet.replica.grammars.format_grammar import LAYOUT, format_rule
+from lorikeet.replica.grammars.noop_keywords import without_noop_keywords
+from lorikeet.replica.grammars.python_arguments import python_arguments
+
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Spacing of JSON in llguidance that matches arguments in chat templates."""
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_PARAMETERS = {"parameters": {"type": "object"}}
+_PLAIN_TEXT = {
+    CallStyle.JSON: r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?",
+    CallStyle.PYTHON: r"\s*([^\s;\[](?s:.*)|;\s*([^\s\[](?s:.*))?)?",
+}
+"""Text that ToolCallParser takes for no call in a syntax without an opening mark."""
+
+
+def call_grammar(
+    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, alternative: Format | None = None
+) -> str:
+    """Return a grammar of an answer that consists of calls of the forced tools.
+
+    If no tool is forced, the answer is calls of any tools, or an answer in the format
+    `alternative`.
+    """
+    literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
+    functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
+    arguments = {name: _parameters(functions[name]) for name in use.forced or functions}
+    more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
+    start = "calls"
+    if alternative is not None and not use.forced:
+        start += f" | {format_rule(alternative)}"
+    rules = [
+        f"start: {start}",
+        f"calls: {literal(syntax.before)} call{more} {literal(syntax.after)}",
+    ]
+    return "\n".join(rules + _call(arguments, syntax, literal))
+
+
+def text_grammar(
+    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, excluded: Collection[str] = ()
+) -> str:
+    """Return a grammar of free text with calls of any tools; strict tools keep to their schemas.
+
+    Text that begins like a call must become a call. Special tokens are allowed in calls only.
+
+    excluded: words whose added tokens are allowed nowhere.
+    """
+    literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
+    functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
+    arguments = {
+        name: _parameters(function if function.get("strict") else _ANY_PARAMETERS)
+        for name, function in functions.items()
+    }
+    more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
+    words = ",".join(map(str, _words({*syntax.tokens, *excluded}, vocabulary)))
+    rules = [*_call(arguments, syntax, literal), "TEXT: /(?s:.*)/"]
+    if not syntax.opens:
+        said = f"BEGIN (<[{words}]> TEXT)*" if words else "BEGIN"
+        calls = " ".join(
+            filter(None, (literal(syntax.before), f"call{more}", literal(syntax.after)))
+        )
+        rules += [f"start: {said} | {calls}", f"BEGIN: /{_PLAIN_TEXT[syntax.style]}/"]
+        return "\n".join(rules)
+    mark = syntax.opens
+    if mark in syntax.between:
+        more = ""  # after a call comes text, and each call has its own opening mark
+    before = f"(TEXT <[{words}]>)* " if words else ""
+    begin = f"(letters | TEXT {literal(mark)})" if mark in vocabulary.added else "letters"
+    rest, after = literal(syntax.before.removeprefix(mark)), literal(syntax.after)
+    rules += [
+        "start: calls* said" if use.parallel else "start: calls | said",
+        f"said: {before}TEXT",
+        f"calls: {before}{begin} {rest} call{more} {after}",
+        f"letters[lazy]: TEXT {json.dumps(mark)}",  # parsers read letters like the token
+    ]
+    return "\n".join(rules)
+
+
+def _words(others: Collection[str], vocabulary: Vocabulary) -> list[int]:
+    """Return added tokens that clients see as text, such as <think>; grammars match none as text.
+
+    others: words to leave out.
+    """
+    shown = vocabulary.added.keys() - set(others)
+    return sorted({vocabulary.added[word] for word in shown} - vocabulary.special)
+
+
+def _call(
+    arguments: Mapping[str, Mapping[str, Any]], syntax: ToolSyntax, literal: Callable[[str], str]
+) -> list[str]:
+    """Return the rules of one call.
+
+    arguments: schema of the arguments by function name.
+    """
+    rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(arguments)))}"]
+    for index, (name, schema) in enumerate(arguments.items()):
+        call = f"call_{index}"
+        if syntax.style is CallStyle.PYTHON:
+            rules.append(f'{call}: {literal(f"{name}(")} {call}_arguments ")"')
+            rules += python_arguments(f"{call}_arguments", schema)
+            continue
+        head = literal(f'{{"name": "{name}", "{syntax.arguments}": ')
+        rules += [
+            f'{call}: {head} {call}_arguments "}}"',
+            f"{call}_arguments: %json {json.dumps(schema)}",
+        ]
+    return rules
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments object. Raises InvalidInput."""
+    parameters = function.get("parameters") or _NO_PARAMETERS
+    types = parameters.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise InvalidInput(
+            f"the parameters of {function['name']}: want an object as their type", param="tools"
+        )
+    try:
+        held = without_noop_keywords(parameters)
+    except RecursionError as error:
+        raise InvalidInput("a function's parameters: nested too deeply", param="tools") from error
+    return {**held, "type": "object", "x-guidance": {**LAYOUT, **_COMPACT}}
+
+
+def _literal(text: str, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:
+    """Return a literal text for a rule; marks that are added tokens become token ids."""
+    tokens = {
+        token: vocabulary.added[token] for token in syntax.tokens if token in vocabulary.added
+    }
+    marks = "|".join(map(regex.escape, tokens))
+    parts = regex.split(f"({marks})", text) if tokens else [text]
+    return " ".join(
+        f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in parts if part
+    )

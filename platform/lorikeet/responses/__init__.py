@@ -1,1 +1,0 @@
-"""Responses that are kept in the catalog's store for a while, by tenant, where that is on."""
