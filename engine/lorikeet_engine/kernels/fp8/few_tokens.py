@@ -10,7 +10,7 @@ apart, and the one that ends last adds them in the order of the columns. Which o
 from run to run, what it adds does not.
 
 How a product is launched is read from tuning.json, by GPU, weight and tokens; the file's entry of a
-GPU is written by `engine/benchmarks/tune_fp8.py` there. What is not in it cuBLASLt multiplies, but
+GPU is written by `loadtest/engine/tune_fp8.py` there. What is not in it cuBLASLt multiplies, but
 few tokens with scales of blocks: it takes up to twice as long for them.
 """
 

@@ -1,6 +1,6 @@
 """How the Triton kernels are launched, by regime and GPU: read from tuning.json.
 
-`engine/benchmarks/tune_lora.py` writes that file's entry of the GPU it runs on; a GPU without one
+`loadtest/engine/tune_lora.py` writes that file's entry of the GPU it runs on; a GPU without one
 gets "default".
 
 A step is in one of three regimes:

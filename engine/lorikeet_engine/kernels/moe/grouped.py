@@ -15,7 +15,7 @@ from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 _FIRST_WITH_GROUPED = (9, 0)
 # Rows of an expert, on average, from which on torch's grouped product is faster; its rows must be
-# gathered before. engine.benchmarks.experts on an H100: 223 µs against 250 for down of 2,048
+# gathered before. On an H100: 223 µs against 250 for down of 2,048
 # tokens, 443 against 357 for gate_up, which is gathered; of 8,192 407 against 649, 904 against 990.
 TORCHS_ROWS, TORCHS_GATHERED_ROWS = 64, 256
 _TORCHS_SIDES = 8  # 16 bytes: other inputs are refused, and of other outputs rows get gaps

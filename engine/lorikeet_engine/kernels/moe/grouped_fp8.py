@@ -6,8 +6,7 @@ sums stay in the tensor cores until its end (kernels/fp8/fused.linear says what 
 are multiplied by the scales of the expert's outputs and of the rows. Where a weight's blocks have
 scales, only the sums of a block's columns stay there, and the scales are read ahead as weights are.
 
-TILES is the one place that says how products are cut; `engine/benchmarks/experts.py --weight-dtype
-fp8` times others on a GPU.
+TILES is the one place that says how products are cut.
 """
 
 import math
