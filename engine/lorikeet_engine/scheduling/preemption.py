@@ -16,36 +16,35 @@ from collections.abc import Callable
 
 from lorikeet_engine.scheduling.fairness import VirtualCounter
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.sequence import Sequence
-from lorikeet_engine.scheduling.step_plan import SchedulerLimits
+from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 _TIMES_AS_MUCH = 2.0
 
 
-def may_begin(active: list[Sequence], limits: SchedulerLimits, level: float) -> bool:
+def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
     """Whether there is a place, or a tenant that has one is ahead of one that waits.
 
     level: the least counter of those that wait.
     """
-    return len(active) < limits.sequences or any(
+    return len(active) < max_running or any(
         sequence.cost.counter.value > level for sequence in active
     )
 
 
 def sequences_to_preempt(
-    wanting: Sequence | None, active: list[Sequence], limits: SchedulerLimits, cache: KVCache
+    waiting: Sequence | None, active: list[Sequence], max_running: int, cache: KVCache
 ) -> list[Sequence]:
     """Which active sequences give way to one that waits, if any does; none if too few may."""
-    if wanting is None or wanting.ended:
+    if waiting is None or waiting.status is SequenceStatus.FINISHED:
         return []
-    pages = cache.most_pages(wanting.length)
+    pages = cache.most_pages(waiting.length)
     lacking = cache.pages_lacking(pages, len(active))
-    giving = _giving_way(wanting, active, pages, lacking, _pages_of)
+    giving = _giving_way(waiting, active, pages, lacking, _pages_of)
     if giving is None:
         return []
-    if giving or len(active) < limits.sequences:
+    if giving or len(active) < max_running:
         return giving
-    return _giving_way(wanting, active, 1, 1, lambda _: 1) or []
+    return _giving_way(waiting, active, 1, 1, lambda _: 1) or []
 
 
 def furthest_ahead_last(sequence: Sequence) -> tuple[float, int]:
@@ -54,7 +53,7 @@ def furthest_ahead_last(sequence: Sequence) -> tuple[float, int]:
 
 
 def _giving_way(
-    wanting: Sequence,
+    waiting: Sequence,
     active: list[Sequence],
     wanted: int,
     lacking: int,
@@ -64,7 +63,7 @@ def _giving_way(
 
     wanted: how much of it the waiting one is to have.
     """
-    own, held = wanting.cost.counter, Counter[VirtualCounter]()
+    own, held = waiting.cost.counter, Counter[VirtualCounter]()
     for sequence in active:
         held[sequence.cost.counter] += holds(sequence)
     share = (held[own] + wanted) / own.weight
