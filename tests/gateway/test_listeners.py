@@ -1,4 +1,4 @@
-"""What each of a gateway's two listeners passes on, and how the second opens and closes."""
+"""Paths that a gateway's two listeners pass on, and start and end of the admin listener."""
 
 import asyncio
 import http.client
