@@ -1,9 +1,9 @@
-"""The two HTTP listeners of a gateway: one for tenants, one for operators.
+"""HTTP listeners of a gateway: one for tenants, one for operators.
 
-Tenants come through Serve's HTTP port, behind which the gateway wraps its application
-(gateway/app.py) in PublicListener. Operators and Prometheus come to AdminListener in the gateway's
-own process, which serves the application whole. What no public proxy passes on needs no rule in
-one.
+Tenants connect to Serve's HTTP port; behind it, PublicListener wraps the gateway's application
+(gateway/app.py) and passes on only tenants' paths. Operators and Prometheus connect to
+AdminListener, which serves the whole application in the gateway's own process. A public proxy
+therefore needs no rules to hide the admin API.
 """
 
 import asyncio
@@ -26,15 +26,16 @@ from lorikeet.retry_after import FULL_GATEWAY_S
 log = logging.getLogger(__name__)
 
 _PROBES = (LIVENESS, *READINESS)
-_LAST_REQUESTS_S = 20  # what runs when the gateway ends may take so long to finish
+_LAST_REQUESTS_S = 20
+"""Seconds that requests in progress have to finish when the gateway ends."""
 
 
 class PublicListener:
-    """Passes on the tenants' paths, `/v1/*`, and those of probes; any other is not found.
+    """ASGI wrapper that serves only tenants' paths (`/v1/*`) and probes; other paths are not found.
 
-    max_requests: beyond these at once all but probes are refused; None: no bound. It is less
-    than Serve gives this gateway at once: at that number Serve keeps back the rest, health checks
-    too, and load balancers would leave the gateway out.
+    max_requests: concurrent requests beyond which all but probes are refused; None: no limit. Must
+        be below Serve's limit for this gateway: at Serve's limit health checks wait too, and load
+        balancers would take the gateway out of service.
     """
 
     def __init__(self, app: ASGIApp, max_requests: int | None = None) -> None:
@@ -46,7 +47,7 @@ class PublicListener:
         add_error_handlers(self._nothing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a public path on, and refuse any other as one that does not exist."""
+        """Pass on a request for a public path; answer any other with 404."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -65,12 +66,13 @@ class PublicListener:
 
 
 class AdminListener:
-    """A listener at an address that the gateways of one host share (SO_REUSEPORT).
+    """Listener for operators, at an address that the gateways of one host share (SO_REUSEPORT).
 
-    The kernel gives each connection to one of those that listen, so a gateway that comes in a
-    rolling update needs not wait for the one that goes. Building it takes the address, so that a
-    start fails early; no connection is accepted before the application runs.
-    Raises InvalidSetting when the address cannot be had.
+    The kernel gives each connection to one of the listening gateways, so in a rolling update a new
+    gateway starts before the old one has ended. The constructor binds the address, so that a start
+    fails early; connections are accepted only once the application has started.
+
+    Raises InvalidSetting if the address cannot be bound.
     """
 
     def __init__(self, address: Address) -> None:
@@ -78,7 +80,7 @@ class AdminListener:
         self._socket = _bind(address)
 
     def open_with(self, app: FastAPI) -> None:
-        """Accept connections from the end of the application's start to its own end."""
+        """Serve `app` from the end of its startup until its shutdown, as part of its lifespan."""
         running = app.router.lifespan_context
 
         @asynccontextmanager
@@ -93,10 +95,10 @@ class AdminListener:
         server = _Server(
             uvicorn.Config(
                 app,
-                lifespan="off",  # it runs already
+                lifespan="off",  # Serve runs the application's lifespan
                 access_log=False,
                 log_config=None,
-                log_level=logging.CRITICAL,  # it would log exceptions, which may quote a prompt
+                log_level=logging.CRITICAL,  # exceptions in logs may quote a prompt
                 timeout_graceful_shutdown=_LAST_REQUESTS_S,
             )
         )
@@ -111,7 +113,7 @@ class AdminListener:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the process that it is in."""
+    """Uvicorn server that installs no signal handlers: the process belongs to Ray."""
 
     capture_signals = nullcontext  # type: ignore[assignment]
 
@@ -129,7 +131,7 @@ async def _refuse_full(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _bind(address: Address) -> socket.socket:
-    """A socket bound to the address; it gets no connections until it listens."""
+    """Return a socket bound to the address, not listening yet. Raises InvalidSetting."""
     bound: socket.socket | None = None
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -143,7 +145,7 @@ def _bind(address: Address) -> socket.socket:
         if bound is not None:
             bound.close()
         raise InvalidSetting(
-            f"LORIKEET_ADMIN_ADDRESS={address}: {error.strerror}: stop what listens there, or give"
-            " another address of this machine"
+            f"LORIKEET_ADMIN_ADDRESS={address}: {error.strerror}: stop the process that listens"
+            " there, or choose another address of this machine"
         ) from error
     return bound
