@@ -1,4 +1,4 @@
-"""What an adapter is called and where its weights can be."""
+"""Names of adapters, and the tiers that hold their weights."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -6,10 +6,10 @@ from enum import IntEnum
 
 @dataclass(frozen=True, slots=True, order=True)
 class AdapterRef:
-    """One immutable version of one adapter, the same everywhere from the catalog to the GPU.
+    """One immutable version of one adapter; the same value everywhere from the catalog to the GPU.
 
     digest: SHA-256 of the adapter's blob, 64 lower-case hex digits. Two refs with the same digest
-    have the same weights, so caches are keyed by it alone.
+        have the same weights, so caches are keyed by the digest alone.
     """
 
     tenant: str
@@ -23,11 +23,13 @@ class AdapterRef:
 
 @dataclass(frozen=True, slots=True)
 class TouchedModules:
-    """What of its base model an adapter changes.
+    """Modules of the base model that an adapter changes.
 
-    linears: by name, in the model's order, lm_head and embed_tokens among them. layers: how many
-    have any of the others. min_rank: the smallest rank. parameters: the numbers in all its A and B,
-    and in the rows of trained tokens. tokens: how many those are.
+    linears: names in the model's order; lm_head and embed_tokens may be among them.
+    layers: number of decoder layers with adapted linears.
+    min_rank: smallest rank.
+    parameters: elements of all A and B, and of the rows of trained tokens.
+    tokens: number of trained tokens.
     """
 
     linears: tuple[str, ...]
@@ -38,7 +40,7 @@ class TouchedModules:
 
 
 class Residency(IntEnum):
-    """The fastest place that holds an adapter's weights; larger is nearer to the GPU."""
+    """Tier that holds an adapter's weights; a larger value is nearer to the GPU."""
 
     REMOTE = 0
     DISK = 1

@@ -1,6 +1,7 @@
-"""Gives memory that this process has freed back to the system, through glibc.
+"""Returns memory that this process has freed to the operating system, through glibc.
 
-At the package's top, where the platform's gateways, which load no tensors, and the engine find it.
+Stands at the package's top, since the platform's gateways, which load no tensors, use it as well as
+the engine.
 """
 
 import ctypes
@@ -9,15 +10,15 @@ import functools
 
 @functools.cache
 def glibc() -> ctypes.CDLL | None:
-    """Return the C library of this process if it can trim, as glibc can and others cannot."""
+    """Return this process's C library if it has malloc_trim, as glibc does, else None."""
     library = ctypes.CDLL(None)
     return library if hasattr(library, "malloc_trim") else None
 
 
 def trim_malloc() -> None:
-    """Give back every page that is free in any of glibc's arenas; elsewhere do nothing.
+    """Return every free page of glibc's arenas to the system; without glibc do nothing.
 
-    410 MB of compiled grammars that were freed stayed with the process otherwise.
+    Without this, 410 MB of compiled grammars stayed with the process after they were freed.
     """
     if (library := glibc()) is not None:
         library.malloc_trim(0)

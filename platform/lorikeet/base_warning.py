@@ -1,4 +1,4 @@
-"""Whether an adapter is served on other values of its base model than it was trained on."""
+"""Warning of an adapter that is served on other base weights than it was trained on."""
 
 from lorikeet_engine.adapter_format import (
     Quantization,
@@ -11,11 +11,13 @@ from lorikeet_engine.adapter_format import (
 
 
 def base_warning(trained_on: str | None, served: str, quantization: str | None) -> str | None:
-    """Warn of an adapter of a copy whose values are not those that are served.
+    """Return a warning if an adapter's base model has other weights than the served one.
 
-    trained_on: what the adapter calls its base model; None or empty if that is not known. served:
-    the base model's name here; quantization: what its linears were rounded to, as EngineInfo says.
-    Return a clause without a full stop; None where there is nothing to warn of.
+    The result is a clause without a full stop, or None.
+
+    trained_on: the adapter's name of its base model; None or empty if unknown.
+    served: name of the served base model.
+    quantization: quantization of the served linears as in EngineInfo; None without one.
     """
     if not trained_on:
         return None
@@ -38,7 +40,7 @@ def base_warning(trained_on: str | None, served: str, quantization: str | None) 
 
 
 def _has_values_of(copy: str, quantization: str | None) -> bool:
-    """Whether weights that were rounded so have the values of a copy of this name."""
+    """Return True if weights in this quantization equal a copy of this name."""
     if is_fp8_copy(copy):
         return quantization in ("fp8", "rounded to fp8")
     if not is_nf4_copy(copy) or quantization is None:
@@ -47,7 +49,7 @@ def _has_values_of(copy: str, quantization: str | None) -> bool:
 
 
 def _is_partly(copy: str) -> bool:
-    """Whether Unsloth left some linears of a copy as they were."""
+    """Return True if the copy is Unsloth's with some linears unquantised."""
     return copy.lower().endswith("-unsloth-bnb-4bit")
 
 

@@ -1,7 +1,7 @@
-"""Which chat template a model's or an adapter's folder has, and whether the two are one.
+"""Chat templates of base models and adapters, and a warning if the two differ.
 
-Chats with an adapter are written by its base model's template. A trainer may have used another: it
-saves its tokenizer, with the template, beside the adapter.
+Chats with an adapter are rendered by its base model's template. A trainer may have used another
+template and saved it with the tokenizer beside the adapter.
 """
 
 import hashlib
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
-"""Where a template may be; the first that has one counts, as in transformers."""
+"""Files that may hold a template; the first that has one counts, as in transformers."""
 
 
 def template_digest(folder: Path) -> str | None:
-    """SHA-256 of a folder's chat template without blanks around it, as hex; None if it has none."""
+    """Return the SHA-256 in hex of a folder's stripped chat template; None without a template."""
     for name in TEMPLATE_FILES:
         try:
             text = (folder / name).read_text(encoding="utf-8")
@@ -27,10 +27,13 @@ def template_digest(folder: Path) -> str | None:
 
 
 def template_warning(trained: str | None, served: str | None, base_model: str) -> str | None:
-    """Warn of an adapter whose chats are not written as in training.
+    """Return a warning if an adapter's chats are rendered by another template than in training.
 
-    trained, served: template_digest of its folder and of its base model's. Return a clause without
-    a full stop; None where there is nothing to warn of.
+    The result is a clause without a full stop, or None.
+
+    trained: template_digest of the adapter's folder.
+    served: template_digest of the base model's folder.
+    base_model: name of the base model.
     """
     if trained in (None, served):
         return None
@@ -49,7 +52,7 @@ def template_warning(trained: str | None, served: str | None, base_model: str) -
 
 
 def _default(config: Any) -> str | None:
-    """The template in a tokenizer's config, which may be one of several by name."""
+    """Return the template in a tokenizer's config; of several named ones the default."""
     found = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(found, list):
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}

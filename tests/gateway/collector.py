@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector of a few lines: takes OTLP over HTTP and keeps what it is told."""
+"""Minimal OpenTelemetry collector that keeps the spans that it receives by OTLP over HTTP."""
 
 import threading
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 @dataclass(frozen=True)
 class Told:
-    """A span as it arrived. parent: the id of its parent, empty for none."""
+    """A span as it arrived. parent: id of its parent span; empty for none."""
 
     name: str
     trace_id: str
@@ -47,7 +47,7 @@ class Collector:
                 self.spans += [_told(span, resource) for span in scope.spans]
 
     def of(self, trace_id: str) -> list[Told]:
-        """A trace's spans, each before what is under it, in the order of time."""
+        """Return a trace's spans, each before its children, in the order of time."""
         spans = [span for span in self.spans if span.trace_id == trace_id]
         spans.sort(key=lambda span: (span.begin_ns, span.end_ns))
         known = {span.id for span in spans}
@@ -57,7 +57,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector on loopback."""
+    """Run a collector on loopback."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -1,4 +1,4 @@
-"""A gateway on loopback, over a real catalog and a replica that replays what a test wants."""
+"""A gateway on loopback with a real catalog and a replica that replays scripted answers."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ def gateway(tmp_path: Path) -> Iterator["Gateway"]:
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
-    """The same, for tests that change nothing in it; it stores responses."""
+    """A gateway like `gateway` that stores responses, shared by tests that change nothing in it."""
     with serving(tmp_path_factory.mktemp("unchanged"), responses_lifetime_s=3600) as running:
         yield running
 
@@ -77,7 +77,7 @@ def serving(
     clock: Callable[[], float] = time.time,
     **services: Any,
 ) -> Iterator["Gateway"]:
-    """clock: of stored responses."""
+    """Run a gateway. clock: clock of stored responses, Unix seconds."""
     store = store or LocalStore(folder / "store")
     catalog = AdapterCatalog.init(store)
     if responses_lifetime_s is not None:
@@ -99,7 +99,7 @@ def serving(
 
 @contextmanager
 def leaving(gateway: "Gateway", method: str, path: str, key: str, body: bytes) -> Iterator[None]:
-    """A request whose client hangs up at the end, without having read an answer."""
+    """Send a request whose client disconnects at the end of the context without reading."""
     at = httpx.URL(gateway.url)
     head = (
         f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
@@ -112,7 +112,7 @@ def leaving(gateway: "Gateway", method: str, path: str, key: str, body: bytes) -
 
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
-    """The address of a server for an ASGI application."""
+    """Run a server for an ASGI application; yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
@@ -171,7 +171,7 @@ class Gateway:
         return httpx.request(method, self.url + path, headers=headers, timeout=60, **rest)
 
     def openai(self, tenant: str = "acme") -> "openai.OpenAI":
-        import openai  # a second of processor time, and few tests' processes need it
+        import openai  # importing takes a second, and few test processes need it
 
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=20
@@ -188,7 +188,7 @@ def chat(model: str = "acme/support", content: str = "hello there", **more: Any)
 
 
 class ReplayEngines:
-    """An EngineClient whose replica repeats the prompt's words, unless a test says otherwise."""
+    """An EngineClient whose replica repeats the prompt's words, unless a test sets `replay`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Call]] = []
@@ -232,7 +232,7 @@ class ReplayEngines:
         return digest in self.held
 
     async def release(self, base_model: str, digest: str) -> None:
-        """What is released stays until room is wanted."""
+        """Do nothing: a released blob stays until memory is needed."""
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
         if tier is Residency.GPU:
@@ -259,7 +259,7 @@ def header(call: Call) -> AnswerHeader:
 
 @dataclass(frozen=True)
 class Played:
-    """The AnswerProgress of an answer that is played."""
+    """AnswerProgress of a replayed answer."""
 
     taken: FinalUsage
     stopped_by: str | None = None
@@ -272,7 +272,7 @@ class Played:
 
 
 async def repeat(call: Call) -> Items:
-    """What a replica answers: every choice is its prompt, word by word."""
+    """Replay an answer in which every choice is its prompt, word by word."""
     yield header(call)
     if call.endpoint is Endpoint.COUNT_TOKENS:
         yield FinalUsage(0, 0, 0)
@@ -294,7 +294,7 @@ async def repeat(call: Call) -> Items:
 
 
 async def endless(call: Call) -> Items:
-    """A stream that ends only when it is closed."""
+    """Replay a stream that ends only when closed."""
     assert call.stream
     assert call.endpoint is Endpoint.CHAT
     events = EventStream(call)
@@ -305,7 +305,7 @@ async def endless(call: Call) -> Items:
 
 
 def all_differ(test: SmokeTest) -> SmokeResult:
-    """A test in which the adapter says the words backwards."""
+    """Return a smoke test's result in which the adapter reverses the words."""
     base = [tuple(range(test.max_tokens)) for _ in test.prompts]
     return smoke_result(base, [tokens[::-1] for tokens in base])
 
@@ -325,7 +325,7 @@ def make_peft(
     rank: int = 2,
     width: int = SHAPE.hidden,
 ) -> Path:
-    """A PEFT folder of one adapted linear, as save_pretrained would write it."""
+    """Write a PEFT folder with one adapted linear, as save_pretrained does."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = np.random.default_rng(seed)
     at = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -1,4 +1,4 @@
-"""Gateways of one process, which ask each other directly."""
+"""Peers of several gateways in one process, connected directly."""
 
 from typing import Any
 
@@ -6,7 +6,11 @@ from lorikeet.protocol.peers import Peers, Poll
 
 
 class LinkedPeers(Peers):
-    """One gateway's end. silent: how many others do not answer. trouble: what asking raises."""
+    """Peers of one gateway.
+
+    silent: number of other gateways that do not answer.
+    trouble: error that asking raises.
+    """
 
     def __init__(self, *others: Peers, silent: int = 0) -> None:
         super().__init__()
@@ -21,6 +25,6 @@ class LinkedPeers(Peers):
 
 
 def link(ends: list[LinkedPeers]) -> None:
-    """Let each of these ask all others."""
+    """Connect these gateways with each other."""
     for end in ends:
         end.others = tuple(each for each in ends if each is not end)

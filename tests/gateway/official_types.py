@@ -30,13 +30,13 @@ def _type_of(name: str) -> TypeAdapter[Any]:
 
 
 def validate_as(name: str, answer: Any) -> None:
-    """Raise ValidationError unless an answer is of a type that a client package has by this name.
+    """Raise ValidationError unless an answer is of the client packages' type with this name.
 
-    Unlike these packages' clients, which build objects without any check.
+    The packages' clients themselves build objects without any check.
     """
     if name == "RawMessageStreamEvent" and answer == PINGS:
-        return  # clients skip them
-    if name == "Completion":  # streamed ones have null until the last, which OpenAI's type forgets
+        return  # Anthropic's type lacks pings, which clients skip
+    if name == "Completion":  # a stream has null until its last event, which OpenAI's type lacks
         ended = [c | {"finish_reason": c["finish_reason"] or "stop"} for c in answer["choices"]]
         answer = answer | {"choices": ended}
     _type_of(name).validate_python(answer)

@@ -1,4 +1,4 @@
-"""A replica whose model writes what a test says: templates, grammars and answers are real."""
+"""A replica with a scripted model. Templates, grammars and answers are real."""
 
 import shutil
 from collections.abc import Callable
@@ -17,7 +17,10 @@ DEMO = Path("demo/model")
 
 
 class ScriptedReplica:
-    """The demo's tokenizer, with its own chat template or another. prompts: what was rendered."""
+    """Replica with the demo's tokenizer, and its chat template or another.
+
+    prompts: rendered prompts.
+    """
 
     def __init__(self, folder: Path, template: str | None = None, max_context: int = 4096) -> None:
         model = folder / "model"
@@ -34,13 +37,13 @@ class ScriptedReplica:
     def writes(
         self, text: str, finish: FinishReason = FinishReason.STOP
     ) -> Callable[[Call], Items]:
-        """Answer every call with this text; its grammar has to allow all of it."""
+        """Answer every call with this text, which the call's grammar has to allow."""
         return self.plays(lambda _: text, finish)
 
     def plays(
         self, turn: Callable[[Call], str], finish: FinishReason = FinishReason.STOP
     ) -> Callable[[Call], Items]:
-        """Answer each call with what `turn` says; the call's grammar has to allow all of it."""
+        """Answer each call with the text that `turn` returns, which its grammar has to allow."""
 
         async def replay(call: Call) -> Items:
             encoder = self.encoder
@@ -76,7 +79,7 @@ class ScriptedReplica:
         return replay
 
     def check(self, grammar: str, tokens: list[int]) -> None:
-        """Check that a grammar allows these tokens, and an end behind them."""
+        """Assert that a grammar allows these tokens followed by an end of sequence."""
         matcher = self.grammars.compile(grammar)
         for token in tokens:
             matcher.accept(token)

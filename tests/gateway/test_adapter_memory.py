@@ -1,4 +1,4 @@
-"""What the engines have no room or no number for is refused when it is registered."""
+"""An adapter too large or too precise for the engines' memory is refused at registration."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The admin API's documents, and what it refuses."""
+"""JSON documents of the admin API, and its refusals."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What clients' libraries make of an answer can be sent back as a turn, whatever they add to it."""
+"""An answer can be sent back as a turn with everything that client libraries add to it."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
 
 
 def call_is_shown(gateway: Gateway, replica: ScriptedReplica, message: Any) -> bool:
-    """Whether the model sees a chat's message that calls a function as it wrote it."""
+    """Assert that the model sees a chat message with a function call exactly as it wrote it."""
     call_id = message.tool_calls[0].id
     turns = [TURN, message, {"role": "tool", "tool_call_id": call_id, "content": "done"}]
     gateway.openai().chat.completions.create(model="tiny", messages=turns)

@@ -1,4 +1,4 @@
-"""A key opens what its scopes say, and nothing else."""
+"""A key permits exactly the operations of its scopes."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Everything a client can get wrong, and what it is told. A bad request never reaches a replica."""
+"""Errors of bad requests, which never reach a replica."""
 
 import asyncio
 import gzip
@@ -26,7 +26,7 @@ TURN = {"role": "user", "content": "hi"}
 
 
 def error_of(answer: Any, status: int) -> dict[str, Any]:
-    """An error's code, param, message and type, in whichever API's shape it came."""
+    """Return an error's code, param, message and type, in the shape of either API."""
     assert answer.status_code == status, answer.text
     assert len(answer.headers["x-request-id"]) == 32
     body = answer.json()
@@ -201,7 +201,11 @@ def test_values_that_ask_for_nothing_are_taken(
     body |= {field: values[-1] for field, values in table.items()}
     body |= {"stream": True, "stream_options": {"include_obfuscation": False}}
     assert unchanged.post(path, body).status_code == 200
-    told = {"min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": True}  # as guidellm
+    told = {
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "skip_special_tokens": True,
+    }  # as guidellm sends
     assert unchanged.post(path, body | told).status_code == 200
 
 
@@ -296,7 +300,7 @@ def test_numbers_are_finite(unchanged: Gateway, number: str) -> None:
 
 
 def named(path: str, number: str) -> list[tuple[dict[str, Any], str]]:
-    """Requests with a number where any JSON value is taken, and what each is told to change."""
+    """Requests with a number in a field of any JSON value, each with the param of its error."""
     schema = {"type": "object", "x": number}
     if path == "/v1/messages":
         use = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": number}}
@@ -396,7 +400,7 @@ def test_a_body_is_refused_by_its_declared_length() -> None:
 
 
 def declaring(length: str) -> Request:
-    """A request with a Content-Length, whose body is never asked for."""
+    """Send a request with a Content-Length whose body is never read."""
     headers = [(b"content-length", length.encode("latin-1"))]
     return Request({"type": "http", "method": "POST", "headers": headers})
 

@@ -1,4 +1,4 @@
-"""A base model's entry says how its weights are stored, or what they are rounded to."""
+"""A base model's entry has the quantization in which its weights are stored or served."""
 
 import json
 

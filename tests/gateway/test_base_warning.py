@@ -1,4 +1,4 @@
-"""Who is warned that an adapter meets other weights than in training."""
+"""Warnings that an adapter is served with other base weights than in its training."""
 
 import re
 

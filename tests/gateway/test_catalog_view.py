@@ -1,4 +1,4 @@
-"""How soon a gateway knows what others wrote, and what it does when the store is away."""
+"""A gateway's view of the catalog: its delay, and its behaviour while the store is unreachable."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ HOUR = 3600.0
 
 
 class CountingReader(CatalogReader):
-    """Counts refreshes, and fails them when told to."""
+    """Catalog that counts refreshes, and fails them on demand."""
 
     reads = 0
     fails = False
@@ -46,7 +46,7 @@ def reader(tmp_path: Path) -> CountingReader:
 
 
 def elsewhere(gateway: Gateway) -> AdapterCatalog:
-    """Another process's catalog on the same store."""
+    """Catalog of another process on the same store."""
     return AdapterCatalog(LocalStore(gateway.folder / "store"))
 
 
@@ -79,7 +79,7 @@ def test_an_outage_of_the_store_leaves_the_last_view_in_force(tmp_path: Path) ->
     with serving(tmp_path, refresh_s=0.05) as gateway:
         store = gateway.folder / "store"
         store.rename(gateway.folder / "away")
-        store.touch()  # a file where the folder should be
+        store.touch()  # a file in the place of the folder makes reads fail
         time.sleep(0.2)
         assert gateway.post(CHAT, chat()).status_code == 200
         unknown = gateway.post(CHAT, chat("acme/absent"))
@@ -111,7 +111,7 @@ def test_a_store_that_hangs_is_no_proof_that_a_name_is_unknown(
 
 
 class SlowParts(CountingReader):
-    """Counts reads of parts, which wait until they are let go."""
+    """Catalog that counts reads of partitions, which block until released."""
 
     def __init__(self, store: LocalStore) -> None:
         super().__init__(store)
@@ -136,7 +136,7 @@ def test_parts_are_read_off_the_loop_and_once_for_all(
 
     async def ask() -> None:
         catalog_view = GatewayCatalogView(reader, HOUR)
-        with pytest.raises(Unavailable):  # and a refresh is not kept from its work
+        with pytest.raises(Unavailable):  # refreshes still run
             await catalog_view.ask(lambda state: state.tenant("acme"))
         assert (await catalog_view.refresh()).seq == 2
         monkeypatch.setattr("lorikeet.gateway.catalog_view.LONGEST_WAIT_S", 20.0)
@@ -212,7 +212,7 @@ def test_unknown_keys_in_bulk_share_reads_of_the_catalog_and_known_ones_wait_for
         assert gateway.post(CHAT, chat("tiny")).status_code == 200
         answers.set()
         assert {each.result().status_code for each in refused} == {401}
-        assert len(reads) <= 2  # of the first, and of all that came meanwhile
+        assert len(reads) <= 2  # one for the first call, one for all calls during it
 
 
 def test_many_misses_share_one_read(reader: CountingReader) -> None:

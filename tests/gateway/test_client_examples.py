@@ -1,4 +1,4 @@
-"""Examples of a client that is installed here, against a gateway whose models are played.
+"""Examples of an installed client against a gateway with scripted models.
 
 Those of all clients run against the demo in make soak (tests/e2e/test_clients.py); OpenAI's and
 Anthropic's own clients do so in make test (tests/e2e/test_openai_client.py and
@@ -23,7 +23,7 @@ ARGUMENTS = {"get_weather": {"city": "Tokyo"}}
 
 
 def plays(call: Call) -> str:
-    """Take down the order where JSON is wanted, call what must be called, else say something."""
+    """Return JSON if a schema is asked for, the forced call if there is one, else a text."""
     if call.format is not None:
         return ORDER
     if call.tools is not None and call.tools.forced:

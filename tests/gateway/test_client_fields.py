@@ -1,4 +1,4 @@
-"""Fields that clients send beyond OpenAI's core: what they do, seen through HTTP."""
+"""Effects through HTTP of fields that clients send beyond OpenAI's core."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ ASIDE = (
 
 @pytest.fixture
 def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
-    """The gateway's replica, whose template reads `aside` and `reasoning_effort`."""
+    """Replica of the gateway whose template reads `aside` and `reasoning_effort`."""
     template = (DEMO / "chat_template.jinja").read_text() + ASIDE
     scripted = ScriptedReplica(tmp_path, template)
     gateway.engines.replay = scripted.writes("fine")
@@ -324,10 +324,13 @@ def test_a_prompt_alone_is_echoed(gateway: Gateway, replica: ScriptedReplica) ->
 
 
 def likelihoods(body: dict[str, Any], context_lengths: list[int]) -> list[tuple[float, bool]]:
-    """What lm-evaluation-harness makes of an answer: each continuation's, and if it is greedy."""
+    """Return each continuation's log likelihood and whether it is greedy.
+
+    Computed as in lm-evaluation-harness.
+    """
     read = []
     for choice, begin in zip(body["choices"], context_lengths, strict=True):
-        scored = slice(begin, -1)  # the last is the token that was generated
+        scored = slice(begin, -1)  # without the last token, which was generated
         logprobs = choice["logprobs"]["token_logprobs"][scored]
         best = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][scored]]
         read.append((sum(logprobs), logprobs == best))

@@ -1,7 +1,7 @@
-"""Coding agents from npm edit a file, as recorded turns of a model tell them to by their tools.
+"""Coding agents from npm edit a file by the tool calls of recorded turns of a model.
 
-Both run as they are installed, with the service's address, a key and a model alone; what they send
-besides is theirs, and was too long for the demo's models.
+Both agents run as installed, configured with only the service's address, a key and a model. Their
+prompts are too long for the demo's models.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.gateway.scripted_replica import ScriptedReplica
 
 RUN_S = 300
 MAX_CONTEXT = 2**20
-"""Tokens: the agents' prompts have some 100,000 characters, each of which is one here."""
+"""Context in tokens: the agents' prompts have some 100,000 characters, each a token here."""
 SAID = "The file says goodbye now."
 PATCH = """apply_patch <<'EOF'
 *** Begin Patch
@@ -46,7 +46,7 @@ def call_of(name: str, **arguments: Any) -> str:
 
 
 def recorded(*turns: str) -> Callable[[Call], str]:
-    """Return what the model says: as many turns have gone as tools have answered."""
+    """Return the model's next turn, counted by the tools' answers so far."""
     return lambda call: turns[sum(message["role"] == "tool" for message in call.messages)]
 
 

@@ -1,4 +1,4 @@
-"""Bodies that are made to be costly: what they take of the one thread that all requests share."""
+"""Time that bodies made to be costly take of the one thread that all requests share."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ from tests.gateway.conftest import Gateway, chat
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, error_of
 
 LONGEST_S = 0.5
-"""Of processor time; what is refused here now took 1 to 6 s."""
+"""Most processor seconds of a body. Without limits, the bodies refused here took 1 to 6 s."""
 MOST_PICKLED = 2 * MAX_JSON_BYTES
 ROOM = 512
 CALLER = Caller(TenantRecord("acme", 0.0), KeyRecord("k", "acme", frozenset(), "", 0.0))
@@ -57,7 +57,7 @@ def with_functions(inner: str) -> str:
 
 
 def with_guided_json(inner: str) -> str:
-    """The schema, as text of the body's JSON."""
+    """Return the schema as JSON text of the body."""
     return json.dumps(chat(guided_json=f'{{"a":{inner}}}'))
 
 
@@ -80,7 +80,7 @@ def with_unknown(inner: str) -> str:
 
 
 def with_padding(inner: str) -> str:
-    """As many values as may be, beside a text that is as long as may be."""
+    """Return a body with the most values allowed and a text of the greatest length allowed."""
     few = inner[: (MAX_VALUES // 2 - ROOM) * 2].rpartition(",")[0] + "]"
     return with_tools(few).replace("hello there", "a,b[" * ((MAX_JSON_BYTES - len(few)) // 5))
 
@@ -162,7 +162,7 @@ def test_long_tools_and_schemas_are_refused_by_name(unchanged: Gateway, field: s
 
 
 def long_texts() -> Iterator[tuple[str, Any]]:
-    """Texts with more commas than a body may have values."""
+    """Return texts with more commas than a body may have values."""
     text = 'one, two, {"three": [4]}, \\"\n' * (2 * MAX_VALUES // 6)
     yield CHAT, chat("tiny", text)
     arguments = json.dumps({"file": text})

@@ -1,4 +1,4 @@
-"""OpenAI's deprecated functions: taken as tools, answered in their own form."""
+"""OpenAI's deprecated functions are handled as tools and answered in their own shape."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is kept of requests that are over: all of it, within its room, the newest."""
+"""Records of ended requests are kept whole, newest first, within a limit of bytes."""
 
 import random
 import uuid
@@ -20,7 +20,7 @@ def ids(count: int) -> list[str]:
 
 
 def story(request_id: str) -> RequestRecord:
-    """As much as there is to tell of a request, with times of its own."""
+    """Return a record with all fields set and distinct times."""
     names = tuple(random.sample(("replica-1", "replica-2", "replica-3"), 3))
     costs = (random.random() for _ in range(5 * len(names)))
     candidates = tuple(Candidate(name, Residency.GPU, Cost(*islice(costs, 5))) for name in names)

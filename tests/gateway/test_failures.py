@@ -1,4 +1,4 @@
-"""What a client sees when a replica refuses, breaks, is silent, or the client itself goes away."""
+"""Calls whose replica refuses, breaks or is silent, and calls whose client disconnects."""
 
 import asyncio
 import json
@@ -246,7 +246,7 @@ def test_a_full_gateway_refuses_every_tenant_until_a_place_is_free(tmp_path: Pat
         with gateway.openai("acme").chat.completions.create(**body) as stream:
             next(iter(stream))
             refused = gateway.post(CHAT, body, tenant="globex")
-            assert error_of(refused, 503)["code"] == "overloaded"  # not globex's own doing
+            assert error_of(refused, 503)["code"] == "overloaded"  # not caused by globex itself
             assert int(refused.headers["retry-after"]) >= 1
         gateway.engines.replay = repeat
         assert eventually(lambda: gateway.post(CHAT, body, tenant="globex").status_code == 200)

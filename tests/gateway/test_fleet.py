@@ -1,4 +1,4 @@
-"""GET /admin/v1/fleet: all that the page shows, of all gateways, however much there is."""
+"""GET /admin/v1/fleet: the page's data, from all gateways, bounded in size."""
 
 import asyncio
 import gzip
@@ -39,7 +39,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks gets no answer that somebody else was given before."""
+    """Disable sharing of answers between requests."""
     monkeypatch.setattr(fleet_routes, "FRESH_S", 0.0)
 
 
@@ -58,7 +58,7 @@ def found_on(tier: Residency):
     return answer
 
 
-# Who lies where.
+# Adapters in arenas.
 
 
 def test_what_lies_in_arenas_is_told_with_names_once(gateway: Gateway) -> None:
@@ -94,7 +94,7 @@ def test_thousands_of_adapters_take_a_few_hundred_kilobytes(gateway: Gateway) ->
     assert len(gzip.compress(answer.content, 1)) < 150_000
 
 
-# Lines.
+# Time series of traffic.
 
 
 def test_hits_times_and_refusals_are_counted_second_by_second(gateway: Gateway) -> None:
@@ -143,18 +143,18 @@ def test_what_is_minutes_ago_is_forgotten() -> None:
 
 
 def counted() -> tuple[RecentTraffic, RequestRecord]:
-    """A gateway's counts, and a request that is over for them."""
+    """A gateway's traffic counts, and an ended request to count."""
     peers = Peers()
     record = RequestRecord("a" * 32, CHAT, None, time.time(), "acme", "key-1", ended=True)
     return RecentTraffic(peers, RequestLog(peers)), record
 
 
-# Who waits.
+# Waiting requests.
 
 
 @contextmanager
 def waiting(gateway: Gateway, *models: str) -> Iterator[None]:
-    """A request for each, which gets no first token meanwhile."""
+    """Open a request for each model that gets no first token during the context."""
     answering = threading.Event()
 
     async def later(call: Call) -> Items:
@@ -189,7 +189,7 @@ def test_who_waits_for_what_and_for_how_long(gateway: Gateway) -> None:
     assert fleet(gateway)["waiting"] == {"requests": 0, "rows": []}
 
 
-# Several gateways, and what does not answer.
+# Several gateways, some of which do not answer.
 
 
 def test_whichever_gateway_is_asked_all_are_counted() -> None:
@@ -244,7 +244,7 @@ def test_who_asks_at_the_same_time_asks_once(
     assert len(asked) == 1
 
 
-# The shell.
+# The page itself.
 
 
 def test_the_shell_tells_nothing_and_takes_nothing_from_elsewhere(unchanged: Gateway) -> None:
@@ -266,7 +266,7 @@ def test_the_shell_tells_nothing_and_takes_nothing_from_elsewhere(unchanged: Gat
         answer = unchanged.request("GET", f"/ui/{file.name}", None)
         assert answer.content == file.read_bytes()
         assert answer.headers["content-security-policy"] == page.headers["content-security-policy"]
-        text = file.read_text().replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")  # only a name like a URL
         assert "http://" not in text
         assert "https://" not in text
 

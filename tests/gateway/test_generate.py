@@ -1,4 +1,4 @@
-"""What OpenAI's own client gets from the two generate endpoints."""
+"""Chats and completions through OpenAI's own client."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A request's walk through its gateway, without a server around it."""
+"""Steps of a generate request through GenerateEndpoint, without a server."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ KINDS = {
 
 
 class NotingBodies(LargeBodies):
-    """Notes whose bodies it parses."""
+    """LargeBodies that records the tenants whose bodies it parses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class NotingBodies(LargeBodies):
 
 
 class Walks:
-    """A gateway whose tenant may send one request a minute, or another number."""
+    """A gateway whose tenant may send one request a minute, or `requests_per_min`."""
 
     def __init__(self, folder: Path, requests_per_min: int = 1) -> None:
         catalog = AdapterCatalog.init(LocalStore(folder))
@@ -63,7 +63,7 @@ class Walks:
     def answer(
         self, kind: type[ApiRequest], *bodies: Any, key: str | None = None
     ) -> list[dict[str, Any]]:
-        """What each is answered, one after the other."""
+        """Return the answers to requests that are sent one after the other."""
 
         async def answers() -> list[dict[str, Any]]:
             endpoint = self._endpoint(kind)
@@ -72,7 +72,7 @@ class Walks:
         return asyncio.run(answers())
 
     def answer_at_once(self, count: int, size: int, max_requests: int) -> list[dict[str, Any]]:
-        """What a gateway for so many requests answers chats that come at once, of a size each."""
+        """Return the answers to `count` concurrent chats of `size` bytes."""
 
         async def answers() -> list[dict[str, Any]]:
             endpoint = self._endpoint(ChatRequest, max_requests)
@@ -123,7 +123,7 @@ async def _one(endpoint: GenerateEndpoint, key: str, body: Any, size: int = 0) -
         receive,
     )
     response = await endpoint.answer(request)
-    assert not sent  # a refusal would have had a status of its own
+    assert not sent  # a refusal has its own status
     await response(request.scope, receive, send)
     return dict(json.loads(sent[1]["body"]))
 

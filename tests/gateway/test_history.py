@@ -1,4 +1,4 @@
-"""The admin API's log, questions of the past, restore, and shares of an alias."""
+"""The admin API's log, queries of the past, restoring, and shares of an alias."""
 
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def test_the_past_is_answered_for(gateway: Gateway) -> None:
     then = ok(gateway.admin("GET", f"/adapters/acme/support?as_of_seq={seq}"))
     assert (now["aliases"], then["aliases"]) == ({"prod": 2}, {"prod": 1})
     assert ok(gateway.admin("GET", f"/adapters/acme/support?as_of_time={time}")) == then
-    for version in then["versions"]:  # a list leaves out what depends on what is served now
+    for version in then["versions"]:  # lists omit fields that depend on the base models served now
         del version["base_quantization"], version["base_warning"]
     assert ok(gateway.admin("GET", f"/adapters?tenant=acme&as_of_seq={seq}"))["data"] == [then]
     assert error_of(gateway.admin("GET", "/adapters?as_of_seq=99999"), 400)
@@ -116,7 +116,7 @@ def test_a_share_is_sticky_for_a_session(gateway: Gateway, by: str) -> None:
         return adapter.version
 
     seen = {session: version(session) for session in map(str, range(16))}
-    assert set(seen.values()) == {1, 2}  # by chance alone all are equal once in 32,768
+    assert set(seen.values()) == {1, 2}  # all are equal by chance once in 32,768 runs
     assert {session: version(session) for session in seen} == seen
     shown = ok(gateway.admin("GET", "/adapters/acme/support"))
     assert shown["shares"] == {"prod": {"version": 2, "share": 0.5}}

@@ -1,4 +1,4 @@
-"""Who may do what: keys, scopes, and tenants that cannot see each other."""
+"""Permissions of keys by scope, and isolation of tenants."""
 
 import pytest
 
@@ -108,6 +108,6 @@ def test_models_lists_what_this_key_may_use(gateway: Gateway) -> None:
     assert (entry.object, entry.owned_by, entry.parent) == ("model", "acme", "tiny")
     assert listed["acme"]["tiny"].parent is None
     for tenant, models in listed.items():
-        for name in models:  # whatever is listed can be asked for
+        for name in models:  # every listed model can be used
             assert gateway.openai(tenant).models.retrieve(name).id == name
             assert gateway.post(CHAT, chat(name), tenant=tenant).status_code == 200

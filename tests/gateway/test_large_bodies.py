@@ -1,4 +1,4 @@
-"""Large bodies of a tenant, many at once: everybody else's requests come between them."""
+"""Requests of other tenants run between one tenant's many large bodies."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ assert len(SMALL) < LARGE_BYTES < len(LARGE)
 
 
 class Client:
-    """A client whose body has come; it stays until `gone` is set."""
+    """A client whose body has arrived, and who stays connected until `gone` is set."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
@@ -45,7 +45,7 @@ async def read(
 
 
 def parsed_in_order(*sent: tuple[str, bytes, str]) -> list[str]:
-    """The names of bodies of tenants, sent at once in this order, as they are parsed."""
+    """Return names of bodies, sent at once in this order, in the order in which they are parsed."""
 
     async def all_at_once() -> list[str]:
         bodies, order = LargeBodies(), list[str]()
@@ -94,7 +94,7 @@ def test_between_two_large_bodies_of_a_tenant_others_have_as_long() -> None:
             await asyncio.sleep(0)
         return [later - earlier for earlier, later in pairwise(ended)]
 
-    # Steps of others; without a rest one or two. A busy machine may spend a rest elsewhere.
+    # Steps of other tasks; one or two without a pause. A busy machine may use a pause elsewhere.
     assert any(min(asyncio.run(shares())) > 5 for _ in range(20))
 
 
@@ -135,7 +135,7 @@ def test_after_one_that_is_refused_the_next_has_its_turn(bad: bytes) -> None:
 def test_the_body_of_a_client_that_left_while_it_waited_is_not_parsed() -> None:
     async def with_one_gone() -> list[ChatRequest | BaseException]:
         bodies, client = LargeBodies(), Client()
-        bad = b"{" * LARGE_BYTES  # parsing it would say so
+        bad = b"{" * LARGE_BYTES  # parsing it would raise another error
         reading = [read(bodies, LARGE, "acme"), read(bodies, bad, "acme", client)]
         tasks = [asyncio.create_task(each) for each in (*reading, read(bodies, LARGE, "acme"))]
         await asyncio.sleep(0)
@@ -164,10 +164,10 @@ def test_of_more_large_bodies_than_are_kept_the_last_are_refused_and_small_ones_
 
     async def answers() -> list[ChatRequest | BaseException]:
         bodies = LargeBodies()
-        many = [read(bodies, large, "acme") for _ in range(10)]  # one has its turn, 8 wait
+        many = [read(bodies, large, "acme") for _ in range(10)]  # one holds the lock, 8 wait
         others = read(bodies, SMALL, "acme"), read(bodies, large, "globex")
         at_once = await asyncio.gather(*many, *others, return_exceptions=True)
-        return [*at_once, await read(bodies, large, "acme")]  # there is room again
+        return [*at_once, await read(bodies, large, "acme")]  # the limit allows another
 
     *kept, last, small, other, later = asyncio.run(answers())
     assert all(isinstance(each, ChatRequest) for each in (*kept, small, other, later))

@@ -1,4 +1,4 @@
-"""A gateway goes on asking the others and reading usage, whatever they answer."""
+"""A gateway keeps agreeing on shares and reading usage after any failure."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ KEY = KeyRecord("k", "acme", frozenset(), "", 0.0)
 
 
 class Gateway:
-    """One of several in one process, which ask each other directly."""
+    """One of several gateways in one process, connected directly."""
 
     def __init__(self, name: str, others: list["Gateway"], written: Any = None) -> None:
         self.peers = LinkedPeers()

@@ -1,4 +1,4 @@
-"""What a client sees of its limits: headers, refusals, and what a request has cost."""
+"""Limits as clients see them: headers, refusals, and charges of requests."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ BODY = chat("tiny", "hello", max_tokens=100)
 
 
 def add(gateway: Gateway, tenant: str, of_key: dict[str, Any] | None = None, **limits: Any) -> None:
-    """A tenant that finds a minute's worth in a gateway that is new: a tenth of the burst."""
+    """A tenant whose burst is ten minutes: a new gateway begins with a tenth of that."""
     gateway.catalog.create_tenant(tenant, actor="test", burst_s=600.0, **limits)
     made = gateway.catalog.create_key(tenant, {Scope.INFER}, actor="test", **(of_key or {}))
     gateway.keys[tenant] = made[1]
@@ -45,7 +45,7 @@ def remaining(answer: httpx.Response, kind: str = "tokens") -> int:
 
 
 def used(prompt: int, answer: int) -> Any:
-    """A replica that says that this is what an answer took."""
+    """Return a replay that reports this usage."""
 
     async def replay(call: Call) -> Items:
         async for item in repeat(call):
@@ -96,7 +96,7 @@ def test_a_keys_own_limit_is_named(gateway: Gateway) -> None:
 
 def test_who_is_over_a_limit_is_refused_before_the_body_is_read(gateway: Gateway) -> None:
     add(gateway, "small", requests_per_min=1)
-    gateway.post(CHAT, b"{not json", tenant="small")  # counts: it took a place in the line
+    gateway.post(CHAT, b"{not json", tenant="small")  # counts, as it used the limit of requests
     assert gateway.post(CHAT, b"{not json", tenant="small").status_code == 429
 
 
@@ -106,7 +106,7 @@ def test_tokens_are_reserved_until_it_is_known_what_was_used(gateway: Gateway) -
     for stream in (False, True):
         gateway.post(CHAT, {**BODY, "stream": stream, "max_tokens": 2000}, tenant="small")
     left = remaining(gateway.post(CHAT, BODY, tenant="small"))
-    assert 5600 < left < 6000  # two that are settled, one reserved; not 2 × 2,000
+    assert 5600 < left < 6000  # two settled, one reserved; not 2 × 2,000
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_of_a_client_that_leaves_what_was_reserved_counts(gateway: Gateway) -> N
 def test_of_an_answer_without_an_end_what_was_made_counts_if_it_is_more(
     gateway: Gateway, stream: bool, cut: bool
 ) -> None:
-    """Also where the client has read nothing yet: of calls of tools, thinking, a whole answer."""
+    """Holds before the client reads anything, too: tool calls, thinking, an unstreamed answer."""
     if cut and not stream:
         pytest.skip("a call that fails before its first byte takes nothing")
     add(gateway, "small", tokens_per_min=6000)
@@ -167,7 +167,7 @@ def test_of_an_answer_without_an_end_what_was_made_counts_if_it_is_more(
     began_s = time.monotonic()
     with leaving(gateway, "POST", CHAT, gateway.keys["small"], json.dumps(body).encode()):
         assert told.wait(20)
-    assert eventually(lambda: in_flight(gateway) == 0)  # it is settled before
+    assert eventually(lambda: in_flight(gateway) == 0)  # settled before this
     gateway.engines.replay = repeat
     left = remaining(gateway.post(CHAT, BODY, tenant="small"))
     refilled = 100 * (time.monotonic() - began_s)
@@ -181,7 +181,7 @@ def in_flight(gateway: Gateway) -> float:
 
 
 class Written:
-    """Usage files that say what a test wants."""
+    """Recorded usage set by a test."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -215,7 +215,7 @@ def test_who_has_used_up_the_budget_is_out_of_quota(tmp_path: Path) -> None:
                 max_retries=5,
                 http_client=transport,
             ).chat.completions.create(**BODY)
-        assert len(sent) == 1  # it does not try again
+        assert len(sent) == 1  # the client does not retry
 
 
 def test_a_call_says_how_the_scheduler_should_treat_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bad blobs through the admin API: refused in words, and the service goes on."""
+"""Malformed blobs through the admin API are refused with a reason, and the service goes on."""
 
 import re
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""Who reaches what: every route and every command, with every kind of key.
+"""Access to every route and command with every kind of key.
 
-A route or a command that is in none of the tables here fails the first tests: say in which plane
-it is, and how it is asked for something by name.
+A route or command in none of these tables fails the first tests. Add it to the table of its plane,
+with a request that names something.
 """
 
 import re
@@ -63,16 +63,16 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
     ("GET", "/v1/usage"): None,
     ("GET", "/v1/openapi.json"): None,
 }
-"""How each route of the tenants' plane is asked for a model, or for a request that was for it.
+"""Path and body of a request for a model, or for a request about one, by tenants' route.
 
-Path and body. None: it names nothing.
+None: the route names nothing.
 """
 
 PUBLISHERS: set[Route] = {
     ("PUT", "/v1/adapters/{name}/versions/{digest}"),
     ("GET", "/v1/adapters/{name}/versions/{digest}"),
 }
-"""For publish keys; read-only ones may look."""
+"""Routes for publish keys. Read-only keys may GET."""
 
 ADMINS: set[Route] = {
     ("GET", "/adapters"),
@@ -109,16 +109,16 @@ ADMINS: set[Route] = {
     ("GET", "/requests/{request_id}"),
     ("GET", "/usage"),
 }
-"""Under /admin/v1."""
+"""Routes under /admin/v1."""
 
 SCRAPED: set[Route] = {("GET", "/metrics")}
-"""For admins' keys too; tests/metrics asks it with every kind."""
+"""Routes for admins' keys outside /admin/v1, tested in tests/metrics."""
 
 HIDDEN = ("acme/support", "acme/support@1", "acme/support@prod")
-"""What globex must not find."""
+"""Models that globex must not find."""
 
 FILLED = {"tenant": "acme", "name": "support", "digest": "0" * 64, "number": "1"}
-"""What stands for a path's parameters; ids of keys and requests are real ones."""
+"""Values of path parameters. Ids of keys and requests are real ones."""
 
 ASKING: Mapping[str, list[str]] = {
     "register": ["{folder}", "acme/support"],
@@ -147,17 +147,20 @@ ASKING: Mapping[str, list[str]] = {
     "keys rotate": ["{key_id}"],
     "keys revoke": ["{key_id}"],
 }
-"""How each command that asks the admins' plane is called."""
+"""Arguments of each command that uses the admins' plane."""
 
 WITHOUT_ADMINS = {"init", "convert", "gc", "capacity", "bench isolation", "doctor", "settings"}
-"""Commands that ask no server, or ask as the tenants whose keys they are given."""
+"""Commands that use no server, or use it with a tenant's key."""
 
 
 NO_REQUEST = "0" * 32
 
 
 class Keys:
-    """One of every kind that a gateway can meet; asked: acme's responses, by their model."""
+    """Keys of every kind.
+
+    asked: ids of acme's responses, by model.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -185,21 +188,21 @@ class Keys:
         self.asked: dict[str, str] = {}
 
     def respond(self, model: str) -> str:
-        """A new response for acme, stored; its request's id."""
+        """Store a new response for acme; return its request's id."""
         answer = self.gateway.post("/v1/responses", {"model": model, "input": "hello"})
         return answer.headers["x-request-id"]
 
     def request_for(self, method: str, model: str) -> str:
-        """A request to ask about, which is asked about once where it is deleted by that."""
+        """Return the id of acme's request for a model; a new one for routes that delete it."""
         return self.respond(model) if method == "DELETE" else self.asked.get(model, NO_REQUEST)
 
     def invalid(self) -> list[str | None]:
-        """Keys that are nobody's."""
+        """Keys that do not exist or have ended."""
         of_admins = self.revoked_admin, self.expired_admin
         return [None, "lk_made-up", self.revoked, self.expired, *of_admins]
 
     def of_tenants(self) -> list[str]:
-        """Good ones of the tenants' plane."""
+        """Valid keys of the tenants' plane."""
         of_acme = [self.infer, self.reading, self.publishing]
         return [*of_acme, self.others_infer, self.others_reading]
 
@@ -212,7 +215,7 @@ class Ask(Protocol):
 
 @pytest.fixture(scope="module")
 def ask(unchanged: Gateway) -> Iterator[Ask]:
-    """Sends one request; all of them on one connection, for the sake of speed."""
+    """Send one request. All share one connection, for speed."""
     with httpx.Client(base_url=unchanged.url, timeout=20) as client:
 
         def ask(method: str, path: str, key: str | None, body: object = None) -> httpx.Response:
@@ -376,7 +379,7 @@ def test_what_is_anothers_looks_like_what_is_not_there(
 
 
 def appearance(answer: httpx.Response, name: str) -> tuple[int, list[tuple[str, str]], bytes]:
-    """All that a client can see, but for the name it asked for and what no two answers share."""
+    """Return all that a client can see of an answer, without requested names and unique values."""
     headers = [
         (header, value)
         for header, value in answer.headers.items()

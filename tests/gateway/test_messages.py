@@ -1,4 +1,4 @@
-"""/v1/messages through HTTP with Anthropic's client: what is asked, answered and refused."""
+"""/v1/messages through HTTP with Anthropic's client: requests, answers and refusals."""
 
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -22,7 +22,7 @@ USED = FinalUsage(25, 20, 7)
 HELLO: Any = [{"role": "user", "content": "How is Paris?"}]
 WEATHER: dict[str, Any] = {
     "name": "weather",
-    "description": "Says how the weather is.",
+    "description": "Return the weather.",
     "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}},
 }
 
@@ -34,7 +34,7 @@ def playing(
     stop: str | None = None,
     usage: FinalUsage = USED,
 ) -> Callable[[Call], AsyncGenerator[StreamItem, None]]:
-    """A replica that says this, then makes so many deltas of calls."""
+    """Return a replay of this text, then of this many deltas of calls."""
     ending = finish or (Ending.TOOL_CALLS if calls else Ending.STOP)
 
     async def play(call: Call) -> AsyncGenerator[StreamItem, None]:
@@ -271,9 +271,9 @@ def test_tokens_are_counted_of_the_same_prompt(gateway: Gateway) -> None:
 
 
 def test_a_count_is_a_request_that_takes_no_tokens(gateway: Gateway) -> None:
-    # one, which every gateway's share of a limit holds, however small it is
+    # one request, which every gateway's share of a limit allows
     gateway.admin("PATCH", "/tenants/acme", {"requests_per_min": 1, "tokens_per_min": 1_000})
-    body = chat(content="word " * 5_000)  # more than all the tokens of a minute
+    body = chat(content="word " * 5_000)  # more than a minute's tokens
     answer = gateway.post(COUNT, body)
     assert answer.json() == {"input_tokens": 5_000}
     left = "x-ratelimit-remaining-"
@@ -284,7 +284,7 @@ def test_a_count_is_a_request_that_takes_no_tokens(gateway: Gateway) -> None:
 
 
 def explained(gateway: Gateway, request_id: str) -> dict[str, Any]:
-    """What became of a request, once it is over: a moment after its last byte."""
+    """Return a request's record once it has ended, a moment after its last byte."""
 
     def ask() -> dict[str, Any]:
         why = gateway.request("GET", f"/v1/requests/{request_id}", gateway.keys["acme"])
@@ -342,7 +342,7 @@ def test_the_tool_runner_goes_on_without_a_thread_that_is_stored(gateway: Gatewa
 
     @anthropic.beta_tool
     def weather(place: str) -> str:
-        """Says how the weather is."""
+        """Return the weather."""
         return f"sunny in {place}"
 
     gateway.engines.replay = play

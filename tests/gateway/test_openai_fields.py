@@ -1,4 +1,4 @@
-"""Every field of OpenAI's that is served: what reaches the replica, its bounds, its refusals."""
+"""OpenAI's supported fields: their values at the replica, bounds and refusals."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def named(name: str) -> dict[str, Any]:
 
 
 def sent(gateway: Gateway, path: str = CHAT, **fields: Any) -> Call:
-    """What the replica gets of a chat or completion with these fields."""
+    """Return the Call of a chat or completion with these fields."""
     body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
     answer = gateway.post(path, body | fields)
     assert answer.status_code == 200, answer.text

@@ -63,7 +63,7 @@ def test_however_much_is_sent_the_answer_is_as_described(
 
 
 def send_many(url: str, key: str, model: str, path: str, method: str, examples: int) -> None:
-    """Requests as described, others, and some that are likely to be answered."""
+    """Send described requests, others, and some that are likely to be answered."""
     operation = schemathesis.openapi.from_dict(document())[path][method]
     kinds = st.one_of(*(operation.as_strategy(mode) for mode in GenerationMode))
     described = operation.as_strategy(GenerationMode.POSITIVE)
@@ -104,7 +104,7 @@ def test_headers_that_frame_http_are_left_out(unchanged: Gateway) -> None:
 
 
 def known_ids(url: str, headers: Mapping[str, str], model: str) -> dict[str, str]:
-    """What there is for the parameters of paths."""
+    """Return existing ids for path parameters."""
     body = {"model": model, "input": "hello there", "max_output_tokens": 20}
     answer = httpx.post(f"{url}/v1/responses", headers=headers, json=body, timeout=120)
     request_id = answer.headers["x-request-id"]
@@ -112,7 +112,7 @@ def known_ids(url: str, headers: Mapping[str, str], model: str) -> dict[str, str
 
 
 def likely_answered(known: Mapping[str, str], case: Any) -> st.SearchStrategy[Any]:
-    """One that asks for what is known, with few of its fields: most do not go together."""
+    """Draw requests for known ids with few of their fields, because most do not fit together."""
     for name in case.path_parameters or ():
         case.path_parameters[name] = known[name]
     if not isinstance(case.body, dict):

@@ -1,4 +1,4 @@
-"""A gateway before replicas that are too slow for what is asked of them."""
+"""A gateway whose replicas are too slow for its requests."""
 
 import asyncio
 import time

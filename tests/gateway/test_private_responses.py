@@ -1,7 +1,7 @@
-"""What a tenant has stored no other one reads, deletes or goes on from, by whichever name it has.
+"""A tenant's stored responses cannot be read, deleted or continued by other tenants.
 
-The OpenAPI document says by which parameters and fields something can be named. One that is in
-neither table here fails the first test: say how it names something stored, or that it does not.
+The OpenAPI document lists all parameters and fields that may name something. One that is in neither
+table here fails the first test: add it to the table that applies.
 """
 
 import secrets
@@ -24,7 +24,7 @@ RESPONSE = "/v1/responses/{response_id}"
 
 @dataclass(frozen=True)
 class Stored:
-    """A response by its ids."""
+    """Ids of a stored response."""
 
     request: str
     item: str
@@ -59,10 +59,10 @@ NAMING: Mapping[Named, Callable[[Stored], tuple[str, Any]]] = {
         input=[{"type": "item_reference", "id": one.item}]
     ),
 }
-"""How each is asked for: path and body."""
+"""Path and body of a request that names a stored response or item, by parameter or field."""
 NAMING_NOTHING: set[Named] = {
-    ("GET", "/v1/models/{model}", "model"),  # which test_matrix.py asks for
-    *(  # which are the asking tenant's own, as test_matrix.py holds
+    ("GET", "/v1/models/{model}", "model"),  # tested by test_matrix.py
+    *(  # the tenant's own, tested by test_matrix.py
         (method, "/v1/adapters/{name}/versions/{digest}", name)
         for method in ("GET", "PUT")
         for name in ("name", "digest")
@@ -76,11 +76,11 @@ NAMING_NOTHING: set[Named] = {
     ),
     ("POST", "/v1/messages", "user_id"),
 }
-"""These name what is in the same request, or the client's own."""
+"""Parameters and fields that name something in the same request, or of the client's own."""
 
 
 def names_in(schema: Any, seen: set[str]) -> Iterator[str]:
-    """The names of fields, however deep, that may be ids."""
+    """Yield the names of fields at any depth that may be ids."""
     if isinstance(schema, list):
         for part in schema:
             yield from names_in(part, seen)
@@ -109,7 +109,7 @@ def named_in_the_document() -> Iterator[Named]:
 
 @pytest.fixture(scope="module")
 def others(unchanged: Gateway) -> list[str]:
-    """Keys of the other tenant."""
+    """Return keys of the other tenant."""
     _, reading = unchanged.catalog.create_key("globex", {Scope.READ_ONLY}, actor="test")
     return [unchanged.keys["globex"], reading]
 

@@ -1,4 +1,4 @@
-"""Pushed blobs of a gateway that was killed do not stay on the disk."""
+"""Pushed blobs of a killed gateway are removed from the disk."""
 
 import shutil
 import signal

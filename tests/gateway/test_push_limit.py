@@ -1,4 +1,4 @@
-"""A tenant has so many pushes on their way at a gateway, those being received among them."""
+"""A tenant's pushes in a gateway are limited, those being received included."""
 
 import asyncio
 import tempfile

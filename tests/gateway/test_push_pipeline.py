@@ -56,7 +56,7 @@ def trainer(gateway: Gateway) -> Trainer:
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> MovedTime:
-    """The time by which versions expire."""
+    """Clock by which versions expire, which a test moves."""
     return MovedTime(monkeypatch, push_pipeline, pushed_versions, routes)
 
 
@@ -83,7 +83,7 @@ def test_a_store_that_is_away_delays_durable_and_not_ready(
     with store.away():
         began_s = time.monotonic()
         pushed = trainer.push(blob)
-        assert time.monotonic() - began_s < 10  # and not the minute that it may wait
+        assert time.monotonic() - began_s < 10  # not the minute for which it may wait
         version = pushed.json()
         assert (pushed.status_code, version["aliases"]) == (201, ["prod"])
         assert (version["ready"], version["durable"], version["version"]) == (True, False, None)
@@ -164,7 +164,7 @@ def test_a_tenant_has_so_many_pushes_on_their_way(
 
 @contextmanager
 def another(gateway: Gateway, store: RemoteStore, peers: LinkedPeers) -> Iterator[Gateway]:
-    """A second gateway of the service, of these peers."""
+    """Run a second gateway of the service with these peers."""
     served = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
     services = Services(AdapterCatalog(store), served, LIMITS, gateway.engines, peers=peers)
     with listening(create_app(services)) as url:
@@ -268,7 +268,7 @@ def test_a_version_with_a_lifetime_that_is_pushed_without_one_becomes_durable(
     version = kept.json()
     assert (kept.status_code, version["durable"], version["expires"]) == (200, True, None)
     moved.ahead_s = 61.0
-    time.sleep(0.5)  # until what expires would have gone
+    time.sleep(0.5)  # longer than the lifetime
     assert digest_that_answers(trainer.gateway, version["model"]) == digest_of(blob)
 
 
@@ -371,7 +371,7 @@ def test_newer_versions_take_the_place_of_older_ones_with_a_lifetime(trainer: Tr
         assert trainer.push(blob, lifetime_s=60, keep=2).json()["ready"]
     there = [trainer.show(digest_of(blob)).status_code for blob in (*blobs, kept)]
     assert there == [404, 200, 200, 200]
-    time.sleep(0.5)  # what is gone is not told again
+    time.sleep(0.5)  # an ended version is not announced again
     assert trainer.show(digest_of(blobs[0])).status_code == 404
 
 

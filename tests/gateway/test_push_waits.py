@@ -1,4 +1,4 @@
-"""Pushes that wait, and what hangs beside them, keep no other push from coming in."""
+"""Waiting pushes and hanging uploads do not delay other pushes."""
 
 import asyncio
 import tempfile
@@ -76,7 +76,7 @@ def test_a_client_that_leaves_waits_no_more_and_its_push_goes_on(
     with ThreadPoolExecutor(1) as clients:
         again = clients.submit(trainer.push, blob, timeout_s=30)
         time.sleep(0.2)
-        assert not again.done()  # else there was no place to wait in
+        assert not again.done()  # else too many waited
         gateway.engines.takes_pushes = True
         assert again.result().json()["aliases"] == ["next", "prod"]
 

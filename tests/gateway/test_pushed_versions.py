@@ -1,4 +1,4 @@
-"""What gateways know of pushed versions shows in the catalog's state, until the log has it."""
+"""The catalog's state shows pushed versions until the log has them."""
 
 import time
 from dataclasses import replace
@@ -92,7 +92,7 @@ def test_what_is_carried_here_is_kept_however_long_telling_takes(
     clock[0] = 2 * FORGOTTEN_S
     assert digest_at(pushed, catalog) == "a"
     pushed.let_go(ours.key)
-    clock[0] += FORGOTTEN_S - 1  # the log may be read so late
+    clock[0] += FORGOTTEN_S - 1  # the log may be read that late
     assert digest_at(pushed, catalog) == "a"
     clock[0] += 2
     with pytest.raises(UnknownModel):
@@ -230,7 +230,7 @@ def test_an_adapter_that_is_retired_ends_its_pushed_versions(
     pushed.add(ours)
     assert digest_at(pushed, catalog) == "b"
     catalog.retire("acme", "policy", actor="test")
-    for _ in range(2):  # the gateway that carries it may tell of it once more
+    for _ in range(2):  # its gateway may announce it once more
         with pytest.raises(UnknownModel):
             digest_at(pushed, catalog)
         pushed.add(ours)

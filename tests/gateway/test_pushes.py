@@ -1,4 +1,4 @@
-"""Trainers push versions with publish keys: each is wholly there or not at all."""
+"""Trainers push versions with publish keys, each completely or not at all."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,7 +164,7 @@ def test_replicas_are_told_of_a_large_blob_before_it_has_come(
     ((base_model, digest, file, size_bytes),) = told
     assert (base_model, digest, size_bytes) == ("tiny", "0" * 64, len(blob))
     assert error_of(pushed, 422)["param"] == "digest"
-    assert not file.exists()  # by which they know that it was refused
+    assert not file.exists()  # the sign by which replicas know that the blob was refused
 
 
 def test_replicas_are_told_nothing_while_a_blobs_base_model_is_not_known(

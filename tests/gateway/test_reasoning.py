@@ -1,4 +1,4 @@
-"""What a model thinks, through HTTP: apart from its answer, and handed back to the template."""
+"""Reasoning through HTTP, separate from the answer and given back to the template."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ class Sum(BaseModel):
 
 @pytest.fixture
 def qwen(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
-    """The gateway's replica, with Qwen 3's chat template."""
+    """Replica of the gateway with Qwen 3's chat template."""
     scripted = ScriptedReplica(tmp_path, QWEN3)
     gateway.engines.replay = scripted.writes(f"{THINKS}It is 4.")
     return scripted

@@ -1,4 +1,4 @@
-"""A body is written, hashed and looked at as it comes."""
+"""A body is written, hashed and scanned as it arrives."""
 
 import asyncio
 import hashlib
@@ -14,7 +14,7 @@ from lorikeet_engine.adapter_format import SCAN_ALIGNMENT
 
 
 class Seen:
-    """Stands in for a ValueScan: remembers what it was given."""
+    """Fake ValueScan that records its input."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []

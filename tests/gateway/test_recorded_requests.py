@@ -1,8 +1,8 @@
-"""What clients of many makers send in their examples is taken, and can be shown to a model.
+"""Recorded requests of many clients are accepted and can be rendered for a model.
 
 The requests were recorded from the examples in tests/clients/examples and from coding agents at
-work, of each client those with most fields; texts longer than 60 characters were cut, and Codex's
-and Claude Code's tools left out but for one or two of a kind.
+work, for each client those with most fields. Texts were cut to 60 characters, and of Codex's and
+Claude Code's tools one or two of each kind were kept.
 """
 
 import json

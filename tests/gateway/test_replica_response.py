@@ -1,4 +1,4 @@
-"""The messages in which an answer is sent: each is a write to the client's connection."""
+"""ASGI messages of an answer, each of which is one write to the client's connection."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -14,7 +14,7 @@ FIRST, DELTA, END = b"data: 1\n\n", b"data: 2\n\n", b"data: [DONE]\n\n"
 
 
 def sent(*items: StreamItem | Exception) -> list[dict[str, Any]]:
-    """The messages of a stream of these items, which ends with an exception where that is last."""
+    """Return the messages of a stream of these items. An exception as last item is raised."""
     messages = list[dict[str, Any]]()
 
     async def stream() -> AsyncGenerator[StreamItem, None]:

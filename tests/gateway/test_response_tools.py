@@ -1,4 +1,4 @@
-"""Tools of a response that coding agents offer: functions in namespaces, and others beside them."""
+"""Tools that coding agents offer in /v1/responses: functions in namespaces, and other tools."""
 
 import json
 from pathlib import Path

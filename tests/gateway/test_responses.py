@@ -1,4 +1,4 @@
-"""/v1/responses through HTTP with OpenAI's client: what is asked, answered and refused."""
+"""/v1/responses through HTTP with OpenAI's client: requests, answers and refusals."""
 
 from collections.abc import AsyncGenerator
 from typing import Any

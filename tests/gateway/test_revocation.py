@@ -1,4 +1,4 @@
-"""How soon a key ends on gateways that are told nothing of it: they follow the catalog."""
+"""Time until a revoked key ends on other gateways, which only follow the catalog."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ Ask = Callable[[str], int]
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[tuple[Gateway, Ask]]:
-    """A gateway, and what another on the same store answers to a key; both as in production."""
+    """A gateway, and another's answers to a key on the same store, both as in production."""
     with serving(tmp_path) as first:
         store = LocalStore(tmp_path / "store")
         services = Services(AdapterCatalog(store), {}, LIMITS, ReplayEngines())
@@ -53,7 +53,7 @@ def test_a_key_revoked_at_one_gateway_ends_at_another_within_5_s(
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> MovedTime:
-    """The time by which gateways judge keys."""
+    """Clock by which gateways judge keys, which a test moves."""
     return MovedTime(monkeypatch, auth)
 
 
@@ -77,7 +77,7 @@ def test_while_the_store_is_away_keys_still_expire_and_the_last_view_holds(
     _, ending = gateway.catalog.create_key("acme", {Scope.INFER}, expires=ends, actor="test")
     assert (ask(ending), ask(gateway.keys["acme"])) == (200, 200)
     (tmp_path / "store").rename(tmp_path / "away")
-    (tmp_path / "store").touch()  # a file where the folder should be
+    (tmp_path / "store").touch()  # a file in the place of the folder makes reads fail
     moved.ahead_s = ends - time.time()
     assert ask(ending) == 401
     assert ask(gateway.keys["acme"]) == 200

@@ -1,4 +1,4 @@
-"""Requests whose bodies come slowly or never: whom they keep from what, and for how long."""
+"""Requests whose bodies arrive slowly or never, and their effect on other requests."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ DEADLINE_S = 0.5
 
 @contextmanager
 def unfinished(gateway: Gateway, tenant: str, sockets: int) -> Iterator[list[socket.socket]]:
-    """Requests of which a byte of 1,000 has come."""
+    """Open requests of which one byte of 1,000 has arrived."""
     address = httpx.URL(gateway.url)
     head = (
         f"POST {CHAT} HTTP/1.1\r\nhost: {address.host}\r\ncontent-length: 1000\r\n"
@@ -38,7 +38,7 @@ def unfinished(gateway: Gateway, tenant: str, sockets: int) -> Iterator[list[soc
 
 
 def answer_on(connection: socket.socket) -> httpx.Response:
-    """What the gateway says before it closes a connection."""
+    """Return the gateway's response before it closes a connection."""
     received = b"".join(iter(lambda: connection.recv(2**16), b""))
     head, _, content = received.partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")

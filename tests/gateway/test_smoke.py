@@ -1,4 +1,4 @@
-"""What is said of an adapter that was tried beside the base model."""
+"""Reports of smoke tests of adapters."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""A gateway that starts while the store is away: with the view that its machine kept, or none."""
+"""Start of a gateway while the store is unreachable, with and without a saved view."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from tests.waiting import eventually
 
 
 class RefusingStore(LocalStore):
-    """A store that takes our credentials no more."""
+    """A store that refuses our credentials."""
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
         raise StoreRefused("the credentials are refused: renew them")
@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> RemoteStore:
 
 @pytest.fixture
 def before(tmp_path: Path, store: RemoteStore) -> Iterator[Gateway]:
-    """A gateway that goes on while others come; what it knows is kept."""
+    """A gateway that keeps running and saves its view while others start."""
     with serving(tmp_path, store, refresh_s=0.05, kept_view=kept(tmp_path)) as gateway:
         yield gateway
 

@@ -1,4 +1,4 @@
-"""Responses that are stored: continued, looked up, deleted, and gone when their time is over."""
+"""Stored responses: continued, looked up, deleted and expired."""
 
 import asyncio
 import re
@@ -40,7 +40,7 @@ ASK = {"model": "tiny", "input": "one two"}
 
 
 class Away(LocalStore):
-    """A store that may be away, or slow. reads: how many responses were read."""
+    """A store that can be made unreachable or slow. reads: number of responses read."""
 
     fails = False
     slow_s = 0.0
@@ -240,7 +240,13 @@ def test_input_items_come_in_pages_the_newest_first(storing: Gateway) -> None:
     def texts(page: Any) -> list[str]:
         return [item.content[0].text for item in page]
 
-    assert texts(items(second.id, limit=2)) == ["4", "so it is", "2", "1", "0"]  # it asks for all
+    assert texts(items(second.id, limit=2)) == [
+        "4",
+        "so it is",
+        "2",
+        "1",
+        "0",
+    ]  # asks for all fields
     page = items(second.id, limit=2, order="asc")
     assert (texts(page.data), page.has_more) == (["0", "1"], True)
     behind = items(second.id, after=page.data[-1].id, order="asc")

@@ -1,4 +1,4 @@
-"""`return_token_ids`, vLLM's field: an answer tells the tokens that it was made of and from."""
+"""vLLM's field return_token_ids: answers have the token ids of prompt and output."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ TEXT = "é fine 😀<|eos|>"
 
 @pytest.fixture
 def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
-    """The gateway's replica, whose model writes TEXT and ends it with an end of sequence."""
+    """Replica of the gateway whose model writes TEXT and an end of sequence."""
     scripted = ScriptedReplica(tmp_path)
     gateway.engines.replay = scripted.writes(TEXT)
     return scripted
@@ -100,7 +100,7 @@ def test_prompts_that_would_be_told_too_often_are_refused(gateway: Gateway, tmp_
 def test_what_skyrls_tinker_server_asks_an_external_engine_is_answered(
     gateway: Gateway, replica: ScriptedReplica
 ) -> None:
-    """What its ExternalInferenceClient sends for a sample, and what it reads of the answer."""
+    """SkyRL's ExternalInferenceClient: the request it sends for a sample, the fields it reads."""
     prompt = ids_of(replica, "one and one")
     body = {
         "model": "acme/support",

@@ -1,4 +1,4 @@
-"""One request from the gateway to the engine, as a collector hears of it."""
+"""Trace of one request from gateway to engine, as a collector receives it."""
 
 import asyncio
 import secrets
@@ -55,7 +55,7 @@ def _ask(gateway: Gateway, traceparent: str | None = None, **body: Any) -> httpx
 
 
 def _heard(collector: Collector, trace_id: str) -> list[Told]:
-    """A request's spans, which come together."""
+    """Return a request's spans, which arrive together."""
     assert eventually(lambda: bool(collector.of(trace_id)))
     return collector.of(trace_id)
 
@@ -72,7 +72,7 @@ def test_a_request_is_followed_into_the_engine(traced: Traced) -> None:
     assert (root.name, root.parent, root.kind) == (ROOT, "", "server")
     assert [span.name for span in spans] == [
         "validate",
-        *("attempt", "route", "chat"),  # the replica that was lost
+        *("attempt", "route", "chat"),  # of the lost replica
         *("attempt", "route", "chat", "adapter", "queue", "prefill", "decode"),
     ]
     validate, lost, _, _, taken, route, replica, *engine = spans
@@ -242,7 +242,7 @@ def test_what_is_refused_is_told_with_its_code(
     assert spans[0].end_ns == root.end_ns
     said = [root.attributes[f"{name}"] for name in ("http.response.status_code", "error.type")]
     assert (said, root.attributes["lorikeet.outcome"]) == ([status, code], outcome)
-    assert root.error is None  # a request that was wrong is no error of the service
+    assert root.error is None  # a bad request is no error of the service
 
 
 def test_what_fails_is_an_error(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_a_collector_that_hangs_is_nobodys_trouble(tmp_path: Path) -> None:
             waiting = traces._queue._batch_processor._queue
             assert 7000 < len(waiting) <= 8192 < 1500 * 9
             began_s = time.monotonic()
-        assert time.monotonic() - began_s < 15  # it waits 2 s for what is left, and not 30
+        assert time.monotonic() - began_s < 15  # waits 2 s for pending spans, not 30
 
 
 def test_that_a_collector_takes_nothing_is_said_once(

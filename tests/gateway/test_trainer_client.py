@@ -1,4 +1,4 @@
-"""lorikeet.client pushes what a trainer has, however busy the service is, and samples from it."""
+"""lorikeet.client pushes a trainer's adapters and samples from them, even from a busy service."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ FOLDER = ADAPTERS / "kestrel" / "spell"
 
 
 class BusyService:
-    """Answers pushes as their document says: busy at first, then the version is ready."""
+    """Server that refuses the first pushes as busy, then answers that the version is ready."""
 
     def __init__(self, busy: int = 0, refusal: int | None = None) -> None:
         self.busy, self.refusal = busy, refusal
@@ -66,7 +66,7 @@ def at(service: BusyService) -> Iterator[Client]:
         do_GET = do_POST = do_PUT  # noqa: N815
 
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

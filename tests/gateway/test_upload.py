@@ -1,4 +1,4 @@
-"""What an upload must be to become a version, and what is said of one that is not."""
+"""Requirements of uploads that become versions, and errors of those that do not."""
 
 import hashlib
 import json
@@ -81,7 +81,7 @@ def test_an_adapter_that_names_no_base_model_is_said_to_name_none(
 
 
 def edited(blob: bytes, edit: Callable[[dict[str, Any]], None], tail: bytes = b"") -> bytes:
-    """The blob with a changed header."""
+    """Return the blob with a changed header."""
     length = int.from_bytes(blob[:8], "little")
     header = json.loads(blob[8 : 8 + length])
     edit(header)
@@ -177,7 +177,7 @@ BAD_BLOBS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 def with_head(folder: Path) -> tuple[bytes, str]:
-    """A blob of a folder in which a trainer left a head, too, and the SHA-256 of that."""
+    """Return a blob made from a folder with a saved head, and the head's SHA-256."""
     peft = make_peft(folder / "peft")
     head = np.ones((SHAPE.vocabulary, SHAPE.hidden), np.float32)
     weights = peft / "adapter_model.safetensors"

@@ -1,4 +1,4 @@
-"""Blobs that come in parts: resumed, checked, and a version only at the end."""
+"""Blobs uploaded in parts, which can be resumed, are checked and become versions at the end."""
 
 import base64
 import hashlib
@@ -50,7 +50,7 @@ def blob(tmp_path: Path) -> bytes:
 
 @contextmanager
 def another(gateway: Gateway) -> Iterator[Gateway]:
-    """A gateway that was started later over the same catalog, with larger parts."""
+    """Run a second gateway over the same catalog, with larger parts."""
     catalog = AdapterCatalog(open_store(gateway.catalog.store.url))
     base_models = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
     services = Services(catalog, base_models, LIMITS, gateway.engines, part_bytes=7 * PART)
@@ -79,7 +79,7 @@ def send(
     digest: str | None = None,
     **headers: str,
 ) -> httpx.Response:
-    """One part, where the gateway said; digest: what it was announced as."""
+    """PUT one part where the gateway said. digest: announced digest of the upload."""
     data = blob[(part["number"] - 1) * PART :][: part["size_bytes"]]
     if part["url"] is not None:
         return httpx.put(part["url"], content=data, headers=headers)
@@ -279,7 +279,7 @@ def test_the_buckets_credentials_make_nobody_an_admin(s3_bucket: str, tmp_path: 
     url = f"{s3_bucket}/{uuid.uuid4().hex}"
     blob = make_blob(tmp_path / "peft", seed=9)
     with serving(tmp_path, open_store(url), part_bytes=PART) as gateway:
-        mine = open_store(url)  # what a holder of the credentials can do: write anything
+        mine = open_store(url)  # holders of the credentials can write anything
         mine.put_if_absent(f"uploads/{digest_of(blob)}/key-mine/upload.json", b"{}")
         mine.put_if_absent(blob_key(digest_of(blob)), blob)
         before = gateway.catalog.reader.refresh().seq
@@ -301,7 +301,7 @@ def test_a_full_disk_is_told_and_the_upload_goes_on_later(tmp_path: Path) -> Non
     with serving(tmp_path) as gateway:
         assert len(missing(gateway, blob)) == 1
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(blob) // 2, hard))  # as a disk that fills up
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(blob) // 2, hard))  # as on a full disk
         try:
             error = error_of(put_part(gateway, digest_of(blob), 1, blob), 503)
         finally:

@@ -1,4 +1,4 @@
-"""What tenants used, over HTTP: whose, when, and by what."""
+"""Usage over HTTP, by tenant, period and adapter."""
 
 import time
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""What became of a request: every way it can end, for whom, for how long, at what price."""
+"""Explained requests: every possible end, visibility, retention and cost."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ QUICK = EngineTimings(queued_s=0.001, prefill_s=0.002, decode_s=0.003, preemptio
 
 
 async def told(call: Call) -> Items:
-    """A replica that tells all of itself, behind one that was lost."""
+    """Replay an answer with all facts about its replica, after a lost replica."""
     first = call.request_id
     yield Attempt(first, "replica-3", 0.001, WEIGHED[::-1], "the replica was lost")
     yield Attempt(f"{first}-1", "replica-7", 0.002, WEIGHED)
@@ -339,7 +339,7 @@ def _seconds(request_log: RequestLog, rounds: int) -> float:
 
 @contextmanager
 def ended(request_log: RequestLog, request_id: str) -> Iterator[RequestTrace]:
-    """A request with all that can be told of one."""
+    """Return a request with all fields of its record set."""
     trace = request_log.trace(request_id)
     trace.set_caller("acme", "key-1")
     trace.set_model("acme/support")

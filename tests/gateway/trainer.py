@@ -1,4 +1,4 @@
-"""A trainer, who has a publish key."""
+"""Client of a trainer with a publish key."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from tests.gateway.conftest import Gateway, make_blob
 
 
 class Trainer:
-    """One with a publish key for acme's adapters whose names begin with policy."""
+    """Trainer with a publish key for acme's adapters whose names begin with policy."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway

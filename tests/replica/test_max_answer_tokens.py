@@ -9,9 +9,9 @@ from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.replica.request_builder import (
     check_echo,
-    fit_body,
+    count_prompt_logprobs,
     max_answer_tokens,
-    prompts_logprobs,
+    max_tokens_in_body,
 )
 from lorikeet_engine.request import SamplingParams
 
@@ -60,51 +60,51 @@ def with_logprobs(
 
 
 def test_a_body_of_too_many_log_probabilities_is_refused_and_says_how_to_ask():
-    assert fit_body(with_logprobs(20, 1560), 16, 131_072) == 1560
+    assert max_tokens_in_body(with_logprobs(20, 1560), 16, 131_072) == 1560
     with pytest.raises(InvalidInput, match=r"16 × 1561 tokens with 21 .* Set stream") as raised:
-        fit_body(with_logprobs(20, 1561), 16, 131_072)
+        max_tokens_in_body(with_logprobs(20, 1561), 16, 131_072)
     assert raised.value.param == "logprobs"
 
 
 def test_max_tokens_beyond_the_context_count_as_what_is_left_of_it():
-    assert fit_body(with_logprobs(20, 131_072), 16, 1000) == 1000
+    assert max_tokens_in_body(with_logprobs(20, 131_072), 16, 1000) == 1000
 
 
 def test_an_answer_without_max_tokens_is_cut_to_what_one_body_holds():
-    assert fit_body(with_logprobs(5), 1, 131_072) == 2**19 // 6
-    assert fit_body(with_logprobs(20), 16, 131_072) == 1560
-    assert fit_body(with_logprobs(5), 1, 4096) == 4096
+    assert max_tokens_in_body(with_logprobs(5), 1, 131_072) == 2**19 // 6
+    assert max_tokens_in_body(with_logprobs(20), 16, 131_072) == 1560
+    assert max_tokens_in_body(with_logprobs(5), 1, 4096) == 4096
 
 
 def test_prompts_that_are_scored_take_their_part_of_a_body():
     prompts = [(1,) * 1000] * 3
     echoing = replace(with_logprobs(1), echo=True, n=2, endpoint=Endpoint.COMPLETIONS)
-    assert prompts_logprobs(echoing, prompts) == 3000 * 2 * 2
-    assert fit_body(echoing, 6, 131_072, 12_000) == (2**19 - 12_000) // 12
+    assert count_prompt_logprobs(echoing, prompts) == 3000 * 2 * 2
+    assert max_tokens_in_body(echoing, 6, 131_072, 12_000) == (2**19 - 12_000) // 12
     telling = replace(echoing, prompt_logprobs=20)
-    assert prompts_logprobs(telling, prompts) == 3000 * (2 * 2 + 2 * 21)
+    assert count_prompt_logprobs(telling, prompts) == 3000 * (2 * 2 + 2 * 21)
     chatting = replace(telling, endpoint=Endpoint.CHAT, echo=False)
-    assert prompts_logprobs(chatting, prompts[:1]) == 1000 * 21
-    assert prompts_logprobs(with_logprobs(20), prompts) == 0
+    assert count_prompt_logprobs(chatting, prompts[:1]) == 1000 * 21
+    assert count_prompt_logprobs(with_logprobs(20), prompts) == 0
 
 
 def test_prompts_that_no_body_holds_are_refused():
     telling = replace(with_logprobs(None), prompt_logprobs=20)
-    assert prompts_logprobs(telling, [(1,) * 24_966]) == 24_966 * 21
+    assert count_prompt_logprobs(telling, [(1,) * 24_966]) == 24_966 * 21
     with pytest.raises(InvalidInput, match=r"24967 tokens with 21 .* 524288") as raised:
-        prompts_logprobs(telling, [(1,) * 24_967])
+        count_prompt_logprobs(telling, [(1,) * 24_967])
     assert raised.value.param == "prompt_logprobs"
 
 
 @pytest.mark.parametrize("call", [with_logprobs(None), with_logprobs(20, stream=True)])
 def test_streams_and_texts_may_be_of_any_size(call):
-    assert fit_body(call, 128, 131_072) == 131_072
+    assert max_tokens_in_body(call, 128, 131_072) == 131_072
 
 
 def test_a_streamed_response_repeats_its_logprobs_so_it_holds_a_quarter() -> None:
     streamed = replace(with_logprobs(5), endpoint=Endpoint.RESPONSES, stream=True)
-    assert fit_body(streamed, 1, 131_072) == 2**19 // (6 * 4)
-    assert fit_body(replace(streamed, stream=False), 1, 131_072) == 2**19 // 6
+    assert max_tokens_in_body(streamed, 1, 131_072) == 2**19 // (6 * 4)
+    assert max_tokens_in_body(replace(streamed, stream=False), 1, 131_072) == 2**19 // 6
 
 
 def test_prompts_that_each_choice_repeats_have_to_fit_into_one_body():

@@ -196,10 +196,10 @@ def test_a_copy_of_a_gateways_file_that_is_another_is_not_taken(pushed, tmp_path
     (cache := tmp_path / "cache").mkdir()
     held = PushedAdapters(cache, SlowlyTold(), lambda _: Residency.REMOTE, lambda _: None)
     monkeypatch.setattr(pushed_adapters.os, "link", on_another_file_system)
-    assert not held._take(ref.digest, str(tmp_path / "theirs"))
+    assert not held._copy_file(ref.digest, str(tmp_path / "theirs"))
     assert not list(cache.iterdir())
     (tmp_path / "theirs").write_bytes(blob)
-    assert held._take(ref.digest, str(tmp_path / "theirs"))
+    assert held._copy_file(ref.digest, str(tmp_path / "theirs"))
     assert (cache / ref.digest).read_bytes() == blob
 
 

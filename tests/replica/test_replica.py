@@ -519,7 +519,7 @@ def test_when_the_engines_process_dies_streams_end_with_an_error_and_no_call_is_
 def test_a_replica_whose_engine_hangs_sends_requests_elsewhere_and_says_nothing(
     settings, monkeypatch
 ):
-    for name, seconds in {"_LATE_S": 0.2, "_SUBMIT_S": 0.4, "_DEAD_S": 0.6}.items():
+    for name, seconds in {"_STALLED_S": 0.2, "_SUBMIT_S": 0.4, "_DEAD_S": 0.6}.items():
         monkeypatch.setattr(replica_module, name, seconds)
 
     async def scenario(replica):
@@ -580,7 +580,7 @@ def test_an_answer_is_as_likely_as_a_prompt_as_it_was_when_it_was_sampled(settin
 @pytest.fixture
 def impatient(monkeypatch):
     """A replica that thinks an engine dead after the time of a few slow calls."""
-    for name, calls in {"_LATE_S": 3, "_SUBMIT_S": 4, "_DEAD_S": 6}.items():
+    for name, calls in {"_STALLED_S": 3, "_SUBMIT_S": 4, "_DEAD_S": 6}.items():
         monkeypatch.setattr(replica_module, name, calls * SLOW_S)
     return monkeypatch
 

@@ -57,7 +57,7 @@ def test_a_feed_begins_with_everything_and_goes_on_with_changes():
 
 
 def test_many_adapters_come_in_parts(monkeypatch):
-    monkeypatch.setattr(module, "_PART", 3)
+    monkeypatch.setattr(module, "_SNAPSHOT_PART", 3)
 
     async def scenario(feed):
         feed.post(status(**{f"d{number}": "DISK" for number in range(7)}))
@@ -124,7 +124,7 @@ def test_stats_carry_live_stats_and_costs_and_no_adapters():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_fleet_that_listens_on_and_off_ends_up_knowing_what_is_held(monkeypatch, seed):
-    monkeypatch.setattr(module, "_PART", 4)
+    monkeypatch.setattr(module, "_SNAPSHOT_PART", 4)
     rng, digests = Random(seed), [f"d{number}" for number in range(20)]
 
     async def scenario(feed):

@@ -1,18 +1,24 @@
-"""What an adapter's file looks like, and whether to let it in. Needs no torch.
+"""The adapter file format, and the checks that an adapter must pass. Needs no torch.
 
 A **blob** is one safetensors file: PEFT's tensors sorted by name, and under the header's
-`__metadata__` one key, `lorikeet`, the canonical JSON of what matters of PEFT's config. Its SHA-256
-is the adapter's digest.
+`__metadata__` the key `lorikeet`, with the canonical JSON of those parts of PEFT's config that
+affect the results. Its SHA-256 is the adapter's digest.
 
-`blob` makes one of a PEFT folder: `saved_weights` reads its tensors, whose names `tensor_names`
-understands, and `lora_config` reduces adapter_config.json, with `targets` and `expressions`, which
-runs those of strangers in a process (`expression_child`); `mlx` reads MLX's folders, `trtllm`
-converts to PEFT's. `base_copies` describes what trainers save of the base model itself,
-`token_rows` the rows of tokens that were trained. `base_names` says which names are of one base
-model, `base_quantization` how its linears are stored. `spec` validates a blob by its `header`
-against a base model's `shape`, whose linears are its family's (`families`) and whose config.json
-`base_config` reads; `values` checks values and `image` sizes. The gateway, the CLI and `residency`
-call it.
+One checker serves three borders, since none of them trusts the one before. The CLI and the Python
+client make a blob of a trainer's folder (`write_blob`), the gateway checks uploaded and pushed
+blobs (`read_spec`, `check_values`), and each replica checks a blob again before it packs the blob
+(`read_spec`). All three parse headers, configs and pairs of tensors by the same functions. Regular
+expressions of a config run at the first border only, in a child process.
+
+    trainer's folder → blob     `blob`, from `saved_weights` (files), `tensor_names` (their names),
+                                `lora_config` (adapter_config.json, with `targets` and
+                                `expressions`), `experts` and `token_rows`; `mlx` reads MLX's
+                                folders, and `trtllm` converts TensorRT-LLM's to PEFT's
+    blob → checked adapter      `spec`, from `header` and against the base model's `shape`;
+                                `values` checks values, and `adapter_memory` sizes
+    base model                  `base_config` (config.json), `families` (their linears),
+                                `base_names`, `base_quantization`; `base_copies` describes copies
+                                of the base model's matrices in trainers' folders
 """
 
 from lorikeet_engine.adapter_format.adapter_memory import FLOAT32_MEMORY, AdapterMemory

@@ -1,4 +1,4 @@
-"""What an adapter takes on an engine."""
+"""Memory of engines for adapters, which an adapter's size is checked against."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,11 +10,12 @@ _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class AdapterMemory:
-    """Where engines keep packed adapters.
+    """Memory in which engines keep packed adapters.
 
-    dtype: float32, float16 or bfloat16. gpu_bytes, host_bytes: of a replica's each GPU and of its
-    host; None: not known. gpus: how many of a replica have a part of each adapter, by base model; 1
-    of one that is not named.
+    dtype: float32, float16 or bfloat16.
+    gpu_bytes: of each GPU of a replica; None: unknown.
+    host_bytes: of a replica's host; None: unknown.
+    gpus: number of a replica's GPUs that share each adapter, by base model; 1 if not named.
     """
 
     dtype: str
@@ -23,10 +24,11 @@ class AdapterMemory:
     gpus: Mapping[str, int] = field(default_factory=dict)
 
     def image_bytes(self, elements: int, gpus: int = 1) -> int:
-        """What an adapter takes on each of its replica's GPUs.
+        """Return the bytes that an adapter takes on each GPU of its replica.
 
-        elements: of the largest part. On the host there is one as large for each GPU. Raises
-        AdapterTooLarge.
+        The host holds one part of this size for each GPU.
+        elements: of the largest part.
+        Raises AdapterTooLarge.
         """
         taken = elements * _ELEMENT_BYTES[self.dtype]
         self._check(taken, self.gpu_bytes, "on a GPU")
@@ -46,4 +48,4 @@ class AdapterMemory:
 
 
 FLOAT32_MEMORY = AdapterMemory("float32")
-"""The memory of engines on a CPU, unless they are told otherwise, without a bound."""
+"""Unlimited memory of engines on a CPU, the default."""

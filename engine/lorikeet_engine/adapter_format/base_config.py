@@ -1,4 +1,4 @@
-"""Reads a base model's config.json: each value is checked where it is asked for."""
+"""Reads a base model's config.json; each value is checked by its reader."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from lorikeet_engine.adapter_format.families import TEXT_DECODERS, VISION_LANGUAGE
 from lorikeet_engine.errors import ModelError
 
-# What a vision-language model's file says of the text part outside of text_config.
+# Keys of the text part that a vision-language model's file has outside of text_config.
 _OUTSIDE = (
     *("_name_or_path", "compression_config", "dtype", "eos_token_id", "quantization_config"),
     *("tie_word_embeddings", "torch_dtype"),
@@ -16,7 +16,7 @@ _OUTSIDE = (
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of a base model's folder. Raises ModelError, whose field is the file."""
+    """Read a JSON object in a base model's folder. Raises ModelError, whose field is the file."""
     try:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -31,9 +31,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """What a folder's config.json says of the decoder. Raises ModelError."""
+    """Read the decoder's config from a folder's config.json. Raises ModelError."""
     raw = read_json(folder / "config.json")
-    # ModelOpt wrote first this file alone, and later quantization_config, too
+    # ModelOpt first wrote only this file, and later quantization_config, too
     alone = folder / "hf_quant_config.json"
     if raw.get("quantization_config") is None and alone.exists():
         said = read_json(alone).get("quantization")
@@ -43,12 +43,12 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def is_vision_language(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a vision-language model that is served as its text part."""
+    """Whether a config.json is of a vision-language model whose text part is served."""
     return raw.get("model_type") in VISION_LANGUAGE
 
 
 def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json as the decoder's alone would be: a vision-language model's has it inside.
+    """Return the decoder's config, which a vision-language model's config.json has inside.
 
     Raises ModelError for a text_config that is no object.
     """
@@ -67,7 +67,10 @@ def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """A positive integer; default: what it is where the file does not say. Raises ModelError."""
+    """Return a positive integer. Raises ModelError.
+
+    default: value to assume if the file has none.
+    """
     value = raw.get(field)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -76,7 +79,10 @@ def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> i
 
 
 def number(raw: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    """A positive number; default: what it is where the file does not say. Raises ModelError."""
+    """Return a positive number. Raises ModelError.
+
+    default: value to assume if the file has none.
+    """
     value = raw.get(field)
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
@@ -85,7 +91,7 @@ def number(raw: Mapping[str, Any], field: str, default: float | None = None) -> 
 
 
 def numbers(raw: Mapping[str, Any], field: str, count: int) -> tuple[float, ...]:
-    """A list of `count` positive numbers. Raises ModelError."""
+    """Return a list of `count` positive numbers. Raises ModelError."""
     value = raw.get(field)
     if not isinstance(value, list) or len(value) != count:
         raise refusal(field, value, f"a list of {count} positive numbers")
@@ -93,7 +99,10 @@ def numbers(raw: Mapping[str, Any], field: str, count: int) -> tuple[float, ...]
 
 
 def flag(raw: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
-    """True or false; default: what it is where the file does not say. Raises ModelError."""
+    """Return true or false. Raises ModelError.
+
+    default: value to assume if the file has none.
+    """
     value = raw.get(field)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -102,5 +111,5 @@ def flag(raw: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
 
 
 def refusal(field: str, value: object, want: str) -> ModelError:
-    """What to raise for a value that cannot be served; its `field` is the key."""
+    """Return the error for a value that cannot be served; its `field` is the key."""
     return ModelError(f"config.json: {field}={value!r}: want {want}", field=field)

@@ -1,8 +1,8 @@
 """Copies of the base model's own matrices, which trainers save beside an adapter.
 
-PEFT saves the head along where it is targeted, and head and embeddings where the vocabulary seems
-to have grown. A blob has no room for them: it says what they held, so that whoever has the base
-model's weights can tell whether they are those. A copy that is not was trained or resized.
+PEFT also saves lm_head if it is targeted, and lm_head and embeddings if the vocabulary seems to
+have grown. A blob does not contain them, but their hashes, so that whoever has the base model's
+weights can check that the copies equal them. A copy that differs was trained or resized.
 """
 
 import hashlib
@@ -24,9 +24,11 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class BaseCopy:
-    """What a copy held: a matrix [vocabulary, hidden] by the SHA-256 of its bytes in this dtype.
+    """Identity of a copied matrix [vocabulary, hidden].
 
-    module: embed_tokens or lm_head. dtype: F32, F16 or BF16.
+    module: embed_tokens or lm_head.
+    dtype: F32, F16 or BF16.
+    sha256: of the matrix's bytes in this dtype.
     """
 
     module: str
@@ -36,7 +38,7 @@ class BaseCopy:
 
 
 def describe_copy(module: str, tensor: SavedTensor) -> BaseCopy:
-    """Read a copy that lies in a trainer's folder. Raises AdapterRejected."""
+    """Hash a copy in a trainer's folder. Raises AdapterRejected."""
     hashed = hashlib.sha256()
     for piece in tensor.pieces():
         hashed.update(piece)
@@ -44,7 +46,7 @@ def describe_copy(module: str, tensor: SavedTensor) -> BaseCopy:
 
 
 def copies_metadata(copies: Iterable[BaseCopy]) -> dict[str, str]:
-    """What a blob's metadata says of copies; nothing where there are none."""
+    """Return the entries about copies for a blob's metadata; none without copies."""
     entries = [asdict(copy) for copy in sorted(copies, key=lambda copy: copy.module)]
     if not entries:
         return {}
@@ -52,12 +54,12 @@ def copies_metadata(copies: Iterable[BaseCopy]) -> dict[str, str]:
 
 
 def base_copies(blob: Path) -> tuple[BaseCopy, ...]:
-    """The copies that lay beside a blob's adapter. Raises AdapterRejected."""
+    """Return the copies that were saved beside the adapter of a blob. Raises AdapterRejected."""
     return parse_copies(read_header(blob).metadata)
 
 
 def parse_copies(metadata: Mapping[str, str]) -> tuple[BaseCopy, ...]:
-    """The copies that a blob's metadata speaks of. Raises AdapterRejected."""
+    """Parse the copies in a blob's metadata. Raises AdapterRejected."""
     text = metadata.get(COPIES_KEY)
     if text is None:
         return ()

@@ -1,19 +1,19 @@
-"""What people call a base model: the same one has names of several owners and of its copies."""
+"""Names of base models: one model has names by several owners, and of quantised copies."""
 
 import re
 
 # In the Hub's cache, models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f2….
 _SNAPSHOT = re.compile(r"(?:^|/)models--(?:[^/]*--)?([^/]+)/snapshots/[^/]+$")
 _FP8 = re.compile(r"-fp8(?:-(?:dynamic|block|kv))?$", re.IGNORECASE)
-_META = re.compile(r"^meta-(?=llama-)")  # Llama 3 and 3.1 were published with and without it
+_META = re.compile(r"^meta-(?=llama-)")  # of Llama 3 and 3.1, under either name
 _QUANTISED = re.compile(rf"-(?:unsloth-)?bnb-4bit$|-[468]bit$|{_FP8.pattern}", re.IGNORECASE)
 
 
 def last_part(name: str) -> str:
-    """Return the name without what stands before it: meta-llama/Llama-3.1-8B → Llama-3.1-8B.
+    """Return the name without owner or folder: meta-llama/Llama-3.1-8B → Llama-3.1-8B.
 
-    Also of Windows' folders, and of those in the caches of the Hub and of ModelScope, which writes
-    ___ for each dot.
+    Also understands Windows folders, and the caches of the Hub and of ModelScope, which writes ___
+    for each dot.
     """
     name = name.replace("\\", "/").rstrip("/")
     snapshot = _SNAPSHOT.search(name)
@@ -21,21 +21,22 @@ def last_part(name: str) -> str:
 
 
 def unquantised_name(name: str) -> str:
-    """Return what a quantised copy is a copy of: unsloth/Llama-3.1-8B-bnb-4bit → Llama-3.1-8B.
+    """Return the original of a quantised copy: unsloth/Llama-3.1-8B-bnb-4bit → Llama-3.1-8B.
 
-    Of another model, its last part. The endings are those of Unsloth's and MLX's copies, and of
-    copies in FP8. Those of AWQ are no such copies: their linears read other, scaled inputs.
+    For other models, the last part of the name. Knows the endings of Unsloth's and MLX's copies,
+    and of FP8 copies. AWQ models do not count as copies: their linears read differently scaled
+    inputs.
     """
     return _QUANTISED.sub("", last_part(name))
 
 
 def is_nf4_copy(name: str) -> bool:
-    """Whether a name is of a copy that bitsandbytes quantised to NF4, as Unsloth calls them."""
+    """Whether the name is of a copy that bitsandbytes quantised to NF4, in Unsloth's naming."""
     return name.lower().endswith("bnb-4bit")
 
 
 def is_fp8_copy(name: str) -> bool:
-    """Whether a name is of a copy in FP8, as Qwen and Red Hat, for example, call theirs."""
+    """Whether the name is of a copy in FP8, as Qwen and Red Hat name theirs."""
     return _FP8.search(last_part(name)) is not None
 
 

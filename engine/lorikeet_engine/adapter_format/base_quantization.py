@@ -1,4 +1,4 @@
-"""In which format a base model's linears are quantised: what config.json says. Needs no torch."""
+"""Formats of a base model's quantised linears, as config.json describes them. Needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _METHODS = "fp8, compressed-tensors or modelopt (FP8), bitsandbytes (NF4), or aw
 
 
 class Quantization(StrEnum):
-    """A format of quantised linears; its value is what people call it."""
+    """A format of quantised linears; the value is its usual name."""
 
     FP8 = "fp8"
     NF4 = "nf4"
@@ -23,11 +23,11 @@ class Quantization(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinears:
-    """How a checkpoint stores its linears.
+    """Storage format of a checkpoint's linears.
 
-    group: inputs that share a scale, of AWQ and GPTQ; 0: all of them. zeros_less_one: GPTQ's first
-    version stores zero points so. block: rows and columns that share a scale, of FP8; None: each
-    row has one, or the matrix.
+    group: number of inputs that share a scale, for AWQ and GPTQ; 0: all of them.
+    zeros_less_one: zero points are stored minus one, as in GPTQ's first version.
+    block: rows and columns that share a scale, for FP8; None: one scale a row or a matrix.
     """
 
     format: Quantization
@@ -37,11 +37,11 @@ class QuantizedLinears:
 
 
 def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
-    """Read a config.json; None where its linears are floats.
+    """Parse config.json's quantisation; return None if the linears are floats.
 
-    Raises ModelError, whose `field` is the key at fault, for what is not supported.
+    Raises ModelError, whose `field` is the key at fault, for unsupported formats.
     """
-    # up to 0.5 compressed-tensors had a name of its own for it
+    # compressed-tensors up to 0.5 had a key of its own
     config = raw.get(_FIELD) or raw.get("compression_config")
     if config is None:
         return None
@@ -77,7 +77,7 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
 
 
 def _fp8(config: Mapping[str, Any]) -> QuantizedLinears:
-    """DeepSeek's blocks (transformers' FineGrainedFP8Config), or one scale of a matrix."""
+    """Parse DeepSeek's blocks (transformers' FineGrainedFP8Config), or one scale a matrix."""
     _require(config, "fmt", "e4m3", absent="e4m3")
     if config.get("weight_block_size") is None:
         return QuantizedLinears(Quantization.FP8)
@@ -85,12 +85,12 @@ def _fp8(config: Mapping[str, Any]) -> QuantizedLinears:
 
 
 def _has_kv_scales_alone(config: Mapping[str, Any]) -> bool:
-    """Whether a config says of keys and values how they may be rounded, and of no linear."""
+    """Whether a config describes the rounding of keys and values only, and of no linear."""
     return not _object(config, "config_groups") and bool(config.get("kv_cache_scheme"))
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
-    """Schemes FP8, FP8_DYNAMIC and FP8_BLOCK. Which linears are left out, the tensors say."""
+    """Parse schemes FP8, FP8_DYNAMIC and FP8_BLOCK. The tensors show which linears are excluded."""
     sparse = _object(config, "sparsity_config").get("format", "dense")
     if sparse != "dense":
         raise _refusal("sparsity_config.format", sparse, "dense")
@@ -104,7 +104,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
 
 
 def _online_transforms(config: Mapping[str, Any]) -> list[str]:
-    """What QuIP or SpinQuant rotate while a model computes, beside what is merged into weights."""
+    """Return the rotations by QuIP or SpinQuant that are not merged into weights."""
     schemes = _object(config, "config_groups").values()
     places = [each["location"] for scheme in schemes for each in scheme["apply"]]
     return [place for place in places if place not in ("weight_input", "weight_output")]
@@ -131,9 +131,10 @@ def _block(config: Mapping[str, Any], key: str) -> tuple[int, int]:
 
 
 def served_quantization(stored: QuantizedLinears | None, weight_dtype: str) -> str | None:
-    """What the values of served linears were rounded to, in words; None: to nothing.
+    """Describe the rounding of served linears in words; None: not rounded.
 
-    stored: of the checkpoint. weight_dtype: EngineSettings', which may round while loading.
+    stored: of the checkpoint.
+    weight_dtype: of EngineSettings, which may round while loading.
     """
     held = stored.format.value if stored else None
     rounded = None if weight_dtype in ("auto", held) else f"rounded to {weight_dtype}"
@@ -141,14 +142,14 @@ def served_quantization(stored: QuantizedLinears | None, weight_dtype: str) -> s
 
 
 def is_nf4(quantization: str | None) -> bool:
-    """Whether served_quantization says that the values are, or were before FP8, those of NF4."""
+    """Whether served_quantization says NF4, possibly before FP8."""
     return quantization is not None and Quantization.NF4.value in quantization
 
 
 def _group_of_4_bits(config: Mapping[str, Any]) -> int:
-    """The group of AWQ's or GPTQ's integers."""
+    """Return the group size of AWQ's or GPTQ's integers."""
     _require(config, "bits", 4)
-    _require(config, "rotation", None)  # GPTQModel then rotates what goes into down in serving
+    _require(config, "rotation", None)  # else GPTQModel rotates the inputs of down_proj at run time
     group = config.get("group_size")
     if group == -1:
         return 0
@@ -158,7 +159,7 @@ def _group_of_4_bits(config: Mapping[str, Any]) -> int:
 
 
 def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object of the config's, empty where it is null or not there."""
+    """Return an object of the config; empty if null or missing."""
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
         raise _refusal(key, value, "an object")
@@ -166,9 +167,9 @@ def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _require(config: Mapping[str, Any], key: str, *wanted: object, absent: object = None) -> object:
-    """Return a value, words in small letters, and refuse others than these.
+    """Return a value, strings in lower case; refuse all but the wanted values.
 
-    absent: what it is where the config does not say.
+    absent: value to assume if the config has none.
     """
     value = config.get(key, absent)
     found = value.lower() if isinstance(value, str) else value

@@ -1,6 +1,6 @@
-"""Turns PEFT's folder into a blob: one safetensors file, the same for the same adapter.
+"""Makes a blob of a trainer's folder: one safetensors file, identical for identical adapters.
 
-Writes such a folder, too: what other formats are made into.
+Also writes PEFT's folders, into which other formats are converted.
 """
 
 import hashlib
@@ -44,20 +44,20 @@ from lorikeet_engine.errors import AdapterRejected
 _MAX_CONFIG_BYTES = 4_000_000  # 36,096 names take 1.7 MB
 
 Tensor = tuple[str, np.ndarray]
-"""A dtype as safetensors calls it, and an array of the tensor's shape that holds its bytes."""
+"""A dtype in safetensors' naming, and an array of the tensor's shape with its bytes."""
 
 
 def write_blob(folder: Path, out: Path) -> str:
-    """Write the blob of what a trainer left in a folder, in PEFT's way or MLX's; return its digest.
+    """Write the blob of a trainer's folder, in PEFT's or MLX's format; return its digest.
 
-    The tensors' bytes stay as they are but for dtypes that no engine reads, under the names that
-    PEFT gives them for the plain base model, sorted; the config becomes one key of the
-    header's metadata. Copies of the base model's matrices stay behind: another key says what they
-    held. Raises AdapterRejected, and then leaves no file behind.
+    Tensors keep their bytes, except dtypes that no engine reads. They get the names that PEFT gives
+    them for the plain base model, sorted. The config becomes one key of the header's metadata.
+    Copies of the base model's matrices are left out; another key has their hashes. Raises
+    AdapterRejected, and then leaves no file behind.
     """
     raw, mlx = _read_config(folder), is_mlx(folder)
     raw = peft_config(raw) if mlx else raw
-    refuse_unsupported(raw)  # first: the config has better names for it than the tensors
+    refuse_unsupported(raw)  # first, since the config explains more than tensor names
     tensors = mlx_tensors(folder) if mlx else saved_tensors(folder)
     copies = _copies(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not copied_module(name)}
@@ -87,9 +87,9 @@ def write_blob(folder: Path, out: Path) -> str:
 def write_peft_folder(
     folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> None:
-    """Write a folder that is not there yet, which PEFT reads and write_blob takes.
+    """Write a new folder in PEFT's format, which write_blob accepts.
 
-    Raises AdapterRejected for what write_blob refuses, and then leaves no folder behind.
+    Raises AdapterRejected for content that write_blob refuses, and then leaves no folder behind.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -107,7 +107,7 @@ def write_peft_folder(
 
 
 def trained_on(blob: Path) -> str | None:
-    """The base model that a blob's config names, "" if it names none; None for no blob.
+    """Return the base model in a blob's config, "" if it names none; None if it is no blob.
 
     Raises AdapterRejected.
     """
@@ -116,13 +116,13 @@ def trained_on(blob: Path) -> str | None:
 
 
 def blob_digest(blob: Path) -> str:
-    """SHA-256 of the file's bytes, 64 lower-case hex digits."""
+    """Return the SHA-256 of the file's bytes, 64 lower-case hex digits."""
     with blob.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _in_blobs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """The pairs by what blobs call their modules."""
+    """Return the pairs by canonical module."""
     modules: dict[str, Pair] = {}
     for saved, sides in pairs.items():
         module = canonical_module(saved)
@@ -133,7 +133,7 @@ def _in_blobs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
 
 
 def _take_rows(tensors: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
-    """Take the rows of trained tokens out of the tensors; by module, as blobs call it."""
+    """Move the rows of trained tokens out of the tensors; return them by canonical module."""
     rows: dict[str, SavedTensor] = {}
     for name in list(tensors):
         module = token_rows_module(name)
@@ -167,7 +167,7 @@ def _read_config(folder: Path) -> dict[str, object]:
 
 
 def _instead_of(folder: Path) -> str:
-    """What to give in place of a folder without an adapter."""
+    """Return a suggestion for a folder without an adapter."""
     inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_FILE}"))
     if inside:
         return f"give a folder in it that has one: {', '.join(inside[:3])}"

@@ -1,7 +1,7 @@
-"""Runs strangers' regular expressions for expressions.py, in a process that may die of them.
+"""Child process of expressions.py: runs untrusted regular expressions, and may die of them.
 
-A script of the standard library alone, so that it starts in 30 ms. Arguments: the descriptor of a
-connection, the seconds of CPU time that all expressions may take, and the bytes of memory.
+A script that imports only the standard library, so that it starts in 30 ms. Arguments: descriptor
+of a connection, seconds of CPU time for all expressions, and bytes of memory.
 """
 
 import re
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 _NAME = re.compile(r"(?:\(\.\*\\\.\)\?\()?([\w.]+)\)?")
-"""An expression that is a plain name, or a name behind any others: PEFT may write one a linear."""
+"""An expression that is a plain name, or a name after any prefix: PEFT may write one a linear."""
 
 
 def main() -> None:
-    """Answer each list of expressions and texts, until the other end is closed."""
+    """Answer lists of expressions and texts until the other end is closed."""
     connection = Connection(int(sys.argv[1]))
     if sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         memory = int(sys.argv[3])
         memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
         resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
-    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[2]))  # then this process is killed
+    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[2]))  # its signal kills this process
     while True:
         try:
             expressions, texts = connection.recv()
@@ -47,7 +47,7 @@ def _first_matches(expressions: Sequence[str], texts: Sequence[str]) -> dict[str
 
 
 def _ending(expression: str) -> str:
-    """How all that it matches ends, if it is a name: most need not be tried then."""
+    """Return the last part of a plain name, else ""; texts that end differently need no match."""
     name = _NAME.fullmatch(expression)
     return name[1].rpartition(".")[2] if name else ""
 

@@ -1,7 +1,9 @@
-"""Runs the regular expressions of PEFT's configs, which strangers wrote.
+"""Runs the regular expressions of PEFT's configs, which are untrusted input.
 
-They are run where an adapter is packed, never by the server, and all of one config in a process of
-its own with little CPU time and memory: one of thirty characters can run for years.
+They run where an adapter is packed, never on a server, and all expressions of one config in a child
+process with little CPU time and memory: an expression of thirty characters can run for years.
+The `regex` package's timeout= is no substitute. It covers matching only, and compiling
+((a{1000}){1000}){1000} takes 17 s and 6 GB; and it accepts expressions that `re` refuses.
 """
 
 import subprocess
@@ -18,14 +20,14 @@ MAX_EXPRESSIONS = 2_000
 MAX_EXPRESSION_CHARACTERS = 4_096
 BUDGET_S = 0.75
 _MEMORY_BYTES = 256 << 20
-_WALL_S = 15.0  # for a machine that has no time for it
+_WALL_S = 15.0  # BUDGET_S is CPU time; this is for a busy machine
 _CHILD = Path(__file__).with_name("expression_child.py")
 
 
 class Expressions:
-    """The expressions of one config, in Python's own language as PEFT has it. A context.
+    """The expressions of one config, in the syntax of Python's `re`, as in PEFT. A context manager.
 
-    Their process is started with the first.
+    The first use starts the child process.
     """
 
     def __init__(self) -> None:
@@ -43,9 +45,10 @@ class Expressions:
     def first_matches(
         self, expressions: Sequence[str], texts: Iterable[str], field: str
     ) -> Mapping[str, int]:
-        """The number of the first expression that matches all of a text, for texts that have one.
+        """Return, for each text that an expression matches fully, the number of the first one.
 
-        field: the key at fault in what is raised. Raises AdapterRejected.
+        field: config key to name in errors.
+        Raises AdapterRejected.
         """
         longest = max(map(len, expressions), default=0)
         if longest > MAX_EXPRESSION_CHARACTERS:
@@ -69,7 +72,7 @@ class Expressions:
     def _ask(
         self, expressions: Sequence[str], texts: Sequence[str]
     ) -> Mapping[str, int] | str | None:
-        """What the process answers: matches or what is no expression; None if it dies of it."""
+        """Return the child's matches, or its text about an invalid expression; None if it died."""
         if self._process is None:
             self._process = self._start()
         try:
@@ -89,10 +92,10 @@ class Expressions:
                 [sys.executable, "-IS", str(_CHILD), str(theirs.fileno()), *limits],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # it may say what killed it
+                stderr=subprocess.DEVNULL,  # hides the message of a fatal signal
             )
 
 
 def bad_config(message: str, field: str) -> AdapterRejected:
-    """What to raise about one key of the config."""
+    """Return the error for one key of the config."""
     return AdapterRejected(f"{CONFIG_FILE}: {field}: {message}", field=field)

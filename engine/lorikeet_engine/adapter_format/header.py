@@ -1,7 +1,7 @@
-"""Reads the header of a safetensors file that nobody trusts yet.
+"""Reads the header of an untrusted safetensors file.
 
-A file is: the header's length (8 bytes, little endian), the header (JSON), the tensors' bytes.
-Size and tensor count are capped before anything is parsed or allocated: the library accepts
+Format: the header's length (8 bytes, little endian), the header (JSON), the tensors' bytes. Size
+and tensor count are limited before anything is parsed or allocated: the safetensors library accepts
 headers whose parsing takes a gigabyte.
 """
 
@@ -23,7 +23,7 @@ DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """The bounds of a file's header: its bytes, and the tensors that it names."""
+    """Limits of a file's header: its bytes, and the number of tensors."""
 
     max_bytes: int = MAX_HEADER_BYTES
     max_tensors: int = 10_000
@@ -34,7 +34,7 @@ BLOB_LIMITS = HeaderLimits()
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """A tensor's place in a file: its bytes are [begin, end), counted from the file's start.
+    """A tensor's place in a file: bytes [begin, end), from the start of the file.
 
     dtype: F32, F16 or BF16.
     """
@@ -46,13 +46,13 @@ class TensorSpan:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes it takes."""
+        """Size in bytes."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class BlobHeader:
-    """What a file says about itself: tensors by name, and the texts of `__metadata__`."""
+    """Content of a header: tensors by name, and the strings of `__metadata__`."""
 
     tensors: dict[str, TensorSpan]
     metadata: dict[str, str]
@@ -63,10 +63,10 @@ def read_header(
     dtype_bytes: Mapping[str, int] = DTYPE_BYTES,
     limits: HeaderLimits = BLOB_LIMITS,
 ) -> BlobHeader:
-    """Parse and check: spans cover the file without holes or overlaps, sizes fit the shapes.
+    """Parse the header, and check that spans cover the file without gaps and fit the shapes.
 
-    dtype_bytes: the dtypes that may be in it, and how many bytes an element of each takes. Raises
-    AdapterRejected, whose `field` is the tensor at fault or "header".
+    dtype_bytes: allowed dtypes, and the bytes of an element of each.
+    Raises AdapterRejected, whose `field` is the tensor at fault or "header".
     """
     with path.open("rb") as file:
         return parse_header(file, os.fstat(file.fileno()).st_size, path.name, dtype_bytes, limits)
@@ -79,12 +79,12 @@ def parse_header(
     dtype_bytes: Mapping[str, int] = DTYPE_BYTES,
     limits: HeaderLimits = BLOB_LIMITS,
 ) -> BlobHeader:
-    """Parse what a file of this size and name begins with, as `read_header` does."""
+    """Parse the begin of a file of this size and name, as `read_header` does."""
     begin = file.read(8)
     length = int.from_bytes(begin, "little")
     if begin == b"version ":  # https://git-lfs.github.com/spec/v1
         raise _bad(
-            f"{name} is a note that Git LFS has left in its place: get it with `git lfs pull`"
+            f"{name} is a Git LFS pointer file, not the weights: fetch them with `git lfs pull`"
         )
     if file_bytes < 10 or length > file_bytes - 8:
         raise _bad(
@@ -108,7 +108,7 @@ def parse_header(
 def header_bytes(
     tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """What a file begins with whose tensors, as (dtype, shape), follow each other in this order.
+    """Return the header of a file with these tensors, (dtype, shape), in this order.
 
     Raises AdapterRejected.
     """
@@ -126,12 +126,12 @@ def header_bytes(
 
 
 def parse_json_object(data: bytes | str, field: str) -> dict[str, Any]:
-    """A JSON object without repeated or unprintable keys, NaN or Infinity.
+    """Parse a JSON object without repeated or unprintable keys, NaN or Infinity.
 
-    Raises AdapterRejected(field=...).
+    Raises AdapterRejected with this field.
     """
     try:
-        text = data if isinstance(data, str) else data.decode()  # json would take UTF-16, too
+        text = data if isinstance(data, str) else data.decode()  # json.loads takes UTF-16, too
         parsed = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise AdapterRejected(f"{field} is not valid JSON: {error}", field=field) from error
@@ -151,7 +151,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(entries) != len(pairs):
         raise ValueError("a key appears twice")
     for key in entries:
-        if not key.isprintable():  # it would be repeated in messages: a lone surrogate breaks them
+        if not key.isprintable():  # messages repeat the key, and a lone surrogate breaks them
             raise ValueError(f"the key {reprlib.repr(key)} holds characters that do not print")
     return entries
 

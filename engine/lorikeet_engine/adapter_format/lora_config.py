@@ -1,7 +1,7 @@
-"""PEFT's adapter_config.json, reduced to what changes the numbers.
+"""PEFT's adapter_config.json, reduced to the parts that affect the results.
 
 PEFT's patterns are regular expressions. They are resolved to module names once, where the adapter
-is packed: the reader of a blob looks names up and never runs a stranger's expression.
+is packed: a reader of a blob looks names up, and never runs untrusted expressions.
 """
 
 import json
@@ -53,14 +53,14 @@ _WITHOUT_EFFECT = frozenset(
         "qalora_group_size",
         "ensure_weight_tying",
         "runtime_config",
-        "quantization_config",  # how the base model lay in memory while it was trained on
+        "quantization_config",  # of the base model during training
         "unsloth_version",
-        "merge_weights",  # until PEFT 0.2: whether to merge where it is evaluated
+        "merge_weights",  # until PEFT 0.2: merge for evaluation
     }
 )
 _REASONS = {
-    "use_dora": "DoRA also rescales what the base model computes, for which the kernels have no "
-    "place; train with use_dora=False",
+    "use_dora": "DoRA also rescales the base model's outputs, which the kernels do not support; "
+    "train with use_dora=False",
     "modules_to_save": "whole modules cannot be served beside the base model; train without them",
     "lora_bias": "LoRA biases are not supported; train with lora_bias=False",
     "fan_in_fan_out": "it is for Conv1D layers, as GPT-2 has; no base model served here has them",
@@ -72,7 +72,7 @@ _REASONS = {
     "megatron_config": "Megatron's parallel layers are not supported; train on the plain model",
     "arrow_config": "routing between adapters is not supported; register each adapter",
     "kasa_config": "KaSA changes the base model; train a plain LoRA",
-    "velora_config": "VeLoRA keeps what it trains with among the weights; train a plain LoRA",
+    "velora_config": "VeLoRA saves training state among the weights; train a plain LoRA",
     "monteclora_config": "sampled LoRA weights are not supported; train a plain LoRA",
 }
 _OTHER_INITS = (
@@ -83,10 +83,11 @@ _OTHER_INITS = (
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """What a blob's metadata holds. The patterns' keys are whole module names.
+    """The config in a blob's metadata.
 
-    families: those of which all that the config targets has weights; None: all that have the
-    linears with weights.
+    rank_pattern, alpha_pattern: by full module name.
+    families: families of base models in which every targeted linear has weights; None: all families
+        that have the linears with weights.
     """
 
     base_model_name_or_path: str
@@ -100,10 +101,11 @@ class LoraConfig:
 
     @classmethod
     def from_peft(cls, raw: Mapping[str, Any], modules: Iterable[str]) -> "LoraConfig":
-        """Parse what PEFT's file holds, for the modules that the weights touch.
+        """Parse PEFT's config for the modules that have weights.
 
-        raw has passed refuse_unsupported. modules: as the trainer saved them; the patterns' keys
-        are what blobs call them. Raises AdapterRejected.
+        raw: has passed refuse_unsupported.
+        modules: in the trainer's naming; the patterns' keys are canonical.
+        Raises AdapterRejected.
         """
         modules = sorted(modules)
         with Expressions() as run:
@@ -134,24 +136,24 @@ class LoraConfig:
         return _checked(**raw)
 
     def to_json(self) -> str:
-        """The canonical text: equal configs give equal texts."""
+        """Return the canonical text: equal configs give equal texts."""
         named = asdict(self)
         if self.families is None:
             del named["families"]
         return json.dumps(named, sort_keys=True, separators=(",", ":"))
 
     def rank(self, module: str) -> int:
-        """The rank that the config gives this module, for instance model.layers.0.mlp.up_proj."""
+        """Return the rank of a module, for instance model.layers.0.mlp.up_proj."""
         return self.rank_pattern.get(module, self.r)
 
     def scaling(self, module: str) -> float:
-        """The factor of B @ A: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
+        """Return the factor of B @ A: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
         alpha, rank = self.alpha_pattern.get(module, self.lora_alpha), self.rank(module)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    """Name what PEFT can train and nobody serves here. Raises AdapterRejected."""
+    """Raise AdapterRejected for an option that PEFT can train and no engine can serve."""
     if raw.get("peft_type") != "LORA":
         raise _bad("only LORA adapters can be served", "peft_type", raw.get("peft_type"))
     if raw.get("bias", "none") != "none":
@@ -163,7 +165,7 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise _bad(_OTHER_INITS, "init_lora_weights", init)
     if raw.get("lora_alpha", 8) == 0:
         raise _bad(
-            "the adapter would change nothing; give what it was trained with", "lora_alpha", 0
+            "the adapter would change nothing; give the alpha of the training", "lora_alpha", 0
         )
     for key, value in raw.items():
         if key not in _UNDERSTOOD | _WITHOUT_EFFECT and value:

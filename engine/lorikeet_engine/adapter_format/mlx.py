@@ -1,9 +1,9 @@
 """MLX's LoRA folders, as PEFT's tensors and config.
 
-`mlx_lm.lora` saves adapters.safetensors with lora_a [d_in, rank] and lora_b [rank, d_out] for each
+`mlx_lm.lora` saves adapters.safetensors, with lora_a [d_in, rank] and lora_b [rank, d_out] for each
 linear, and its whole command line as adapter_config.json. The delta is scale · x · lora_a · lora_b
-(mlx-lm 0.32, tuner/lora.py). Those of experts, of mlp.switch_mlp.gate_proj, up_proj and down_proj,
-are as in blobs: lora_a [experts, rank, d_in], lora_b [experts, d_out, rank].
+(mlx-lm 0.32, tuner/lora.py). Linears of experts, mlp.switch_mlp.gate_proj, up_proj and down_proj,
+have the shapes of blobs: lora_a [experts, rank, d_in], lora_b [experts, d_out, rank].
 """
 
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ _EXPERTS = ".switch_mlp."
 
 
 def is_mlx(folder: Path) -> bool:
-    """Whether MLX saved an adapter there."""
+    """Whether a folder has an adapter in MLX's format."""
     return (folder / MLX_WEIGHTS_FILE).is_file()
 
 
 def mlx_tensors(folder: Path) -> dict[str, SavedTensor]:
-    """PEFT's tensors by name. Raises AdapterRejected."""
+    """Return PEFT's tensors by name. Raises AdapterRejected."""
     tensors, adapted = {}, set()
     for name, tensor in tensors_of([folder / MLX_WEIGHTS_FILE]).items():
         module, _, side = name.rpartition(".")
         adapted.add(module.rpartition(".")[2])
         if side not in _SIDES:
-            tensors[name] = tensor  # to be refused by its name
+            tensors[name] = tensor  # refused later, by name
         elif _EXPERTS in module:
             module = module.replace(_EXPERTS, ".experts.")
             tensors[tensor_name(module, _SIDES[side])] = tensor
@@ -50,7 +50,7 @@ def mlx_tensors(folder: Path) -> dict[str, SavedTensor]:
 
 
 def peft_config(raw: Mapping[str, Any]) -> dict[str, object]:
-    """PEFT's config for what MLX's says. Raises AdapterRejected."""
+    """Return PEFT's config for MLX's. Raises AdapterRejected."""
     kind, given = raw.get("fine_tune_type", "lora"), raw.get("lora_parameters")
     if kind != "lora":
         raise bad_config(f"{kind!r}: only lora can be served", "fine_tune_type")

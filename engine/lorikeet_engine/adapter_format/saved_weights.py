@@ -1,4 +1,4 @@
-"""The weights in a folder that a trainer left: one safetensors file, or shards with an index."""
+"""Weights in a trainer's folder: one safetensors file, or shards with an index."""
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,21 +20,22 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _NEW_TOKENS = ("new_embeddings.safetensors", "new_embeddings.bin")
 _MAX_SHARDS = 100
-# A folder is read by whom it belongs to. Qwen3-30B-A3B has 36,864 matrices of single experts, whose
-# names take 7 MB; in a blob they are 288.
+# Larger than for blobs, since a folder is read by its owner. Qwen3-30B-A3B has 36,864 matrices of
+# single experts, whose names take 7 MB; in a blob they are 288.
 MAX_INDEX_BYTES = 32_000_000
 _LIMITS = HeaderLimits(MAX_INDEX_BYTES, max_tensors=150_000)
 _CHUNK_BYTES = 4 << 20
-_FLOAT8 = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}  # bits of the exponent, and of the fraction
+_FLOAT8 = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}  # bits of exponent and fraction
 _IN_BLOBS = {"F64": "F32"} | dict.fromkeys(_FLOAT8, "BF16")
 _SAVED_BYTES = DTYPE_BYTES | {"F64": 8} | dict.fromkeys(_FLOAT8, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor(TensorSpan):
-    """A tensor's place in one of a folder's files. dtype: also F64, F8_E4M3 or F8_E5M2.
+    """A tensor's place in one of a folder's files.
 
-    transposed: the file holds the columns of a matrix of this shape one after the other.
+    dtype: also F64, F8_E4M3 or F8_E5M2.
+    transposed: the file holds the matrix of this shape in column-major order.
     """
 
     file: Path
@@ -42,15 +43,15 @@ class SavedTensor(TensorSpan):
 
     @property
     def blob_dtype(self) -> str:
-        """The dtype that a blob holds it in: F32 for F64, and BF16, which is exact, for FP8."""
+        """Dtype in a blob: F32 for F64, and BF16, which is exact, for FP8."""
         return _IN_BLOBS.get(self.dtype, self.dtype)
 
     def transpose(self) -> "SavedTensor":
-        """The matrix whose rows are this one's columns."""
+        """Return the transposed matrix."""
         return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
 
     def pieces(self) -> Iterator[bytes]:
-        """The tensor's bytes in blob_dtype, a few MiB at once. Raises AdapterRejected."""
+        """Yield the tensor's bytes in blob_dtype, a few MiB at once. Raises AdapterRejected."""
         if self.transposed and self.begin < self.end:
             yield self._transposed(b"".join(self._pieces()))
         else:
@@ -84,15 +85,15 @@ class SavedTensor(TensorSpan):
 
 
 def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
-    """The tensors of PEFT's folder, by name. Raises AdapterRejected."""
+    """Return the tensors of PEFT's folder, by name. Raises AdapterRejected."""
     refuse_added_tokens([path.name for path in folder.iterdir()])
     return tensors_of(_files(folder))
 
 
 def refuse_added_tokens(names: Container[str]) -> None:
-    """Refuse an adapter whose added tokens are in a file of their own, where vLLM once read them.
+    """Raise AdapterRejected if added tokens have a file of their own, where vLLM once read them.
 
-    names: of the files that lie beside it. Raises AdapterRejected.
+    names: of the files beside the adapter.
     """
     for name in _NEW_TOKENS:
         if name in names:
@@ -104,7 +105,7 @@ def refuse_added_tokens(names: Container[str]) -> None:
 
 
 def tensors_of(files: Sequence[Path]) -> dict[str, SavedTensor]:
-    """The tensors of safetensors files, by name. Raises AdapterRejected."""
+    """Return the tensors of safetensors files, by name. Raises AdapterRejected."""
     tensors: dict[str, SavedTensor] = {}
     for file in files:
         for name, span in read_header(file, _SAVED_BYTES, _LIMITS).tensors.items():
@@ -118,7 +119,7 @@ def tensors_of(files: Sequence[Path]) -> dict[str, SavedTensor]:
 
 
 def shard_names(index: bytes) -> list[str]:
-    """The files that an index names, which lie beside it. Raises AdapterRejected."""
+    """Return the files that an index names, which lie beside it. Raises AdapterRejected."""
     places = parse_json_object(index, INDEX_FILE).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise _bad(f"{INDEX_FILE} has no weight_map of tensors to files")
@@ -160,7 +161,7 @@ def _files(folder: Path) -> list[Path]:
 
 @cache
 def _bfloat16_of(float8: str) -> np.ndarray:
-    """The bits of each of the 256 values of a float8, as bfloat16 [256] uint16.
+    """Return all 256 values of a float8 format, as bfloat16 [256] uint16.
 
     Source: OCP 8-bit Floating Point Specification (OFP8), tables 1 and 2.
     """

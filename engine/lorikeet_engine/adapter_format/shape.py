@@ -1,4 +1,4 @@
-"""A base model's sizes, and the widths of its linears: what an adapter's matrices must fit."""
+"""Sizes of a base model and its linears, which an adapter's matrices must fit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,14 @@ from lorikeet_engine.adapter_format.families import (
 
 @dataclass(frozen=True, slots=True)
 class BaseShape:
-    """One base model's shape. Widths in elements.
+    """Shape of one base model; widths in elements.
 
-    Tables of all that adapters can change have a row for each decoder layer and one more,
-    outer_layer, and a column for each of `modules`. The last four of these are outer_layer's alone.
-    tied: whether lm_head's weights are those of the embeddings. experts: of each layer, of which
-    intermediate is one's width; 0 where MLPs are dense.
+    Tables of adapted modules have one row a decoder layer, and a last row, outer_layer, for modules
+    outside the layers. They have one column for each of `modules`; the last four are for
+    outer_layer only.
+
+    tied: lm_head has the embeddings' weights.
+    experts: number of experts in each layer, each of width `intermediate`; 0 for dense MLPs.
     """
 
     family: str
@@ -41,7 +43,7 @@ class BaseShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
-        """From what read_config returns. Raises ModelError, whose `field` is the key at fault."""
+        """Return the shape for read_config's result. Raises ModelError, with the key as `field`."""
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
             others = ", ".join(VISION_LANGUAGE)
@@ -73,40 +75,40 @@ class BaseShape:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The linears of each decoder layer that adapters can change."""
+        """Linears of each decoder layer that adapters can change."""
         return FAMILIES[self.family].linears
 
     @property
     def modules(self) -> tuple[Linear, ...]:
-        """A layer's linears, then what the model has once; indices elsewhere count them."""
+        """Linears of a layer, then modules outside the layers; module indices refer to this."""
         return (*self.linears, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS)
 
     @property
     def outer_layer(self) -> int:
-        """The number of the row of tables, after the layers', of lm_head and the embeddings."""
+        """Row of tables, after those of the layers, for lm_head and the embeddings."""
         return self.layers
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """The indices of a layer's linears that are one fused product, by the group's name."""
+        """Indices of a layer's linears that are computed as one fused product, by group."""
         groups = groupby(enumerate(self.linears), key=lambda pair: pair[1].group)
         return {name: tuple(index for index, _ in members) for name, members in groups}
 
     def dims(self, index: int) -> tuple[int, int]:
-        """(d_in, d_out) of the linear with this index in `modules`."""
+        """Return (d_in, d_out) of the module with this index."""
         linear = self.modules[index]
         return self._elements(linear.inputs), sum(map(self._elements, linear.outputs))
 
     def matrices(self, index: int) -> int:
-        """How many of these widths the linear with this index has: of experts one for each."""
+        """Return the number of matrices of the module with this index: one, or one an expert."""
         return self.experts if self.modules[index].of_experts else 1
 
     def index(self, name: str) -> int:
-        """The index in `modules` of the one with this name. Raises ValueError if there is none."""
+        """Return the index in `modules` of a name. Raises ValueError for an unknown name."""
         return [linear.name for linear in self.modules].index(name)
 
     def pieces(self, width: Width) -> tuple[int, int]:
-        """(number of pieces, elements of each) of a width."""
+        """Return (number of pieces, elements of each) of a width."""
         return {
             Width.HIDDEN: (self.hidden, 1),
             Width.QUERIES: (self.heads, self.head_dim),
@@ -118,7 +120,7 @@ class BaseShape:
         }[width]
 
     def key(self, width: Width) -> str:
-        """The key of config.json that says how many pieces a width has."""
+        """Return the key of config.json with a width's number of pieces."""
         keys = FAMILIES[self.family].experts
         return keys.width if keys and width is Width.INTERMEDIATE else width
 
@@ -128,6 +130,6 @@ class BaseShape:
 
 
 def _experts(config: Mapping[str, Any], counts: Sequence[str]) -> int:
-    """How many experts a layer has, as the first of these keys that the file has says."""
+    """Return the number of experts in a layer, by the first of these keys in the file."""
     field = next((key for key in counts if config.get(key) is not None), counts[0])
     return integer(config, field)

@@ -1,4 +1,4 @@
-"""Validates a blob against a base model and says where its matrices lie."""
+"""Validates a blob against a base model, and locates its matrices."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -32,13 +32,16 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """The bounds of what an operator lets in. max_bytes: of the blob."""
+    """Limits that an operator sets for adapters.
+
+    max_bytes: of the blob.
+    """
 
     max_rank: int
     max_bytes: int
 
     def lowered_to(self, max_rank: int | None, max_bytes: int | None) -> "AdapterLimits":
-        """Narrow these limits to a tenant's own; None for no own limit."""
+        """Return these limits narrowed to a tenant's own; None: no own limit."""
         return AdapterLimits(
             self.max_rank if max_rank is None else min(self.max_rank, max_rank),
             self.max_bytes if max_bytes is None else min(self.max_bytes, max_bytes),
@@ -49,9 +52,13 @@ class AdapterLimits:
 class LinearLora:
     """One adapted linear: a [rank, d_in], b [d_out, rank].
 
-    Of experts both have a first dimension more: as many as there are, or 1 that all of them share.
-    layer, linear: its place in tables, as BaseShape says. name: what errors call it. gathers:
-    Linear's. experts: how many there are; 1 for other linears.
+    Matrices of experts have another first dimension: the number of experts, or 1 if all experts
+    share the matrix.
+
+    layer, linear: row and column in tables, as BaseShape says.
+    name: for errors.
+    gathers: as in Linear.
+    experts: number of experts; 1 for other linears.
     """
 
     layer: int
@@ -65,15 +72,20 @@ class LinearLora:
     experts: int = 1
 
     def matrix(self, side: str) -> str:
-        """What errors call one of its matrices; side: A or B."""
+        """Return the name of a matrix for errors.
+
+        side: A or B.
+        """
         return f"{self.name}.lora_{side}"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """A blob that was found good. linears is sorted by layer, then linear.
+    """A valid blob.
 
-    token_rows: of trained tokens; of a base model whose head is tied, the embeddings' are both's.
+    linears: sorted by layer, then linear.
+    token_rows: rows of trained tokens. If the base model's head is tied, rows of the embeddings
+        apply to both.
     """
 
     base_model: str
@@ -84,7 +96,7 @@ class AdapterSpec:
 
     @property
     def shared_a(self) -> frozenset[tuple[int, int]]:
-        """Layer and linear of each whose A is that of the one before: experts' up_proj's can be."""
+        """(layer, linear) of linears with the previous linear's A, as up_proj of experts may be."""
         return frozenset(
             (part.layer, part.linear)
             for before, part in pairwise(self.linears)
@@ -93,7 +105,7 @@ class AdapterSpec:
 
     @property
     def touches(self) -> TouchedModules:
-        """What it changes of the base model."""
+        """Modules of the base model that the adapter changes."""
         names = {part.linear: part.name.rpartition(".")[2] for part in self.linears}
         return TouchedModules(
             linears=tuple(names[linear] for linear in sorted(names)),
@@ -105,16 +117,16 @@ class AdapterSpec:
         )
 
     def packed_elements(self, dims: Callable[[int], tuple[int, int]]) -> int:
-        """Elements of the packed image: true ranks, each matrix aligned, and each expert's own.
+        """Return the elements of the packed image: true ranks, aligned matrices, all experts.
 
-        dims: as BaseShape's, or of what a GPU keeps of each module.
+        dims: returns (d_in, d_out) of a module, as in BaseShape, or of one GPU's part.
         """
         matrices = [p.experts * p.rank * dims(p.linear)[side] for p, side in self._matrices()]
         rows = [n for p in self.token_rows for n in (math.prod(p.rows.shape), 3 * len(p.ids))]
         return sum(map(aligned, matrices + rows))
 
     def _matrices(self) -> Iterator[tuple[LinearLora, int]]:
-        """Each matrix once: a linear that has it, and 0 for its A or 1 for its B."""
+        """Yield each matrix once, as a linear and a side: 0 for its A, 1 for its B."""
         shared = self.shared_a
         for part in self.linears:
             held = (part.layer, part.linear) in shared
@@ -122,12 +134,12 @@ class AdapterSpec:
 
 
 def aligned(elements: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """Round up to a multiple of ALIGNMENT."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpec:
-    """Validate everything but the values (check_values). Reads the header only.
+    """Validate all but the values (see check_values). Reads the header only.
 
     Raises AdapterRejected (field: the tensor, module or config key at fault) or AdapterTooLarge.
     """
@@ -168,9 +180,9 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
 def pair_tensors(
     tensors: Mapping[str, Span], split: Callable[[str], tuple[str, str]] = split_tensor_name
 ) -> dict[str, dict[str, Span]]:
-    """{module: {"A": span, "B": span}}. Raises AdapterRejected for anything incomplete.
+    """Return {module: {"A": span, "B": span}}. Raises AdapterRejected for incomplete pairs.
 
-    split: says of which module a tensor is, and which of the two.
+    split: returns a tensor's module and side.
     """
     pairs: dict[str, dict[str, Span]] = {}
     for name, span in tensors.items():
@@ -189,9 +201,10 @@ def pair_tensors(
 
 
 def check_rank(module: str, sides: Mapping[str, TensorSpan], want: int | None = None) -> int:
-    """The rank that both halves agree on. Raises AdapterRejected.
+    """Return the rank of both matrices of a module. Raises AdapterRejected if they disagree.
 
-    Of experts either may be stacked, with one dimension more.
+    Matrices of experts may have a dimension more.
+    want: rank according to the config.
     """
     a, b = sides["A"].shape, sides["B"].shape
     dimensions = (2, 3) if is_of_experts(module) else (2,)
@@ -278,7 +291,7 @@ def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
 
 
 def _place(module: str, shape: BaseShape) -> tuple[int, int]:
-    """(layer, index in the shape's modules)."""
+    """Return (layer, index in the shape's modules)."""
     for outer in (HEAD, EMBEDDINGS):
         if module == outer.module:
             return shape.outer_layer, shape.index(outer.name)

@@ -1,4 +1,4 @@
-"""Which linears a PEFT config speaks of: its targets and its patterns, resolved as PEFT does."""
+"""Linears that a PEFT config selects by targets and patterns, resolved as PEFT does."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -27,13 +27,15 @@ Selects = Callable[[str], bool]
 def check_targets(
     raw: Mapping[str, Any], modules: Sequence[str], run: Expressions
 ) -> tuple[str, ...] | None:
-    """Check that the weights are for exactly the linears that the config targets.
+    """Check that exactly the linears that the config targets have weights.
 
-    modules: as the trainer saved them, since that is what the config's expressions speak of. PEFT
-    trains those targets that the base model has, so return the families of which each target has
-    weights, sorted; None: all that have the linears with weights. Layers after the last one with
-    weights are not looked for: only the base model knows how many there are. Without target_modules
-    nothing is said. Raises AdapterRejected.
+    Returns the families in which each target has weights, sorted, since PEFT skips targets that the
+    base model lacks; None: all families that have the linears with weights, or no target_modules.
+    Layers after the last one with weights are not checked: only the base model knows the number of
+    layers.
+
+    modules: in the trainer's naming, to which the config's expressions refer.
+    Raises AdapterRejected.
     """
     linears = linears_of([canonical_module(module) for module in modules])
     outer = {m for m in modules if not _is_in_layer(m)}
@@ -66,9 +68,10 @@ def check_targets(
 def _expected(
     modules: Sequence[str], outer: Collection[str], last: int, with_weights: Collection[Linear]
 ) -> dict[str, set[str]]:
-    """All that a config can target, as the trainer calls it, by family that has the linears.
+    """Return all modules that a config can target, in the trainer's naming, by family.
 
-    The family that the weights look like comes first.
+    Only families that have the linears with weights; first the family that the weights resemble
+    most.
     """
     place, layers = layers_prefix(modules), range(min(last + 1, _MAX_LAYERS))
     names = {old: ConfiguredNames(modules, old_linears=old) for old in (False, True)}
@@ -85,8 +88,8 @@ def _expected(
             for path in paths:
                 inner |= names[kind[1]].of(path)
                 if len(inner) > _MAX_LINEARS:
-                    problem = f"{last + 1} layers of as many experts as one of them numbers"
-                    raise bad_config(f"{problem}: over {_MAX_LINEARS} linears", "target_modules")
+                    problem = f"{last + 1} layers of such experts: over {_MAX_LINEARS} linears"
+                    raise bad_config(problem, "target_modules")
             found[kind] = {
                 place + m.removeprefix("model.") if m != HEAD.module else m for m in inner
             }
@@ -95,13 +98,16 @@ def _expected(
 
 
 def targets_parameter(raw: Mapping[str, Any], name: str) -> bool:
-    """Whether target_parameters selects a parameter, by its whole name or the end of it."""
+    """Whether target_parameters selects a parameter, by its full name or an ending."""
     targets = _strings(raw.get("target_parameters") or [], "target_parameters")
     return not _ends(name).isdisjoint(targets)
 
 
 def _missing(module: str, last: int, layers: Collection[int]) -> str:
-    """Say of a targeted module that it has no weight. layers: those with any, up to the last."""
+    """Describe a targeted module without weights.
+
+    layers: those with weights, up to the last.
+    """
     known = (*(outer.module for outer in _OUTER), *(f"model.layers.{layer}." for layer in layers))
     doubt = "" if module.startswith(known) else f"layer {last}, the last, is misnumbered, "
     return (
@@ -113,10 +119,7 @@ def _missing(module: str, last: int, layers: Collection[int]) -> str:
 def resolve_pattern(
     raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expressions
 ) -> dict[str, Any]:
-    """A pattern's value for each module that it matches: PEFT takes the first key that does.
-
-    Raises AdapterRejected.
-    """
+    """Return a pattern's value for each module that it matches; the first matching key wins."""
     pattern = raw.get(key) or {}
     if not isinstance(pattern, Mapping):
         raise bad_config("want an object", key)
@@ -128,14 +131,17 @@ def resolve_pattern(
 
 
 def _behind_any(name: str) -> str:
-    """The expression that PEFT makes of a name: behind whatever ends in a dot."""
+    """Return the expression that PEFT makes of a name: after any prefix that ends in a dot."""
     return rf"(.*\.)?({name})"
 
 
 def _targeted(
     raw: Mapping[str, Any], every: Iterable[str], given: Collection[str], run: Expressions
 ) -> Selects:
-    """Which modules and parameters are targeted; of these `given` have weights."""
+    """Return a predicate for targeted modules and parameters.
+
+    given: names with weights.
+    """
     named = _targeted_modules(raw, every, run)
 
     def selects(name: str) -> bool:
@@ -150,12 +156,12 @@ def _targeted(
 def _targeted_modules(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) -> Selects:
     targets = raw.get("target_modules") or []
     excluded = _names(raw, "exclude_modules", modules, run)
-    if isinstance(targets, str):  # PEFT narrows an expression by no layers_to_transform
+    if isinstance(targets, str):  # PEFT ignores layers_to_transform beside an expression
         every = targets.lower() == _ALL_LINEAR
         selected = _is_in_layer if every else _names(raw, "target_modules", modules, run)
         return lambda module: selected(module) and not excluded(module)
     named, in_layer = _names(raw, "target_modules", modules, run), _layers(raw, modules, run)
-    whole = set(targets)  # a module by its whole name is targeted in whatever layer it is
+    whole = set(targets)  # a full name is targeted in any layer
 
     def selects(module: str) -> bool:
         is_named = named(module) or named(experts_of(module))
@@ -165,7 +171,7 @@ def _targeted_modules(raw: Mapping[str, Any], modules: Iterable[str], run: Expre
 
 
 def _names(raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expressions) -> Selects:
-    """Which of the modules are named: by an expression, or by a list of ends of names."""
+    """Return a predicate for modules that a key names, by one expression or a list of endings."""
     value = raw.get(key)
     if isinstance(value, str) and value:
         matches = run.first_matches([value], modules, key)
@@ -184,14 +190,14 @@ def _ends(module: str) -> set[str]:
 
 
 def _layers(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) -> Selects:
-    """Which of the modules are in layers_to_transform, counted under layers_pattern."""
+    """Return a predicate for modules in layers_to_transform, counted under layers_pattern."""
     wanted = raw.get("layers_to_transform")
     wanted = [wanted] if type(wanted) is int else wanted
     if not wanted:
         return lambda _: True
     if not isinstance(wanted, list) or not all(type(layer) is int for layer in wanted):
         raise bad_config("want an integer or a list of integers", "layers_to_transform")
-    wanted = set(wanted)  # it may have as many entries as the file has room for
+    wanted = set(wanted)  # the list may be long
     given = raw.get("layers_pattern") or []
     names = _strings([given] if isinstance(given, str) else given, "layers_pattern")
     layers = {module: layer_of(module) for module in modules if _is_in_layer(module)}

@@ -1,8 +1,8 @@
-"""What a PEFT tensor's name says: base_model.model.<module>.lora_A[.default].weight.
+"""Names of PEFT's tensors: base_model.model.<module>.lora_A[.default].weight.
 
-A blob has one name for each tensor. Trainers save others of the same meaning, with what wrapped the
-model or its layers (`_orig_mod`, FSDP), the adapter's name, or the language model's place in a
-larger one.
+A blob has one canonical name for each tensor. Trainers save variants, which contain wrappers of the
+model or its layers (`_orig_mod`, FSDP), the adapter's name, or the language model's path in a
+larger model.
 """
 
 import re
@@ -48,7 +48,7 @@ _REFUSED = {
 
 
 def split_tensor_name(name: str) -> tuple[str, str]:
-    """(module, "A" or "B"). Raises AdapterRejected, naming what is not supported."""
+    """Return (module, "A" or "B"). Raises AdapterRejected, naming the unsupported part."""
     match = _TENSOR.fullmatch(name)
     if match:
         return match[1], match[2] or match[3]
@@ -59,19 +59,19 @@ def split_tensor_name(name: str) -> tuple[str, str]:
 
 
 def split_saved_name(name: str) -> tuple[str, str]:
-    """Split a name that a trainer saved into the module, as its config knows it, and A or B."""
+    """Return (module, "A" or "B") of a trainer's tensor; the module is named as in its config."""
     match = _SAVED.fullmatch(_WRAPPERS.sub("", name))
     return (match[1], match[2] or match[3]) if match else split_tensor_name(name)
 
 
 def copied_module(name: str) -> str | None:
-    """The module of the base model, lm_head or embed_tokens, of which a saved tensor is a copy."""
+    """Return the base model's module that a saved tensor is a copy of: lm_head or embed_tokens."""
     match = _COPY.fullmatch(_WRAPPERS.sub("", name))
     return match[1] if match else None
 
 
 def token_rows_module(name: str) -> str | None:
-    """The module, as blobs call it, of which a saved tensor is rows; None for other tensors."""
+    """Return the canonical module whose rows a saved tensor holds; None for other tensors."""
     match = _SAVED_ROWS.fullmatch(_WRAPPERS.sub("", name))
     if match is None:
         return None
@@ -82,12 +82,12 @@ def token_rows_module(name: str) -> str | None:
 
 
 def token_rows_name(module: str) -> str:
-    """The one name that a module's rows of trained tokens have in a blob."""
+    """Return the name in a blob of a module's rows of trained tokens."""
     return f"base_model.model.{module}.token_adapter.trainable_tokens_delta"
 
 
 def canonical_module(saved: str) -> str:
-    """What a blob calls a module that a trainer saved: model.language_model.layers.0… the same."""
+    """Return a saved module's name in blobs: model.language_model.layers.0 → model.layers.0."""
     for outer in (HEAD, EMBEDDINGS):
         if is_outer(saved, outer):
             return outer.module
@@ -96,13 +96,16 @@ def canonical_module(saved: str) -> str:
 
 
 def is_outer(saved: str, outer: Linear) -> bool:
-    """Whether a module that a trainer saved is this one, HEAD or EMBEDDINGS, of the model."""
+    """Whether a saved module is this module outside the layers.
+
+    outer: HEAD or EMBEDDINGS.
+    """
     match = _SAVED_OUTER.fullmatch(saved)
     return match is not None and match[1] == outer.name
 
 
 def layers_prefix(saved: Iterable[str]) -> str:
-    """What stands before "layers." in the modules of a decoder's layers. Raises AdapterRejected."""
+    """Return the path before "layers." of a decoder's modules. Raises AdapterRejected."""
     matches = [match for match in map(_SAVED_MODULE.fullmatch, saved) if match]
     places = {match[1] for match in matches}
     if len(places) > 1:
@@ -115,24 +118,21 @@ def layers_prefix(saved: Iterable[str]) -> str:
 
 
 def layer_of(saved: str) -> str:
-    """The number of a decoder layer's module, as it is written there."""
+    """Return the number of a decoder layer's module, as written in its name."""
     match = _SAVED_MODULE.fullmatch(saved)
     assert match is not None
     return match[3]
 
 
 def tensor_name(module: str, side: str) -> str:
-    """The one name that this tensor has in a blob."""
+    """Return a tensor's name in blobs."""
     if module == EMBEDDINGS.module:
         return f"base_model.model.{module}.lora_embedding_{side}"
     return f"base_model.model.{module}.lora_{side}.weight"
 
 
 def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
-    """The linears of the family that these modules are of, where nobody says which base model.
-
-    That is the family which has the most of them.
-    """
+    """Return the linears of the family that has the most of these modules."""
     modules = [linear_of(module) for module in modules]
     paths = [match[2] for match in map(_MODULE.fullmatch, modules) if match]
 
@@ -143,7 +143,7 @@ def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
 
 
 def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
-    """(layer, index in linears). Raises AdapterRejected for modules that cannot be adapted."""
+    """Return (layer, index in linears). Raises AdapterRejected for any other module."""
     match = _MODULE.fullmatch(linear_of(module))
     for index, linear in enumerate(linears):
         if match and match[2] == linear.module:
@@ -157,7 +157,7 @@ def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
 
 
 def with_shared_a(tensors: Mapping[str, TensorSpan]) -> dict[str, TensorSpan]:
-    """A blob's matrices, and gate_proj's A as that of up_proj where experts' has none."""
+    """Return a blob's matrices, with gate_proj's A for each up_proj of experts without A."""
     found = dict(tensors)
     for name in tensors:
         module, _ = split_tensor_name(name)

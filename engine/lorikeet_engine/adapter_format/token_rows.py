@@ -1,7 +1,7 @@
-"""Trained tokens: the rows of embed_tokens, or of lm_head, that an adapter has in their place.
+"""Trained tokens: rows of embed_tokens or lm_head that an adapter replaces.
 
-PEFT's `trainable_token_indices`. A file holds a module's rows [tokens, hidden] in the order of the
-config's list of tokens, which a blob has under a key of its own.
+PEFT's `trainable_token_indices`. A file holds a module's rows [tokens, hidden], in the order of the
+config's list of tokens; a blob has that list under its own key.
 """
 
 import json
@@ -21,14 +21,16 @@ MAX_TOKENS = 256
 _OPTION = "trainable_token_indices"
 
 TokensByModule = Mapping[str, tuple[int, ...]]
-"""Ids of trained tokens by module, "lm_head" and "model.embed_tokens", in the rows' order."""
+"""Ids of trained tokens by module, "lm_head" and "model.embed_tokens", in the order of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """The rows of one module. linear: HEAD_ROWS' or EMBEDDING_ROWS' index in the shape's modules.
+    """Rows of one module.
 
-    name: the module's, which errors call it by. ids: as many as rows.
+    linear: index of HEAD_ROWS or EMBEDDING_ROWS in the shape's modules.
+    name: of the module, for errors.
+    ids: one for each row.
     """
 
     linear: int
@@ -37,15 +39,17 @@ class TokenRows:
     rows: TensorSpan
 
     def matrix(self) -> str:
-        """What errors call the rows."""
+        """Return the name of the rows for errors."""
         return f"{self.name}.trainable_tokens_delta"
 
 
 def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByModule:
-    """What PEFT's config says of trained tokens, checked against the modules that have rows.
+    """Return the trained tokens of PEFT's config, checked against the modules that have rows.
 
-    saved: those modules, as blobs call them. PEFT saves no rows of an lm_head that is tied to the
-    embeddings: it may be listed with their tokens. Raises AdapterRejected, AdapterTooLarge.
+    PEFT saves no rows for an lm_head that is tied to the embeddings; the config may list it with
+    the embeddings' tokens.
+    saved: canonical modules that have rows.
+    Raises AdapterRejected or AdapterTooLarge.
     """
     option = raw.get(_OPTION) or {}
     tokens = {}
@@ -69,14 +73,14 @@ def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByMo
 
 
 def tokens_metadata(tokens: TokensByModule) -> dict[str, str]:
-    """What a blob's metadata says of trained tokens; nothing where there are none."""
+    """Return the entries about trained tokens for a blob's metadata; none without tokens."""
     if not tokens:
         return {}
     return {TOKENS_KEY: json.dumps(tokens, sort_keys=True, separators=(",", ":"))}
 
 
 def parse_tokens(metadata: Mapping[str, str]) -> TokensByModule:
-    """The trained tokens that a blob's metadata lists. Raises AdapterRejected, AdapterTooLarge."""
+    """Parse the trained tokens in a blob's metadata. Raises AdapterRejected, AdapterTooLarge."""
     text = metadata.get(TOKENS_KEY)
     if text is None:
         return {}
@@ -92,10 +96,10 @@ def read_token_rows(
     adapted: Collection[str],
     shape: BaseShape,
 ) -> tuple[TokenRows, ...]:
-    """The rows of a blob, by what its metadata lists. adapted: the modules with LoRA.
+    """Return the rows in a blob, in the order of its metadata.
 
-    Raises AdapterRejected for rows that do not fit the base model, and for what would be changed
-    twice.
+    adapted: modules with LoRA.
+    Raises AdapterRejected for rows that do not fit the base model, and for modules changed twice.
     """
     if tensors.keys() - {token_rows_name(module) for module in tokens}:
         raise AdapterRejected("there are rows of tokens that are not listed", field=TOKENS_KEY)
@@ -133,7 +137,7 @@ def _require(good: bool, module: str, fault: str) -> None:
 
 
 def digits(ids: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Each id to the base of 256, the lowest first: numbers that every dtype of images holds."""
+    """Yield the base-256 digits of each id, lowest first; every image dtype can hold them."""
     return ((each & 255, each >> 8 & 255, each >> 16) for each in ids)
 
 

@@ -1,8 +1,8 @@
 """TensorRT-LLM's pair of LoRA tensors, as PEFT's tensors and config.
 
-weights [modules, size]: a row is one module of one layer, A [rank, d_in] then B [d_out, rank],
+weights [modules, size]: each row is one module of one layer: A [rank, d_in], then B [d_out, rank],
 flattened, then zeros. config [modules, 3]: module id, layer, rank. Both may have a first dimension
-of 1. What tensor parallelism would cut is whole.
+of 1. Matrices are whole, not cut for tensor parallelism.
 """
 
 from collections import Counter
@@ -19,8 +19,8 @@ from lorikeet_engine.errors import AdapterRejected
 
 PAIR = ("model.lora_weights.npy", "model.lora_config.npy")
 _DTYPES = {"<f4": "F32", "<f2": "F16", "|V2": "BF16"}
-# Module ids and the linears that one row adapts. TensorRT-LLM's gated MLP activates what it calls
-# h_to_4h, which is Hugging Face's gate_proj, and its "gate" is up_proj.
+# Linears that a row adapts, by module id. TensorRT-LLM's gated MLP activates h_to_4h, so that is
+# Hugging Face's gate_proj; its "gate" is up_proj.
 _LINEARS = {
     0: ("q_proj", "k_proj", "v_proj"),
     1: ("q_proj",),
@@ -32,23 +32,23 @@ _LINEARS = {
     7: ("up_proj",),
 }
 _ELSEWHERE = {
-    **dict.fromkeys(range(8, 13), "cross-attention, which the Llama family has not"),
-    **dict.fromkeys(range(13, 18), "experts or their router, taken in PEFT's forms alone"),
+    **dict.fromkeys(range(8, 13), "cross-attention, which the Llama family does not have"),
+    **dict.fromkeys(range(13, 18), "experts or their router, served from PEFT's forms only"),
 }
 
 
 def has_trtllm_pair(folder: Path) -> bool:
-    """Whether both tensors' files are in a folder."""
+    """Whether a folder has both files."""
     return all((folder / name).is_file() for name in PAIR)
 
 
 def read_trtllm_pair(
     folder: Path, shape: BaseShape, base_model: str, alpha: float | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """PEFT's tensors by name, and its config.
+    """Return PEFT's tensors by name, and its config.
 
-    alpha: what the pair was trained with; None: the scaling is inside B already. Raises
-    AdapterRejected, whose field is the file or the row.
+    alpha: of the training; None: B contains the scaling already.
+    Raises AdapterRejected, whose field is the file or the row.
     """
     weights, config = (_array(folder / name) for name in PAIR)
     if weights.dtype.str not in _DTYPES:
@@ -68,7 +68,7 @@ def read_trtllm_pair(
 
 
 def _array(path: Path) -> np.ndarray:
-    """Mapped, without its first dimension of 1."""
+    """Map a file into memory, without its first dimension of 1."""
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -83,7 +83,7 @@ def _array(path: Path) -> np.ndarray:
 def _linears(
     row: int, values: np.ndarray, kind: int, layer: int, rank: int, shape: BaseShape
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """The modules of a row, each with A [rank, d_in] and B [d_out, rank]."""
+    """Yield the modules of a row, each with A [rank, d_in] and B [d_out, rank]."""
     if kind not in _LINEARS:
         what = _ELSEWHERE.get(kind, "no module that is known here")
         raise _bad(f"row {row} has the module id {kind}: {what}", PAIR[1])

@@ -1,4 +1,4 @@
-"""Whether a blob's values survive the packing: looked at while its bytes come, or in its file."""
+"""Checks that a blob's values can be packed: while its bytes come, or in its file."""
 
 import io
 from collections import deque
@@ -14,14 +14,14 @@ from lorikeet_engine.errors import AdapterRejected
 
 SCAN_ALIGNMENT = 8
 _SCAN_BYTES = 4 << 20
-# For each dtype of a file: an unsigned integer as wide, and all bits but the sign's. As integers,
-# what is left is ordered as the values' sizes are, with infinity above them and NaN above that.
+# For each dtype of a file: an unsigned integer of its width, and a mask without the sign bit. These
+# integers are ordered like magnitudes, with infinity above them and NaN above infinity.
 _MAGNITUDES = {
     "F32": ("<u4", 0x7FFF_FFFF),
     "F16": ("<u2", 0x7FFF),
     "BF16": ("<u2", 0x7FFF),
 }
-# For each dtype of an image: the least value that is rounded to infinity.
+# For each dtype of an image: the smallest value that is rounded to infinity.
 _OVERFLOWS = {
     "float32": float("inf"),
     "float16": 65520.0,
@@ -30,22 +30,22 @@ _OVERFLOWS = {
 
 
 class ValueScan:
-    """Finds what no value of a blob of this size is further from zero than, while its bytes come.
+    """Bounds of a blob's values, found while its bytes come.
 
-    All tensors of a dtype that come together are looked at together: each look waits its turn for
-    the interpreter, which a gateway has much to do for. It refuses nothing: of a blob whose header
-    is not good, and of one whose values lie across SCAN_ALIGNMENT, it finds nothing.
+    Tensors of one dtype that come together are scanned together, since each scan must get the
+    interpreter lock of a busy gateway. A scan refuses nothing: it finds no bounds for a blob with a
+    bad header, nor for one whose values cross SCAN_ALIGNMENT.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self._size, self._taken = size_bytes, 0
-        self._waiting = deque[TensorSpan]()  # whose ends have not come
+        self._waiting = deque[TensorSpan]()  # tensors whose ends have not come
         self._bounds: dict[TensorSpan, int] = {}
 
     def take(self, data: memoryview) -> None:
-        """Take in the next bytes, a multiple of SCAN_ALIGNMENT unless they are the last.
+        """Scan the next bytes: a multiple of SCAN_ALIGNMENT, except at the end.
 
-        The first must hold the whole header.
+        data: the first piece must hold the whole header.
         """
         begin, self._taken = self._taken, self._taken + len(data)
         if not begin:
@@ -61,15 +61,16 @@ class ValueScan:
             self._waiting.popleft()
 
     def bound(self, span: TensorSpan) -> int | None:
-        """The bits of a size that no value of a tensor exceeds; None before all have come."""
+        """Return the bits of the largest magnitude in a tensor; None before all bytes have come."""
         return None if self._waiting else self._bounds.get(span)
 
 
 def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | None = None) -> None:
-    """See that every value is finite in the file, and in an image of this dtype with B scaled.
+    """Check that every value is finite, in the file and, with B scaled, in an image of this dtype.
 
-    scan: of the blob as it came. Only tensors that its bounds do not show to be good are read, a
-    few megabytes at a time. Raises AdapterRejected, whose field is the tensor.
+    scan: of the incoming blob. Only tensors that its bounds do not prove good are read, a few
+        megabytes at a time.
+    Raises AdapterRejected, whose field is the tensor.
     """
     for name, span, factor in _matrices(spec):
         bits = scan.bound(span) if scan is not None else None
@@ -84,7 +85,7 @@ def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | No
 
 
 def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
-    """What errors call each, where it lies, and what it is multiplied by."""
+    """Yield each matrix as its name for errors, its span, and its scaling."""
     for part in spec.linears:
         yield part.matrix("A"), part.a, 1.0
         yield part.matrix("B"), part.b, part.scaling
@@ -93,7 +94,7 @@ def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
 
 
 def _spans(data: memoryview, size_bytes: int) -> Iterable[TensorSpan]:
-    """The tensors of a blob that begins so, as they follow each other; none if it is not good."""
+    """Return the tensors of a blob that begins like this, in file order; none if it is bad."""
     try:
         tensors = parse_header(io.BytesIO(data), size_bytes, "").tensors.values()
     except AdapterRejected:
@@ -110,13 +111,13 @@ def _value(bits: int, kind: str) -> np.float32:
 
 
 def _packed(largest: np.float32, factor: float) -> np.float32:
-    """The size of a value in an image, before it is rounded."""
+    """Return the magnitude of a value in an image, before rounding."""
     with np.errstate(over="ignore", invalid="ignore"):
         return abs(largest * np.float32(factor))
 
 
 def _largest(blob: Path, span: TensorSpan) -> int:
-    """The bits of a tensor's value furthest from zero, without its sign."""
+    """Return the bits of the largest magnitude in a tensor."""
     kind, mask = _MAGNITUDES[span.dtype]
     return max(int((piece & mask).max()) for piece in _pieces(blob, span, kind))
 

@@ -1,4 +1,1 @@
-"""The device itself: memory finds how much is free, async_copies moves data without waiting.
-
-Used by every part of the engine that holds tensors.
-"""
+"""Device memory (`memory`) and copies that do not wait for the device (`async_copies`)."""

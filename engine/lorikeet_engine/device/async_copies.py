@@ -1,8 +1,8 @@
 """Asynchronous copies between host and device.
 
-On CUDA they go through pinned memory in the order of the current stream, so the host never stands
-still for the steps in flight; torch keeps the memory until the copy is over. On a CPU they are
-plain tensors.
+On CUDA copies go through pinned memory, in the order of the current stream, so the host never waits
+for the steps in flight; torch keeps the memory until the copy has finished. On a CPU nothing is
+copied: the device's tensors are the host's.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 
 def upload(array: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The array on the device, for kernels launched from now on."""
+    """Copy an array to the device, for kernels launched from now on."""
     host = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
@@ -19,12 +19,12 @@ def upload(array: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) 
 def zeros_to_upload(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Zeros on the host, from where `device` takes them without a copy on the way."""
+    """Return zeros on the host, pinned if `device` is CUDA, which `upload` copies directly."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 class Download:
-    """A tensor's values on their way to the host."""
+    """Copy of a tensor to the host, in flight."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -33,14 +33,14 @@ class Download:
         if tensor.is_cuda:
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            # blocking: the thread sleeps and leaves its core to others
+            # blocking: the waiting thread sleeps instead of spinning on its core
             self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
 
     def wait(self) -> torch.Tensor:
-        """The values on the host, once everything that was launched before the copy is done.
+        """Wait for all that was launched before the copy, and return the values on the host.
 
-        Raises what went wrong on the device meanwhile.
+        Raises the errors of the device until then.
         """
         if self._arrived is not None:
             self._arrived.synchronize()

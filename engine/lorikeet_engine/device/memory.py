@@ -1,4 +1,4 @@
-"""How much memory a device has free, and sizes given in bytes or as a share of that."""
+"""Free memory of a device, and sizes given in bytes or as a share of free memory."""
 
 import os
 import re
@@ -12,7 +12,10 @@ from lorikeet_engine.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """A part, above 0 and up to 1, of the memory that is free when its turn to allocate comes."""
+    """Share of the memory that is free at the time of the allocation.
+
+    of_free: above 0, at most 1.
+    """
 
     of_free: float
 
@@ -22,16 +25,19 @@ class MemoryShare:
 
 
 Memory = int | MemoryShare
-"""Bytes, or a share of what is free."""
+"""Bytes, or a share of free memory."""
 
 
 def resolve(memory: Memory, free: int) -> int:
-    """`memory` in bytes where `free` bytes are free; at least one byte."""
+    """Convert a size to bytes, at least 1.
+
+    free: bytes that are free.
+    """
     return max(1, int(memory.of_free * free)) if isinstance(memory, MemoryShare) else memory
 
 
 def free_bytes(device: torch.device) -> int:
-    """What the device can still give, other processes and torch's own cache taken into account."""
+    """Return the device's free bytes, without those of other processes and of torch's cache."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free
@@ -44,5 +50,5 @@ def free_bytes(device: torch.device) -> int:
 
 
 def gib(size: int) -> str:
-    """A size in bytes for people."""
+    """Format a number of bytes in GiB."""
     return f"{size / 2**30:.2f} GiB"

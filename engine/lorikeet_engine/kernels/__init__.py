@@ -1,11 +1,14 @@
-"""The operators that a GPU spends its time in, each with a path for a CPU.
+"""Operators that a GPU spends its time in, each with a path for CPUs.
 
-`lora` is the linear layer, the base model's product and what adapters add to it (`gemv` is that
-product for one row, `fp8` that of 8-bit weights), `attention` paged attention's back ends,
-`pointwise` what stands between: norms, rotary embedding, SiLU; `fp8_kv` says how both hold keys and
-values in 8 bits. `moe` routes tokens to experts and multiplies by these. `penalties` changes
-logits, `sampling` draws tokens from them, `log_softmax` says how likely tokens are.
-`reference` modules hold an operator's equation in plain torch, which is the CPU's path and what
-tests compare with; Triton is imported on CUDA alone. The package `sampling` calls the last three,
-`models` all others.
+`lora`: linear layers, the base model's product and the adapters' delta. `gemv`: products of one
+    row. `fp8`: products of FP8 weights.
+`attention`: back ends of paged attention. `fp8_kv`: format of FP8 keys and values.
+`pointwise`: operators between products: norms, rotary embedding, KV writes, SiLU.
+`moe`: routing of tokens to experts, and the experts' products. `routed_rows`: the rows between.
+`penalties`, `masks`: changes of logits. `sampling`: draws of tokens. `log_softmax`: log
+    probabilities of tokens.
+
+In each package, `reference` holds the equations in plain torch, which run on CPUs and which tests
+compare with; Triton is imported on CUDA only. The package `sampling` calls `penalties`, `masks`,
+`sampling` and `log_softmax`; the package `models` calls the others.
 """

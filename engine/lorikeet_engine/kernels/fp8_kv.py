@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: the format of FP8 KV pages, and the scales of a layer's numbers."""
+"""Format of FP8 KV pages, and the scales of a layer's keys and values."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,16 @@ FP8_KV = DTYPE  # E4M3 has no infinity
 
 @dataclass(frozen=True, slots=True)
 class KvScales:
-    """A layer's FP8 pages hold its keys divided by `key`, its values divided by `value`."""
+    """Scales of a layer's FP8 pages, which hold keys / `key` and values / `value`."""
 
     key: float = 1.0
     value: float = 1.0
 
 
 def to_fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Round x / scale to the nearest number of E4M3, what lies beyond them to ±448.
+    """Round x / scale to the nearest number of E4M3, saturating at ±448.
 
-    NaN for what is not finite, so that nobody mistakes an overflow for a large number.
+    Infinity becomes NaN, so that no overflow passes for a large number.
     """
     scaled = x.float() * (1.0 / scale)
     kept = scaled.clamp(-LARGEST, LARGEST).where(scaled.isfinite(), torch.nan)

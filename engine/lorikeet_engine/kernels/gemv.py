@@ -1,8 +1,8 @@
-"""A product with one row, in Triton: a stream of weights that are read once.
+"""Matrix-vector product in Triton, for batches of one token: every weight is read once.
 
-On an H200 cuBLAS reads Llama-3.1-8B's weights at 85% of the memory's speed for one token, this
-kernel at 95%: 0.45 ms less for a step of 4.8. From two rows on cuBLAS is as good. An MLP's first
-product gates what it computes, too.
+On an H200 cuBLAS reads Llama-3.1-8B's weights at 85% of the memory's bandwidth for one token, this
+kernel at 95%: 0.45 ms less for a step of 4.8 ms. From two rows on cuBLAS is as good. For an MLP's
+first product, the same launch computes act_and_mul.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,14 @@ from lorikeet_engine.kernels.lora.expand_act import activated
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """How a product is launched: rows and columns of the weight that a program reads at once.
+    """Launch parameters of a matrix-vector product.
 
-    summed: neighbouring columns, whose products a thread adds up as it reads them: 1 keeps a sum of
-    each column of a block, which takes registers of programs that could read beside it. stages:
-    blocks of columns under way. programs: how many share all rows, reads of the next under way
-    meanwhile, and columns are those of a whole row; 0: each has `rows` rows, and ends.
+    rows, columns: block of the weight that a program reads at once.
+    summed: neighbouring columns whose products a thread adds up as it reads them. 1 keeps a sum for
+        each column of a block, whose registers other programs on the multiprocessor then lack.
+    stages: blocks of columns in flight.
+    programs: number of persistent programs, which share all rows and prefetch their next ones;
+        blocks are then whole rows. 0: a program computes `rows` rows and ends.
     """
 
     rows: int
@@ -35,15 +37,15 @@ class GemvConfig:
 
 FLOATS = GemvConfig(rows=4, columns=2048, warps=8, summed=8)
 SHORT_FLOATS = GemvConfig(rows=4, columns=2048, warps=8)
-"""The config for rows of 4,096 and less: 1 to 9% faster there."""
+"""Config for rows of at most 4,096 elements: 1 to 9% faster there."""
 _SHORT = 4096
 FP8 = GemvConfig(rows=4, columns=4096, warps=4, summed=16)
-"""If they divide a row: 3 to 9% faster for rows of 4,096."""
+"""Config if its columns divide a row: 3 to 9% faster for rows of 4,096 elements."""
 OTHER_FP8 = GemvConfig(rows=4, columns=2048, warps=4, summed=16)
 
 
 def gemv_config(d_in: int, *, is_fp8: bool) -> GemvConfig:
-    """How to multiply by a weight [d_out, d_in]."""
+    """Return the launch parameters for a weight [d_out, d_in]."""
     if not is_fp8:
         return SHORT_FLOATS if d_in <= _SHORT else FLOATS
     return FP8 if d_in % FP8.columns == 0 else OTHER_FP8
@@ -55,10 +57,15 @@ def gemv(
     bias: torch.Tensor | None,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
-    """x·Wᵀ + b as `linear` of kernels/lora/linear.py has it, which calls this; x [1, d_in].
+    """Compute x·Wᵀ + b for one row; called by `linear` of kernels/lora/linear.py.
 
-    With an FP8 weight, too, x is multiplied as it is; blocks that have scales are as wide as a
-    multiple of 16. Sums are float32, rounded once. config: other than gemv_config's.
+    x [1, d_in]: multiplied unrounded, by an FP8 weight too
+    weight [d_out, d_in]: if blocks have scales, their width is a multiple of 16
+    bias [d_out]
+    config: launch parameters; None: gemv_config's
+    → [1, d_out]
+
+    Sums are float32, rounded once.
     """
     y = x.new_empty((1, _d_out(weight)))
     _launch(x, weight, bias, y, config, gated=False, gelu=False)
@@ -73,9 +80,9 @@ def gemv_act_and_mul(
     *,
     gelu: bool,
 ) -> torch.Tensor:
-    """act_and_mul (kernels/pointwise) of what gemv gives, [1, d_out / 2], without a launch for it.
+    """Compute act_and_mul (kernels/pointwise) of `gemv` → [1, d_out / 2], in one launch.
 
-    What is gated is rounded to x's dtype before, as between the two.
+    The product is rounded to x's dtype before act_and_mul, as between two launches.
     """
     y = x.new_empty((1, _d_out(weight) // 2))
     _launch(x, weight, bias, y, config, gated=True, gelu=gelu)
@@ -129,9 +136,10 @@ def _gemv(
     stages: tl.constexpr,
     shared: tl.constexpr,
 ) -> None:
-    """Compute some of y's elements; shared: others, too, until none are left.
+    """Compute some of y's elements.
 
-    high, wide: of the blocks that have scales; wide is 0 where rows have them.
+    shared: the program goes on with other elements until none are left.
+    high, wide: size of the blocks that have scales; wide 0: rows have scales.
     """
     first = tl.program_id(0)
     column = tl.arange(0, block)
@@ -162,9 +170,9 @@ def _gemv(
 def _row(
     tile: tl.tensor, d_out: tl.constexpr, gated: tl.constexpr, rows: tl.constexpr
 ) -> tl.tensor:
-    """A tile's rows of the weight; gated: each gate's, and behind it that of what it gates.
+    """Return a tile's rows of the weight; if gated, each gate's row and then its value's row.
 
-    The last stands in for those behind it, which are not stored.
+    Rows beyond the last repeat the last; they are not stored.
     """
     place = tl.minimum(tile * rows + tl.arange(0, rows), d_out - 1)
     if gated:
@@ -176,7 +184,7 @@ def _row(
 def _weights(
     line: tl.tensor, column: tl.tensor, start: tl.tensor, d_in: tl.constexpr, block: tl.constexpr
 ) -> tl.tensor:
-    """A block of the weight in float32; 0 behind its columns."""
+    """Load a block of the weight in float32; 0 beyond its columns."""
     at = line + (start + column)[None, :]
     # evict_first: the next token's weights will not be found in the cache anyway
     if d_in % block == 0:
@@ -189,7 +197,7 @@ def _weights(
 def _added_up(
     products: tl.tensor, rows: tl.constexpr, block: tl.constexpr, summed: tl.constexpr
 ) -> tl.tensor:
-    """[rows, block / summed]: neighbours' sums, which one thread holds."""
+    """Sum neighbouring columns, which one thread holds → [rows, block / summed]."""
     if summed == 1:
         return products
     return tl.sum(tl.reshape(products, (rows, block // summed, summed)), 2)
@@ -207,7 +215,7 @@ def scaled(
     block: tl.constexpr,
     summed: tl.constexpr,
 ) -> tl.tensor:
-    """Neighbours' sums from a column on, times the scales of their blocks where these have some."""
+    """Multiply neighbours' sums, from column `start` on, by the scales of their blocks, if any."""
     if wide:
         column = start + tl.arange(0, block // summed) * summed
         place = (row // high)[:, None] * tl.cdiv(d_in, wide) + (column // wide)[None, :]

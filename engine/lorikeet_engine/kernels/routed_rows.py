@@ -1,4 +1,4 @@
-"""What the operators of a mixture of experts pass to one another."""
+"""Rows of a mixture of experts after routing: the operand that `moe` and `lora` share."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RoutedRows:
-    """The rows of one layer's experts in one step: see kernels.moe for their order.
+    """Rows of one layer's experts in one step, in the order that kernels.moe defines.
 
-    weights [tokens, per_token] float32: of each pair, in falling order.
-    pairs [rows] int32: which pair each row is; its token is pair // per_token.
-    rows [tokens, per_token] int32: where each pair's row is.
+    weights [tokens, per_token] float32: each pair's weight, in falling order.
+    pairs [rows] int32: each row's pair; the row's token is pair // per_token.
+    rows [tokens, per_token] int32: each pair's row.
     starts [experts + 1] int32: expert e has the rows starts[e] to starts[e + 1].
     """
 
@@ -22,5 +22,5 @@ class RoutedRows:
 
     @property
     def per_token(self) -> int:
-        """How many experts compute a token."""
+        """Number of experts that compute a token."""
         return self.weights.shape[1]

@@ -1,11 +1,11 @@
-"""The follower processes of a tensor parallel replica, as its leader sees them.
+"""Follower processes of a tensor parallel replica, as the leader manages them.
 
-    leader ── ring: commands, all in one order ──▶ every follower     (process/follower.py)
-           ◀── a pipe each: copies that are over ── follower
+    leader ── ring: commands, in one order for all ──▶ every follower     (process/follower.py)
+           ◀── a pipe each: reports of finished copies ── follower
 
-A follower does what the leader says, in that order, and knows no requests. None can go on without
-the others: they would wait in a sum for ever. So where one has ended or stands still, the leader's
-process ends at once; and Linux ends a follower whose leader has ended.
+A follower executes the leader's commands in order and knows no requests. No rank can go on without
+the others, as it would wait in a sum forever. So the leader's process ends as soon as a follower
+has ended or is stopped, and Linux ends a follower whose leader has ended.
 """
 
 import logging
@@ -28,24 +28,28 @@ from lorikeet_engine.parallel.ring import RingWriter, SharedMemory
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.25  # how often to look whether a follower is ending or stands still
+_LOOK_S = 0.25  # between checks of the followers' state
 _EXITING = 0x4  # PF_EXITING of the kernel's include/linux/sched.h
-_REAPED_S = 0.2  # how long to wait for the status of one that has ended
-_STOPPED_S = 3.0  # a debugger or a snapshot may stop one for a moment
-_FAILED = 1  # the status of a follower that ended by an error of its own
-_TELL_S = 0.5  # how long this process has then to meet the same error, and to tell of it
-_END_S = 2.0  # how long a follower may take to end when it is told to
+_REAPED_S = 0.2  # limit of the wait for the exit status of an ended follower
+_STOPPED_S = 3.0  # a debugger or a snapshot may stop a follower for a moment
+_FAILED = 1  # exit status of a follower that ended by an error of its own
+_TELL_S = 0.5  # left then for this process to meet the same error and report it
+_END_S = 2.0  # limit of a follower's end after the ring is closed
 
 
 class CopyReport(NamedTuple):
-    """A follower's word that a copy to its GPU is over. total: word_sum of what lies there."""
+    """Report of a follower that a copy to its GPU is finished.
+
+    copy: the copy's number.
+    total: word_sum of the copied bytes on the GPU.
+    """
 
     copy: int
     total: int
 
 
 class RankCopies:
-    """The followers' part of one copy. Filled by one thread, waited for by another."""
+    """Followers' reports of one copy. One thread adds them, another waits for them."""
 
     def __init__(self, followers: int) -> None:
         self._totals: list[int] = []
@@ -53,28 +57,29 @@ class RankCopies:
         self._over = threading.Event()
 
     def add(self, total: int) -> None:
-        """Note that one of them has it."""
+        """Add one follower's checksum."""
         self._totals.append(total)
         if len(self._totals) == self._followers:
             self._over.set()
 
     @property
     def is_over(self) -> bool:
-        """Whether all of them have it."""
+        """Whether all followers have finished the copy."""
         return self._over.is_set()
 
     def wait(self) -> list[int]:
-        """The totals, once all of them have it."""
+        """Wait until all followers have finished the copy, and return their checksums."""
         self._over.wait()
         return self._totals
 
 
 class Followers:
-    """Starts the followers and tells them what to do; `close` ends them.
+    """Follower processes: started here, commanded by `send`, ended by `close`.
 
-    `queue`, `send` and `expect_copy` belong to one thread, the engine's once it steps. Where a
-    follower is lost, `on_lost` is called with its rank and why, on another thread. memory: what
-    they share beside the ring.
+    `queue`, `send` and `expect_copy` belong to one thread, the engine's once it steps. When a
+    follower is lost, `on_lost` is called with its rank and the reason, on another thread.
+
+    memory: memory shared with the followers beside the ring.
     """
 
     def __init__(
@@ -88,9 +93,12 @@ class Followers:
     ) -> None:
         """Start world − 1 processes. Linux ends them with the thread that calls this.
 
-        start: a picklable message, their first. memory: theirs to map, too. ring_bytes: room for
-        messages that are not read yet, and so for the largest. fds: descriptors that they inherit
-        under the same numbers. on_lost: None ends this process.
+        world: number of ranks, the leader included.
+        start: first message to the followers, picklable.
+        memory: shared memory, which the followers map too.
+        ring_bytes: capacity for unread messages, and so the limit of one message.
+        fds: descriptors that the followers inherit under the same numbers.
+        on_lost: called with rank and reason; None ends this process.
         """
         self._on_lost = on_lost or _end_process
         self._queued: list[object] = []
@@ -118,15 +126,18 @@ class Followers:
 
     @property
     def pids(self) -> list[int]:
-        """The processes, by rank from 1 on."""
+        """Process ids of the followers, by rank from 1 on."""
         return [process.pid for process in self._processes]
 
     def queue(self, *messages: object) -> None:
-        """Have them do something before what is sent next."""
+        """Queue messages, to be sent before those of the next `send`."""
         self._queued += messages
 
     def send(self, *messages: object) -> None:
-        """Have them do what is queued and then this, at once. Raises DeviceLost if one is gone."""
+        """Send all queued messages, then these, to every follower.
+
+        Raises DeviceLost if a follower is gone.
+        """
         queued, self._queued = self._queued, []
         try:
             self._ring.write(pickle.dumps([*queued, *messages], pickle.HIGHEST_PROTOCOL))
@@ -134,12 +145,12 @@ class Followers:
             raise DeviceLost("a process of another GPU of this replica is gone") from error
 
     def expect_copy(self, copy: int) -> RankCopies:
-        """What the followers will report of a copy of this number that is yet to be sent."""
+        """Register a copy, which is not sent yet, and return the followers' reports of it."""
         copies = self._copies[copy] = RankCopies(len(self._processes))
         return copies
 
     def close(self) -> None:
-        """Let them do what was sent and end; kill what does not."""
+        """Let the followers finish what was sent, then end; kill those that do not end."""
         self._closing.set()
         self._ring.close()
         deadline_s = time.monotonic() + _END_S
@@ -200,9 +211,9 @@ class Followers:
 
 @contextmanager
 def for_good() -> Iterator[None]:
-    """Do in the leader what the followers do, too: what fails in one rank alone fails for good.
+    """Run work of the leader that the followers do too, and turn every error into DeviceLost.
 
-    Raises DeviceLost.
+    After an error in one rank alone, the ranks are out of step for good.
     """
     try:
         yield
@@ -223,22 +234,22 @@ def _start(numbers: Sequence[int], fds: Sequence[int]) -> "subprocess.Popen[byte
 
 
 class _State(Enum):
-    """What a process does, as far as its leader minds."""
+    """State of a follower process."""
 
     ALIVE = auto()
-    STOPPED = auto()  # it would look alive, and do nothing for ever
+    STOPPED = auto()  # by a signal: exists, but executes nothing
     ENDING = auto()
 
 
 def _state_of(pid: int) -> _State:
-    """What the kernel tells of a process that nobody has waited for.
+    """Read the state of a child process from /proc.
 
-    A silence would say less: importing torch or compiling kernels is silent. So would the end of
-    its pipe: that comes once its memory is given back, which takes 0.1 s for each GB.
+    Other signs say less. A heartbeat stops while torch is imported or kernels compile. The end of
+    the pipe comes only after the process has returned its memory, at 0.1 s for each GB.
     """
     try:
         facts = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it was waited for meanwhile
+    except OSError:  # another thread has reaped the process meanwhile
         return _State.ENDING
     state, *_, flags = facts.rpartition(")")[2].split()[:7]
     if int(flags) & _EXITING:

@@ -1,11 +1,11 @@
-"""A ring of records in memory that processes share: one writes, all others read all of it in order.
+"""Ring buffer of records in shared memory: one process writes, all others read every record.
 
     memory   | read positions, one a reader | record 7 │ record 8 │ hole │ record 5 │ record 6 |
                                             └ capacity bytes, used round and round
 
-A record is its length and its bytes. The memory has no name: whoever inherits its descriptor maps
-it. For each record a byte goes to each reader through a pipe, which wakes it, and orders the two
-processes' reads and writes of the memory. The pipe's end is the ring's.
+A record is its length and its bytes. The memory has no name: child processes inherit its descriptor
+and map it. For each record the writer sends one byte to each reader through a pipe, which wakes the
+reader and orders the two processes' accesses to the memory. Closing the pipes closes the ring.
 """
 
 import mmap
@@ -18,14 +18,17 @@ import numpy as np
 _LENGTH = struct.Struct("<q")
 _POSITION_BYTES = 8
 _WAKES = 1 << 12  # bytes of the pipe to read at once
-_FULL_S = 50e-6  # how long to wait for the slowest reader before looking again
+_FULL_S = 50e-6  # between checks for the slowest reader while the ring is full
 
 
 class SharedMemory:
-    """Memory of at least this many bytes that a child process maps by a descriptor it inherits."""
+    """Anonymous memory that child processes map through an inherited descriptor."""
 
     def __init__(self, size: int, fd: int | None = None) -> None:
-        """Map the memory behind a descriptor, which is closed by `close`, or new memory."""
+        """Map new memory, or the memory of a descriptor, which `close` then closes.
+
+        size: bytes, at least.
+        """
         self.size = max(1, size)
         self.fd = os.memfd_create("lorikeet") if fd is None else fd
         if fd is None:
@@ -33,12 +36,12 @@ class SharedMemory:
         self.bytes = mmap.mmap(self.fd, self.size)
 
     def close(self) -> None:
-        """Close the descriptor; the memory stays as long as anything here refers to it."""
+        """Close the descriptor. The memory stays mapped as long as this process refers to it."""
         os.close(self.fd)
 
 
 class _Ring:
-    """Both ends' view of the memory: read positions, then the records."""
+    """Layout of the memory, shared by both ends: read positions, then the records."""
 
     def __init__(self, memory: SharedMemory, readers: int) -> None:
         self._positions = np.frombuffer(memory.bytes, np.int64, readers)
@@ -58,21 +61,21 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """The writing end. Belongs to one thread at a time.
+    """Writing end of the ring. Belongs to one thread at a time.
 
-    capacity: the most bytes of records that are not read yet, 8 for each record included.
+    capacity: limit of the bytes of unread records, each with 8 bytes for its length.
     """
 
     def __init__(self, memory: SharedMemory, wake_fds: list[int]) -> None:
-        """wake_fds: the writing ends of the readers' pipes, which the ring closes."""
+        """Take the writing ends of the readers' pipes, which `close` closes."""
         super().__init__(memory, len(wake_fds))
         self._wake_fds = wake_fds
         self._written = 0
 
     def write(self, record: bytes) -> None:
-        """Write a record; waits while readers have not read what is where it goes.
+        """Write a record. Waits while unread records take the space.
 
-        Raises ValueError for one that never fits, BrokenPipeError when a reader is gone.
+        Raises ValueError for a record larger than the ring, BrokenPipeError when a reader is gone.
         """
         size = _LENGTH.size + len(record)
         if size > self.capacity:
@@ -86,23 +89,28 @@ class RingWriter(_Ring):
             os.write(fd, b"\0")
 
     def close(self) -> None:
-        """Let the readers see the end once they have read all."""
+        """Close the pipes: readers get EOFError once they have read all records."""
         for fd in self._wake_fds:
             os.close(fd)
         self._wake_fds = []
 
 
 class RingReader(_Ring):
-    """A reading end. Belongs to one thread."""
+    """Reading end of the ring. Belongs to one thread."""
 
     def __init__(self, memory: SharedMemory, readers: int, index: int, wake_fd: int) -> None:
-        """index: which of the readers this is. wake_fd: the reading end of its pipe."""
+        """Open the ring for one reader.
+
+        readers: number of readers.
+        index: this reader's number.
+        wake_fd: reading end of this reader's pipe.
+        """
         super().__init__(memory, readers)
         self._index, self._wake_fd = index, wake_fd
         self._ready = 0
 
     def read(self) -> bytes:
-        """The next record, once there is one. Raises EOFError when none is to come."""
+        """Wait for the next record and return it. Raises EOFError after the last record."""
         if not self._ready:
             self._ready = len(os.read(self._wake_fd, _WAKES))
             if not self._ready:

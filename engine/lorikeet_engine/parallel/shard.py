@@ -1,14 +1,14 @@
-"""Tensor parallelism: which part of every linear, and of its LoRA, each process keeps.
+"""Parts of every linear, and of its LoRA weights, that each tensor parallel process keeps.
 
           q, k, v, gate, up, lm_head            o, down
     W     by output                             by input
     LoRA  A whole, B by output                  A by input, B whole
 
-Each of q, k, v, gate, up and lm_head is cut on its own, at heads where it has them, also where some
-are stored on top of one another. With o and down a process adds B A x of its inputs to its part of
-the base product, and the sum over processes that the base product needs anyhow sums both.
-Embeddings, and adapters of them, are whole everywhere.
-So is the router of a mixture of experts, of each of which gate, up and down are cut like an MLP's.
+Each of q, k, v, gate, up and lm_head is cut on its own, at heads where it has them, even if several
+are stored stacked. For o and down, a process adds B A x of its inputs to its part of the base
+product, and the all-reduce that the base product needs anyway sums both. Embeddings, with their
+adapters, and the router of a mixture of experts are whole in every process; each expert's gate, up
+and down are cut as an MLP's are.
 """
 
 import math
@@ -23,9 +23,10 @@ _VOCABULARY_MULTIPLE = 8  # 16 bytes of 16-bit logits: products of other widths 
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """What a process keeps of one linear: columns of A [rank, d_in], rows of B [d_out, rank].
+    """Part of one linear that a process keeps.
 
-    outputs: several runs of a linear that stores several.
+    inputs: columns of W [d_out, d_in] and of A [rank, d_in].
+    outputs: rows of W and of B [d_out, rank]; several ranges if the linear stores several stacked.
     """
 
     inputs: range
@@ -33,24 +34,27 @@ class ShardRange:
 
     @property
     def d_out(self) -> int:
-        """How many outputs are kept."""
+        """Number of outputs kept."""
         return sum(map(len, self.outputs))
 
     @property
     def dims(self) -> tuple[int, int]:
-        """(d_in, d_out) of what is kept."""
+        """(d_in, d_out) of the part kept."""
         return len(self.inputs), self.d_out
 
     def elements(self, rank: int) -> tuple[int, int]:
-        """The elements of A and of B that are kept."""
+        """Number of elements of A and of B that are kept, for an adapter of this rank."""
         return rank * len(self.inputs), rank * self.d_out
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Process `index` of the `world` that compute the model's layers together; or the only one.
+    """One process's share of a model's layers.
 
-    The first keeps no less of anything than any other.
+    The first process keeps at least as much of everything as any other.
+
+    index: the process, from 0 on.
+    world: number of processes that share the layers.
     """
 
     index: int = 0
@@ -60,17 +64,17 @@ class Shard:
         assert 0 <= self.index < self.world
 
     def ranges(self, shape: BaseShape) -> tuple[ShardRange, ...]:
-        """What is kept of each of the shape's modules.
+        """Return the part kept of each of the shape's modules.
 
-        Raises SettingsError, whose `field` is tensor_parallel, when the base model cannot be cut
-        so.
+        Raises SettingsError, whose `field` is tensor_parallel, if the base model cannot be cut into
+        `world` parts.
         """
         return tuple(self._range(linear, shape) for linear in shape.modules)
 
     def part_of(self, shape: BaseShape) -> BaseShape:
-        """The shape of the layers that this process computes; what it replicates is as it was.
+        """Return the shape of the layers that this process computes. Whole parts keep their size.
 
-        Raises SettingsError when the base model cannot be cut so.
+        Raises SettingsError if the base model cannot be cut into `world` parts.
         """
         self.ranges(shape)
         return replace(
@@ -81,7 +85,7 @@ class Shard:
         )
 
     def vocabulary(self, size: int) -> range:
-        """The tokens whose logits this process computes, of `size`."""
+        """Return the tokens, of a vocabulary of `size`, whose logits this process computes."""
         each = -(-size // self.world)
         if self.world > 1:
             each = -(-each // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
@@ -94,7 +98,7 @@ class Shard:
         return ShardRange(inputs, cut_outputs._share(linear.outputs, shape))
 
     def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
-        """The process's elements of one side of a linear, on which these widths stand."""
+        """Return the process's elements of one side of a linear, which consists of `widths`."""
         sizes = [math.prod(shape.pieces(width)) for width in widths]
         if self.world == 1:
             return (range(sum(sizes)),)
@@ -111,7 +115,7 @@ class Shard:
             return self.vocabulary(count)
         first, last = self.index * count // self.world, (self.index + 1) * count // self.world
         if width is Width.KEYS and self.world > count and not self.world % count:
-            last = first + 1  # several processes keep the head that their queries read
+            last = first + 1  # several processes keep the same head: their queries read it
         elif count % self.world:
             raise SettingsError(
                 f"{shape.key(width)}={count} cannot be shared evenly by {self.world} "

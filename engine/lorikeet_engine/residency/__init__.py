@@ -1,13 +1,24 @@
-"""Where adapters' weights are, remote, on disk, on the host or on the GPU, and how they move.
+"""Adapter tiers: remote store, disk, host memory and GPU, and the loads between them.
 
-`tiers` is the whole to the engine: it says where an adapter is, takes requests, pins and
-prefetches (a module each), and leases what is on the GPU. `loader` downloads to `disk`, has
-`blob_packing` make an image of the blob, by `staged_layers` and as `packing` lays it out, for
-tensor parallelism `shard`'s part of it, and puts that into `host_arena`; `disk/incoming_blobs`
-does, of one that another process is writing. `gpu` places and evicts by `eviction_score`.
-`reservations` bounds what pins may take. `image_checks` finds images that memory has damaged, by
-their `checksums`.
-`stats` and `changes` report; `load_times` measures what loads cost.
+`tiers` is the engine's interface: it reports an adapter's tier, takes requests
+(`requested_adapters`), pins (`pins`) and prefetches (`prefetches`), and leases adapters on the GPU.
 
-Importing this loads no torch, so that a simulator can have `eviction_score` alone.
+    remote ──▶ disk                `loader`: downloads a blob into `disk`
+    disk   ──▶ host                `loader`: packs a blob (`blob_packing`) into an image
+                                   (`packed_image`) in `host_arena`, or reads an image file
+    host   ──▶ GPU                 `gpu`: copies the image into the device's arena
+
+Eviction is decided once for each tier:
+
+    tier   decided by              leaves first                 never leaves
+    GPU    `gpu/adapters.py`       lowest `eviction_score`      leased, being copied, pinned, or
+                                                                just requested (for GUARD_S)
+    host   `host_arena.py`         least recently held image    held, pinned
+    disk   `disk/cache.py`         least recently used file     pinned, by any process
+
+On GPU and host, `reservations` bounds the memory of pins, and revokes pins that a request needs the
+memory of. `gpu/slots.py` and `free_list` choose places for images and evict nothing.
+
+`image_checks` finds images that memory has damaged, by their `checksums`. `stats` and `changes`
+report. Importing this package loads no torch, so that a simulator can import `eviction_score`.
 """

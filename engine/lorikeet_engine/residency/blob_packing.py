@@ -1,6 +1,6 @@
-"""Packs a blob: writes the image of its matrices, which `packing` lays out.
+"""Packing: writes the matrices of a blob as an image, which `packed_image` lays out.
 
-Each call into torch lets go of the interpreter and waits for it again, beside the step loop. So
+Each call into torch releases the interpreter lock and must get it back beside the step loop. So
 layers that differ in values alone are read and written together, some megabytes at a time.
 """
 
@@ -24,17 +24,18 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 
 _MOST_THREADS = 4
 _CORES_A_THREAD = 4
-"""An engine takes one of a machine's cores for each GPU, beside gateways and other replicas."""
+"""Cores of the machine per packing thread; gateways, engines and replicas need the others."""
 _BYTES_A_THREAD = _BYTES_TOGETHER = 2**24
-_WIDEST = 4  # bytes of an element
+_WIDEST = 4  # bytes of the largest dtype
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class _StagedLayer(NamedTuple):
-    """A layer's linears, and where each matrix lies in `size` bytes beside the image.
+    """Linears of one layer, and a place for each matrix in `size` bytes of a staging buffer.
 
-    begin: where in a span of the image the layer begins. likeness: equal for layers whose matrices
-    have the same sizes, places there and places from `begin` on.
+    begin: offset of the layer in a span of the image.
+    likeness: equal for layers whose matrices have the same sizes, places in the buffer, and offsets
+        relative to `begin`.
     """
 
     parts: tuple[LinearLora, ...]
@@ -45,7 +46,7 @@ class _StagedLayer(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where in the file the last of it ends."""
+        """End of its last matrix in the file."""
         return max(matrix.end for matrix in self.places)
 
 
@@ -57,21 +58,24 @@ def pack(
     threads: int | None = None,
     arrived: Callable[[int], None] | None = None,
 ) -> LayerSums:
-    """Write the image into out [layout.image_elements]: its dtype, and the scaling folded into B.
+    """Write the image into `out` and return its sums; B is multiplied by the scaling.
 
-    Returns the image's sums. B is scaled in float32 before it is rounded. threads: how many share
-    the layers, if not as many as there are cores for. For each 16 MiB of the file are in memory
-    besides, or one layer of it if that is more; of another dtype than out's, also the largest
-    matrix of all these layers, twice. arrived: of a blob that is still being written; waits until
-    so many bytes of it have come, and one thread packs what has. Raises AdapterRejected when a
-    value does not fit out's dtype, and what `arrived` raises.
+    B is scaled in float32 before it is rounded to the dtype of `out`. Each thread needs 16 MiB of
+    memory, or the size of one layer in the file if that is more; for another dtype than that of
+    `out`, also twice the largest matrix of these layers.
+
+    out: [layout.image_elements], of the image's dtype.
+    threads: number that share the layers; by default chosen by cores and size.
+    arrived: for a blob that is still being written: waits until this many bytes have come. One
+        thread packs them then.
+    Raises AdapterRejected if a value does not fit the dtype, and the errors of `arrived`.
     """
     spans = torch.split(out, layout.elements)
     layers = _staged_layers(spec, layout)
     each = -(-len(layers) // (1 if arrived else threads or _threads(spec.size_bytes)))
     shares = [layers[at : at + each] for at in range(0, len(layers), each)]
     write = partial(_write_layers, blob, layout, spans, arrived)
-    with ThreadPoolExecutor(len(shares), "lorikeet-pack") as pool:  # waits for all of them
+    with ThreadPoolExecutor(len(shares), "lorikeet-pack") as pool:  # waits for all threads
         run = pool.map if len(shares) > 1 else map
         found = {place: each for sums in run(write, shares) for place, each in sums.items()}
     if arrived is not None:
@@ -81,19 +85,19 @@ def pack(
         outer = len(layout.layers) - 1
         found[number, outer] = _sum(layout, span, outer)
     places = ((number, layer) for number in range(len(spans)) for layer in range(outer + 1))
-    return tuple(found.get(place, 0) for place in places)  # 0 of a layer that has nothing
+    return tuple(found.get(place, 0) for place in places)  # 0 for a layer without matrices
 
 
 def _threads(size_bytes: int) -> int:
-    """How many threads there are cores for, and bytes."""
-    # torch's own threads, where it has more than one, share each matrix among them
+    """Return a number of threads that suits the cores and the size."""
+    # if torch has several threads, they already share each matrix
     cores = os.cpu_count() or 1
     most = cores // _CORES_A_THREAD if torch.get_num_threads() == 1 else 1
     return max(1, min(most, _MOST_THREADS, size_bytes // _BYTES_A_THREAD))
 
 
 def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer]:
-    """All layers that have linears, the outer one among them, in the file's order."""
+    """Return all layers that have linears, including the outer one, in the file's order."""
     table = layout.rows.tolist()
     layers = [
         _staged(tuple(parts), layout.layers[layer], table[layer])
@@ -105,9 +109,9 @@ def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer
 def _layers_together(
     layers: Sequence[_StagedLayer], most_bytes: int
 ) -> Iterator[list[_StagedLayer]]:
-    """Yield runs of layers to pack at once: alike, and equally far from each other in the image.
+    """Yield runs of layers to pack at once: alike, and equally spaced in the image.
 
-    most_bytes: of the file, of more than one layer.
+    most_bytes: largest size in the file of a run of several layers.
     """
     run: list[_StagedLayer] = []
     for layer in layers:
@@ -146,9 +150,9 @@ def _write_layers(
     arrived: Callable[[int], None] | None,
     layers: Sequence[_StagedLayer],
 ) -> dict[tuple[int, int], int]:
-    """Write these layers of each span, and return their sums, by the number of the span and layer.
+    """Write these layers to each span; return their sums, by numbers of span and layer.
 
-    The outer layer's have no meaning yet.
+    The sum of the outer layer is not final yet.
     """
     runs = list(_layers_together(layers, _BYTES_TOGETHER))
     writer, sums = _Writer(layout, spans, runs), dict[tuple[int, int], int]()
@@ -163,9 +167,9 @@ def _write_layers(
 
 
 class _Writer:
-    """Writes layers that are packed together to every span of an image.
+    """Writer of runs of layers to every span of an image.
 
-    Its buffers are for all of them: memory that is new for each costs more than the copies.
+    Reuses its buffers, since fresh memory for each run costs more than the copies.
     """
 
     def __init__(
@@ -183,7 +187,7 @@ class _Writer:
         self._wide, self._rounded = torch.empty(largest), torch.empty(largest, dtype=self._dtype)
 
     def write(self, descriptor: int, run: Sequence[_StagedLayer]) -> None:
-        """Read layers that are alike and write them. Raises AdapterRejected."""
+        """Read a run of like layers and write it. Raises AdapterRejected."""
         for row, layer in enumerate(run):
             _read(descriptor, self._targets(layer, row * layer.size))
         for part in run[0].parts:
@@ -194,7 +198,7 @@ class _Writer:
             self._check(run, number)
 
     def _targets(self, layer: _StagedLayer, row: int) -> dict[TensorSpan, memoryview]:
-        """Where each matrix is read to: an A that is kept as it is, to its place in the image."""
+        """Return the destination of each matrix: the image for an unchanged A, else the stage."""
         stage, image = self._bytes
         targets = {
             matrix: stage[row + at : row + at + matrix.size_bytes]
@@ -212,24 +216,24 @@ class _Writer:
         return fits and len(self._spans) == 1 and not shared
 
     def _matrix(self, run: Sequence[_StagedLayer], matrix: TensorSpan) -> torch.Tensor:
-        """A matrix of each layer of the run, [layers, experts, rows, columns]."""
+        """Return one matrix of each layer of the run, [layers, experts, rows, columns]."""
         typed, bytes_each = self._typed[matrix.dtype], DTYPE_BYTES[matrix.dtype]
         at, stride = run[0].places[matrix] // bytes_each, run[0].size // bytes_each
         experts, rows, columns = (*(matrix.shape[:-2] or (1,)), *matrix.shape[-2:])
         return _strided(typed, at, (len(run), experts, rows, columns), stride)
 
     def _scaled(self, b: torch.Tensor, scaling: float) -> torch.Tensor:
-        """B in the image's dtype. One of half its precision is multiplied as float32, too."""
+        """Return B scaled, in the image's dtype. Lower precisions are multiplied as float32."""
         if b.dtype not in (self._dtype, torch.float32):
             b = self._wide[: b.numel()].view(b.shape).copy_(b)
         b.mul_(scaling)
-        # Rounded before it is transposed: that takes half the time in one dtype.
+        # Rounded before the transposition, which takes half the time within one dtype.
         return b if b.dtype == self._dtype else self._rounded[: b.numel()].view(b.shape).copy_(b)
 
     def _place(
         self, run: Sequence[_StagedLayer], part: LinearLora, number: int, b: torch.Tensor
     ) -> None:
-        """Write the part of A and B that a span has; a shared matrix to each of its experts."""
+        """Write a span's parts of A and B; a shared matrix, once for each of its experts."""
         kept = self._layout.ranges[number][part.linear]
         to_a, to_b = self._of_span(run, part, number)
         if not self._is_kept_as_it_is(part):
@@ -244,7 +248,7 @@ class _Writer:
     def _of_span(
         self, run: Sequence[_StagedLayer], part: LinearLora, number: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B transposed of a linear in a span, [layers, experts, rows, columns] both."""
+        """Return views of A and transposed B in a span, both [layers, experts, rows, columns]."""
         kept, span = self._layout.ranges[number][part.linear], self._spans[number]
         a_at, b_at, rank = self._table[run[0].parts[0].layer][part.linear]
         of_a = (len(kept.inputs), rank) if part.gathers else (rank, len(kept.inputs))
@@ -254,11 +258,11 @@ class _Writer:
         return a, _strided(span, b_at, (*each, rank, kept.d_out), stride)
 
     def _check(self, run: Sequence[_StagedLayer], number: int) -> None:
-        """Raises AdapterRejected for the first matrix that holds what is not finite."""
+        """Raise AdapterRejected for the first matrix with a value that is not finite."""
         ends = (*self._layout.layers[1:], self._layout.elements)
         span = self._spans[number]
         if all(_finite(span[each.begin : ends[each.parts[0].layer]]) for each in run):
-            return  # else it may be what lies between matrices
+            return  # otherwise the values may lie in gaps between matrices
         for layer in run:
             for part in layer.parts:
                 for side, matrix in zip("AB", self._of_span([layer], part, number), strict=True):
@@ -269,9 +273,10 @@ class _Writer:
 def _strided(
     memory: torch.Tensor, at: int, shape: tuple[int, int, int, int], stride: int
 ) -> torch.Tensor:
-    """A view of layers so far from each other, whose matrices follow each other without a gap.
+    """Return a view of matrices in layers that are `stride` elements apart.
 
-    One call into torch, of which each lets the interpreter go.
+    shape: layers, experts, rows, columns. Matrices of one layer are contiguous.
+    One call into torch, since each call releases the interpreter lock.
     """
     _, _, rows, columns = shape
     strides = stride, rows * columns, columns, 1
@@ -279,7 +284,7 @@ def _strided(
 
 
 def _read(descriptor: int, targets: Mapping[TensorSpan, memoryview]) -> None:
-    """Read matrices, in the file's order; those that follow on each other there, at once."""
+    """Read matrices in the file's order, contiguous ones with one system call."""
     buffers, begin, end = list[memoryview](), 0, 0
     for matrix, target in targets.items():
         if matrix.begin != end:
@@ -322,9 +327,9 @@ def _sum(layout: PackedLayout, span: torch.Tensor, layer: int) -> int:
 
 
 def _finite(matrix: torch.Tensor) -> bool:
-    """Whether all values are finite, by their sum, which costs a thirtieth of looking at each.
+    """Whether all values are finite, by their sum, which costs a thirtieth of testing each value.
 
-    Finite values can have a sum that is not: then each is looked at.
+    Each value is tested only if the sum is not finite, since finite values can overflow.
     """
     return math.isfinite(matrix.sum().item()) or bool(matrix.isfinite().all())
 

@@ -1,22 +1,22 @@
-"""Blocks of one arena, allocated and released, in numbers: it knows no memory."""
+"""Free list of one arena: block offsets and sizes, without the memory itself."""
 
 from bisect import bisect_left
 
 
 class FreeList:
-    """The holes of an arena of `total` elements. Not thread-safe: its owner is."""
+    """Holes of an arena of `total` elements. Not thread-safe."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.free = total
-        self._holes = [(0, total)] if total else []  # (offset, size), by offset, never touching
+        self._holes = [(0, total)] if total else []  # (offset, size), by offset, never adjacent
 
     def holes(self) -> list[int]:
-        """The holes' sizes, the largest first."""
+        """Return the sizes of holes, largest first."""
         return sorted((size for _, size in self._holes), reverse=True)
 
     def allocate(self, size: int) -> int | None:
-        """Allocate from the smallest hole that takes it: the block's offset, or None."""
+        """Allocate from the smallest hole that fits; return the block's offset, or None."""
         fitting = [(hole, at) for at, (_, hole) in enumerate(self._holes) if hole >= size]
         if not fitting:
             return None
@@ -27,7 +27,7 @@ class FreeList:
         return offset
 
     def release(self, offset: int, size: int) -> int:
-        """Take a block back and join it with the holes beside it; the size of that hole."""
+        """Free a block and merge it with adjacent holes; return the size of the merged hole."""
         self.free += size
         at = bisect_left(self._holes, (offset, 0))
         if at < len(self._holes) and self._holes[at][0] == offset + size:
@@ -39,10 +39,10 @@ class FreeList:
         return size
 
     def cheapest_range(self, size: int) -> tuple[int, int]:
-        """(begin, end) of a range whose holes add up to `size` or more; size ≤ free.
+        """Return (begin, end) of the cheapest range to compact for a hole of `size` elements.
 
-        Among all such ranges the one whose blocks have the fewest elements; a hole begins and ends
-        it.
+        The range begins and ends with a hole, its holes add up to `size` or more, and its blocks
+        have the fewest elements of all such ranges. Needs size ≤ free.
         """
         assert size <= self.free
         best, first, holes = (self.total + 1, 0, 0), 0, 0
@@ -57,7 +57,7 @@ class FreeList:
         return best[1:]
 
     def compact(self, begin: int, end: int) -> None:
-        """Note that a range's blocks now lie at its front: its holes are one, behind them."""
+        """Record that a range's blocks now lie at its front, with one hole behind them."""
         first, after = (bisect_left(self._holes, (at, 0)) for at in (begin, end))
         hole = sum(size for _, size in self._holes[first:after])
         self._holes[first:after] = [(end - hole, hole)]

@@ -1,4 +1,4 @@
-"""The host arena: packed images in memory that is allocated once, pinned where there is a GPU."""
+"""The host arena: packed images in one allocation, page-locked if there is a GPU."""
 
 import threading
 import weakref
@@ -19,7 +19,10 @@ from lorikeet_engine.telemetry.status import TierStatus
 
 @dataclass(slots=True)
 class _Image:
-    """packed: the image, a view of the arena; None while it is written and once it is discarded."""
+    """packed: view of the arena; None while the image is written, and once it is discarded.
+
+    holders: writers and readers that keep the image in place.
+    """
 
     offset: int
     layout: PackedLayout
@@ -28,9 +31,9 @@ class _Image:
 
 
 class HostArena:
-    """Images by digest; the least recently held goes when room is needed. Thread-safe.
+    """Images by digest; the least recently held is evicted for a new one. Thread-safe.
 
-    An image is never evicted while somebody holds it: its writer, or the one who copies it.
+    A held image, by its writer or by a copy from it, is never evicted.
     """
 
     def __init__(
@@ -41,9 +44,9 @@ class HostArena:
         on_change: OnChange = ignore_change,
         shared: SharedMemory | None = None,
     ) -> None:
-        """on_change: called with the digest of what has come here or gone.
+        """on_change: called with the digest of an image that has come or gone.
 
-        shared: the memory to use, of budget_bytes, where other processes read it, too.
+        shared: memory of budget_bytes to use instead of own memory, where other processes read it.
         """
         self.elements = budget_bytes // dtype.itemsize
         self._arena = host_memory(self.elements, dtype, pin, shared)
@@ -52,40 +55,40 @@ class HostArena:
         self._blocks = FreeList(self.elements)
         self._reservations = MemoryReservations(self.elements)
         self._images: dict[str, _Image] = {}  # least recently held first
-        self.frees = 0  # grows whenever waiting for room may have become worthwhile
+        self.frees = 0  # grows whenever a failed `reserve` may succeed
         self._evictions = self._checksum_failures = 0
 
     def status(self) -> TierStatus:
-        """What the arena holds, images being written included, and what it has evicted."""
+        """Return contents, capacity and evictions; images being written count."""
         elements = self.elements - self._blocks.free, self.elements, self._reservations.capacity
         used, capacity, pinnable = (each * self._arena.itemsize for each in elements)
         counted = self._evictions, self._checksum_failures
         return TierStatus(len(self._images), used, capacity, pinnable, *counted)
 
     def holds(self, digest: str) -> bool:
-        """Whether the image is there, whole."""
+        """Whether the complete image is there."""
         return self.image(digest) is not None
 
     def image(self, digest: str) -> PackedImage | None:
-        """The image if it is there, whole; another object once it was loaded anew.
+        """Return the image if it is complete, else None; after a reload, a different object.
 
-        Its elements are valid while somebody holds it.
+        Its elements are valid while the image is held.
         """
         image = self._images.get(digest)
         return image.packed if image is not None else None
 
     def digests(self) -> list[str]:
-        """All images that are there or being written."""
+        """Return the digests of all images, those being written included."""
         with self._lock:
             return list(self._images)
 
     def reserve(
         self, digest: str, layout: PackedLayout, *, for_request: bool
     ) -> torch.Tensor | None:
-        """Reserve room for a new image, held by the caller; None while held images take it all.
+        """Allocate memory for a new image, held by the caller; return None if it cannot be freed.
 
-        Among these may be one of the same adapter that was discarded. for_request: a request waits
-        for it, so pins give way if nothing else does.
+        Also returns None while a discarded image of the same adapter is still held.
+        for_request: a request waits for the image, so pins give way if nothing else does.
         """
         with self._lock:
             if digest in self._images:
@@ -101,22 +104,25 @@ class HostArena:
             return self._view(self._images[digest])
 
     def commit(self, digest: str, sums: LayerSums) -> None:
-        """Say that the image is written, and with which sums; the writer still holds it."""
+        """Mark an image as written; the writer still holds it.
+
+        sums: of the image's layers.
+        """
         image = self._images[digest]
         image.packed = PackedImage(image.layout, self._view(image), sums)
         self._on_change(digest)
 
     def abandon(self, digest: str) -> None:
-        """Give up an image that could not be written."""
+        """Remove an image whose writing failed."""
         with self._lock:
             self._drop(digest)
             self.frees += 1
 
     def discard(self, digest: str) -> None:
-        """Let nobody hold a damaged image any more; its room is free once nobody does."""
+        """Withdraw a damaged image from use; its memory is freed with its last holder."""
         with self._lock:
             image = self._images.get(digest)
-            if image is None:  # evicted meanwhile, by a loading thread
+            if image is None:  # a loading thread has evicted it meanwhile
                 return
             self._checksum_failures += 1
             image.packed = None
@@ -127,7 +133,7 @@ class HostArena:
         self._on_change(digest)
 
     def hold(self, digest: str) -> PackedImage | None:
-        """Keep the image where it is until release, and return it; None if it is not there."""
+        """Keep an image in place until `release`, and return it; None if it is not there."""
         with self._lock:
             image = self._images.get(digest)
             if image is None or image.packed is None:
@@ -146,7 +152,7 @@ class HostArena:
             self.frees += 1
 
     def pin(self, digest: str) -> bool:
-        """Keep the image from now on; False while it is not there or too much is pinned."""
+        """Keep an image from now on; return False while it is not there or too much is pinned."""
         with self._lock:
             image = self._images.get(digest)
             if image is None or image.packed is None:
@@ -154,16 +160,16 @@ class HostArena:
             return self._reservations.grant(digest, image.layout.image_elements)
 
     def unpin(self, digest: str) -> None:
-        """Let the image be evicted again."""
+        """Allow an image's eviction again."""
         with self._lock:
             self._reservations.revoke(digest)
             self.frees += 1
 
     def _evict_for(self, elements: int, for_request: bool) -> int | None:
-        """Evict until there is a hole of this size, and take it; None where there can be none.
+        """Evict until there is a hole of this size, and allocate it; return None if impossible.
 
-        The engine's thread may wait for the lock meanwhile, and there may be thousands of images:
-        each is looked at once.
+        Looks at each image once: the engine's thread may be waiting for the lock, and there may be
+        thousands of images.
         """
         while True:
             evictable = {
@@ -176,13 +182,13 @@ class HostArena:
                     self._evictions += 1
                     if self._drop(digest) >= elements:
                         return self._blocks.allocate(elements)
-            # Pinned images may lie so that no hole is large enough.
+            # Enough memory may be free, but split by pinned images.
             held = any(image.holders for image in self._images.values())
             if not for_request or held or not self._reservations.revoke_newest():
                 return None
 
     def _drop(self, digest: str) -> int:
-        """Forget an image; the size of the hole that is there now."""
+        """Remove an image; return the size of the resulting hole."""
         image = self._images.pop(digest)
         self._reservations.revoke(digest)
         hole = self._blocks.release(image.offset, image.layout.image_elements)
@@ -196,10 +202,12 @@ class HostArena:
 def host_memory(
     elements: int, dtype: torch.dtype, pin: bool, shared: SharedMemory | None
 ) -> torch.Tensor:
-    """Memory for images, pinned in this process on request; the shared memory's where it is given.
+    """Return memory for images.
 
-    Without torch's pin_memory, which takes the next power of two: for 84 GB, 137 GB. Raises
-    SettingsError where so much cannot be pinned.
+    Does not use torch's pin_memory, which rounds up to the next power of two: 137 GB for 84 GB.
+    Raises SettingsError if the host cannot page-lock so much.
+    pin: page-lock the memory in this process.
+    shared: memory to use, if given.
     """
     if shared is not None and elements:
         arena = torch.frombuffer(shared.bytes, dtype=dtype, count=elements)

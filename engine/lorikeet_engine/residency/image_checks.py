@@ -1,14 +1,14 @@
-"""Looks now and then whether the images in memory are still what was packed.
+"""Periodic checks that the images in memory still equal the images that were packed.
 
     step 0 ───── 256 ───── 512 ───── 768 ──▶
          begin    compare   compare
                   begin     begin      the sums (checksums.py) of one slice of an image on the GPU
                                        and of one on the host
 
-A round through a tier takes EVERY_STEPS steps for each image there, or for each slice of a larger
-one, and damage is found within two rounds. On CUDA the sum runs between two steps, and a thread of
-its own waits for it; on a CPU that thread computes it. Where an image was evicted, moved or loaded
-anew meanwhile, its sum says nothing and is not looked at.
+A round through a tier takes EVERY_STEPS steps for each image, or for each slice of a large one, and
+damage is found within two rounds. On CUDA the sum runs between two steps, and a separate thread
+waits for it; on a CPU that thread computes the sum. The sum of an image that was evicted, moved or
+loaded anew meanwhile is ignored.
 """
 
 import logging
@@ -33,19 +33,21 @@ from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 log = logging.getLogger(__name__)
 
 EVERY_STEPS = 256
-"""Steps between checks. One takes the engine's thread 0.5 ms; as many of an 8B model, a second."""
-# An H200 adds this up in some 40 µs.
+"""Steps between checks: about a second of an 8B model. A check costs 0.5 ms of the engine."""
+# An H200 sums this in about 40 µs.
 _DEVICE_SLICE_BYTES = 128 << 20
-# A core adds this up in some 2 ms, beside the steps.
+# A CPU core sums this in about 2 ms, beside the steps.
 _HOST_SLICE_BYTES = 16 << 20
-_RETRY_S = 1.0  # a load takes less, as a rule
+_RETRY_S = 1.0  # a reload usually takes less
 
 
 class CheckedImage(NamedTuple):
-    """An image that is to be checked.
+    """An image to check, or one rank's span of it.
 
-    layout, sums: of one of its spans. memory: the arena in which the span's pieces lie. unchanged:
-    whether it lies where it did, whole.
+    layout: of the image.
+    sums: of the span's layers.
+    memory: arena that holds the span's pieces.
+    unchanged: returns whether the image still lies whole where it did.
     """
 
     digest: str
@@ -56,7 +58,7 @@ class CheckedImage(NamedTuple):
     unchanged: Callable[[], bool]
 
     def slices(self, most_bytes: int) -> Iterator["ImageSlice"]:
-        """All of it in turn: as many layers together as are not too large, but at least one."""
+        """Yield the whole image in slices of at most this many bytes, but at least one layer."""
         most, layout = most_bytes // self.memory.itemsize, self.layout
         layers = list(zip(pairwise((*layout.layers, layout.elements)), self.sums, strict=True))
         for piece in self.pieces:
@@ -76,7 +78,10 @@ class CheckedImage(NamedTuple):
 
 
 class ImageSlice(NamedTuple):
-    """Layers of an image that lie side by side, and what they added up to when it was packed."""
+    """Neighbouring layers of an image.
+
+    total: sum of their elements when the image was packed.
+    """
 
     image: CheckedImage
     elements: torch.Tensor
@@ -84,9 +89,9 @@ class ImageSlice(NamedTuple):
 
 
 class ImageChecks:
-    """Checks the images on the GPU and on the host in turn; those found damaged are loaded anew.
+    """Checks of the images on the GPU and on the host, in turn. Damaged images are loaded anew.
 
-    Belongs to the engine's thread.
+    Engine thread only.
     """
 
     def __init__(
@@ -98,7 +103,11 @@ class ImageChecks:
         ref_of: Callable[[str], AdapterRef | None],
         prefetch: Callable[[AdapterRef, Residency, float], None],
     ) -> None:
-        """arena: the GPU's memory. ref_of: by digest. prefetch: as Tiers has it."""
+        """arena: the GPU's memory.
+
+        ref_of: returns an adapter by digest.
+        prefetch: Tiers.prefetch.
+        """
         self._worker = ThreadPoolExecutor(1, "lorikeet-checks")
         most = _DEVICE_SLICE_BYTES if arena.is_cuda else _HOST_SLICE_BYTES
         self._rounds = {
@@ -112,7 +121,7 @@ class ImageChecks:
         self._steps = 0
 
     def step(self) -> None:
-        """Count a step; if it is time, compare the sums that were begun last and begin others."""
+        """Count a step; every EVERY_STEPS steps, compare the pending sums and begin the next."""
         self._steps += 1
         if self._steps % EVERY_STEPS:
             return
@@ -123,9 +132,9 @@ class ImageChecks:
         self._under_way = self._begin()
 
     def discard(self, digest: str, tier: Residency) -> AdapterDamaged:
-        """Let nobody use an image of this tier any more, which is damaged, and load it anew.
+        """Withdraw a damaged image of this tier from use, and load it anew.
 
-        Returns the error of the requests that depend on it.
+        Returns the error for requests that depend on the image.
         """
         ref = self._ref_of(digest)
         log.error("adapter_damaged", extra={"adapter": str(ref or digest), "tier": str(tier)})
@@ -140,7 +149,7 @@ class ImageChecks:
         )
 
     def take_damaged(self) -> dict[str, AdapterDamaged]:
-        """What checks found damaged on the GPU since the call before, by digest."""
+        """Return, by digest, the errors of images found damaged on the GPU since the last call."""
         damaged, self._damaged = self._damaged, {}
         return damaged
 
@@ -170,14 +179,17 @@ class ImageChecks:
 
 
 class _UnderWay(NamedTuple):
-    """What is being added up: at most one slice of each tier; totals: in their order."""
+    """Sums being computed: at most one slice of each tier.
+
+    totals: in the order of `slices`.
+    """
 
     slices: dict[Residency, ImageSlice]
     totals: Future[list[int]]
 
 
 def _begin_sum(elements: torch.Tensor) -> Callable[[], torch.Tensor]:
-    if elements.is_cuda:  # in order with the steps, and with images that move
+    if elements.is_cuda:  # on the stream of steps and moves, so in order with them
         return Download(word_sum(elements)).wait
     return partial(word_sum, elements)
 
@@ -185,9 +197,9 @@ def _begin_sum(elements: torch.Tensor) -> Callable[[], torch.Tensor]:
 def _round(
     images: Callable[[], Iterable[CheckedImage]], slice_bytes: int
 ) -> Iterator[ImageSlice | None]:
-    """All slices of a tier's images, and from the first again; None while there are none.
+    """Yield all slices of a tier's images, again and again; None while there are no images.
 
-    images: all that the tier holds at the call, each as it is when its turn comes.
+    images: returns the images that the tier holds at the call.
     """
     while True:
         any_there = False
@@ -199,19 +211,19 @@ def _round(
 
 
 def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterator[CheckedImage]:
-    """The images on the GPU that steps may read; of other ranks' spans their GPUs know."""
+    """Yield the images on the GPU that steps may read. Other ranks' spans are not checked here."""
     for adapter in gpu.snapshot():
         digest, image = adapter.ref.digest, pool.image(adapter.slot)
         if image is None or gpu.usable(digest) is not adapter:
             continue
         unchanged = partial(_lies_there, gpu, pool, adapter, image)
         layout, pieces = image.layout, image.pieces
-        sums = adapter.sums[: len(layout.layers)]  # of the leader's span
+        sums = adapter.sums[: len(layout.layers)]  # of this rank's span, the first
         yield CheckedImage(digest, layout, sums, arena, pieces, unchanged)
 
 
 def host_images(host: HostArena) -> Iterator[CheckedImage]:
-    """The images on the host that are written."""
+    """Yield the complete images on the host."""
     for digest in host.digests():
         image = host.image(digest)
         if image is None:

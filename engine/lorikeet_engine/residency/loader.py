@@ -1,10 +1,12 @@
-"""Loads adapters from remote to disk and to the host, on background threads.
+"""Loads from remote to disk and to the host, on background threads.
 
-A blob is packed once: its image goes to the disk too (disk/image_writer.py), and is read from there
-the next time; but what is loaded for a passing pin alone is packed again if it is loaded again.
-Downloads, packing and the writing of images have threads of their own, so neither a source that
-hangs nor a slow disk keeps what is there already from reaching the host. What a full or broken
-disk cannot take is downloaded into memory, one blob at a time, and packed from there.
+A blob is packed once: its image is also written to the disk (disk/image_file.py), and read from
+there the next time. An adapter loaded for a passing pin alone has no image file and is packed again
+when it is loaded again.
+
+Downloads, packing and writing of images have separate threads, so neither a source that hangs nor a
+slow disk delays adapters that are on the disk already. A blob that a full or broken disk cannot
+take is downloaded into memory, one blob at a time, and packed from there.
 """
 
 import logging
@@ -36,22 +38,24 @@ log = logging.getLogger(__name__)
 
 _DOWNLOADERS = 8
 _PACKERS = 2
-_DOWNLOADS = 3  # for one load: other processes may remove what was downloaded
+_DOWNLOADS = 3  # of one load: other processes may remove a downloaded blob
 _SOURCE_HANGS_S = 3.0
-"""A download that fails so late tells of the source; sooner, of its adapter."""
+"""A download that takes this long to fail tells of its source; a faster failure, of its adapter."""
 _SOURCE_RETRY_S = 10.0
-"""When to ask again for what the source failed to give: as long as it takes to notice that."""
+"""Seconds until a client should retry: as long as it takes to notice a hanging source."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """A load that ended.
 
-    residency: HOST if the image is there, and held for the receiver of this result. DISK without
-    an error if that was asked for, or the host had no room: try again once its `frees` has changed.
-    elements, read_s: of the image that was loaded to the host, what one GPU takes of it, None
-    without one, and how long that took from the disk, or, of one that was packed while it came, the
-    processor time of that. download_s: the blob's, None if it was there.
+    residency: HOST if the image is on the host, where it is held for the receiver of this result.
+        DISK without an error if DISK was asked for, or if the host had no memory: try again once
+        the host's `frees` differs from this one.
+    elements: of the loaded image, on one GPU; None if no image was loaded to the host.
+    read_s: seconds from the disk to the host. For a blob packed while it came: CPU seconds of
+        packing.
+    download_s: seconds of the blob's download; None if the blob was on the disk already.
     """
 
     ref: AdapterRef
@@ -65,7 +69,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class _SourceFailure:
-    """A download that hung until the source was given up, and when that was."""
+    """A download that hung until it was given up, and the time of that."""
 
     error: Exception
     at_s: float
@@ -73,9 +77,12 @@ class _SourceFailure:
 
 @dataclass(slots=True)
 class _LoadTask:
-    """A load that has not ended. asked_s, reading_since_s: by the clocks of `Loader`.
+    """A load that has not ended.
 
-    without_disk: it goes on without the disk. downloads: how many were begun for it.
+    asked_s: time.monotonic() of the first call of `load`.
+    reading_since_s: time.perf_counter() at which reading from the disk began.
+    without_disk: the blob goes to memory instead of the disk.
+    downloads: number of downloads begun for this load.
     """
 
     ref: AdapterRef
@@ -91,7 +98,7 @@ class _LoadTask:
 
 
 class Loader:
-    """Runs one load at a time for each digest. on_result: called on the loading threads."""
+    """Loads, one at a time for each digest. `on_result` is called on the loading threads."""
 
     def __init__(
         self,
@@ -110,23 +117,23 @@ class Loader:
         self.incoming_blobs = IncomingBlobs(
             shape, limits, host, self._max_elements, world, on_result
         )
-        self._lock = threading.RLock()  # guards the two below
+        self._lock = threading.RLock()  # guards _tasks and _results
         self._tasks: dict[str, _LoadTask] = {}
         self._results: deque[LoadResult] = deque()
-        self._source_failure: _SourceFailure | None = None  # since which nothing has come
+        self._source_failure: _SourceFailure | None = None  # None after a success
         self._closed = False
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
         self._verifiers = ThreadPoolExecutor(_PACKERS, "lorikeet-verify")
         self._images = ImageWriter(disk, host, on_result)
-        self._streamer = Workers(1, "stream")  # one: a blob in memory can be as large as they get
+        self._streamer = Workers(1, "stream")  # one, since a blob in memory may have any size
 
     def load(
         self, ref: AdapterRef, tier: Residency, *, urgent: bool, passing: bool = False
     ) -> None:
-        """Load an adapter to DISK or HOST; a load that is under way goes as far, gets as urgent.
+        """Load an adapter to DISK or HOST; extend a load under way to this tier and urgency.
 
-        passing: what is packed for this load alone is not written to the disk.
+        passing: an image packed for this load alone is not written to the disk.
         """
         with self._lock:
             task = self._tasks.get(ref.digest)
@@ -145,11 +152,11 @@ class Loader:
             self._submit(self._downloaders, task, partial(self._begin, task, self._download))
 
     def results(self) -> list[LoadResult]:
-        """The loads that ended since the last call."""
+        """Return the loads that ended since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """Start no more loads; those under way end by themselves, whole or not."""
+        """Begin no more loads; those under way end by themselves, complete or not."""
         self._closed = True
         workers = self._downloaders, self._packers, self._images, self._streamer
         for each in (*workers, self.incoming_blobs):
@@ -172,8 +179,8 @@ class Loader:
         except AdapterError as error:
             kind = AdapterTooLarge if isinstance(error, AdapterTooLarge) else AdapterLoadFailed
             self._finish(task, error=_error_about(task.ref, error, kind))
-        except Exception as error:  # its text is for the log: it may name the machine's folders
-            if self._closed:  # that is why it failed, and nobody waits for it
+        except Exception as error:  # its text stays in the log: it may name folders
+            if self._closed:  # closing made it fail, and no request waits for it
                 return
             if is_disk_error(error) and self._retries_without_disk(task, error):
                 return
@@ -187,7 +194,7 @@ class Loader:
             self._finish(task, error=_error_about(task.ref, failure, AdapterLoadFailed))
 
     def _retries_without_disk(self, task: _LoadTask, error: Exception) -> bool:
-        """Whether the load goes on without the disk, which it has not tried yet."""
+        """Whether the load continues without the disk; it can do so once."""
         with self._lock:
             if task.without_disk or task.tier is Residency.DISK or not hasattr(os, "memfd_create"):
                 return False
@@ -210,7 +217,7 @@ class Loader:
 
     def _fetch(self, task: _LoadTask, fetch: Callable[[], None]) -> None:
         if (failure := self._source_failure) and task.asked_s < failure.at_s:
-            raise failure.error  # it has waited for those that hung, and would hang as long again
+            raise failure.error  # this task was queued behind the hanging download
         began_s = time.monotonic()
         try:
             fetch()
@@ -229,21 +236,21 @@ class Loader:
         try:
             if not self._take_incoming(task) and not self._read_image(task):
                 self._pack_blob(task)
-        except FileNotFoundError as error:  # removed by another, or damaged and without a blob
+        except FileNotFoundError as error:  # removed by others, or damaged without a blob
             if task.downloads < _DOWNLOADS:
                 self._submit(self._downloaders, task, partial(self._attempt, task, self._download))
             elif not self._retries_without_disk(task, error):
                 raise
 
     def _stays_on_disk(self, task: _LoadTask) -> bool:
-        """Whether the disk was as far as the load was to go; it has ended then."""
+        """Whether the load was for the disk only, and so has ended."""
         with self._lock:
             if stays := task.tier is Residency.DISK:
                 self._finish(task, Residency.DISK)
             return stays
 
     def _take_incoming(self, task: _LoadTask) -> bool:
-        """Whether the blob was packed while it came; its load has ended then."""
+        """Whether the blob was packed while it came, so that its load has ended."""
         image = self.incoming_blobs.take(task.ref.digest, self._disk.blob)
         if image is not None:
             elements, packed_s = image.layout.elements, image.packed_s
@@ -252,7 +259,7 @@ class Loader:
         return image is not None
 
     def _read_image(self, task: _LoadTask) -> bool:
-        """Load the image; False where there is no good one, a damaged one is removed."""
+        """Load the image file; return False without a good one. A damaged file is removed."""
         ref = task.ref
         try:
             image = ImageFile.of(self._disk.image(ref.digest), self._shape, self._world)
@@ -266,7 +273,7 @@ class Loader:
         return True
 
     def _pack_blob(self, task: _LoadTask) -> None:
-        """Pack the disk's blob, which is verified meanwhile if it did not come just now."""
+        """Pack the disk's blob; verify it meanwhile, unless this load has just downloaded it."""
         blob = self._disk.blob(task.ref.digest)
         if task.download_s is not None:
             self._pack(task, blob)
@@ -281,11 +288,14 @@ class Loader:
         try:
             self._pack(task, blob, verify)
         except AdapterError:
-            verify()  # a damaged one can be refused for anything
+            verify()  # damage can look like any other fault of the blob
             raise
 
     def _pack(self, task: _LoadTask, blob: Path, verify: Callable[[], None] | None = None) -> None:
-        """Pack a blob to the host. verify: raises where it was damaged; runs beside the packing."""
+        """Pack a blob to the host.
+
+        verify: raises if the blob is damaged; runs beside the packing.
+        """
         spec = read_spec(blob, self._shape, self._limits)
         layout = PackedLayout.of(spec, self._shape, self._world)
 
@@ -307,13 +317,13 @@ class Loader:
     def _fill(
         self, task: _LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
-        """Reserve the image's place on the host and write it; False if there was no room."""
+        """Reserve memory on the host and write the image there; return False without memory."""
         layout.check_size(self._max_elements)
         digest, frees = task.ref.digest, self._host.frees
         out = self._host.reserve(digest, layout, for_request=task.urgent)
         if out is None:
             self.incoming_blobs.drop_untaken()
-            if task.without_disk:  # it is not on the disk: each try would fetch it again
+            if task.without_disk:  # each further try would download the blob again
                 problem = "the disk cannot take it, and the host has no room for it yet: try again"
                 raise AdapterLoadFailed(problem, retry_after_s=_SOURCE_RETRY_S, own_disk=True)
             self._finish(task, Residency.DISK, frees=frees)
@@ -345,5 +355,5 @@ class Loader:
 
 
 def _error_about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:
-    """An error of this kind, which names the adapter."""
+    """Return an error of this kind that names the adapter."""
     return kind(f"{ref}: {error.message}", **{**error.fields, "adapter": str(ref)})

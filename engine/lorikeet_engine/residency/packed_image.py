@@ -1,14 +1,14 @@
-"""An adapter's image: all its matrices in one run of elements, the same on the host and the GPU.
+"""Layout of an adapter's image: all matrices in one run of elements, the same on host and GPU.
 
-For each layer, and once more for what the model has once, and each fused group come the group's A
-matrices, then its B matrices transposed, every matrix at a multiple of ALIGNMENT elements and of
-its true rank; of experts one linear's for all of them follow each other without a gap. A of the
-embeddings is transposed, too, since a token reads a column of it. Last are the rows of trained
-tokens as A, with their ids as B.
+For each layer, and once more for the outer layer (lm_head and embeddings), and for each fused
+group: the A matrices of the group, then its B matrices, transposed. Every matrix begins at a
+multiple of ALIGNMENT elements and has its true rank. The matrices of one linear's experts follow
+each other without a gap. A of the embeddings is transposed, too, since a token reads one column.
+Last come the rows of trained tokens, stored as A, with their ids as B.
 
-Where ranks share the layers, an image has a span for each of them, one after another: a rank's part
-of every matrix. All are laid out as the first rank's, whose parts are the largest: a place in one
-GPU's arena is a place in all.
+Where ranks share the layers, an image has one span a rank, one after another, each with that rank's
+part of every matrix. All spans are laid out like rank 0's, whose parts are the largest, so an
+offset in one GPU's arena is valid in all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,15 +30,20 @@ from lorikeet_engine.residency.checksums import LayerSums
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where each matrix lies in a span of an adapter's image.
+    """Layout of an adapter's image.
 
-    rows [layers + 1, modules, 3] int64, on the CPU, as BaseShape says: element offsets of A and B
-    in the span, and the rank; all 0 where the adapter leaves a linear alone. elements: the span's
-    size, which is what the image takes on one GPU. ranges: for each rank's span, and each of the
-    shape's modules, what of its matrices is there. layers: where in the span each layer begins, and
-    then the outer one; one that has nothing there, where the next does. head_rank: lm_head's.
-    head_rows: how many rows of it are replaced. Neither counts as the other. changes_experts:
-    whether there are matrices of experts. shared_a: AdapterSpec's.
+    rows: [layers + 1, modules, 3] int64, on the CPU, as BaseShape says: element offsets of A and B
+        in the span, and the rank; all 0 where the adapter leaves a linear alone.
+    elements: size of a span, which is the image's size on one GPU.
+    ranges: for each rank's span and each of the shape's modules, the part of the matrices in the
+        span.
+    layers: offset of each layer in the span, then of the outer layer. A layer without matrices has
+        the offset of the next.
+    head_rank: rank of lm_head.
+    head_rows: number of replaced rows of lm_head; not counted in head_rank, nor the other way
+        round.
+    changes_experts: whether there are matrices of experts.
+    shared_a: as in AdapterSpec.
     """
 
     rows: torch.Tensor
@@ -53,11 +58,11 @@ class PackedLayout:
 
     @property
     def image_elements(self) -> int:
-        """The size of all spans together, which is what the image takes on the host."""
+        """Size of all spans together, which is the image's size on the host."""
         return self.elements * len(self.ranges)
 
     def check_size(self, max_elements: int) -> None:
-        """Raises AdapterTooLarge where a span has more elements than the arenas."""
+        """Raise AdapterTooLarge if a span has more elements than the arenas."""
         if self.elements > max_elements:
             raise AdapterTooLarge(
                 f"the adapter has {self.elements} elements and the arenas hold {max_elements}: "
@@ -68,9 +73,10 @@ class PackedLayout:
 
     @classmethod
     def of(cls, spec: AdapterSpec, shape: BaseShape, world: int = 1) -> "PackedLayout":
-        """The layout of a validated adapter for its base model, which `world` ranks share.
+        """Return the layout of a validated adapter for its base model.
 
-        Raises SettingsError when the base model cannot be cut so.
+        world: number of ranks that share the model.
+        Raises SettingsError if the base model cannot be divided among them.
         """
         ranks = {(part.layer, part.linear): part.rank for part in spec.linears}
         ranks |= {(shape.outer_layer, part.linear): len(part.ids) for part in spec.token_rows}
@@ -84,9 +90,11 @@ class PackedLayout:
         world: int = 1,
         shared_a: frozenset[tuple[int, int]] = frozenset(),
     ) -> "PackedLayout":
-        """The layout of ranks by (layer, module), which may be 0; shared_a: AdapterSpec's.
+        """Return the layout for ranks by (layer, module), which may be 0.
 
-        A head that is tied to the embeddings has their rows. Raises SettingsError as `of` does.
+        A head that is tied to the embeddings gets the embeddings' rows. Raises SettingsError as
+        `of` does.
+        shared_a: as in AdapterSpec.
         """
         ranks, outer = dict(ranks), shape.outer_layer
         of_head, of_embeddings = shape.index(HEAD_ROWS.name), shape.index(EMBEDDING_ROWS.name)
@@ -110,10 +118,10 @@ class PackedLayout:
         )
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
-        """The table's rows for a span that begins at this element of the arena.
+        """Return the table's rows for a span at this offset in the arena.
 
-        A tensor [layers + 1, 1, 1] has an offset for each layer: where the span would begin if all
-        of it lay as that layer does.
+        offset: a number, or a tensor [layers + 1, 1, 1] with an offset for each layer, each being
+            the begin of the whole span if that layer's piece extended over it.
         """
         rows = self.rows.clone()
         rows[..., :2] += offset * (rows[..., 2:] > 0)
@@ -126,7 +134,7 @@ def _places(
     ranges: Sequence[ShardRange],
     shared_a: frozenset[tuple[int, int]],
 ) -> tuple[torch.Tensor, tuple[int, ...], int]:
-    """PackedLayout's rows, layers and elements of a span of these ranges."""
+    """Compute PackedLayout's rows, layers and elements for a span of these ranges."""
     modules = range(len(shape.modules))
     groups = [*shape.groups.values(), *((n,) for n in modules[len(shape.linears) :])]
     rows = [
@@ -153,9 +161,10 @@ def _changes_experts(rows: torch.Tensor, shape: BaseShape) -> bool:
 
 
 class PackedImage(NamedTuple):
-    """An image in memory, all of its spans, and its sums when it was packed.
+    """An image in memory, with all of its spans.
 
-    elements [layout.image_elements]. sums: of the first span's layers, then of the next one's.
+    elements: [layout.image_elements].
+    sums: when packed, of the first span's layers, then of the next one's.
     """
 
     layout: PackedLayout
@@ -163,10 +172,10 @@ class PackedImage(NamedTuple):
     sums: LayerSums
 
     def span(self, rank: int) -> torch.Tensor:
-        """The elements that this rank's GPU has, [layout.elements]."""
+        """Return the elements of this rank's GPU, [layout.elements]."""
         return self.elements.view(-1, self.layout.elements)[rank]
 
     def span_sums(self, rank: int) -> LayerSums:
-        """The sums of this rank's span."""
+        """Return the sums of this rank's span."""
         count = len(self.layout.layers)
         return self.sums[rank * count : (rank + 1) * count]

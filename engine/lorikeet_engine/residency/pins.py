@@ -12,7 +12,7 @@ from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packed_image import PackedImage
 
 RETRY_S = 5.0
-# Loads for pins at one time: requests' loads need threads too.
+# Concurrent loads for pins: requests' loads need threads, too.
 _LOADS = 2
 
 
@@ -25,7 +25,7 @@ class _Pin:
 
 
 class Pins:
-    """Belongs to the engine's thread; add, remove and `in` may be used from any."""
+    """Pinned adapters. Engine thread only; any thread may use add, remove and `in`."""
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class Pins:
     def add(self, ref: AdapterRef, tier: Residency, passing: bool = False) -> None:
         """Keep an adapter at this tier or nearer, from the next `maintain` on.
 
-        passing: its image is not written to the disk for this pin's sake.
+        passing: the adapter's image is not written to the disk for this pin.
         """
         self._updates.append((ref.digest, _Pin(ref, tier, passing)))
 
     def remove(self, digest: str) -> None:
-        """Keep an adapter no more, from the next `maintain` on."""
+        """Keep an adapter no longer, from the next `maintain` on."""
         self._updates.append((digest, None))
 
     def on_result(self, result: LoadResult) -> None:
-        """A load ended, for a pin or not."""
+        """Take note of a load that ended, whether for a pin or not."""
         digest = result.ref.digest
         self._loading.discard(digest)
         self._due_s = 0.0
@@ -72,9 +72,10 @@ class Pins:
             pin.retry_at_s = time.monotonic() + RETRY_S
 
     def maintain(self, *, may_place: bool) -> float | None:
-        """See that every pin is met or loading; returns after how many seconds to look again.
+        """Load or place every adapter whose pin is not met; return the seconds until the next look.
 
-        may_place: no request waits for room on the GPU.
+        Returns None when all pins are met.
+        may_place: no request waits for GPU memory.
         """
         while self._updates:
             self._apply(*self._updates.popleft())
@@ -110,7 +111,7 @@ class Pins:
                 return True
 
     def _promote(self, pin: _Pin, may_place: bool) -> bool:
-        """Load or place an adapter towards its pin's tier; False when that is refused for now."""
+        """Move an adapter towards its pin's tier; return False if refused for now."""
         digest = pin.ref.digest
         if pin.tier is Residency.GPU and self._gpu.placed(digest):
             return self._gpu.pin(digest)
@@ -132,7 +133,7 @@ class Pins:
         return True
 
     def _to_gpu(self, ref: AdapterRef, image: PackedImage) -> bool:
-        # Asked before anything is evicted for it.
+        # Checked first, so that nothing is evicted in vain.
         if not self._gpu.may_pin(image.layout.elements):
             return False
         return self._place(ref, image, LoadReason.PIN) and self._gpu.pin(ref.digest)

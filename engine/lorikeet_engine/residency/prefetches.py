@@ -1,4 +1,4 @@
-"""Prefetches: adapters to load before a request asks for them, if that costs nobody."""
+"""Prefetches: loads ahead of requests, with capacity that requests and pins leave over."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from lorikeet_engine.residency.gpu.adapters import GpuAdapters, LoadReason, Plac
 from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.loader import Loader, LoadResult
 
-# Beyond these that wait, the oldest is forgotten.
+# When more prefetches wait than this, the oldest is forgotten.
 _MAX_WAITING = 64
-# Loads for prefetches at one time: requests' loads need threads too.
+# Concurrent loads for prefetches: requests' loads need threads, too.
 _LOADS = 2
 
 
@@ -22,9 +22,9 @@ class _Prefetch:
 
 
 class Prefetches:
-    """Each is tried once: loaded behind requests' and pins' loads, then placed or forgotten.
+    """Prefetches, each tried once: loaded after requests and pins, then placed or forgotten.
 
-    Belongs to the engine's thread; add may be called from any.
+    Engine thread only; `add` may be called from any thread.
     """
 
     def __init__(
@@ -37,20 +37,23 @@ class Prefetches:
         self._loaded: list[_Prefetch] = []
 
     def add(self, ref: AdapterRef, tier: Residency, uses: float) -> None:
-        """Load an adapter to this tier when there is time."""
+        """Load an adapter to this tier once there is time.
+
+        uses: recent uses by other replicas that this one could serve.
+        """
         self._waiting.append(_Prefetch(ref, tier, uses))
 
     def on_result(self, result: LoadResult) -> None:
-        """A load ended, for a prefetch or not."""
+        """Take note of a load that ended, whether for a prefetch or not."""
         prefetch = self._loading.pop(result.ref.digest, None)
         if prefetch is not None and result.residency is Residency.HOST:
             self._loaded.append(prefetch)
 
     def advance(self, *, may_load: bool, may_place: bool) -> None:
-        """Place what was loaded, and load more.
+        """Place adapters that were loaded, and begin further loads.
 
-        may_load: nothing is being loaded for a request or a pin. may_place: no request waits for
-        room on the GPU.
+        may_load: no adapter is being loaded for a request or a pin.
+        may_place: no request waits for GPU memory.
         """
         while self._loaded:
             self._promote(self._loaded.pop(), may_place)
@@ -61,7 +64,7 @@ class Prefetches:
                 self._loader.load(prefetch.ref, min(prefetch.tier, Residency.HOST), urgent=False)
 
     def _promote(self, prefetch: _Prefetch, may_place: bool) -> bool:
-        """Place an adapter on the GPU if that was asked for; False if it is on neither."""
+        """Place an adapter on the GPU if asked for; return False if host and GPU lack it."""
         digest = prefetch.ref.digest
         if self._gpu.placed(digest):
             return True

@@ -1,12 +1,12 @@
 """Adapters that requests wait for: loaded to the host first, then placed on the GPU.
 
-One adapter's way:
+One adapter's states:
 
     request ──▶ loading ──▶ ready, its image held on the host ──▶ on the GPU
                    │                     ▲
-                   └──▶ blocked ─────────┘   while the host has no room
+                   └──▶ blocked ─────────┘   while the host has no free memory
 
-Who still waits when a copy to the GPU turns out to be damaged requests the adapter again.
+Requests that still wait when a copy to the GPU proves damaged ask for the adapter again.
 """
 
 import logging
@@ -25,19 +25,22 @@ from lorikeet_engine.residency.stats import ResidencyStats
 
 log = logging.getLogger(__name__)
 
-# A failure that nobody has asked about for so long says little about the next attempt.
+# A failure older than this, which no request has taken, does not keep a new load from starting.
 _FAILURE_LASTS_S = 30.0
 
 
 class _Failure(NamedTuple):
-    """Why an adapter could not be loaded, and since when."""
+    """Error of a failed load, and its time."""
 
     error: AdapterError
     at_s: float
 
 
 class RequestedAdapters:
-    """Belongs to the engine's thread; `digests` and `in` may be used from any."""
+    """Adapters that queued requests are waiting for.
+
+    Engine thread only, except `digests` and `in`, which any thread may use.
+    """
 
     def __init__(
         self,
@@ -47,34 +50,37 @@ class RequestedAdapters:
         place: PlaceOnGpu,
         wake: Callable[[], None],
     ) -> None:
-        """place: moves an image to the GPU, False without room. wake: called for advance."""
+        """place: copies an image to the GPU.
+
+        wake: called when `advance` has work that no load announces.
+        """
         self._host, self._loader = host, loader
         self._stats, self._place, self._wake = stats, place, wake
-        self._waiting: dict[str, SlotUser] = {}  # not on the GPU yet, and who asked first
-        self._ready: dict[str, AdapterRef] = {}  # of these, held on the host
-        self._blocked: dict[str, int] = {}  # of these, waiting for the host: its frees then
+        self._waiting: dict[str, SlotUser] = {}  # not on the GPU yet; value: first user
+        self._ready: dict[str, AdapterRef] = {}  # subset of _waiting, held on the host
+        self._blocked: dict[str, int] = {}  # subset of _waiting, to its host.frees at that time
         self._failures: dict[str, _Failure] = {}
-        self._damaged: set[str] = set()  # whose last copy to the GPU was
+        self._damaged: set[str] = set()  # whose last copy to the GPU was damaged
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._waiting
 
     def digests(self) -> list[str]:
-        """The adapters that requests wait for and that are not on the GPU."""
+        """Return the digests of adapters that requests wait for and the GPU lacks."""
         return list(self._waiting)
 
     @property
     def loading(self) -> bool:
-        """Whether one is not on the host yet."""
+        """Whether a requested adapter is not on the host yet."""
         return len(self._waiting) > len(self._ready)
 
     @property
     def wait_for_gpu(self) -> bool:
-        """Whether one waits on the host for room on the GPU."""
+        """Whether a requested adapter is on the host and waits for GPU memory."""
         return bool(self._ready)
 
     def request(self, ref: AdapterRef, tenant: str) -> None:
-        """Begin to load an adapter that is not on the GPU; doing so again changes nothing."""
+        """Begin to load an adapter that is not on the GPU; a second call changes nothing."""
         digest = ref.digest
         if digest in self._waiting:
             return
@@ -88,12 +94,12 @@ class RequestedAdapters:
         self._load(ref)
 
     def take_failure(self, digest: str) -> AdapterError | None:
-        """Why its load failed, once for each failed load; None if none did."""
+        """Return the error of an adapter's failed load, once for each failed load; else None."""
         failure = self._failures.pop(digest, None)
         return failure.error if failure is not None else None
 
     def on_result(self, result: LoadResult) -> None:
-        """A load ended, for a request or not."""
+        """Take note of a load that ended, whether for a request or not."""
         ref, digest = result.ref, result.ref.digest
         if result.error is not None:
             log.warning("adapter_failed", extra={"adapter": str(ref), "error": str(result.error)})
@@ -108,11 +114,11 @@ class RequestedAdapters:
             self._blocked[digest] = result.frees
 
     def advance(self) -> None:
-        """Place those that are ready, and load those for which the host may have room again."""
-        refused: float = math.inf  # what had no room has none later in the same step
+        """Place ready adapters, and load those again that the host had no memory for."""
+        refused: float = math.inf  # larger images will not fit in this step either
         for digest, ref in list(self._ready.items()):
             held = self._host.hold(digest)
-            if held is None:  # it was discarded while it waited
+            if held is None:  # its image was discarded while it waited
                 del self._ready[digest]
                 self._load(ref)
             elif held.layout.elements < refused and not self._place(ref, held, LoadReason.REQUEST):
@@ -124,10 +130,11 @@ class RequestedAdapters:
                 self._load(self._waiting[digest].ref)
 
     def on_copy(self, digest: str, damaged: AdapterDamaged | None) -> None:
-        """Note that a copy to the GPU is over, for a request or not, and whether it is damaged.
+        """Take note that a copy to the GPU is over, whether for a request or not.
 
-        If it is once, what was discarded is read again from the disk. Twice in a row says that a
-        memory fails: requests fail then rather than wait for it.
+        damaged: error, if the copy is damaged. The first time, the adapter is read again from the
+            disk. Twice in a row means that a memory fails: then its requests fail instead of
+            waiting.
         """
         if damaged is None:
             self._damaged.discard(digest)
@@ -138,10 +145,10 @@ class RequestedAdapters:
             self._fail(digest, damaged)
 
     def placed(self, digest: str) -> SlotUser | None:
-        """Forget an adapter that is placed now, for a request or not; returns who asked first."""
+        """Forget an adapter that is placed now; return the first user that requested it, if any."""
         user = self._waiting.pop(digest, None)
         self._blocked.pop(digest, None)
-        self._failures.pop(digest, None)  # of an earlier load that nobody waits for any more
+        self._failures.pop(digest, None)  # of an earlier load that no request waits for any more
         if self._ready.pop(digest, None):
             self._host.release(digest)
         return user
@@ -154,6 +161,6 @@ class RequestedAdapters:
         if held is not None:
             self._stats.remember_size(ref.digest, held.layout.elements)
             self._ready[ref.digest] = ref
-            self._wake()  # advance has work, and nothing is loading that would say so
+            self._wake()  # no load will announce this work
         else:
             self._loader.load(ref, Residency.HOST, urgent=True)

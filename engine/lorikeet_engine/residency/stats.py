@@ -1,4 +1,4 @@
-"""What the tiers report: where adapters are, what is being loaded, how long loads take."""
+"""Statistics of the tiers: tiers of adapters, loads under way, and times of loads hop by hop."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -14,15 +14,15 @@ from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.telemetry.counters import LOAD_S, Histogram
 from lorikeet_engine.telemetry.status import AdapterStatus, Distribution
 
-# Adapters that are remembered: the last ones requested, pinned or prefetched.
+# Remembered adapters: those last requested, pinned or prefetched.
 _MAX_SEEN = 16_384
-# The weight of each load in the mean.
+# Weight of each load in the mean.
 _WEIGHT = 0.1
 _UNMEASURED = LoadCosts()
 
 
 class ResidencyStats:
-    """Counts and times loads, and lists adapters. Written by the engine's thread, read by any."""
+    """Load counts, load times and the list of adapters. Engine thread writes, any thread reads."""
 
     def __init__(
         self,
@@ -33,7 +33,10 @@ class ResidencyStats:
         pins: Pins,
         residency: Callable[[str], Residency],
     ) -> None:
-        """itemsize: bytes per element of an image. residency: where an adapter is, by digest."""
+        """itemsize: bytes per element of an image.
+
+        residency: returns an adapter's tier, by digest.
+        """
         self._pool, self._gpu, self._copies, self._pins = pool, gpu, copies, pins
         self._residency = residency
         self._itemsize = itemsize
@@ -47,7 +50,7 @@ class ResidencyStats:
         self._seen.add(ref)
 
     def ref(self, digest: str) -> AdapterRef | None:
-        """The adapter with this digest, if it was asked for lately."""
+        """Return the adapter with this digest if it is remembered."""
         return self._seen.refs().get(digest)
 
     def remember_size(self, digest: str, elements: int) -> None:
@@ -73,32 +76,34 @@ class ResidencyStats:
         self._times.copies.add(copy.took_s, copy.elements * self._itemsize)
 
     def costs(self) -> LoadCosts:
-        """What loads take, as far as it was measured."""
+        """Return the costs of loads, as measured so far."""
         return self._times.costs()
 
     def loads(self) -> dict[Residency, Distribution]:
-        """What loads took, by the tier that they were from."""
+        """Return the distribution of load times, by the tier from which adapters were loaded."""
         return {tier: seconds.read() for tier, seconds in self._loads.items()}
 
     def copy_s(self, digest: str) -> float:
-        """How long an adapter's copy from the host to the GPU takes."""
+        """Return the estimated seconds of an adapter's copy from the host to the GPU."""
         return self.costs().load_s(Residency.HOST, self._image_bytes(digest) or self._usual_bytes)
 
     def loading_bytes(self, requested: Iterable[str]) -> int:
-        """Images on their way to the GPU; one that was never seen is taken to be of the usual size.
+        """Return the bytes of images on their way to the GPU.
 
-        requested: the digests that requests wait for and that are not on the GPU.
+        An image of unknown size counts with the mean size.
+        requested: digests that requests wait for and that are not on the GPU.
         """
         usual = self._usual_bytes
         sizes = (self._image_bytes(digest) or usual for digest in requested)
         return sum(sizes) + self._copies.elements * self._itemsize
 
     def adapters(self, tier: Residency) -> list[AdapterStatus]:
-        """What lies in the arena, and what else this process has seen that is at `tier` or nearer.
+        """Return the adapters in the arena, and remembered ones that are at `tier` or nearer.
 
-        For any thread; holds up none.
+        For any thread, and takes no lock of the engine's thread.
         """
-        # In this order: what is evicted meanwhile has no place any more, or another has it.
+        # Snapshot before placed: an adapter evicted in between then has no image in its slot, or
+        # another adapter's.
         on_gpu = {r.ref.digest: r for r in self._gpu.snapshot()}
         placed = self._pool.placed()
         refs = {digest: gpu_adapter.ref for digest, gpu_adapter in on_gpu.items()}
@@ -112,7 +117,7 @@ class ResidencyStats:
         return int(self._times.reads.size_bytes)
 
     def _image_bytes(self, digest: str) -> int | None:
-        """The bytes of an adapter's image; None while none was seen."""
+        """Return the bytes of an adapter's image; None if unknown."""
         elements = self._seen.elements(digest)
         return None if elements is None else elements * self._itemsize
 
@@ -147,14 +152,14 @@ class _Seen:
 
 
 class SeenAdapters:
-    """The adapters last asked for, and how large their images are. Thread-safe."""
+    """The adapters last asked for, and the sizes of their images. Thread-safe."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
         self._lock = threading.Lock()
 
     def add(self, ref: AdapterRef) -> None:
-        """Remember an adapter that is asked for."""
+        """Remember an adapter that was asked for."""
         with self._lock:
             seen = self._seen.pop(ref.digest, None)
             self._seen[ref.digest] = _Seen(ref, seen.elements if seen else None)
@@ -168,37 +173,38 @@ class SeenAdapters:
                 self._seen[digest].elements = elements
 
     def elements(self, digest: str) -> int | None:
-        """The elements of an adapter's image; None while none was seen."""
+        """Return the elements of an adapter's image; None if unknown."""
         seen = self._seen.get(digest)
         return seen.elements if seen else None
 
     def refs(self) -> dict[str, AdapterRef]:
-        """All seen adapters, by digest."""
+        """Return all remembered adapters, by digest."""
         with self._lock:
             return {digest: seen.ref for digest, seen in self._seen.items()}
 
 
 @dataclass(slots=True)
 class Hop:
-    """Exponentially weighted means of the loads over one hop.
+    """Exponentially weighted means of the loads over one hop, from one tier to the next nearer one.
 
-    seconds: without waiting for a thread or for loads before it. size_bytes: the image's.
+    seconds: mean time of a load, without waits for a thread or for earlier loads.
+    size_bytes: mean size of the image.
     """
 
     seconds: float = 0.0
     size_bytes: float = 0.0
 
     def add(self, seconds: float, size_bytes: int) -> None:
-        """Take a finished load into the means."""
+        """Add a finished load to the means."""
         weight = _WEIGHT if self.size_bytes else 1.0
         self.seconds += weight * (seconds - self.seconds)
         self.size_bytes += weight * (size_bytes - self.size_bytes)
 
     def scaled(self, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
-        """A latency and a rate with which a load of the mean size takes the mean time.
+        """Scale a latency and a rate so that a load of the mean size takes the mean time.
 
-        In the proportion of those given: a mean alone cannot tell the two apart. Those given while
-        nothing was measured.
+        Both keep their given proportion, since a mean cannot tell one from the other. Returned
+        unchanged while nothing was measured.
         """
         if not self.size_bytes:
             return latency_s, bytes_per_s
@@ -207,13 +213,13 @@ class Hop:
 
 
 class LoadTimes:
-    """The three hops' means. Written by one thread; any may ask for the costs."""
+    """Means of the three hops. Written by one thread; any thread may ask for the costs."""
 
     def __init__(self) -> None:
         self.downloads, self.reads, self.copies = Hop(), Hop(), Hop()
 
     def costs(self) -> LoadCosts:
-        """What loads take, as measured here; LoadCosts' defaults where nothing was."""
+        """Return the measured costs of loads; LoadCosts' defaults for unmeasured hops."""
         default = _UNMEASURED
         host = self.copies.scaled(default.host_latency_s, default.host_bytes_per_s)
         disk = self.reads.scaled(default.disk_latency_s, default.disk_bytes_per_s)

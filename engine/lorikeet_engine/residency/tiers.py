@@ -1,8 +1,8 @@
-"""Where adapters are, and how they move: remote → disk → host → GPU.
+"""The tiers as the engine sees them: remote → disk → host → GPU.
 
 The engine's thread decides everything here and never waits: loading threads only bring images to
-the host and say so. `requested_adapters`, `pins` and `prefetches` each have adapters loaded and
-placed for their own reason.
+the host and report that. `requested_adapters`, `pins` and `prefetches` each load adapters and have
+them placed on the GPU, for a LoadReason of their own.
 """
 
 import time
@@ -46,14 +46,15 @@ from lorikeet_engine.telemetry.status import (
 
 
 class Tiers:
-    """Keeps adapters as near to the GPU as memory and demand allow.
+    """Adapters, each kept as near to the GPU as memory and demand allow.
 
-    rank, loaded_at_s, request, lease, advance and close belong to the engine's thread; the rest may
-    be called from any, `moved` by one at a time.
-    arena: the GPU's; its weights are the same tensors for the engine's life, and `weights`.
-    changed: set when `moved` may have something to report. incoming_blobs: are being written.
-    world: how many ranks share the model. What is said of the GPU is said of each rank's.
-    followers: the other ranks' processes, in which all happens that happens in `arena`.
+    Engine thread only: rank, loaded_at_s, request, lease, advance and close. Any thread may call
+    the rest; `moved` one thread at a time.
+
+    weights: the GPU's tensors, the same for the engine's life.
+    arena: the GPU's arena; its tensors are `weights`.
+    changed: event that is set when `moved` may have something to report.
+    incoming_blobs: blobs that are packed while another process writes them.
     """
 
     def __init__(
@@ -73,7 +74,12 @@ class Tiers:
         world: int = 1,
         followers: Followers | None = None,
     ) -> None:
-        """Allocate both arenas. `wake` is called, on other threads, when advance has work."""
+        """Allocate the arenas of the GPU and of the host.
+
+        wake: called on other threads when `advance` has work.
+        world: number of ranks that share the model. Sizes of the GPU are those of each rank's GPU.
+        followers: processes of the other ranks, which repeat all that happens in `arena`.
+        """
         self._wake = wake
         self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
         self.arena = arena_of(self.weights, device, followers)
@@ -102,25 +108,25 @@ class Tiers:
 
     @property
     def loading_bytes(self) -> int:
-        """Images on their way to the GPU, wherever they are."""
+        """Bytes of all images on their way to the GPU, from whatever tier."""
         return self._stats.loading_bytes(self._requests.digests())
 
     @property
     def available_bytes(self) -> int:
-        """Bytes of the device's arena that are free or could be evicted now."""
+        """Bytes of the GPU's arena that are free or could be evicted now."""
         return self._gpu.available_elements * self.weights.arena.itemsize
 
     @property
     def victim(self) -> EvictionCandidate | None:
-        """What would be evicted first, its uses to a tenth: they fade all the time."""
+        """Adapter that would be evicted first; its uses, which fade all the time, in tenths."""
         return self._gpu.victim(self.weights.arena.itemsize)
 
     def residency(self, ref: AdapterRef) -> Residency:
-        """The fastest place that holds an adapter now."""
+        """Return the nearest tier that holds an adapter now."""
         return self.residency_of(ref.digest)
 
     def residency_of(self, digest: str) -> Residency:
-        """The fastest place that holds the adapter with this digest now."""
+        """Return the nearest tier that holds the adapter with this digest now."""
         if self._gpu.holds(digest):
             return Residency.GPU
         if self._host.holds(digest):
@@ -128,45 +134,52 @@ class Tiers:
         return Residency.DISK if self._disk.holds(digest) else Residency.REMOTE
 
     def moved(self) -> dict[str, Residency]:
-        """Where adapters are that were elsewhere at the last call, or remote at the first."""
+        """Return the tiers of adapters that changed tier since the last call.
+
+        At the first call: of all adapters that are not remote.
+        """
         return self._changes.moved()
 
     def load_costs(self) -> LoadCosts:
-        """What loads take, as far as it was measured."""
+        """Return the costs of loads, as measured so far."""
         return self._stats.costs()
 
     def load_s(self, ref: AdapterRef) -> float:
-        """How long an adapter's load to the GPU may take, behind all others; 0 if it is there."""
+        """Return the seconds that an adapter's load to the GPU may take, behind all other loads.
+
+        0 for an adapter on the GPU.
+        """
         return self.load_costs().load_s(self.residency(ref), self.loading_bytes)
 
     def copy_s(self, ref: AdapterRef) -> float:
-        """How long an adapter's copy to the GPU takes if nobody has requested it so far, else 0."""
+        """Return the seconds of an adapter's copy to the GPU; 0 if it was requested before."""
         if ref.digest in self._requests or self._gpu.placed(ref.digest):
             return 0.0
         return self._stats.copy_s(ref.digest)
 
     def loaded_at_s(self, ref: AdapterRef) -> float:
-        """When an adapter that is on the GPU came there."""
+        """Return the time at which an adapter that is on the GPU came there."""
         return self._gpu.loaded_at_s(ref.digest)
 
     def rank(self, ref: AdapterRef) -> int | None:
-        """The largest rank of an adapter that is on the GPU, else None."""
+        """Return the largest rank of an adapter that is on the GPU, else None."""
         return self._gpu.rank(ref.digest)
 
     def request(self, ref: AdapterRef, tenant: str = "") -> None:
-        """Spare an adapter that is on the GPU until it is leased, or begin to load it there.
+        """Guard an adapter that is on the GPU until it is leased, or begin to load it there.
 
-        tenant: whose request it is for. Doing so again changes nothing.
+        A second call for the same adapter changes nothing.
+        tenant: of the request.
         """
         if not self._gpu.guard(ref.digest):
             self._requests.request(ref, tenant)
 
     def lease(self, ref: AdapterRef, tenant: str = "") -> Lease | None:
-        """Lease an adapter for a tenant's request; None until it is on the GPU.
+        """Lease an adapter for a tenant's request; return None until it is on the GPU.
 
-        One that is there takes no more than GpuAdapters.lease (gpu/adapters.py). Raises
-        AdapterLoadFailed or AdapterTooLarge, once for each failed load: requested again, it
-        is tried again.
+        For an adapter on the GPU this costs no more than GpuAdapters.lease (gpu/adapters.py).
+        Raises AdapterLoadFailed or AdapterTooLarge once for each failed load; the next request
+        tries again.
         """
         user = SlotUser(tenant, ref)
         lease = self._gpu.lease(ref.digest, partial(self._usage.ended, user))
@@ -177,10 +190,10 @@ class Tiers:
         return lease
 
     def advance(self) -> float | None:
-        """Between two steps: move what is loaded to the GPU, evict for it, look after pins.
+        """Between two steps, place loaded adapters on the GPU, evicting for them, and serve pins.
 
-        Finds nothing to do for adapters that are on the GPU already. Returns after how many seconds
-        there is more to do though nothing calls `wake`, if so.
+        Does nothing for adapters that are on the GPU already. Returns the seconds after which to
+        call again, if work becomes due then without a `wake`; else None.
         """
         self._take_copies()
         for result in self._loader.results():
@@ -188,7 +201,8 @@ class Tiers:
             self._pins.on_result(result)
             self._prefetches.on_result(result)
             self._requests.on_result(result)  # keeps or releases the image, which is held for it
-        began_s = time.monotonic()  # a guard that ends during what follows may have been in its way
+        # Taken before the work: a guard that ends during it may have prevented an eviction.
+        began_s = time.monotonic()
         self._requests.advance()
         may_place = not self._requests.wait_for_gpu
         retry_s = self._pins.maintain(may_place=may_place)
@@ -199,31 +213,31 @@ class Tiers:
         return min((s for s in (retry_s, guard_s) if s is not None), default=None)
 
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
-        """Load an adapter up to `tier` and never evict it below, as long as others have room.
+        """Load an adapter up to `tier` and keep it there, as long as others have memory.
 
-        passing: for a short time: its image, while nothing else wants it, is on the host alone.
+        passing: for a short time. The adapter's image is then not written to the disk for this pin.
         """
         self._stats.remember(ref)
         self._pins.add(ref, tier, passing)
         self._wake()
 
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
-        """Load an adapter up to `tier` if that takes nothing from requests, pins or higher scores.
+        """Load an adapter up to `tier`, taking nothing from requests, pins or higher scores.
 
-        uses: recently by other replicas, as far as this one could serve them. Tried once, and
-        forgotten where it cannot be.
+        Tried once, and forgotten if it cannot be done.
+        uses: recent uses by other replicas that this one could serve.
         """
         self._stats.remember(ref)
         self._prefetches.add(ref, tier, uses)
         self._wake()
 
     def unpin(self, digest: str) -> None:
-        """Let an adapter be evicted again; nothing happens without a pin."""
+        """Allow an adapter's eviction again; do nothing without a pin."""
         self._pins.remove(digest)
         self._wake()
 
     def status(self) -> dict[Residency, TierStatus]:
-        """What each tier holds, has room for, and evicted."""
+        """Return contents, capacity and evictions of each tier."""
         return {
             Residency.GPU: self._gpu.status(self.weights.arena.itemsize),
             Residency.HOST: self._host.status(),
@@ -231,34 +245,34 @@ class Tiers:
         }
 
     def loads(self) -> dict[Residency, Distribution]:
-        """What loads took, by the tier that they were from."""
+        """Return the distribution of load times, by the tier from which adapters were loaded."""
         return self._stats.loads()
 
     @property
     def load_failures(self) -> int:
-        """Loads that ended with an error."""
+        """Number of loads that ended with an error."""
         return self._stats.failures
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
-        """What lies in the arena, and what else this process has seen that is at `tier` or nearer.
+        """Return the adapters in the arena, and others known to this process at `tier` or nearer.
 
-        Takes microseconds for each.
+        Takes microseconds for each adapter.
         """
         return self._stats.adapters(tier)
 
     def take_use(self) -> list[SlotUse]:
-        """Who used slots since the call before."""
+        """Return the slot use of tenants since the last call."""
         return self._usage.take()
 
     def take_damaged(self) -> dict[str, AdapterDamaged]:
-        """What was found damaged on the GPU since the call before, by digest.
+        """Return, by digest, the adapters found damaged on the GPU since the last call.
 
-        What was computed with it may be wrong. It is loaded anew once nobody leases it any more.
+        Tokens computed with them may be wrong. Each is loaded anew once its last lease has ended.
         """
         return self._checks.take_damaged()
 
     def close(self) -> None:
-        """Load nothing more."""
+        """Begin no more loads, and end the threads."""
         self._checks.close()
         self._disk_watcher.close()
         self._loader.close()
@@ -278,7 +292,7 @@ class Tiers:
         self._copies.track(digest, elements, began_s, copy)
         if user := self._requests.placed(digest):
             self._usage.loaded(user, elements * self.weights.arena.itemsize)
-        self._take_copies()  # on a CPU it is over
+        self._take_copies()  # on a CPU the copy is over already
         return self._gpu.placed(digest)
 
     def _take_copies(self) -> None:

@@ -1,4 +1,4 @@
-"""Background threads for work that waits: on a network, a disk, a long copy."""
+"""Background threads for work that waits: for a network, a disk, a long copy."""
 
 import itertools
 import logging
@@ -14,7 +14,7 @@ _JOIN_S = 2.0
 
 
 class _Priority(IntEnum):
-    """The order of work: the least first."""
+    """Order of work: the smallest value first."""
 
     CLOSE = 0
     URGENT = 1
@@ -24,18 +24,18 @@ class _Priority(IntEnum):
 class Workers:
     """A few daemon threads; urgent work goes first, and tenants take turns. Thread-safe.
 
-    Work gets the round after its tenant's last one, or the round that is being worked on if that is
-    later, so a tenant with hundreds of loads delays its own. Within a round the first come goes
-    first.
+    Rounds keep tenants fair: work joins the round after its tenant's last work, or the current
+    round if that is later, so a tenant with hundreds of loads delays only its own. Within a round,
+    first come, first served.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self._queue: queue.PriorityQueue[tuple[_Priority, int, int, Callable[[], None]]]
         self._queue = queue.PriorityQueue()
         self._order = itertools.count()
-        self._lock = threading.Lock()  # guards the two below
-        self._rounds = Counter[_Priority]()  # that are being worked on
-        self._next_rounds: dict[tuple[_Priority, str], int] = {}  # of tenants that have work
+        self._lock = threading.Lock()  # guards _rounds and _next_rounds
+        self._rounds = Counter[_Priority]()  # current round of each priority
+        self._next_rounds: dict[tuple[_Priority, str], int] = {}  # of tenants with queued work
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"lorikeet-{name}-{n}", daemon=True)
@@ -45,7 +45,11 @@ class Workers:
             thread.start()
 
     def submit(self, work: Callable[[], None], *, urgent: bool, tenant: str = "") -> None:
-        """Run work on one of the threads, in a tenant's turn."""
+        """Run work on one of the threads.
+
+        urgent: before all work that is not.
+        tenant: takes turns with other tenants.
+        """
         priority = _Priority.URGENT if urgent else _Priority.NORMAL
         with self._lock:
             if self._queue.empty():
@@ -55,7 +59,7 @@ class Workers:
             self._queue.put((priority, at, next(self._order), work))
 
     def close(self) -> None:
-        """Start nothing more. What hangs in a source is left to end with the process."""
+        """Start no more work. Work that hangs in a source ends with the process."""
         self._closed = True
         for _ in self._threads:
             self._queue.put((_Priority.CLOSE, 0, next(self._order), lambda: None))

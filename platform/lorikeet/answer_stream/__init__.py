@@ -1,4 +1,4 @@
-"""The way back of an answer: the engine's tokens become the client's bytes and reach its gateway.
+"""Path of an answer: from the engine's tokens to the client's bytes at a gateway.
 
     replica                                                     gateway
     ───────                                                     ───────
@@ -6,27 +6,27 @@
        │
     AnswerSender        one a call                              ReplicaResponse ──► the client
        │                                                           ▲ bytes, unread
-    Answer              counts its choices to their end            │
+    Answer              all choices, until the last ends           │
        ├ ChoiceStream   one a choice:                           ResponseBuffer     one a call
-       │   Detokenizer    ids → text, stop strings                 ▲ joins what comes faster than
-       │   reasoning      text → what is thought before it         │ the gateway can pass it on
-       │   tool_calls     text → calls                             │
-       │   logprobs                                                │
-       ├ ScoredPrompt   one a prompt, where its tokens'            │
-       │                logprobs are asked for                     │
-       └ …_format  the API's shape: the client's bytes           ResponseBuffers
-       │                                                           ▲ delivers by request
+       │   Detokenizer    ids → text, stop strings                 ▲ joins deltas that come faster
+       │   reasoning      text → thinking and answer               │ than the gateway sends them
+       │   tool_calls     text → tool calls                        │
+       │   logprobs_format                                         │
+       ├ PromptLogprobsJson   one a prompt, where                  │
+       │                  prompt logprobs are asked for            │
+       └ …_format  JSON or SSE of the called API                ResponseBuffers
+       │                                                           ▲ delivers by request id
        ▼            one message: a DeltaGroup of each answer       │
     ResponseStream ════════════════════════════════════════════════╛
      one a gateway      kept open by serving/replica_calls.py
 
-The call itself (`Replica.run_call`) goes another way, and says only who has taken it and that it
-has ended. A step of the engine adds a delta to every answer; a call of Ray Serve for each delta
-would cost a replica's event loop 70 us, more than all the rest, so all that is new for one gateway
-goes there together.
+`Replica.run_call` returns no part of the answer: it says only which replica has taken the call, and
+that the call has ended. A step of the engine adds a delta to every answer. One Ray Serve call a
+delta would cost a replica's event loop 70 us, more than all other work on the delta, so all deltas
+for one gateway travel in one message.
 
-An answer's items are an AnswerHeader, a second one before the first bytes, bytes, now and then a
-RunningUsage, and before the last bytes a FinalUsage; or a Refusal in place of what would follow.
-Answer knows when it has ended; that goes along in its last DeltaGroup. What has not ended when its
-call has is lost, and not made again: its own size may have broken the stream.
+An answer's items are an AnswerHeader, a second AnswerHeader before the first bytes, bytes, now and
+then a RunningUsage, and a FinalUsage before the last bytes. In an answer that fails, a Refusal
+replaces the remaining items. The last DeltaGroup of an answer is marked as its end. An answer whose
+call has ended before that mark came is lost and not repeated: its size may have broken the stream.
 """

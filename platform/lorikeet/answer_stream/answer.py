@@ -1,4 +1,4 @@
-"""The answer to one call as it grows: tokens in, the client's bytes out."""
+"""Answer to one call, from the engine's tokens to the client's bytes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,9 +18,9 @@ from lorikeet.answer_stream.openai_format import (
     json_body,
 )
 from lorikeet.answer_stream.prompt_echoes import NO_ECHOES, PromptEchoes, prompt_echoes
+from lorikeet.answer_stream.prompt_logprobs import PromptLogprobsJson
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
-from lorikeet.answer_stream.scored_prompt import ScoredPrompt
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.errors import InvalidInput, engine_code
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, StreamItem
@@ -35,20 +35,25 @@ from lorikeet_engine.request import (
 )
 
 MOST_LOGPROBS_BYTES = 2**26
-"""Most of one body, which a replica and a gateway hold whole. Those of short tokens take 40 MB; a
-choice with longer ones ends there."""
+"""Limit on the log probabilities in one body, which a replica and a gateway hold whole.
+
+Log probabilities of short tokens take 40 MB at most; with longer tokens, a choice ends here.
+"""
 RESPONSE_COPIES = 4
-"""How often a streamed response's last events have all of its log probabilities."""
+"""Copies of all log probabilities in the last events of a streamed response."""
 
 
 class Answer:
-    """Turns the engine's outputs for one call into the items of its answer, to the end.
+    """Converter of the engine's outputs for one call into the items of its answer.
 
-    `ended` is set with the last item. `stopped` holds choices that ended while the engine
-    still makes tokens for them, at a stop string or after the only call that was wanted; the owner
-    aborts them and clears it. syntax: how the model writes calls of tools; None: it may call none.
-    thinking: whether it may think before it answers. echoes: of the prompts; None: to be made here,
-    which takes long for long ones.
+    ended: True once the last item was returned.
+    stopped: choices that ended at a stop string or after a single tool call while the engine still
+        generates for them; the owner aborts these choices and clears the list.
+
+    Constructor arguments:
+    syntax: the model's syntax for tool calls; None if no tools may be called.
+    thinking: the model's thinking before the answer.
+    echoes: the prompts as the answer repeats them; None makes them here, slowly for long prompts.
     """
 
     def __init__(
@@ -75,10 +80,12 @@ class Answer:
         self._calls: list[list[ToolCallPart]] = [[] for _ in self._choices]
         self._logprobs = [LogprobsJson(call.endpoint) for _ in self._choices]
         self._token_ids: list[list[int]] = [[] for _ in self._choices]
-        self._scored: list[ScoredPrompt] = []
+        self._prompt_logprobs: list[PromptLogprobsJson] = []
         if call.sampling.prompt_logprobs is not None:
-            self._scored = [ScoredPrompt(call, prompt, vocabulary) for prompt in prompts]
-        self._logprobs_bytes = 0  # that wait to be sent together
+            self._prompt_logprobs = [
+                PromptLogprobsJson(call, prompt, vocabulary) for prompt in prompts
+            ]
+        self._logprobs_bytes = 0  # of logprobs that the body or the last events will have
         self._unfinished = len(self._choices)
         self._cached: dict[int, int] = {}
         self._timings: dict[int, EngineTimings] = {}
@@ -86,7 +93,7 @@ class Answer:
         self.ended = False
 
     def take(self, outputs: Iterable[Output]) -> list[StreamItem]:
-        """Take what the engine made; return what goes to the client, as one chunk if possible."""
+        """Take the engine's outputs; return new items for the client, as one chunk if possible."""
         chunk = b""
         for output in outputs:
             if isinstance(output, Failed):
@@ -95,8 +102,8 @@ class Answer:
                 return [chunk, refusal] if chunk else [refusal]
             if not isinstance(output, PromptLogprobs):
                 chunk += self._advance(output)
-            elif self._score(output) > MOST_LOGPROBS_BYTES:
-                return [self._refuse_scores()]
+            elif self._add_prompt_logprobs(output) > MOST_LOGPROBS_BYTES:
+                return [self._refuse_prompt_logprobs()]
         if self._unfinished == 0:
             self.ended = True
             usage = self.usage()
@@ -104,10 +111,10 @@ class Answer:
         return [chunk] if chunk else []
 
     def usage(self) -> FinalUsage:
-        """Return what it has taken until now."""
+        """Return the tokens of all prompts and choices until now."""
         made = sum(choice.tokens for choice in self._choices)
         prompts = range(0, len(self._choices), self._call.n)
-        # Choices of a prompt find in the cache what the first of them computed.
+        # Later choices of a prompt hit the prefix that its first choice computed: take the least.
         cached = sum(
             min(self._cached.get(index + i, 0) for i in range(self._call.n)) for index in prompts
         )
@@ -116,7 +123,7 @@ class Answer:
         return FinalUsage(sum(map(len, self._prompts)), cached, made, timings, thought)
 
     def choice_usage(self, choice: int) -> FinalUsage:
-        """Return what one choice and its prompt have taken until now."""
+        """Return the tokens of one choice and its prompt until now."""
         prompt_tokens = len(self._prompts[choice // self._call.n])
         made, cached = self._choices[choice], self._cached.get(choice, 0)
         return FinalUsage(
@@ -127,21 +134,21 @@ class Answer:
         """Return the stop string that ended a choice, if one did."""
         return self._choices[choice].stop_string
 
-    def _score(self, output: PromptLogprobs) -> int:
-        """Take how likely tokens of a prompt are; return how many bytes the body has by now."""
+    def _add_prompt_logprobs(self, output: PromptLogprobs) -> int:
+        """Add log probabilities of a prompt; return the body's bytes of log probabilities."""
         call = self._call
         copies = call.n if call.endpoint is Endpoint.COMPLETIONS else 1
-        size = self._scored[output.choice // call.n].add(output.logprobs)
+        size = self._prompt_logprobs[output.choice // call.n].add(output.logprobs)
         self._logprobs_bytes += copies * size
         return self._logprobs_bytes
 
-    def _refuse_scores(self) -> Refusal:
+    def _refuse_prompt_logprobs(self) -> Refusal:
         self.ended = True
         self.stopped += [i for i, choice in enumerate(self._choices) if choice.finish is None]
         most = MOST_LOGPROBS_BYTES >> 20
         return Refusal(
             InvalidInput.code,
-            f"the log probabilities of the prompt's tokens take over {most} MiB, the most of one "
+            f"the log probabilities of the prompt's tokens take over {most} MiB, the limit of one "
             "answer: ask for fewer alternatives, or send a shorter prompt",
             "logprobs" if self._call.prompt_logprobs is None else "prompt_logprobs",
         )
@@ -190,18 +197,18 @@ class Answer:
     def _end(self, usage: FinalUsage) -> bytes:
         if self._call.stream:
             return self._events.end(usage)
-        return whole_answer(self._call, [self._whole(i) for i in range(len(self._choices))], usage)
+        return whole_answer(self._call, [self._choice(i) for i in range(len(self._choices))], usage)
 
-    def _whole(self, index: int) -> Choice:
+    def _choice(self, index: int) -> Choice:
         finish = self._choices[index].finish
         assert finish is not None
         wanted = self._call.sampling.logprobs is not None
         logprobs = self._logprobs[index] if wanted else None
         text, thought = "".join(self._texts[index]), "".join(self._thoughts[index])
         stop, calls, prompt_logprobs = self.stop_string(index), self._calls[index], None
-        if self._scored:
-            scored = self._scored[index // self._call.n]
-            if index == 0 or self._call.endpoint is Endpoint.COMPLETIONS:  # a chat tells them once
+        if self._prompt_logprobs:
+            scored = self._prompt_logprobs[index // self._call.n]
+            if index == 0 or self._call.endpoint is Endpoint.COMPLETIONS:  # once in a chat
                 prompt_logprobs = scored.json()
             if logprobs is not None and self._call.echo:
                 logprobs = scored.echoed.before(logprobs)
@@ -215,7 +222,7 @@ class Answer:
 def event_stream(
     call: Call, progress: AnswerProgress, echoes: PromptEchoes = NO_ECHOES
 ) -> EventStream | ResponseEventStream | MessageEventStream:
-    """Return what makes the events of a streamed call, in the shape of the API that was asked."""
+    """Return the event stream of a streamed call, in the shape of the called API."""
     match call.endpoint:
         case Endpoint.RESPONSES:
             return ResponseEventStream(call)
@@ -226,7 +233,10 @@ def event_stream(
 
 
 def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
-    """Return the body of a call without `stream`. choices: in order."""
+    """Return the body of a call without `stream`.
+
+    choices: in order of index.
+    """
     match call.endpoint:
         case Endpoint.RESPONSES:
             return response_body(call, choices[0], usage)
@@ -236,7 +246,7 @@ def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> by
 
 
 def refusal_of(error: EngineError) -> Refusal:
-    """Return an engine's error in the words of the API."""
+    """Return the API's refusal for an engine's error."""
     fields = error.fields
     param = "model" if isinstance(error, AdapterError) else fields.get("param")
     own_disk = bool(fields.get("own_disk"))

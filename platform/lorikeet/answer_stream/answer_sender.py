@@ -1,4 +1,4 @@
-"""Sends an answer as it grows: the engine's outputs in, its items into the gateway's stream."""
+"""Sender of one growing answer into the gateway's stream."""
 
 import asyncio
 from collections import deque
@@ -12,19 +12,27 @@ from lorikeet.protocol.messages import AnswerHeader, Call, RunningUsage, StreamI
 from lorikeet_engine.request import Output, PromptLogprobs, Tokens
 
 Abort = Callable[[str, int], object]
-"""Takes a request's id and a choice."""
-_TOLD_EVERY = 64
-"""Tokens from one RunningUsage to the next: a gateway handles less than 2% more items for them."""
-_SCORED_AT_ONCE = 128
-"""Tokens of a prompt, which take some 4 ms with 20 alternatives each; a step computes thousands."""
+"""Abort of one choice: takes the request's id and the choice's index."""
+_REPORT_EVERY = 64
+"""Tokens from one RunningUsage to the next: less than 2% more items for a gateway."""
+_PROMPT_LOGPROBS_AT_ONCE = 128
+"""Prompt tokens formatted in one callback of the event loop.
+
+They take some 4 ms with 20 alternatives each. A step computes thousands.
+"""
 
 
 class AnswerSender:
-    """Sends the gateway what the engine's outputs add to one answer, at once.
+    """Sender that turns the engine's outputs into items of one answer as soon as they come.
 
-    No task waits for outputs: at thousands of deltas a second turns of the event loop would cost
-    more than the work. meter: counts for the tenant's bill. `ended` is done when all is sent; it
-    fails if our code does.
+    Outputs arrive by callback and not by a waiting task: at thousands of deltas a second, task
+    switches of the event loop would cost more than the work.
+
+    ended: future that is done once all is sent, and fails with an exception of our code.
+
+    Constructor arguments:
+    meter: counter of the tenant's billed tokens.
+    abort: called for choices that ended here while the engine still generates.
     """
 
     def __init__(
@@ -33,28 +41,28 @@ class AnswerSender:
         self._request_id = call.request_id
         self._answer, self._meter, self._stream, self._abort = answer, meter, stream, abort
         self._header: AnswerHeader | None = None
-        self._waiting = deque[Output]()  # for the header, or for a turn of the event loop
-        self._is_due = False
-        self._told_tokens = 0
+        self._waiting = deque[Output]()  # for the header, or for the next callback
+        self._is_scheduled = False
+        self._reported_tokens = 0
         self._event_loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._event_loop.create_future()
 
     def begin(self, header: AnswerHeader) -> None:
-        """Send the header first, then what came before it."""
+        """Send the header, then the outputs that came before it."""
         self._header = header
         self._stream.put(self._request_id, (header,))
         self._work()
 
     def take(self, output: Output) -> None:
         """Take an output of the engine. Raises nothing."""
-        self._waiting.extend(_pieces(output))
-        if self._header is not None and not self._is_due:
+        self._waiting.extend(_split(output))
+        if self._header is not None and not self._is_scheduled:
             self._work()
 
     def _work(self) -> None:
-        """Advance the answer; where the log probabilities of a prompt come, with pauses."""
+        """Send waiting outputs; yield to the event loop between parts of prompt logprobs."""
         assert self._header is not None
-        self._is_due = False
+        self._is_scheduled = False
         while self._waiting and not self.ended.done():
             output = self._waiting.popleft()
             try:
@@ -62,7 +70,7 @@ class AnswerSender:
             except Exception as error:
                 self.ended.set_exception(error)
             if isinstance(output, PromptLogprobs) and self._waiting:
-                self._is_due = True
+                self._is_scheduled = True
                 self._event_loop.call_soon(self._work)
                 return
 
@@ -74,8 +82,8 @@ class AnswerSender:
             items.append(self._header)
         self._meter.on_output(output)
         made = self._meter.output_tokens
-        if made >= self._told_tokens + _TOLD_EVERY:
-            self._told_tokens = made
+        if made >= self._reported_tokens + _REPORT_EVERY:
+            self._reported_tokens = made
             items.append(RunningUsage(made))
         for item in self._answer.take((output,)):
             self._meter.on_item(item)
@@ -90,9 +98,12 @@ class AnswerSender:
             self.ended.set_result(None)
 
 
-def _pieces(output: Output) -> list[Output]:
-    """Return an output as what takes no longer than the turn of an event loop should."""
-    if not isinstance(output, PromptLogprobs) or len(output.logprobs) <= _SCORED_AT_ONCE:
+def _split(output: Output) -> list[Output]:
+    """Return an output in parts, each short enough for one callback of the event loop."""
+    if not isinstance(output, PromptLogprobs) or len(output.logprobs) <= _PROMPT_LOGPROBS_AT_ONCE:
         return [output]
-    parts = range(0, len(output.logprobs), _SCORED_AT_ONCE)
-    return [replace(output, logprobs=output.logprobs[at : at + _SCORED_AT_ONCE]) for at in parts]
+    parts = range(0, len(output.logprobs), _PROMPT_LOGPROBS_AT_ONCE)
+    return [
+        replace(output, logprobs=output.logprobs[at : at + _PROMPT_LOGPROBS_AT_ONCE])
+        for at in parts
+    ]

@@ -1,16 +1,16 @@
-"""The Messages API's shape of an answer: events of a stream, or one JSON body. Pure.
+"""Messages API (Anthropic): answers as server-sent events or one JSON body. Pure functions.
 
     message_start
     for each block of the content, one after the other:
-        content_block_start        behind the first of them a ping
-        content_block_delta        any number: what is thought, text, or parts of the JSON text of a
-                                   tool's input; behind what is thought its signature
+        content_block_start        the first one is followed by a ping
+        content_block_delta        any number: thinking, text, or parts of the JSON text of a tool's
+                                   input; thinking ends with its signature
         content_block_stop
-    message_delta                  why it stopped, and what it took in all
-    message_stop                   an error in place of what would follow ends a stream that failed
+    message_delta                  stop reason and total usage
+    message_stop                   a stream that fails ends with an error event instead
 
-The first events come with the first thought or text; until then a failure has an HTTP status of its
-own. Bytes are ASCII JSON, as in openai_format.py.
+The first events are sent with the first thinking or text: an earlier failure gets its own HTTP
+status. Bytes are ASCII JSON, as in openai_format.py.
 """
 
 import json
@@ -28,19 +28,19 @@ from lorikeet.error_shapes import anthropic_error_body
 from lorikeet.protocol.messages import Call, FinalUsage
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-_SIGNATURE = "unsigned"  # the API wants one; what is thought is no secret here
+_SIGNATURE = "unsigned"  # the API requires a signature; thinking is not encrypted here
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 class AnswerProgress(Protocol):
-    """What is known of an answer while it is made, beside its deltas. Implemented by Answer."""
+    """State of a growing answer beside its deltas. Implemented by Answer."""
 
     def usage(self) -> FinalUsage:
-        """Return what it has taken until now."""
+        """Return the tokens of all prompts and choices until now."""
         ...
 
     def choice_usage(self, choice: int) -> FinalUsage:
-        """Return what one choice and its prompt have taken until now."""
+        """Return the tokens of one choice and its prompt until now."""
         ...
 
     def stop_string(self, choice: int) -> str | None:
@@ -49,7 +49,7 @@ class AnswerProgress(Protocol):
 
 
 class MessageEventStream:
-    """The server-sent events of one streamed message: an EventStream of typed events."""
+    """Server-sent events of one streamed message; the interface is EventStream's."""
 
     def __init__(self, call: Call, progress: AnswerProgress) -> None:
         self._call, self._progress = call, progress
@@ -69,10 +69,11 @@ class MessageEventStream:
         reasoning: str = "",
         token_ids: Sequence[int] = (),  # noqa: ARG002
     ) -> bytes:
-        """Return events for new text, then calls, and, with `finish`, for the last block's end.
+        """Return events for new text and calls and, with `finish`, for the end of the last block.
 
-        choice: always 0. logprobs: not told in this API. reasoning: what is thought before text.
-        token_ids: not told in this API.
+        choice: always 0.
+        reasoning: new thinking, which comes before the text.
+        logprobs, token_ids: ignored: this API has neither.
         """
         assert choice == 0
         if not self._started:
@@ -96,10 +97,10 @@ class MessageEventStream:
         return self._take()
 
     def end(self, usage: FinalUsage) -> bytes:
-        """Return the last events: why the message stopped and what it took, then its end."""
+        """Return the last events: stop reason and usage, then the end."""
         stop = self._progress.stop_string(0)
         reason = _stop_reason(self._call, self._finish, stop, usage)
-        delta = dump(_stopped(reason, stop)), dump(_usage(usage))
+        delta = dump(_stop_fields(reason, stop)), dump(_usage(usage))
         self._events.append(_event("message_delta", b'"delta":%s,"usage":%s' % delta))
         self._events.append(_event("message_stop"))
         return self._take()
@@ -137,7 +138,7 @@ class MessageEventStream:
 
 
 def message_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
-    """Return the whole answer of a call without `stream`: its thinking, its text, its calls."""
+    """Return the JSON body of a call without `stream`: thinking, text, tool calls."""
     blocks = [_thinking(choice.reasoning, _SIGNATURE)] if choice.reasoning else []
     if choice.text:
         blocks.append(dump({"type": "text", "text": choice.text}))
@@ -151,13 +152,13 @@ def message_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
 
 
 def failed_message_event(call: Call, code: str, message: str) -> bytes:
-    """Return the event that ends a stream which failed after its first byte."""
+    """Return the error event that ends a stream after its first byte."""
     body = dump(anthropic_error_body(code, message, call.request_id))
     return b"event: error\ndata: " + body + b"\n\n"
 
 
 def token_count_body(tokens: int) -> bytes:
-    """Return the answer of a call that asks for the number of its prompt's tokens."""
+    """Return the body of a token count."""
     return b'{"input_tokens":%d}' % tokens
 
 
@@ -178,18 +179,18 @@ def _message(
         "type": "message",
         "role": "assistant",
         "model": call.model,
-        **_stopped(reason, stop),
+        **_stop_fields(reason, stop),
         "usage": usage,
     }
     return b'%s,"content":%s}' % (dump(head)[:-1], content)
 
 
-def _stopped(reason: str | None, stop: str | None) -> dict[str, str | None]:
+def _stop_fields(reason: str | None, stop: str | None) -> dict[str, str | None]:
     return {"stop_reason": reason, "stop_sequence": stop, "stop_details": None}
 
 
 def _usage(usage: FinalUsage) -> dict[str, Any]:
-    """Return what was taken; input_tokens are those of the prompt that were not cached."""
+    """Return the `usage` object; input_tokens excludes the prompt's cached tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -209,21 +210,21 @@ def _tool_use(deltas: Sequence[ToolCallPart], arguments: bytes) -> bytes:
 
 
 def _input(arguments: str) -> bytes:
-    """Return a tool's input; of a call that was cut off, as far as it is there.
+    """Return a tool's input as JSON; the readable beginning if the call was cut off.
 
-    What is whole stays as it was written: a number that Python cannot hold is JSON all the same.
+    Complete input keeps its text: Python may be unable to represent a number that is valid JSON.
     """
     try:
         from_json(arguments, allow_inf_nan=False)
     except ValueError:
-        return _begun(arguments)
+        return _partial_input(arguments)
     return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], arguments).encode("ascii")
 
 
-def _begun(arguments: str) -> bytes:
+def _partial_input(arguments: str) -> bytes:
     try:
-        begun = from_json(arguments, allow_partial="trailing-strings")
-        return json.dumps(begun, separators=(",", ":"), allow_nan=False).encode("ascii")
+        partial = from_json(arguments, allow_partial="trailing-strings")
+        return json.dumps(partial, separators=(",", ":"), allow_nan=False).encode("ascii")
     except ValueError:
         return b"{}"
 

@@ -1,4 +1,4 @@
-"""The tokens of one call, for its tenant's bill."""
+"""Meter of one call's tokens for the tenant's bill."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from lorikeet_engine.request import Output, Tokens
 
 
 class BilledTokens:
-    """One call's tokens as they are made.
+    """Meter of one call's tokens.
 
-    A finished answer counts by its FinalUsage. One that a client left, or that failed halfway,
-    counts the prompts that were computed to their first token and the tokens that came until then.
-    A call that was refused, or failed before the client had anything, counts nothing: what another
-    replica computes again is counted once.
+    A finished answer is billed by its FinalUsage. An answer that its client left, or that failed
+    halfway, is billed the prompts that reached their first token and the tokens generated until
+    then. A call that was refused, or failed before its first byte, is billed nothing: another
+    replica may repeat it, and tokens are billed once.
     """
 
     def __init__(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
@@ -26,7 +26,7 @@ class BilledTokens:
 
     @property
     def output_tokens(self) -> int:
-        """How many tokens have come until now."""
+        """Tokens generated until now."""
         return self._output_tokens
 
     def on_output(self, output: Output) -> None:
@@ -39,7 +39,7 @@ class BilledTokens:
                 self._cached_tokens += output.timings.cached_tokens if output.timings else 0
 
     def on_item(self, item: StreamItem) -> None:
-        """Note an item that goes to the gateway."""
+        """Take an item that is sent to the gateway."""
         if isinstance(item, bytes):
             self._begun = True
         elif isinstance(item, FinalUsage):
@@ -48,11 +48,11 @@ class BilledTokens:
             self.failed()
 
     def failed(self) -> None:
-        """End a call that failed, and was not left by its client."""
+        """End a call that failed by itself, not by its client's departure."""
         self._refused = not self._begun
 
     def counts(self) -> UsageCounts | None:
-        """Return what the call has used until now; None if nothing at all is billed."""
+        """Return the usage to bill until now; None for a call that is not billed."""
         if self._refused:
             return None
         if (usage := self._usage) is not None:

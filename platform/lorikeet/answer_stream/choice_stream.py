@@ -1,4 +1,4 @@
-"""One choice of an answer as it grows: tokens in, thoughts, text and calls of tools out."""
+"""One choice of an answer, from tokens to thinking, text and tool calls."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from lorikeet_engine.request import TokenLogprobs, Tokens
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What is new in a choice: what was thought, then text, then calls.
+    """New part of a choice: thinking, then text, then tool calls.
 
-    logprobs: those of the tokens of this text, where asked for. token_ids: all new tokens, where
-    they are asked for; then logprobs are those of all of them.
+    logprobs: of the tokens of this text, if asked for.
+    token_ids: all new tokens, if asked for; `logprobs` then covers all of them.
     """
 
     text: str
@@ -31,12 +31,19 @@ class OutputDelta:
 
 
 class ChoiceStream:
-    """Turns the tokens of one choice into text and calls; `finish` is set with the last delta.
+    """Converter of one choice's tokens into text and tool calls.
 
-    parser: where the model may call tools. vocabulary: where logprobs are asked for. echo: what
-    the text begins with; then special tokens have logprobs too: clients that know how many tokens a
-    prompt has count on one each. reasoning: where the model may think; `text` hands it what it
-    decodes. thinking_shown: it is told what it takes. tells_tokens: whether deltas have token ids.
+    finish: why the choice ended; set with the last delta.
+
+    Constructor arguments:
+    text: the choice's detokenizer.
+    parser: parser of tool calls; None if the model may call no tools.
+    vocabulary: names of tokens; None if no logprobs are asked for.
+    echo: prompt text that the choice's text begins with. Special tokens then have logprobs too:
+        clients that know the prompt's number of tokens expect one entry for each.
+    reasoning: parser of thinking, which `text` feeds; None if the model does not think.
+    thinking_shown: deltas have the thinking.
+    returns_token_ids: deltas have token ids.
     """
 
     def __init__(
@@ -48,28 +55,30 @@ class ChoiceStream:
         reasoning: ReasoningParser | None,
         *,
         thinking_shown: bool,
-        tells_tokens: bool,
+        returns_token_ids: bool,
     ) -> None:
         self._text = text
         self._parser = parser
         self._vocabulary = vocabulary
         self._echo = echo or ""
-        self._echoed = len(self._echo)
-        self._untold = vocabulary.special if vocabulary is not None and echo is None else ()
+        self._echo_length = len(self._echo)
+        self._without_logprobs = (
+            vocabulary.special if vocabulary is not None and echo is None else ()
+        )
         self._reasoning = reasoning
-        self._thinking_shown, self._tells_tokens = thinking_shown, tells_tokens
-        self._sent_tokens = 0  # of those that have logprobs
+        self._thinking_shown, self._returns_token_ids = thinking_shown, returns_token_ids
+        self._sent_tokens = 0  # whose logprobs are sent
         self._unsent: list[tuple[int, TokenLogprobs]] = []
         self.finish: Ending | None = None
 
     @property
     def tokens(self) -> int:
-        """How many tokens the choice has."""
+        """Tokens of the choice."""
         return self._text.tokens
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many of them are thinking, with the tag that closes it."""
+        """Tokens of thinking, including the closing tag."""
         if self._reasoning is None:
             return 0
         if self._reasoning.thinks:
@@ -79,11 +88,11 @@ class ChoiceStream:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended it, if one did."""
+        """Stop string that ended the choice, if one did."""
         return self._text.stop_string
 
     def take(self, output: Tokens) -> OutputDelta:
-        """Take new tokens."""
+        """Take new tokens; return the new part of the choice."""
         begin = self.tokens
         text = self._text.push(output.token_ids)
         if output.finish is not None:
@@ -101,41 +110,41 @@ class ChoiceStream:
         thought = "" if self._reasoning is None else self._reasoning.take()
         if not self._thinking_shown:
             thought = ""
-        # none behind a stop string
-        token_ids = output.token_ids[: self.tokens - begin] if self._tells_tokens else ()
+        # none after a stop string
+        token_ids = output.token_ids[: self.tokens - begin] if self._returns_token_ids else ()
         if self._vocabulary is None:
             return OutputDelta(text, calls, (), thought, token_ids)
         self._unsent += zip(output.token_ids, output.logprobs, strict=True)
-        if self._tells_tokens:
+        if self._returns_token_ids:
             vocabulary, new, end = self._vocabulary, range(begin, self.tokens), self.tokens
             logprobs = [self._describe(vocabulary, at) for at in new]
         else:
             logprobs, end = self._sent_logprobs(self._vocabulary)
-        # Twenty alternatives take 2 KB, and a replica has thousands of tokens on their way.
+        # Twenty alternatives take 2 KB, and a replica holds thousands of unsent tokens.
         del self._unsent[: end - self._sent_tokens]
         self._sent_tokens = end
         return OutputDelta(text, calls, logprobs, thought, token_ids)
 
     def _sent_logprobs(self, vocabulary: Vocabulary) -> tuple[list[SampledToken], int]:
-        """Return the tokens whose text is sent now, as far as they are text and of no call.
+        """Return the logprobs of answer text that is sent now, and the count of tokens sent.
 
-        And how many are sent with them.
+        Tokens of thinking and of tool calls have no logprobs but are counted.
         """
         parser, offsets, begin = self._parser, self._text.offsets, self._sent_tokens
         end = self._text.sent_tokens
         removed, answer = self._answer_begin()
         if parser is not None and self.finish is None:
             end = bisect_left(offsets, removed + parser.parsed, begin, end)
-        told = [
+        listed = [
             self._describe(vocabulary, at)
             for at in range(max(begin, answer), end)
-            if self._unsent[at - begin][0] not in self._untold
+            if self._unsent[at - begin][0] not in self._without_logprobs
             and (parser is None or parser.is_text(max(0, offsets[at] - removed)))
         ]
-        return told, end
+        return listed, end
 
     def _answer_begin(self) -> tuple[int, int]:
-        """Return the character and the token with which the answer begins behind its thinking."""
+        """Return the first character and the first token of the answer after its thinking."""
         if self._reasoning is None:
             return 0, 0
         removed = self._reasoning.removed
@@ -144,7 +153,7 @@ class ChoiceStream:
 
     def _describe(self, vocabulary: Vocabulary, at: int) -> SampledToken:
         token, logprobs = self._unsent[at - self._sent_tokens]
-        return vocabulary.describe(token, logprobs, self._echoed + self._text.offsets[at])
+        return vocabulary.describe(token, logprobs, self._echo_length + self._text.offsets[at])
 
 
 def open_choice(
@@ -157,7 +166,10 @@ def open_choice(
     stop: StopStrings,
     echoes: PromptEchoes,
 ) -> ChoiceStream:
-    """Return the stream of a choice of a call, which continues the prompt of this index."""
+    """Open the stream of one choice.
+
+    index: the prompt that the choice continues.
+    """
     shown: list[str] = []
     reasoning = None
     if thinking is not Thinking.NEVER:
@@ -170,7 +182,7 @@ def open_choice(
         shown += syntax.tokens
     parsed = parser is not None or reasoning is not None
     hidden = vocabulary.special_except(shown) if parsed else None
-    if call.sampling.keep_stop_token:  # which is told among the logprobs, but is no text
+    if call.sampling.keep_stop_token:  # it has logprobs, but is no text
         hidden = (hidden or vocabulary.special).union(call.sampling.stop_token_ids)
     echo = echoes.texts[index] if call.echo else None
     text = Detokenizer(vocabulary.tokenizer, prompt, stop, call.min_tokens, hidden, reasoning)
@@ -182,5 +194,5 @@ def open_choice(
         echo,
         reasoning,
         thinking_shown=call.thinking_shown,
-        tells_tokens=call.return_token_ids,
+        returns_token_ids=call.return_token_ids,
     )

@@ -1,8 +1,8 @@
-"""JSON as answers have it: in ASCII, without spaces."""
+"""Compact JSON for answers: ASCII, without spaces."""
 
 import json
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"))  # which json.dumps would make for each value
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # json.dumps would build one a call
 
 
 def dump(value: object) -> bytes:

@@ -1,4 +1,4 @@
-"""Tokens to text: single ones, and those of one choice as they come."""
+"""Detokenization: names of single tokens, and the growing text of a choice."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -17,21 +17,25 @@ _HIDDEN = (byte for byte in range(256) if byte not in _SHOWN)
 _BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {
     chr(256 + index): byte for index, byte in enumerate(_HIDDEN)
 }
-"""The byte for which each character stands in byte-level vocabularies (GPT-2's)."""
-_BYTE = regex.compile("<0x([0-9A-F]{2})>")  # in SentencePiece's vocabularies
+"""Byte of each character in byte-level vocabularies (GPT-2's)."""
+_BYTE = regex.compile("<0x([0-9A-F]{2})>")  # byte tokens of SentencePiece vocabularies
 _KEPT_NAMES = 2**15
-"""How many tokens have their names and JSON kept: some 400 bytes each."""
-_CONTEXT_TOKENS = 8  # enough for a decoder that joins words to see what came before
-_MOST_UNDECODED = 64
-"""Most tokens without the end of a character that may yet be text: each one more has all of them
-decoded again."""
-_PART_TOKENS = 3  # of a character of four bytes that is not whole
+"""Tokens whose names and JSON are cached: some 400 bytes each."""
+_CONTEXT_TOKENS = 8  # enough for decoders that join words with spaces
+_MAX_UNDECODED = 64
+"""Longest run of tokens that is held back because it ends in an incomplete character.
+
+Each further token decodes the whole run again.
+"""
+_PART_TOKENS = 3  # longest incomplete UTF-8 character, at one byte a token
 
 
 class Vocabulary:
-    """The tokens of one tokenizer. added: its own tokens for whole words, special or text.
+    """Tokens of one tokenizer.
 
-    named: returns a token as answers name it.
+    added: ids of the tokenizer's added tokens by their text, special or not.
+    special: ids of special tokens.
+    named: cached function from a token id to its NamedToken.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -43,15 +47,15 @@ class Vocabulary:
         self.named = lru_cache(_KEPT_NAMES)(self._named)
 
     def special_except(self, shown: Iterable[str]) -> frozenset[int]:
-        """Return the special tokens except these."""
+        """Return the ids of special tokens other than `shown`."""
         return self.special.difference(map(self.tokenizer.token_to_id, shown))
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return a token's UTF-8 bytes, which may end within a character; None if it is no text."""
+        """Return a token's bytes, possibly part of a UTF-8 character; None for special tokens."""
         if token in self._added:
             return None if token in self.special else str(self._added[token].content).encode()
         word = self.tokenizer.id_to_token(token)
-        if word is None:  # beyond the tokenizer: checkpoints round their vocabulary up
+        if word is None:  # not in the tokenizer: checkpoints pad their vocabulary
             return None
         if self._byte_level:
             return bytes(_BYTE_OF[character] for character in word)
@@ -60,7 +64,7 @@ class Vocabulary:
         return str(word).replace("▁", " ").encode()
 
     def name_of(self, token: int) -> str:
-        r"""Return a token's text; for a part of a character its bytes, as \xf0\x9f."""
+        r"""Return a token's text; an incomplete character as bytes, such as \xf0\x9f."""
         return self._name_of(token, self.bytes_of(token))
 
     def _name_of(self, token: int, octets: bytes | None) -> str:
@@ -78,7 +82,11 @@ class Vocabulary:
         offset: int,
         alternatives: int = MAX_LOGPROBS,
     ) -> SampledToken:
-        """Return a token with N alternatives; logprobs: None for a prompt's first."""
+        """Return a token with its log probability and up to `alternatives` alternatives.
+
+        logprobs: None for a prompt's first token.
+        offset: the token's first character in the text.
+        """
         named = self.named
         if logprobs is None:
             return SampledToken((named(token),), (None,), offset)
@@ -92,42 +100,48 @@ class Vocabulary:
 
 
 class StopStrings:
-    """The strings that end a choice, made once for all choices of a call.
+    """Stop strings of a call, shared by its choices.
 
-    How long a look takes does not grow with their number, for all that may be part of one.
+    The search for a partial stop string at a text's end takes the same time for any number of them.
     """
 
     def __init__(self, stop: Iterable[str] = ()) -> None:
         self._stop = tuple(stop)
-        self._begun = {each[:end] for each in self._stop for end in range(1, len(each))}
-        self._longest = max(map(len, self._begun), default=0)
+        self._prefixes = {each[:end] for each in self._stop for end in range(1, len(each))}
+        self._longest = max(map(len, self._prefixes), default=0)
 
     def find(self, text: str) -> int | None:
-        """Return where the first stop string in a text begins; None if there is none."""
+        """Return the position of the first stop string in a text; None if there is none."""
         return min((at for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
 
     def at(self, text: str, begin: int) -> str:
-        """Return the stop string that `find` found there."""
+        """Return the stop string at a position that `find` returned."""
         return next(stop for stop in self._stop if text.startswith(stop, begin))
 
-    def begun(self, text: str) -> int:
-        """Return the length of the longest end of a text that begins a stop string."""
+    def partial_length(self, text: str) -> int:
+        """Return the length of the longest suffix of a text that is a prefix of a stop string."""
         lengths = range(min(self._longest, len(text)), 0, -1)
-        return next((length for length in lengths if text[-length:] in self._begun), 0)
+        return next((length for length in lengths if text[-length:] in self._prefixes), 0)
 
 
 NO_STOP_STRINGS = StopStrings()
 
 
 class Detokenizer:
-    """Decodes one choice incrementally and ends it at a stop string.
+    """Incremental decoder of one choice, which ends at a stop string.
 
-    Text that may still become a stop string, and bytes that are not yet a whole character, are
-    held back. Stop strings are not looked for in the first `min_tokens` tokens. Special tokens are
-    not text, or only those in `hidden` if it is given. `sent_tokens` counts tokens whose text is
-    sent; `offsets` says at which character of the text each token begins; `stop_string` is the one
-    that ended the choice. reasoning: takes what is no part of the answer off the text's beginning;
-    stop strings are looked for behind that.
+    Text that may still become a stop string and bytes of an incomplete character are held back.
+
+    tokens: tokens taken.
+    sent_tokens: tokens whose text was returned.
+    offsets: the first character of each token in the text.
+    stop_string: the stop string that ended the choice.
+
+    Constructor arguments:
+    min_tokens: leading tokens in which stop strings are ignored.
+    hidden: tokens that are no text; None hides all special tokens.
+    reasoning: parser that removes thinking from the text's beginning; stop strings are looked for
+        only after the thinking.
     """
 
     def __init__(
@@ -142,7 +156,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._hidden = hidden or frozenset()
         self._skip_special = hidden is None
-        self._context = list(prompt[-_CONTEXT_TOKENS:])  # what came before the undecoded
+        self._context = list(prompt[-_CONTEXT_TOKENS:])  # tokens before the undecoded ones
         self._decoder = self._new_decoder()
         self._stop_strings = stop
         self._min_tokens = min_tokens
@@ -151,7 +165,7 @@ class Detokenizer:
         self._held = ""
         self._decoded = 0  # characters
         self._sent = 0
-        self._ends: list[int] = []  # where the text of each token ends, as far as that is known
+        self._ends: list[int] = []  # last character + 1 of each decoded token
         self.offsets: list[int] = []
         self.sent_tokens = 0
         self.tokens = 0
@@ -176,7 +190,7 @@ class Detokenizer:
         return sendable
 
     def finish(self) -> str:
-        """Return what was held back: no more tokens will come. A stop string may be in that too."""
+        """Return the text that was held back, up to a stop string in it. No tokens may follow."""
         if self.stopped:
             return ""
         rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special)
@@ -193,7 +207,7 @@ class Detokenizer:
         if token_id in self._hidden:
             return ""
         text = self._take(token_id)
-        return text + self._give_up() if len(self._undecoded) == _MOST_UNDECODED else text
+        return text + self._flush_undecodable() if len(self._undecoded) == _MAX_UNDECODED else text
 
     def _take(self, token_id: int) -> str:
         self._undecoded.append(token_id)
@@ -205,8 +219,8 @@ class Detokenizer:
         self._note_decoded(len(text), self.tokens)
         return str(text)
 
-    def _give_up(self) -> str:
-        """Decode tokens that end no character as they are; the last may yet be a part of one."""
+    def _flush_undecodable(self) -> str:
+        """Decode a run that never became text; its last tokens may yet begin a character."""
         settled, rest = self._undecoded[:-_PART_TOKENS], self._undecoded[-_PART_TOKENS:]
         before, both = (
             str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))
@@ -221,19 +235,23 @@ class Detokenizer:
         return DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
 
     def _note_decoded(self, characters: int, tokens: int) -> None:
-        """Note that so many more characters are known, which end with the text of this token."""
+        """Record newly decoded characters.
+
+        characters: number of new characters.
+        tokens: number of tokens whose text they complete.
+        """
         self._decoded += characters
         self._ends += [self._decoded] * (tokens - len(self._ends))
 
     def tokens_until(self, character: int) -> int:
-        """Return how many tokens end at or before a character of the text."""
+        """Return the number of tokens that end at or before a character of the text."""
         return bisect_right(self._ends, character)
 
     def _count_sent(self) -> None:
         sent = self._sent if self._reasoning is None else self._sent + self._reasoning.removed
         while self.sent_tokens < len(self._ends) and self._ends[self.sent_tokens] <= sent:
             self.sent_tokens += 1
-        if self.stopped:  # of the token in which the stop string begins, a part may be text
+        if self.stopped:  # the token in which the stop string begins may hold text before it
             while self.sent_tokens < self.tokens and self.offsets[self.sent_tokens] < sent:
                 self.sent_tokens += 1
 
@@ -248,6 +266,6 @@ class Detokenizer:
         if begin is not None:
             self.stop_string = self._stop_strings.at(self._held, begin)
             return self._held[:begin]
-        end = len(self._held) - self._stop_strings.begun(self._held)
+        end = len(self._held) - self._stop_strings.partial_length(self._held)
         certain, self._held = self._held[:end], self._held[end:]
         return certain

@@ -1,6 +1,8 @@
-"""How likely the model thought tokens, in OpenAI's three shapes.
+"""Formatting of tokens' log probabilities as JSON, in OpenAI's three shapes.
 
-An answer may name twenty tokens in each place, so the JSON of each token is made once and joined.
+Last step of logprobs: `lorikeet_engine.sampling` computes them, this module writes the `logprobs`
+of chat completions, completions and responses. An answer may list twenty tokens at each position,
+so the JSON of each token is made once and joined.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +15,16 @@ from pydantic_core import to_json
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.protocol.messages import Endpoint
 
-_LEAST = -9999.0
-"""OpenAI's number for a token that cannot be; JSON knows no infinity."""
+_MIN_LOGPROB = -9999.0
+"""OpenAI's number for an impossible token: JSON has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedToken:
-    """A token as answers name it. octets: its bytes; None for a special one, which is no text.
+    """A token's name and bytes in answers.
 
-    json, json_octets: of its name and of these.
+    octets: the token's bytes; None for a special token, which is no text.
+    json, json_octets: JSON of `name` and of `octets`.
     """
 
     name: str
@@ -36,10 +39,11 @@ class NamedToken:
 
 
 class SampledToken(NamedTuple):
-    """A token of an answer, and behind it the most likely ones of its place, likeliest first.
+    """A sampled token with its log probability and those of the likeliest tokens.
 
-    logprobs: theirs; (None,) for a prompt's first token, which follows nothing. offset: the token's
-    first character in the text.
+    tokens: the sampled token, then the alternatives, likeliest first.
+    logprobs: log probabilities of `tokens`; (None,) for a prompt's first token, which has none.
+    offset: the sampled token's first character in the text.
     """
 
     tokens: Sequence[NamedToken]
@@ -48,49 +52,49 @@ class SampledToken(NamedTuple):
 
 
 Fields = Mapping[str, bytes]
-"""The lists that `logprobs` has, by name: their elements in JSON, without brackets."""
+"""Lists in a `logprobs` object by name: their elements as JSON, without brackets."""
 
 
 def chat_logprobs(tokens: Sequence[SampledToken]) -> Fields:
-    """Return the `logprobs` of a chat's choice, but for `refusal`."""
-    return {"content": b",".join([_of_chat(sampled) for sampled in tokens])}
+    """Return the `logprobs` of a chat's choice, without `refusal`."""
+    return {"content": b",".join([_chat_entry(sampled) for sampled in tokens])}
 
 
 def response_logprobs(tokens: Sequence[SampledToken]) -> Fields:
-    """Return the `logprobs` of a response's text, at "content"; there bytes are never null."""
-    return {"content": b",".join([_of_chat(sampled, b"[]") for sampled in tokens])}
+    """Return the `logprobs` of a response's text, as "content"; its bytes are never null."""
+    return {"content": b",".join([_chat_entry(sampled, b"[]") for sampled in tokens])}
 
 
 def completion_logprobs(tokens: Sequence[SampledToken]) -> Fields:
-    """Return the `logprobs` of a completion's choice; the sampled token is always among the top."""
+    """Return the `logprobs` of a completion's choice; top_logprobs includes the sampled token."""
     return {
         "tokens": b",".join([sampled.tokens[0].json for sampled in tokens]),
-        "token_logprobs": b",".join(numbers([sampled.logprobs[0] for sampled in tokens])),
-        "top_logprobs": b",".join(map(_of_completion, tokens)),
+        "token_logprobs": b",".join(json_numbers([sampled.logprobs[0] for sampled in tokens])),
+        "top_logprobs": b",".join(map(_completion_entry, tokens)),
         "text_offset": b",".join([b"%d" % sampled.offset for sampled in tokens]),
     }
 
 
-def numbers(logprobs: Sequence[float | None]) -> list[bytes]:
-    """Return log probabilities in JSON."""
-    finite = [each if each is None or each >= _LEAST else _LEAST for each in logprobs]
-    return to_json(finite)[1:-1].split(b",") if finite else []  # json takes twenty times as long
+def json_numbers(logprobs: Sequence[float | None]) -> list[bytes]:
+    """Return each log probability as JSON."""
+    finite = [each if each is None or each >= _MIN_LOGPROB else _MIN_LOGPROB for each in logprobs]
+    return to_json(finite)[1:-1].split(b",") if finite else []  # json: 20 times as long
 
 
-def _of_chat(sampled: SampledToken, no_octets: bytes = b"null") -> bytes:
+def _chat_entry(sampled: SampledToken, no_octets: bytes = b"null") -> bytes:
     shown = [
         b'{"token":%s,"logprob":%s,"bytes":%s'
         % (token.json, known, no_octets if token.octets is None else token.json_octets)
-        for token, known in zip(sampled.tokens, numbers(sampled.logprobs), strict=True)
+        for token, known in zip(sampled.tokens, json_numbers(sampled.logprobs), strict=True)
     ]
     alternatives = b"},".join(shown[1:]) + b"}" * (len(shown) > 1)
     return b'%s,"top_logprobs":[%s]}' % (shown[0], alternatives)
 
 
-def _of_completion(sampled: SampledToken) -> bytes:
+def _completion_entry(sampled: SampledToken) -> bytes:
     if sampled.logprobs[0] is None:
         return b"null"
-    named = [token.json for token in sampled.tokens], numbers(sampled.logprobs)
+    named = [token.json for token in sampled.tokens], json_numbers(sampled.logprobs)
     (drawn, *top) = zip(*named, strict=True)
     return b"{%s}" % b",".join([b"%s:%s" % each for each in dict([*top, drawn]).items()])
 
@@ -99,25 +103,25 @@ _LOGPROBS = {
     Endpoint.CHAT: chat_logprobs,
     Endpoint.COMPLETIONS: completion_logprobs,
     Endpoint.RESPONSES: response_logprobs,
-    Endpoint.MESSAGES: chat_logprobs,  # none are asked for
+    Endpoint.MESSAGES: chat_logprobs,  # the Messages API has no logprobs
 }
 
 
 class LogprobsJson:
-    """The logprobs of one choice, or of a delta of it.
+    """Growing JSON of the log probabilities of one choice, or of one delta.
 
-    Encoding all of them at the end would hold up every stream of the replica: 15,000 tokens with 20
-    alternatives each took 2 s.
+    Each token is encoded when it comes. Encoding all tokens at the end would block the replica's
+    event loop: 15,000 tokens with 20 alternatives each took 2 s.
     """
 
     def __init__(self, endpoint: Endpoint, tokens: Sequence[SampledToken] = ()) -> None:
-        """tokens: the first ones."""
+        """tokens: the first tokens."""
         self._shape = _LOGPROBS[endpoint]
         self._lists: dict[str, list[bytes]] = {name: [] for name in self._shape(())}
         self.add(tokens)
 
     def add(self, tokens: Sequence[SampledToken]) -> int:
-        """Add the next tokens, which may be none; return how many bytes they take."""
+        """Add the next tokens; return the bytes that they take."""
         if not tokens:
             return 0
         shaped = self._shape(tokens)
@@ -126,17 +130,17 @@ class LogprobsJson:
         return sum(map(len, shaped.values()))
 
     def before(self, later: "LogprobsJson") -> "LogprobsJson":
-        """Return these with those of later tokens behind them."""
+        """Return a copy with the entries of later tokens appended."""
         joined = copy(self)
         joined._lists = {name: parts + later._lists[name] for name, parts in self._lists.items()}
         return joined
 
     def json(self) -> bytes:
-        """Return the choice's `logprobs`."""
+        """Return the whole `logprobs` object."""
         fields = [dump(name) + b":" + self.values(name) for name in self._lists]
         refusal = [b'"refusal":null'] if self._shape is chat_logprobs else []
         return b"{%s}" % b",".join(fields + refusal)
 
     def values(self, field: str) -> bytes:
-        """Return one of the lists that `logprobs` has."""
+        """Return one list of the `logprobs` object."""
         return b"[%s]" % b",".join(self._lists[field])

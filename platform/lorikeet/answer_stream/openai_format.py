@@ -1,7 +1,7 @@
-"""OpenAI's shapes of an answer: events of a stream, or one JSON body. Pure; the replica's work.
+"""OpenAI's chat and completion answers as server-sent events or one JSON body. Pure functions.
 
-Bytes are ASCII JSON: a raw U+2028 inside an event splits it in clients that cut lines as Python's
-str.splitlines does.
+Bytes are ASCII JSON: clients that split lines like Python's str.splitlines would split an event at
+a raw U+2028.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,11 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Ending(Enum):
-    """Why a choice ended, in OpenAI's words.
+    """Reason for the end of a choice, in OpenAI's values.
 
-    TOOL_CALLS: it has called tools, and all its calls are whole. STOP: it is done, or a stop string
-    or token ended it, also in the middle of a call. LENGTH: the limit of tokens cut it off.
+    STOP: the model ended it, or a stop string or token did, possibly within a tool call.
+    LENGTH: the token limit was reached.
+    TOOL_CALLS: the choice called tools, and all calls are complete.
     """
 
     STOP = "stop"
@@ -32,9 +33,11 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPart:
-    """What is new in a tool call. The first delta of a call has its id and name.
+    """Next part of a tool call.
 
-    index: the call's, in its choice. arguments: the next part of their JSON text.
+    index: position of the call in its choice.
+    arguments: next part of the arguments' JSON text.
+    id, name: set in the first part of a call only.
     """
 
     index: int
@@ -45,12 +48,17 @@ class ToolCallPart:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice: all its text and calls, and why it ended.
+    """One finished choice.
 
-    logprobs: those of the text's tokens; None if not asked for. stop: the stop string that ended
-    it, if one did. reasoning: what was thought before. prompt_logprobs: JSON of its prompt's; None
-    if not asked for. token_ids, prompt_token_ids: all its tokens, and JSON of its prompt's;
-    likewise.
+    text: all text of the answer.
+    finish: reason for the end.
+    calls: all parts of its tool calls.
+    logprobs: of the text's tokens; None if not asked for.
+    stop: the stop string that ended the choice, if one did.
+    reasoning: thinking before the answer.
+    prompt_logprobs: JSON of the prompt's log probabilities; None if not asked for.
+    token_ids: all tokens; None if not asked for.
+    prompt_token_ids: JSON of the prompt's token ids; None if not asked for.
     """
 
     text: str
@@ -65,12 +73,15 @@ class Choice:
 
 
 class EventStream:
-    """The server-sent events of one streamed call.
+    """Server-sent events of one streamed chat or completion.
 
-    Call `delta` for each delta of text, then `end` once. The chat role chunk goes before a choice's
-    first delta by itself. choice_usage: what a choice has taken until now, for each event to show.
-    prompts: token ids in JSON, to tell with the first event of a chat, or of each choice of a
-    completion.
+    Call `delta` for each delta of text, then `end` once. `delta` puts a chat's role chunk before a
+    choice's first delta.
+
+    Constructor arguments:
+    choice_usage: usage of a choice until now, which each event then includes; None leaves it out.
+    prompts: JSON of each prompt's token ids, for the first event of a chat or of each choice of a
+        completion; empty if not asked for.
     """
 
     def __init__(
@@ -79,7 +90,7 @@ class EventStream:
         choice_usage: Callable[[int], FinalUsage] | None = None,
         prompts: Sequence[bytes] = (),
     ) -> None:
-        self._untold_prompts = {i: prompts[i // call.n] for i in range(len(prompts) * call.n)}
+        self._unsent_prompts = {i: prompts[i // call.n] for i in range(len(prompts) * call.n)}
         self._chat = call.endpoint is Endpoint.CHAT
         self._functions = _has_functions(call)
         self._include_usage, self._choice_usage = call.include_usage, choice_usage
@@ -100,11 +111,15 @@ class EventStream:
         reasoning: str = "",
         token_ids: Sequence[int] = (),
     ) -> bytes:
-        """Return events for new text of a choice, then calls, and, with `finish`, for its end.
+        """Return events for new text and tool calls of a choice and, with `finish`, its end.
 
-        choice: the answer's index, prompt_index * n + j. logprobs: those of this text's tokens.
-        Text may be empty; b"" when there is nothing to send. reasoning: what is thought before it.
-        token_ids: the new tokens, where they are asked for.
+        The result is b"" if there is nothing to send.
+
+        choice: index in the answer, prompt_index * n + j.
+        text: new text, possibly empty.
+        logprobs: of this text's tokens.
+        reasoning: new thinking, which comes before the text.
+        token_ids: new tokens, if asked for.
         """
         if not self._chat:
             if not (text or finish or logprobs or token_ids):
@@ -124,13 +139,13 @@ class EventStream:
             content = b'{"content":' + dump(text) + b"}"
             events += self._event(choice, content, None, known, token_ids)
         for call in calls:
-            events += self._event(choice, dump(_call_delta(call, functions=self._functions)))
+            events += self._event(choice, dump(_tool_call_delta(call, functions=self._functions)))
         if finish is not None:
             events += self._event(choice, b"{}", finish)
         return events
 
     def end(self, usage: FinalUsage) -> bytes:
-        """Return the last events: usage with no choices if the client asked for it, then [DONE]."""
+        """Return the last events: usage without choices if the client asked for it, then [DONE]."""
         if not self._include_usage:
             return DONE
         return self._open + self._close_with(usage, self._adapter) + DONE
@@ -150,16 +165,16 @@ class EventStream:
         if self._choice_usage is not None:
             close = self._close_with(self._choice_usage(choice))
         ids = _member("token_ids", dump(token_ids) if token_ids else None)
-        if self._untold_prompts:
+        if self._unsent_prompts:
             ids, close = self._with_prompt(choice, ids, close)
         return b"".join((self._open, *event, b',"finish_reason":', reason, ids, b"}", close))
 
     def _with_prompt(self, choice: int, of_choice: bytes, close: bytes) -> tuple[bytes, bytes]:
-        """Return more members of a choice, and an event's end, with a prompt that is untold yet."""
-        prompt = _member("prompt_token_ids", self._untold_prompts.pop(choice, None))
+        """Return an event's choice members and end with its prompt's token ids, if still unsent."""
+        prompt = _member("prompt_token_ids", self._unsent_prompts.pop(choice, None))
         if not self._chat:
             return of_choice + prompt, close
-        self._untold_prompts.clear()  # it is that of all choices
+        self._unsent_prompts.clear()  # all choices of a chat share one prompt
         return of_choice, close[:1] + prompt + close[1:]
 
     def _close_with(self, usage: FinalUsage, adapter: bytes = b"") -> bytes:
@@ -167,7 +182,7 @@ class EventStream:
 
 
 def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
-    """Return the whole answer of a call without `stream`.
+    """Return the JSON body of a call without `stream`.
 
     choices: in order of index; choice i continues prompt i // n.
     """
@@ -176,13 +191,13 @@ def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes
     functions = _has_functions(call)
     bodies = [_choice(chat, functions, index, choice) for index, choice in enumerate(choices)]
     used = dump(_usage(usage, chat=chat))
-    prompt = _of_prompt(choices[0]) if chat else b""
+    prompt = _prompt_members(choices[0]) if chat else b""
     known = (head[:-1], b",".join(bodies), prompt, _adapter(call), used)
     return b'%s,"choices":[%s]%s%s,"usage":%s}' % known
 
 
 def _adapter(call: Call) -> bytes:
-    """Return which weights answer, as one more member of an answer; none for the base model."""
+    """Return the `adapter` member of an answer; b"" for the base model."""
     ref = call.adapter
     if ref is None:
         return b""
@@ -192,12 +207,12 @@ def _adapter(call: Call) -> bytes:
 
 
 def failed_completion_event(code: str, message: str, param: str | None = None) -> bytes:
-    """Return the event that ends a stream which failed; nothing follows it."""
+    """Return the error event that ends a stream."""
     return b"data: " + dump(openai_error_body(code, message, param)) + b"\n\n"
 
 
 def _has_functions(call: Call) -> bool:
-    """Whether calls are answered in the form of OpenAI's deprecated `functions`."""
+    """Return True if calls are answered in the shape of OpenAI's deprecated `functions`."""
     return call.tools is not None and call.tools.functions
 
 
@@ -209,25 +224,25 @@ def _choice(chat: bool, functions: bool, index: int, choice: Choice) -> bytes:
     )
     logprobs = b"null" if choice.logprobs is None else choice.logprobs.json()
     reason = dump(_reason(choice.finish, functions=functions))
-    prompt = b"" if chat else _of_prompt(choice)
+    prompt = b"" if chat else _prompt_members(choice)
     ids = None if choice.token_ids is None else dump(choice.token_ids)
     known = (index, text, logprobs, prompt, reason, _member("token_ids", ids))
     return b'{"index":%d,%s,"logprobs":%s%s,"finish_reason":%s%s}' % known
 
 
-def _of_prompt(choice: Choice) -> bytes:
+def _prompt_members(choice: Choice) -> bytes:
     known = choice.prompt_logprobs
     scored = b"" if known is None else b',"prompt_logprobs":' + known
     return scored + _member("prompt_token_ids", choice.prompt_token_ids)
 
 
 def _logprobs(endpoint: Endpoint, tokens: Sequence[SampledToken] | None) -> bytes:
-    """Return the `logprobs` of a delta."""
+    """Return the `logprobs` object of a delta."""
     return LogprobsJson(endpoint, tokens).json() if tokens else b"null"
 
 
 def _member(name: str, token_ids: bytes | None) -> bytes:
-    """Return token ids, in JSON, as one more member of an object; none for None."""
+    """Return JSON of token ids as a further member of an object; b"" for None."""
     return b"" if token_ids is None else b",%s:%s" % (dump(name), token_ids)
 
 
@@ -250,7 +265,7 @@ def _whole_call(deltas: Sequence[ToolCallPart]) -> dict[str, Any]:
     return {"id": deltas[0].id, "type": "function", "function": function}
 
 
-def _call_delta(delta: ToolCallPart, *, functions: bool) -> dict[str, Any]:
+def _tool_call_delta(delta: ToolCallPart, *, functions: bool) -> dict[str, Any]:
     call: dict[str, Any] = {"function": {"arguments": delta.arguments}}
     if delta.id is not None:
         call = _whole_call([delta])

@@ -1,4 +1,4 @@
-"""What answers repeat of their prompts, made once for all choices, and off the event loop."""
+"""Prompts as answers repeat them, made once for all choices and off the event loop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,15 @@ from tokenizers import Tokenizer
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.protocol.messages import Call
 
-_AT_ONCE = 4096  # ids, for which a thread keeps the interpreter to itself: 0.3 ms
+_AT_ONCE = 4096  # ids encoded at once: a thread holds the GIL for 0.3 ms
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEchoes:
-    """Texts with which answers' texts begin, and token ids in JSON, of each prompt; () if unasked.
+    """Prompts in the forms that an answer repeats.
 
-    A call asks for the one with `echo`, for the other with `return_token_ids`.
+    texts: text of each prompt, which its choices begin with; () without `echo`.
+    token_ids: JSON of each prompt's token ids; () without `return_token_ids`.
     """
 
     texts: tuple[str, ...] = ()
@@ -28,7 +29,10 @@ NO_ECHOES = PromptEchoes()
 def prompt_echoes(
     call: Call, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
 ) -> PromptEchoes:
-    """Return what an answer to a call repeats of its prompts. prompts: as encoded."""
+    """Return a call's prompts in the forms that its answer repeats.
+
+    prompts: token ids of each prompt.
+    """
     given = call.prompts if call.echo else ()
     texts = tuple(
         each if isinstance(each, str) else str(tokenizer.decode(list(each))) for each in given

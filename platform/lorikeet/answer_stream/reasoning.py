@@ -1,8 +1,8 @@
-"""What a model thinks before it answers, apart from the answer.
+"""Thinking of a model before its answer, and the parser that separates the two.
 
-Families that think write it between two tags at the beginning of an answer, and their chat
-templates take such text out of past turns; by that they are known. Some templates write the first
-tag themselves, or both where the caller wants no thinking.
+Models that think write their thinking between two tags at the beginning of an answer. Their chat
+templates remove thinking from past turns, so a template that contains the closing tag identifies
+them. Some templates write the opening tag themselves, or both tags if the caller wants no thinking.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,12 @@ THINK_TAGS = (OPENS, CLOSES)
 
 
 class Thinking(Enum):
-    """Whether a model thinks before an answer, as far as the prompt says."""
+    """Thinking that may come before an answer, as far as the prompt decides it.
+
+    NEVER: the answer begins at once.
+    POSSIBLE: the model may open thinking.
+    BEGUN: the prompt has opened thinking.
+    """
 
     NEVER = "never"
     POSSIBLE = "possible"
@@ -21,7 +26,10 @@ class Thinking(Enum):
 
 
 def thinking_behind(prompt: str) -> Thinking:
-    """Return what may come behind a prompt, of whose text the end is enough."""
+    """Return the thinking that may follow a prompt.
+
+    prompt: text of the prompt's end.
+    """
     end = prompt.rstrip()
     if end.endswith(OPENS):
         return Thinking.BEGUN
@@ -29,46 +37,51 @@ def thinking_behind(prompt: str) -> Thinking:
 
 
 def thinking_within(said: str) -> Thinking:
-    """Return what may come where an answer goes on with a text that is its beginning."""
+    """Return the thinking that may follow the given beginning of an answer."""
     if said.rfind(OPENS) > said.rfind(CLOSES):
         return Thinking.BEGUN
     return Thinking.NEVER if said.strip() else Thinking.POSSIBLE
 
 
 class ReasoningParser:
-    """Takes what a model thinks off the beginning of one choice's text, however that is cut.
+    """Incremental parser that removes thinking from the beginning of one choice's text.
 
-    Only the first thing that an answer has can be thinking; tags behind it are text. Line ends
-    around thinking are dropped with the tags. `thinks` while thinking has begun and not ended;
-    `removed` counts the characters that are no part of the answer, as far as that is known;
-    `closed_at` is how many they were when the closing tag had come.
+    Thinking can only come first in an answer; later tags are text. Line ends around thinking are
+    removed with the tags.
+
+    thinks: thinking has begun and not ended.
+    removed: characters known to be no part of the answer.
+    closed_at: `removed` right after the closing tag; None until that tag.
     """
 
     def __init__(self, thinking: Thinking) -> None:
         assert thinking is not Thinking.NEVER
         begun = thinking is Thinking.BEGUN
         self._look: Callable[[bool], str] = self._in_thought if begun else self._before_thought
-        self._spaces: list[str] = []  # before what may be an opening tag
-        self._rest = ""  # may be a part of a tag
-        self._thought: list[str] = []  # for the delta that is being made
+        self._spaces: list[str] = []  # whitespace before a possible opening tag
+        self._rest = ""  # possibly part of a tag
+        self._thought: list[str] = []  # since the last `take`
         self._has_thought = False
-        self._line_ends = 0  # behind what was thought; dropped unless more is
+        self._line_ends = 0  # trailing line ends of thinking; dropped unless more thinking follows
         self.thinks = begun
         self.removed = 0
         self.closed_at: int | None = None
 
     def push(self, text: str, *, last: bool = False) -> str:
-        """Take new text, `last` if no more comes; return what of it is the answer's."""
+        """Take new text; return the part that belongs to the answer.
+
+        last: no more text follows.
+        """
         self._rest += text
         return self._look(last)
 
     def take(self) -> str:
-        """Return what was thought since this was called last."""
+        """Return the thinking since the last call."""
         thought = "".join(self._thought)
         self._thought.clear()
         return thought
 
-    # Each looks for one thing at the rest's beginning, and hands on what is behind it.
+    # One method for each state: it consumes the beginning of `_rest` and calls the next state's.
 
     def _before_thought(self, last: bool) -> str:
         begun = self._rest.lstrip()
@@ -95,7 +108,7 @@ class ReasoningParser:
             self.closed_at = self.removed
             self._look = self._behind_thought
             return self._look(last)
-        tag = 0 if last else _begun(CLOSES, self._rest)
+        tag = 0 if last else _partial_length(CLOSES, self._rest)
         self._think(len(self._rest) - tag)
         return ""
 
@@ -125,6 +138,6 @@ class ReasoningParser:
         return removed
 
 
-def _begun(tag: str, text: str) -> int:
-    """Return the length of the longest end of a text that begins a tag and is not all of it."""
+def _partial_length(tag: str, text: str) -> int:
+    """Return the length of the longest suffix of a text that is a proper prefix of a tag."""
     return next(length for length in range(len(tag) - 1, -1, -1) if text.endswith(tag[:length]))

@@ -1,9 +1,10 @@
-"""The stream that a gateway keeps open from a replica, for all answers together: both its ends.
+"""Both ends of the one stream that carries all answers from a replica to a gateway.
 
-A step of the engine adds a delta to every answer. One call of Ray Serve for each delta costs a
-replica's event loop 70 us, more than all the rest; hence one message for all of them. On a replica
-an AnswerSender puts items into the gateway's ResponseStream; serving/engine_client.py reads the
-stream and delivers them to ResponseBuffers, from which it takes each call's.
+A step of the engine adds a delta to every answer. One Ray Serve call a delta would cost a replica's
+event loop 70 us, more than all other work on the delta, so one message carries all deltas. On a
+replica, an AnswerSender puts items into the gateway's ResponseStream. On a gateway,
+serving/engine_client.py reads the stream, delivers items to ResponseBuffers, and takes each call's
+items from its ResponseBuffer.
 """
 
 import asyncio
@@ -16,17 +17,17 @@ from lorikeet.protocol.messages import StreamItem
 from lorikeet_engine.errors import EngineClosed
 
 DeltaGroup = tuple[str, list[StreamItem], bool]
-"""A request's id, the new items of its answer, and whether it has ended. Tuples pickle fast."""
+"""A request's id, new items of its answer, and True at its end. Tuples pickle fast."""
 
 _MESSAGE_BYTES = 2**18
-"""About the size of the largest message, and of the parts that larger bytes are sent in.
+"""Approximate limit on the bytes of one message; larger bytes are sent in parts.
 
-gRPC ends a stream with a message above RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, and with it all
-answers on their way to that gateway.
+A message above RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH makes gRPC end the stream, and with it all
+answers in flight to that gateway.
 """
 _OPENING_S = 5.0
 DELTAS_PER_S = 5_000
-"""Deltas of streams that one gateway passes on in a second; their size hardly matters.
+"""Deltas a second that one gateway can forward; the size of deltas hardly matters.
 
 From `make bench-gateway`: a delta takes 0.12 ms of CPU from replica to client behind HAProxy, 0.26
 behind Serve's own proxy.
@@ -34,9 +35,9 @@ behind Serve's own proxy.
 
 
 class ResponseStream:
-    """The new items of all answers to one gateway. Lives on one event loop.
+    """Unsent items of all answers to one gateway. For one event loop.
 
-    closed: whether the gateway takes no more.
+    closed: the gateway reads no more.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class ResponseStream:
         self.closed = False
 
     def put(self, request_id: str, items: Sequence[StreamItem], *, ended: bool = False) -> None:
-        """Add new items of an answer; bytes that no message would hold are cut."""
+        """Add new items of an answer, split into parts that fit a message."""
         waiting = self._waiting.setdefault(request_id, [])
         for item in items:
             waiting += _cut(item) if isinstance(item, bytes) else (item,)
@@ -56,7 +57,7 @@ class ResponseStream:
         self._ready.set()
 
     async def take(self) -> list[DeltaGroup]:
-        """Return new items, as many as a message holds; none only once the stream is closed."""
+        """Wait for new items; return as many as fit a message, or none if the stream is closed."""
         await self._ready.wait()
         groups, size = list[DeltaGroup](), 0
         while self._waiting and size < _MESSAGE_BYTES:
@@ -67,7 +68,7 @@ class ResponseStream:
                 size += len(item) if isinstance(item, bytes) else 0
                 count += 1
             if rest := waiting[count:]:
-                self._waiting[request_id] = rest  # behind the others, which need not wait for it
+                self._waiting[request_id] = rest  # after the other answers, which it must not delay
             ended = not rest and request_id in self._ended
             groups.append((request_id, joined(waiting[:count]), ended))
             if ended:
@@ -77,17 +78,17 @@ class ResponseStream:
         return groups
 
     def close(self) -> None:
-        """Wake `take`, and fail answers that have not ended."""
+        """Wake `take` and fail unfinished answers."""
         self.closed = True
         self._ready.set()
         for ended in self._unfinished:
             if not ended.done():
-                ended.set_exception(_unheard())
+                ended.set_exception(_gateway_gone())
 
     async def wait_for(self, ended: asyncio.Future[None]) -> None:
-        """Wait until an answer has ended. Raises EngineClosed if it cannot reach its gateway."""
+        """Wait until an answer has ended. Raise EngineClosed if the gateway is gone."""
         if self.closed and not ended.done():
-            raise _unheard()
+            raise _gateway_gone()
         self._unfinished.add(ended)
         try:
             await ended
@@ -96,14 +97,14 @@ class ResponseStream:
 
 
 class ResponseStreams:
-    """The open streams, one to each gateway."""
+    """Open streams by gateway."""
 
     def __init__(self) -> None:
         self._open: dict[str, ResponseStream] = {}
 
     @contextmanager
     def opened(self, gateway: str) -> Iterator[ResponseStream]:
-        """Open a gateway's stream; an older one of the same gateway is broken and closed."""
+        """Open a gateway's stream and close its older stream, which must be broken."""
         if gateway in self._open:
             self._open[gateway].close()
         stream = self._open[gateway] = ResponseStream()
@@ -115,18 +116,18 @@ class ResponseStreams:
                 del self._open[gateway]
 
     async def to(self, gateway: str) -> ResponseStream:
-        """Return a gateway's stream, waiting for a new gateway to open it. Raises EngineClosed."""
+        """Return a gateway's stream; wait for a new gateway to open it. Raises EngineClosed."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + _OPENING_S
         while gateway not in self._open:
             if loop.time() >= due_s:
-                raise EngineClosed("the gateway does not listen: send the request again")
+                raise EngineClosed("the gateway has not opened its stream: send the request again")
             await asyncio.sleep(0.01)
         return self._open[gateway]
 
 
-def _unheard() -> EngineClosed:
-    return EngineClosed("the gateway hears this replica no more: send the request again")
+def _gateway_gone() -> EngineClosed:
+    return EngineClosed("the gateway's stream from this replica has ended: send the request again")
 
 
 def _cut(item: bytes) -> list[bytes]:
@@ -134,7 +135,7 @@ def _cut(item: bytes) -> list[bytes]:
 
 
 def joined(items: list[StreamItem]) -> list[StreamItem]:
-    """Return the items with consecutive bytes joined."""
+    """Return the items with consecutive bytes concatenated."""
     if len(items) < 2:
         return items
     made = list[StreamItem]()
@@ -145,19 +146,24 @@ def joined(items: list[StreamItem]) -> list[StreamItem]:
 
 
 class ResponseBuffer:
-    """The items of one call's answer that have come. Lives on one event loop.
+    """Received items of one call's answer. For one event loop.
 
-    Between here and a client nothing holds a delta back, so deltas that come too often for this
-    gateway would queue up where they cannot be joined. They are joined here instead: `rest_s` says
-    how long after a delta was taken the next one is ready. The first and the last never wait.
-    received: how many items have come, and ended: whether all have, taken or not. replica: the one
-    that answers, once it has.
+    Nothing between this buffer and the client slows deltas down, so deltas that are too frequent
+    for this gateway would queue up where they can no longer be joined. This buffer joins them: the
+    next delta is ready `interval_s` after a delta was taken. The first and last never wait.
+
+    received: number of items received.
+    ended: all items were received, whether taken or not.
+    replica: the replica that answers; None before its first item.
+
+    Constructor arguments:
+    interval_s: returns the least seconds between deltas.
     """
 
-    def __init__(self, rest_s: Callable[[], float]) -> None:
+    def __init__(self, interval_s: Callable[[], float]) -> None:
         self._items: list[StreamItem] = []
         self._ready = asyncio.Event()
-        self._rest_s = rest_s
+        self._interval_s = interval_s
         self._taken_s = -math.inf
         self._waking: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
@@ -166,20 +172,20 @@ class ResponseBuffer:
         self.replica: str | None = None
 
     def put(self, items: Sequence[StreamItem], *, ended: bool) -> None:
-        """Add new items, and wake the taker when it is time."""
+        """Add new items, and wake `take` when the interval has passed."""
         self._items += items
         self.received += len(items)
         self.ended = self.ended or ended
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """End an answer of which no more will come; one that has ended stays whole."""
+        """End an incomplete answer with an error; a complete one stays as it is."""
         if not self.ended:
             self._error = error
             self._wake()
 
     async def take(self) -> list[StreamItem]:
-        """Return all new items, at least one; none at the end. Raises what `fail` was given."""
+        """Wait for new items and return them; none at the end. Raises the error given to `fail`."""
         await self._ready.wait()
         if self._waking is not None:
             self._waking.cancel()
@@ -197,7 +203,7 @@ class ResponseBuffer:
 
     def _wake(self) -> None:
         loop = asyncio.get_running_loop()
-        due_s = self._taken_s + self._rest_s()
+        due_s = self._taken_s + self._interval_s()
         if self.ended or self._error is not None or due_s <= loop.time():
             self._ready.set()
         elif self._waking is None:
@@ -205,22 +211,22 @@ class ResponseBuffer:
 
 
 class ResponseBuffers:
-    """The buffers of all calls that a gateway has made."""
+    """Buffers of a gateway's calls by request id."""
 
     def __init__(self) -> None:
         self._open: dict[str, ResponseBuffer] = {}
 
     @contextmanager
     def opened(self, request_id: str) -> Iterator[ResponseBuffer]:
-        """Open the buffer of a call's answer for as long as the context lasts."""
-        buffer = self._open[request_id] = ResponseBuffer(self._rest_s)
+        """Open the buffer of a call's answer until the context ends."""
+        buffer = self._open[request_id] = ResponseBuffer(self._interval_s)
         try:
             yield buffer
         finally:
             del self._open[request_id]
 
     def deliver(self, replica: str, groups: Iterable[DeltaGroup]) -> None:
-        """Put what a replica sent into its calls' buffers; drop what is for closed ones."""
+        """Put a replica's items into the buffers of their calls; drop items of closed calls."""
         for request_id, items, ended in groups:
             buffer = self._open.get(request_id)
             if buffer is not None:
@@ -228,15 +234,15 @@ class ResponseBuffers:
                 buffer.put(items, ended=ended)
 
     def fail(self, replica: str, error: BaseException) -> None:
-        """Fail the answers of this replica that have begun and not ended."""
+        """Fail a replica's answers that have begun and not ended."""
         for buffer in self._open.values():
             if buffer.replica == replica:
                 buffer.fail(error)
 
     def awaits(self, replica: str) -> bool:
-        """Whether an answer of this replica has begun and not ended."""
+        """Return True if an answer of a replica has begun and not ended."""
         return any(buffer.replica == replica for buffer in self._open.values())
 
-    def _rest_s(self) -> float:
-        """Return how far apart deltas of one stream must be for this gateway to pass on all."""
+    def _interval_s(self) -> float:
+        """Return the seconds between deltas of one answer at which this gateway keeps up."""
         return len(self._open) / DELTAS_PER_S

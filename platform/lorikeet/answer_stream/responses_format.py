@@ -1,15 +1,21 @@
-"""The Responses API's shape of an answer: events of a stream, or one JSON body. Pure.
+"""Responses API: answers as server-sent events or one JSON body. Pure functions.
 
     response.created, response.in_progress
     for each item of the output, one after the other:
         response.output_item.added
-        what tells of the item alone (responses_output.py)
+        events of the item:
+            reasoning   response.content_part.added, response.reasoning_text.delta (any number),
+                        response.reasoning_text.done, response.content_part.done
+            a message   response.content_part.added, response.output_text.delta (any number),
+                        response.output_text.done, response.content_part.done
+            a call      response.function_call_arguments.delta (any number), ….done
         response.output_item.done
-    response.completed; response.incomplete where the limit of tokens cut it off; response.failed
+    response.completed; response.incomplete at the token limit; response.failed
 
-What the model thinks is the first item; its text and its calls follow. Events are numbered from 0.
-The first ones come with the first thought or text; until then a failure has an HTTP status of its
-own. Bytes are ASCII JSON, as in openai_format.py.
+Thinking is the first item; text and function calls follow. Reasoning is the model's own text, in
+`content`, without a summary. Events are numbered from 0. The first events are sent with the first
+thinking or text: an earlier failure gets its own HTTP status. Bytes are ASCII JSON, as in
+openai_format.py.
 """
 
 from collections.abc import Sequence
@@ -25,7 +31,7 @@ from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 
 
 class ItemStatus(Enum):
-    """How far an item is. INCOMPLETE: the limit of tokens has cut it off."""
+    """Status of an output item. INCOMPLETE: ended by the token limit."""
 
     IN_PROGRESS = "in_progress"
     COMPLETED = "completed"
@@ -33,21 +39,29 @@ class ItemStatus(Enum):
 
 
 class ItemEvent(NamedTuple):
-    """An event of one item: its type behind `response.`, and members beside the item's place."""
+    """Event of one item.
+
+    kind: event type after `response.`.
+    members: JSON members other than the item's id and index.
+    """
 
     kind: str
     members: bytes
 
 
 class ItemState(NamedTuple):
-    """An item as it is now, and the events that go with that."""
+    """JSON of an item at its begin or end, and the events sent with it."""
 
     json: bytes
     events: list[ItemEvent]
 
 
 class ReasoningItem:
-    """What the model thinks before it answers. index: in the output. text: all, where known."""
+    """Output item of the model's thinking.
+
+    index: position in the output.
+    text: all text, if known.
+    """
 
     def __init__(self, call: Call, index: int, text: str = "") -> None:
         self.id = f"rs_{call.request_id}_{index}"
@@ -78,7 +92,11 @@ class ReasoningItem:
 
 
 class MessageItem:
-    """What the model says. index: in the output. text, logprobs: all, where known."""
+    """Output item of the answer's text.
+
+    index: position in the output.
+    text, logprobs: all of them, if known.
+    """
 
     def __init__(
         self, call: Call, index: int, text: str = "", logprobs: LogprobsJson | None = None
@@ -88,7 +106,7 @@ class MessageItem:
         self._logprobs = logprobs or LogprobsJson(Endpoint.RESPONSES)
 
     def add(self, text: str, logprobs: Sequence[SampledToken] | None) -> ItemEvent:
-        """Add new text. logprobs: those of its tokens."""
+        """Add new text and its tokens' logprobs."""
         self._texts.append(text)
         self._logprobs.add(logprobs or ())
         known = LogprobsJson(Endpoint.RESPONSES, logprobs or ()).values("content")
@@ -114,7 +132,12 @@ class MessageItem:
 
 
 class FunctionCallItem:
-    """A call of a function. index: in the output. first: names it. arguments: all, where known."""
+    """Output item of one function call.
+
+    index: position in the output.
+    first: first part of the call, with its id and name.
+    arguments: all arguments as JSON text, if known.
+    """
 
     def __init__(self, call: Call, index: int, first: ToolCallPart, arguments: str = "") -> None:
         self.id = f"fc_{call.request_id}_{index}"
@@ -125,7 +148,7 @@ class FunctionCallItem:
         self._arguments = [arguments]
 
     def add(self, arguments: str) -> ItemEvent:
-        """Add the next part of its arguments."""
+        """Add the next part of the arguments."""
         self._arguments.append(arguments)
         return ItemEvent("function_call_arguments.delta", b'"delta":' + dump(arguments))
 
@@ -154,7 +177,7 @@ _STATUS = {
 
 
 class ResponseEventStream:
-    """The server-sent events of one streamed response: an EventStream of typed events."""
+    """Server-sent events of one streamed response; the interface is EventStream's."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -174,10 +197,12 @@ class ResponseEventStream:
         reasoning: str = "",
         token_ids: Sequence[int] = (),  # noqa: ARG002
     ) -> bytes:
-        """Return events for new text, then calls, and, with `finish`, for the last item's end.
+        """Return events for new text and calls and, with `finish`, for the end of the last item.
 
-        choice: always 0. logprobs: those of this text's tokens. reasoning: what is thought before.
-        token_ids: not told in this API.
+        choice: always 0.
+        logprobs: of this text's tokens.
+        reasoning: new thinking, which comes before the text.
+        token_ids: ignored: this API has none.
         """
         assert choice == 0
         if not self._sent:
@@ -185,37 +210,37 @@ class ResponseEventStream:
             for kind in ("created", "in_progress"):
                 self._add(kind, begun)
         if reasoning:
-            self._think(reasoning)
+            self._add_reasoning(reasoning)
         if text or logprobs:
-            self._say(text, logprobs)
+            self._add_text(text, logprobs)
         for call in calls:
-            self._call_function(call)
+            self._add_function_call(call)
         if finish is not None:
             self._status = _STATUS[finish]
-            if self._item is None:  # an answer of no token but the last
+            if self._item is None:  # the answer has no text
                 self._open(MessageItem(self._call, 0))
             self._close_item(self._status)
         return self._take()
 
     def end(self, usage: FinalUsage) -> bytes:
-        """Return the last event, which has the whole response."""
+        """Return the last event, with the whole response."""
         status = self._status.value
         self._add(status, b'"response":' + _response(self._call, status, self._output, usage))
         return self._take()
 
-    def _think(self, text: str) -> None:
+    def _add_reasoning(self, text: str) -> None:
         if not isinstance(self._item, ReasoningItem):
             self._open(ReasoningItem(self._call, self._next_index()))
         assert isinstance(self._item, ReasoningItem)
         self._add_of_item(self._item.add(text))
 
-    def _say(self, text: str, logprobs: Sequence[SampledToken] | None) -> None:
+    def _add_text(self, text: str, logprobs: Sequence[SampledToken] | None) -> None:
         if not isinstance(self._item, MessageItem):
             self._open(MessageItem(self._call, self._next_index()))
         assert isinstance(self._item, MessageItem)
         self._add_of_item(self._item.add(text, logprobs))
 
-    def _call_function(self, delta: ToolCallPart) -> None:
+    def _add_function_call(self, delta: ToolCallPart) -> None:
         if delta.id is not None:
             self._open(FunctionCallItem(self._call, self._next_index(), delta))
         assert isinstance(self._item, FunctionCallItem)
@@ -241,7 +266,7 @@ class ResponseEventStream:
         self._item = None
 
     def _next_index(self) -> int:
-        """Return the index of the item behind the one that is open."""
+        """Return the index of the item after the open one."""
         return len(self._output) + (self._item is not None)
 
     def _add_of_item(self, event: ItemEvent) -> None:
@@ -262,7 +287,7 @@ class ResponseEventStream:
 
 
 def response_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
-    """Return the whole answer of a call without `stream`: its reasoning, its text, its calls."""
+    """Return the JSON body of a call without `stream`: reasoning, text, function calls."""
     items = list[OutputItem]()
     if choice.reasoning:
         items.append(ReasoningItem(call, 0, choice.reasoning))
@@ -281,9 +306,9 @@ def response_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
 def failed_response_event(
     call: Call, number: int, code: str, message: str, param: str | None = None
 ) -> bytes:
-    """Return the event that ends a stream which failed after its first byte.
+    """Return the event that ends a stream that failed after its first byte.
 
-    number: of events before it. What was made until then is in those.
+    number: number of earlier events, which hold all output until the failure.
     """
     error = openai_error_body(code, message, param)["error"]
     response = _response(call, _FAILED, (), error=dump(error))
@@ -328,7 +353,7 @@ def _event(kind: str, number: int, members: bytes) -> bytes:
 
 
 def _of_part(kind: str, members: bytes) -> ItemEvent:
-    """Return an event of an item's one part."""
+    """Return an event of an item's only content part."""
     return ItemEvent(kind, b'"content_index":0,' + members)
 
 

@@ -1,4 +1,4 @@
-"""What stands within calls of tools: where it ends, and what it calls with what."""
+"""Bodies of tool calls: finding their end while text comes, and parsing them."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,8 +14,10 @@ FunctionCall = tuple[str, dict[str, Any]]
 
 _ESCAPE = "<escape>"
 _MOST_VALUES = 4096
-"""Values, keys and names of calls, which are read in one turn of the loop that all answers share:
-so many take 15 ms."""
+"""Limit on values, keys and names in one body.
+
+A body is parsed in one callback of the event loop that all answers share: 15 ms at this limit.
+"""
 _NAME = r"[\w.-]{1,128}"
 _JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 _CONSTANTS = _JSON_CONSTANTS | {"True": True, "False": False, "None": None}
@@ -32,7 +34,7 @@ _TOKEN = {
 }
 _BACKSLASH = regex.compile(r"(?s)\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {c: c for c in "\\\"'/"}
-_OUTSIDE, _CALLS = "", "calls"  # of all brackets, and within the one around a list of calls
+_OUTSIDE, _CALLS = "", "calls"  # outside all brackets; in the brackets of a list of calls
 _ITEM_SO_FAR = {
     _OUTSIDE: regex.compile("b?|wb?"),
     _CALLS: regex.compile("(wb?)?"),
@@ -40,28 +42,28 @@ _ITEM_SO_FAR = {
     "{": regex.compile("([ws](:[wsb]?)?)?"),
     "[": regex.compile("[wsb]?"),
 }
-"""What an item within each bracket may be so far: of words, strings, brackets, = and :."""
+"""Valid beginnings of an item within each bracket: w is a word, s a string, b a bracket pair."""
 _WHOLE_ITEM = {_OUTSIDE: 2, _CALLS: 2, "(": 3, "{": 3, "[": 1}
 _CLOSES = {_CALLS: "]", "(": ")", "{": "}", "[": "]"}
 
 
 class BodyEnd(Protocol):
-    """Finds where the body of a call ends, each of whose characters is looked at once."""
+    """Incremental finder of a body's end that reads each character once."""
 
     def find(self, text: str) -> int | None:
-        """Return how many characters of new text belong to it; None if all do and more come."""
+        """Return the number of new characters up to the end; None if the end is not reached."""
         ...
 
 
 class JsonEnd:
-    """Finds where a JSON object or array ends."""
+    """Finder of the end of a JSON object or array."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return how many characters of new text belong to it; None if all do and more come."""
+        """Return the number of new characters up to the end; None if the end is not reached."""
         for at, char in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -80,21 +82,24 @@ class JsonEnd:
 
 
 class PythonEnd:
-    """Finds where calls in Python end: with what closes them, or else with their list's bracket.
+    """Finder of the end of calls in Python syntax.
 
-    What can be no call where it stands, such as an apostrophe in no string, ends them too: else it
-    would hold back all that comes behind it. Values are not judged.
+    Calls end with the closing mark, or without one at their list's closing bracket. Text that
+    cannot belong to a call, such as an apostrophe outside a string, is an end as well: otherwise
+    all later text would be held back. Values are not checked.
+
+    closes: the closing mark, or "".
     """
 
     def __init__(self, closes: str) -> None:
         self._closes = closes
-        self._tail = ""  # the last characters since a string
+        self._tail = ""  # last characters outside strings
         self._in_word = self._escaped = False
-        self._quote = ""  # the one that closes the string, if one is open
-        self._open, self._items = [_OUTSIDE], [""]  # the last item of each bracket that is open
+        self._quote = ""  # quote that closes the open string; "" outside strings
+        self._open, self._items = [_OUTSIDE], [""]  # current item of each open bracket
 
     def find(self, text: str) -> int | None:
-        """Return how many characters of new text belong to them; None if all do and more come."""
+        """Return the number of new characters up to the end; None if the end is not reached."""
         for at, char in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -116,7 +121,7 @@ class PythonEnd:
             return not (went_on or self._takes("w"))
         if char in "\"'":
             self._quote, self._tail = char, ""
-            is_name = self._open[-1] == "(" and not self._items[-1]  # as JSON writes strings
+            is_name = self._open[-1] == "(" and not self._items[-1]  # which takes double quotes
             return (is_name and char == "'") or not self._takes("s")
         if char in "([{":
             return not self._takes_bracket(char)
@@ -125,10 +130,10 @@ class PythonEnd:
         return not (char.isspace() or (self._ends_item() if char == "," else self._takes(char)))
 
     def _takes(self, part: str) -> bool:
-        """Add a part to the last item of the innermost bracket; return whether it may be there."""
+        """Add a part to the innermost bracket's current item; return whether it fits there."""
         before = self._items[-1]
         if self._open[-1] == _OUTSIDE and len(before) == _WHOLE_ITEM[_OUTSIDE]:
-            before = ""  # nothing stands between calls
+            before = ""  # no separator between calls
         self._items[-1] = before + part
         return _ITEM_SO_FAR[self._open[-1]].fullmatch(self._items[-1]) is not None
 
@@ -151,22 +156,22 @@ class PythonEnd:
         return True
 
     def _ends_item(self) -> bool:
-        """Begin the next item; return whether the last one was whole."""
+        """Begin the next item; return whether the last one was complete."""
         item, self._items[-1] = self._items[-1], ""
         return self._open[-1] != _OUTSIDE and len(item) == _WHOLE_ITEM[self._open[-1]]
 
 
 class GemmaEnd:
-    """Finds where what closes calls ends, in no string of FunctionGemma's."""
+    """Finder of the closing mark outside strings in FunctionGemma's syntax."""
 
     def __init__(self, closes: str) -> None:
         self._closes = closes
         self._longest = max(len(closes), len(_ESCAPE))
-        self._tail = ""  # the last characters since a string began or ended
+        self._tail = ""  # last characters since the last string mark
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """Return how many characters of new text belong to it; None if all do and more come."""
+        """Return the number of new characters up to the end; None if the end is not reached."""
         for at, char in enumerate(text):
             self._tail = (self._tail + char)[-self._longest :]
             if self._tail.endswith(_ESCAPE):
@@ -177,7 +182,7 @@ class GemmaEnd:
 
 
 def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
-    """Return what the body of calls begins with, without which there is none."""
+    """Return the pattern that a body of calls must begin with."""
     match syntax.style:
         case CallStyle.JSON:
             return regex.compile(r"[{[]" if syntax.opens else r"\{")
@@ -188,9 +193,10 @@ def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
 
 
 def body_end(syntax: ToolSyntax) -> BodyEnd:
-    """Return what finds the end of the body of calls; what closes them belongs to it, but by JSON.
+    """Return a finder of the end of a body of calls.
 
-    In other styles a body is several calls, or ends sooner where it is none.
+    In the JSON style a body ends before the closing mark. In other styles a body may hold several
+    calls, includes the closing mark, and ends early where it can be no call.
     """
     match syntax.style:
         case CallStyle.JSON:
@@ -202,7 +208,7 @@ def body_end(syntax: ToolSyntax) -> BodyEnd:
 
 
 def calls_of(body: str, syntax: ToolSyntax) -> list[FunctionCall]:
-    """Return the calls that a body holds. Raises ValueError if it holds anything else."""
+    """Parse the calls in a body. Raises ValueError for any other content."""
     try:
         if syntax.style is CallStyle.JSON:
             return _json_calls(json.loads(body), syntax.arguments)
@@ -224,10 +230,10 @@ def _json_calls(value: object, key: str) -> list[FunctionCall]:
 
 
 class _Reader:
-    """Reads calls that are written in Python or as FunctionGemma's are, and the values in them.
+    """Recursive-descent parser of calls in Python or FunctionGemma syntax.
 
-    Values are literals: strings, numbers, constants as Python and as JSON have them, lists, and
-    dictionaries, whose keys may be bare words.
+    Values are literals: strings, numbers, constants of Python and JSON, lists, and dictionaries,
+    whose keys may be bare words.
     """
 
     def __init__(self, text: str, style: CallStyle) -> None:
@@ -236,7 +242,7 @@ class _Reader:
         self._at = self._taken = 0
 
     def calls(self) -> list[FunctionCall]:
-        """Read all calls: one at least, and nothing else."""
+        """Parse the whole text as one or more calls. Raises ValueError."""
         if self._style is CallStyle.GEMMA:
             if self._word() != "call":
                 raise ValueError("want call:")
@@ -305,7 +311,7 @@ class _Reader:
             raise ValueError(f"want {sign}")
 
     def _takes(self, sign: str) -> bool:
-        """Take this sign, if it is the next; return whether it was."""
+        """Consume the sign if it comes next; return whether it did."""
         found = self._next.match(self._text, self._at)
         if found is None or found["sign"] != sign:
             return False
@@ -333,11 +339,11 @@ def _constant(word: str) -> Any:
 
 
 def _unescaped(text: str) -> str:
-    """Return what a string literal says; escapes are those of Python and of JSON."""
+    """Return a string literal's value; escapes are Python's and JSON's."""
     if "\\" not in text:
         return text
     said: str = _BACKSLASH.sub(lambda found: _escape(found[1]), text)
-    # JSON writes what is beyond 16 bits as two escapes
+    # JSON writes code points beyond 16 bits as two escapes
     return said.encode("utf-16", "surrogatepass").decode("utf-16")
 
 

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes: the tool parsers."""
+"""Parsers that split a model's output into text and tool calls while it comes."""
 
 import json
 from bisect import bisect_right
@@ -14,48 +14,53 @@ from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import ToolUse
 
 _ID_LENGTH = 9  # Mistral's templates want ids of exactly nine letters and digits
-_Call = tuple[str, str]  # a function's name, the JSON of its arguments
+_Call = tuple[str, str]  # function name, JSON of its arguments
 
 
 class ParsedDelta(NamedTuple):
-    """New text, then new parts of calls."""
+    """New text, followed by new parts of tool calls."""
 
     text: str
     calls: list[ToolCallPart]
 
 
 class ToolCallParser:
-    """Splits what a model writes for one choice into text and calls, in time linear in its length.
+    """Incremental parser of one choice's text and calls, in time linear in their length.
 
-    What begins like a call is held back until it is one, or is not: then it is text, like a call
-    of a function that the client did not offer. Whitespace before a call is dropped, and behind the
-    last one. `done` is set once no further call is wanted; `parsed` is how many characters are
-    split by now.
+    Text that begins like a call is held back until it proves to be a call or not. Everything else
+    is text, including a call of a function that the client did not offer. Whitespace before calls
+    and after the last call is dropped.
+
+    done: no further call is wanted.
+    parsed: characters assigned to text or calls until now.
     """
 
     def __init__(self, syntax: ToolSyntax, use: ToolUse) -> None:
         self._syntax = syntax
         self._parallel = use.parallel
         self._names = {tool["function"]["name"] for tool in use.tools}
-        # All that is held back: pieces that were looked at, and the rest.
-        self._held: list[str] = []  # whitespace, what opens a call, whitespace
+        # Text that is held back: parts already parsed, then the unparsed rest.
+        self._held: list[str] = []  # whitespace, opening mark, whitespace
         self._body: list[str] = []  # the calls themselves
-        self._behind: list[str] = []  # whitespace behind them
+        self._behind: list[str] = []  # whitespace after the calls
         self._rest = ""
         self._look: Callable[[], bool] = self._look_for_opening
         self._begin, self._end = body_begin(syntax), body_end(syntax)
-        # in other styles what closes calls is the end of their body
+        # in other styles the body includes the closing mark
         self._closes = syntax.closes if syntax.style is CallStyle.JSON else ""
-        self._made: list[_Call] = []
-        self._said: list[str] = []  # for the delta that is being made
-        self._deltas: list[ToolCallPart] = []
-        self._text: list[range] = []  # characters that are text, in order
+        self._found: list[_Call] = []
+        self._new_text: list[str] = []  # of the current delta
+        self._new_parts: list[ToolCallPart] = []
+        self._text: list[range] = []  # character ranges of text, in order
         self._calls = 0
         self.parsed = 0
         self.done = False
 
     def push(self, text: str, *, last: bool = False) -> ParsedDelta:
-        """Take new text, `last` if no more comes."""
+        """Take new text; return the text and call parts that are now certain.
+
+        last: no more text follows.
+        """
         self._rest += text
         while not self.done and self._look():
             pass
@@ -63,23 +68,23 @@ class ToolCallParser:
             self._behind.append(self._take_rest(len(self._rest)))
             held = "".join((*self._held, *self._body, *self._behind))
             if not self._calls or held.strip():
-                self._say_held()
-        delta = ParsedDelta("".join(self._said), self._deltas)
-        self._said, self._deltas = [], []
+                self._emit_held()
+        delta = ParsedDelta("".join(self._new_text), self._new_parts)
+        self._new_text, self._new_parts = [], []
         return delta
 
     @property
     def called(self) -> bool:
-        """Whether it has read calls, which are whole."""
+        """Whether complete calls were parsed."""
         return self._calls > 0
 
     def is_text(self, at: int) -> bool:
-        """Whether a character that was split is text, and of no call."""
+        """Return True if a parsed character is text and not part of a call."""
         before = bisect_right(self._text, at, key=lambda part: part.start)
         return before > 0 and at in self._text[before - 1]
 
-    # Each _look_… looks for one thing at the rest's beginning and takes what it has looked at, so
-    # that nothing is looked at twice. It returns whether to look on: else more has to come.
+    # One method for each state: it consumes what it has examined of `_rest`, so no character is
+    # examined twice. It returns False if the next step needs more text.
 
     def _look_for_opening(self) -> bool:
         opens = self._syntax.opens
@@ -91,8 +96,8 @@ class ToolCallParser:
             at = len(self._rest) - begun
         before = self._take_rest(at)
         if text := before.rstrip():
-            self._say_held()
-            self._say(text)
+            self._emit_held()
+            self._emit_text(text)
         self._held.append(before[len(text) :])
         if not self._rest.startswith(opens):
             return False
@@ -126,8 +131,8 @@ class ToolCallParser:
         self._body.append(self._take_rest(len(self._rest) if end is None else end))
         if end is None:
             return False
-        self._made = self._calls_of("".join(self._body))
-        if self._made:
+        self._found = self._calls_of("".join(self._body))
+        if self._found:
             self._look = self._look_for_closing
         else:
             self._no_call()
@@ -140,45 +145,48 @@ class ToolCallParser:
             if len(self._rest) < len(closes) and closes.startswith(self._rest):
                 return False
         if self._rest.startswith(closes):
-            self._call(len(closes))
+            self._emit_calls(len(closes))
         else:
             self._no_call()
         return True
 
     def _look_at_text(self) -> bool:
-        """Say all: where calls are plain JSON, something else has come first."""
-        self._say(self._take_rest(len(self._rest)))
+        """Emit everything: unmarked calls must begin the answer, and text came first."""
+        self._emit_text(self._take_rest(len(self._rest)))
         return False
 
-    def _call(self, closing: int) -> None:
-        """Make calls of what is held back, and of what closes them."""
+    def _emit_calls(self, closing: int) -> None:
+        """Emit the held text as calls.
+
+        closing: length of the closing mark, at the beginning of the rest.
+        """
         held = (*self._held, *self._body, *self._behind, self._take_rest(closing))
         self.parsed += sum(map(len, held))
-        for name, arguments in self._made if self._parallel else self._made[:1]:
-            self._deltas += whole_call(self._calls, name, arguments)
+        for name, arguments in self._found if self._parallel else self._found[:1]:
+            self._new_parts += whole_call(self._calls, name, arguments)
             self._calls += 1
         self._held, self._body, self._behind = [], [], []
         self.done = not self._parallel
         self._look = self._look_for_opening
 
     def _no_call(self) -> None:
-        """Make text of what is held back; whitespace behind a body may precede another call."""
+        """Emit the held text as text; whitespace after a body may precede another call."""
         self._rest = "".join(self._behind) + self._rest
         self._behind = []
-        self._say_held()
+        self._emit_held()
         self._look = self._look_for_opening if self._syntax.opens else self._look_at_text
 
     def _calls_of(self, body: str) -> list[_Call]:
-        """Return the calls that a body holds; none if it holds anything else, or is none."""
+        """Return the calls in a body; none if it is invalid or calls a function not offered."""
         try:
             calls = calls_of(body, self._syntax)
-            made = [(name, json.dumps(given, allow_nan=False)) for name, given in calls]
+            found = [(name, json.dumps(given, allow_nan=False)) for name, given in calls]
         except (ValueError, RecursionError):
             return []
-        return made if all(name in self._names for name, _ in made) else []
+        return found if all(name in self._names for name, _ in found) else []
 
     def _skip_whitespace(self, into: list[str]) -> bool:
-        """Take whitespace off the rest; return whether anything is left."""
+        """Move leading whitespace from the rest to `into`; return whether anything is left."""
         into.append(self._take_rest(len(self._rest) - len(self._rest.lstrip())))
         return bool(self._rest)
 
@@ -186,24 +194,24 @@ class ToolCallParser:
         taken, self._rest = self._rest[:length], self._rest[length:]
         return taken
 
-    def _say_held(self) -> None:
-        self._say("".join((*self._held, *self._body, *self._behind)))
+    def _emit_held(self) -> None:
+        self._emit_text("".join((*self._held, *self._body, *self._behind)))
         self._held, self._body, self._behind = [], [], []
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
             joins = self._text and self._text[-1].stop == self.parsed
             begin = self._text.pop().start if joins else self.parsed
             self.parsed += len(text)
             self._text.append(range(begin, self.parsed))
-            self._said.append(text)
+            self._new_text.append(text)
 
 
 class ForcedCallParser:
-    """Parses an answer that a grammar holds to calls: arguments are passed on as they come.
+    """Incremental parser of an answer that a grammar constrains to calls; it streams arguments.
 
-    A call is one once its arguments begin: cut off before them it would look like a call without
-    any.
+    A call is emitted only once its arguments begin: an answer cut off earlier would look like a
+    call without arguments.
     """
 
     done = False
@@ -212,11 +220,11 @@ class ForcedCallParser:
     def __init__(self, syntax: ToolSyntax) -> None:
         self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": (?=\{{)')
         self._held = ""
-        self._arguments: JsonEnd | None = None  # of the call that is being read
+        self._arguments: JsonEnd | None = None  # finder of the open call's end
         self._calls = 0
 
     def push(self, text: str, *, last: bool = False) -> ParsedDelta:  # noqa: ARG002
-        """Take new text."""
+        """Take new text; return the new parts of calls."""
         self._held += text
         self.parsed += len(text)
         deltas: list[ToolCallPart] = []
@@ -229,18 +237,18 @@ class ForcedCallParser:
                 deltas.append(ToolCallPart(self._calls, "", call_id(), head[1]))
                 self._calls += 1
             else:
-                begin = self._held.rfind("{")  # of a head, perhaps
+                begin = self._held.rfind("{")  # possible begin of a head
                 self._held = self._held[begin:] if begin >= 0 else ""
                 break
         return ParsedDelta("", deltas)
 
     @property
     def called(self) -> bool:
-        """Whether it has read calls, all of them whole."""
+        """Whether calls were parsed and all are complete."""
         return self._calls > 0 and self._arguments is None
 
     def is_text(self, at: int) -> bool:  # noqa: ARG002
-        """Whether a character is text: none is."""
+        """Return False: the answer has no text."""
         return False
 
     def _next_arguments(self, arguments: JsonEnd) -> ToolCallPart:
@@ -254,10 +262,10 @@ class ForcedCallParser:
 
 
 def whole_call(index: int, name: str, arguments: str) -> list[ToolCallPart]:
-    """Return a whole call as deltas: the function's name, then its arguments."""
+    """Return a complete call in two parts: the function's name, then its arguments."""
     return [ToolCallPart(index, "", call_id(), name), ToolCallPart(index, arguments)]
 
 
 def call_id() -> str:
-    """Return a new call's id."""
+    """Return a new id for a tool call."""
     return uuid4().hex[:_ID_LENGTH]

@@ -1,17 +1,15 @@
-"""How models write calls of tools: as their chat templates show them.
-
-Which of these a model has, if it has one of them, is read off its template.
-"""
+"""Syntaxes of tool calls by model family, recognised by the model's chat template."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class CallStyle(Enum):
-    """How one call is written.
+    """Syntax of one call.
 
-    JSON: an object, or an array of them. PYTHON: name(key=value, …), of literals as Python or JSON
-    has them. GEMMA: call:name{key:value, …}, with <escape> around strings.
+    JSON: an object, or an array of objects.
+    PYTHON: name(key=value, …) with literals of Python or JSON.
+    GEMMA: call:name{key:value, …} with <escape> around strings.
     """
 
     JSON = "json"
@@ -21,11 +19,13 @@ class CallStyle(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
-    """How a family of models writes calls.
+    """Syntax of one model family's tool calls.
 
-    before, between, after: what it writes around one call or several. opens, closes: what has to be
-    around calls, beside whitespace; where nothing opens them, an answer calls from its first
-    character or not at all. arguments: the key of a JSON call's arguments; its name is at "name".
+    before, between, after: text around calls as the family writes it, for grammars.
+    opens, closes: marks required around calls, for parsers. Without an opening mark, an answer
+        calls from its first character or not at all.
+    style: syntax of one call.
+    arguments: key of a JSON call's arguments; the key of its function is always "name".
     """
 
     before: str
@@ -38,13 +38,13 @@ class ToolSyntax:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """What is text even where it is a special token: what opens and closes calls or strings."""
+        """Marks that must be decoded as text even if they are special tokens."""
         quote = "<escape>" if self.style is CallStyle.GEMMA else ""
         return tuple(text for text in (self.opens, self.closes, quote) if text)
 
     @property
     def can_be_held(self) -> bool:
-        """Whether a grammar can hold a model to it, and to schemas of arguments."""
+        """Whether grammars exist that constrain a model to this syntax and to schemas."""
         return self.style is not CallStyle.GEMMA
 
 
@@ -62,14 +62,14 @@ MISTRAL = ToolSyntax(
     after="]",
     opens="[TOOL_CALLS]",
 )
-"""Mistral: one list of all calls."""
+"""Mistral: all calls in one list."""
 GRANITE = ToolSyntax(
     before="<|tool_call|>[",
     between=", ",
     after="]",
     opens="<|tool_call|>",
 )
-"""Granite 3: one list of all calls."""
+"""Granite 3: all calls in one list."""
 PHI = ToolSyntax(
     before="<|tool_call|>",
     between="<|/tool_call|><|tool_call|>",
@@ -77,14 +77,14 @@ PHI = ToolSyntax(
     opens="<|tool_call|>",
     closes="<|/tool_call|>",
 )
-"""Phi-4-mini, where its template shows the tools."""
+"""Phi-4-mini whose own template shows tools."""
 FUNCTOOLS = ToolSyntax(
     before="functools[",
     between=", ",
     after="]",
     opens="functools",
 )
-"""Phi-4-mini under vLLM's template: one list of all calls."""
+"""Phi-4-mini with vLLM's template: all calls in one list."""
 OLMO = ToolSyntax(
     before="<function_calls>",
     between="\n",
@@ -93,7 +93,7 @@ OLMO = ToolSyntax(
     closes="</function_calls>",
     style=CallStyle.PYTHON,
 )
-"""OLMo 3 Instruct: a call a line."""
+"""OLMo 3 Instruct: one call a line."""
 TOOL_CODE = ToolSyntax(
     before="```tool_code\n",
     between="\n",
@@ -102,9 +102,9 @@ TOOL_CODE = ToolSyntax(
     closes="```",
     style=CallStyle.PYTHON,
 )
-"""Gemma, where its template shows this block of code, as Google's guides do: a call a line."""
+"""Gemma whose template shows this code block, as in Google's guides: one call a line."""
 PYTHON_LIST = ToolSyntax(before="[", between=", ", after="]", style=CallStyle.PYTHON)
-"""Gemma 3 under vLLM's template."""
+"""Gemma 3 with vLLM's template."""
 FUNCTION_GEMMA = ToolSyntax(
     before="<start_function_call>",
     between="<end_function_call><start_function_call>",
@@ -115,11 +115,11 @@ FUNCTION_GEMMA = ToolSyntax(
 )
 """FunctionGemma."""
 LLAMA = ToolSyntax(before="", between="; ", after="", arguments="parameters")
-"""Llama 3.1 and later; <|python_tag|>, which may come first, is a special token and no text."""
+"""Llama 3.1 and later. <|python_tag|> may come first; it is a special token and no text."""
 
 
 def syntax_of(template: str) -> ToolSyntax | None:
-    """Return the syntax that a chat template shows; None if it is none of these."""
+    """Return the syntax in a chat template; None if it is unknown."""
     if "<tool_call>" in template and "<function=" not in template:
         return HERMES
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:

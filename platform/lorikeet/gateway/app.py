@@ -71,7 +71,7 @@ def create_app(services: Services) -> FastAPI:
     app = _application(services, catalog_view, limit_sync, pipeline)
     stored = StoredResponses(services.responses, services.metrics)
     registration = Registration(services, catalog_view)
-    of_pushes = Registration(services, catalog_view)  # its own threads: uploads may hang at a store
+    of_pushes = Registration(services, catalog_view)  # own threads: uploads may hang at the store
     checks = services, authenticator, rate_limiter, request_log
     app.router.routes += generate_routes(*checks, stored)
     for router in (

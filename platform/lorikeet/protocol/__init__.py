@@ -1,9 +1,11 @@
-"""What gateways, replicas and the controller send each other. No Ray, no FastAPI, no torch.
+"""Messages between gateways, replicas and the controller. No Ray, no FastAPI, no torch.
 
 messages.py             a gateway's Call to a replica, and the items of its answer
-replica_report.py       what a replica tells gateways and the controller of itself
-placement_decision.py   what the controller tells a replica
-peers.py                what gateways ask each other
+status_update.py        a replica's load and adapters' tiers, for gateways
+replica_report.py       a replica's full status, for the controller and admins
+placement_decision.py   pins and prefetches of a replica, from the controller
+pushing.py              a pushed adapter's transfer and hold, from a gateway to replicas
+peers.py                questions of gateways to each other
 
-All of it is pickled: dataclasses and named tuples of plain values.
+All messages are pickled: dataclasses and named tuples of plain values.
 """

@@ -1,7 +1,7 @@
-"""What a gateway sends to a replica, and what comes back.
+"""Messages of one request: the call to a replica, and the items of its answer.
 
-What each request brings has no slots, here and where these messages get their parts: dataclasses
-that have are pickled by Python's code, field by field, in half as long again.
+Classes sent once a request have no slots, nor have the classes of their fields: Python pickles
+slotted dataclasses field by field in Python code, which takes 1.5 times as long.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ R = TypeVar("R")
 
 
 class Endpoint(Enum):
-    """Which endpoint was called; it decides the form of the answer.
+    """Called endpoint, which decides the shape of the answer.
 
-    COUNT_TOKENS asks no engine: its answer is the number of the prompt's tokens.
+    COUNT_TOKENS uses no engine: its answer is the number of the prompt's tokens.
     """
 
     CHAT = "chat.completions"
@@ -30,7 +30,7 @@ class Endpoint(Enum):
 
 
 class FormatKind(Enum):
-    """The language of a Format's text."""
+    """Language of a Format's text."""
 
     JSON_SCHEMA = "JSON schema"
     REGEX = "regular expression"
@@ -39,10 +39,12 @@ class FormatKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What an answer must be.
+    """Required format of an answer.
 
-    text: a JSON schema ({} is any object), a regular expression that matches all of the answer, or
-    a JSON list of strings of which it is one. param: the field of the request that asks for it.
+    text: a JSON schema ({} allows any object), a regular expression for the whole answer, or a JSON
+        list of allowed answers.
+    kind: language of `text`.
+    param: field of the request that holds the format.
     """
 
     text: str
@@ -52,12 +54,14 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools that a chat may call.
+    """Tools that a chat may call.
 
-    tools: as the client wrote them, for the chat template. forced: names of those of which one
-    must be called, or, with `parallel`, several may be; with none of them the model may also say
-    something. parallel: more than one call is welcome. functions: they were sent as OpenAI's
-    deprecated `functions`, whose answer has another form.
+    tools: as the client wrote them, for the chat template.
+    forced: names of tools of which one must be called, or with `parallel` one or more; empty if the
+        model may also answer with text.
+    parallel: several calls in one answer are allowed.
+    functions: the tools were sent as OpenAI's deprecated `functions`, whose answer has its own
+        shape.
     """
 
     tools: tuple[Mapping[str, Any], ...]
@@ -67,14 +71,16 @@ class ToolUse:
 
     @property
     def strict(self) -> bool:
-        """Whether calls of some of them must have arguments that its schema allows."""
+        """Whether any tool is strict: arguments of its calls must match its schema."""
         return any(tool["function"].get("strict") for tool in self.tools)
 
 
 class Work(NamedTuple):
-    """The work that a request is for a replica. rank and adapter_bytes: 0 for the base model.
+    """Work that a request means for a replica.
 
-    sequences: how many will decode for it, which share what of the prompts they can.
+    prompt_tokens: tokens of all prompts, possibly an estimate.
+    rank, adapter_bytes: of the adapter; 0 for the base model.
+    sequences: sequences that will decode; those of one prompt share its KV pages.
     """
 
     prompt_tokens: int
@@ -85,24 +91,40 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request, parsed: everything a replica needs to answer it.
+    """One parsed HTTP request, with all that a replica needs to answer it.
 
-    model: as the client wrote it, echoed in the answer. is_recorded: whether the adapter's version
-    is in the catalog's log: else its number may yet be another's, and is not told. Either
-    `messages` (chats of any API) or `prompts` (completions: texts or token ids) is set. max_tokens:
-    None for as many as the context allows, 0 for none; it, min_tokens and the grammar are left at
-    their defaults in `sampling`: the replica adds them. stop: strings that end a choice.
-    continuous_usage: each event of a stream says what its choice has taken until then. format,
-    tools: None asks for neither. echo: each text begins with its prompt. prompt_logprobs: how many
-    the field of that name has, vLLM's; `sampling` has the most that it or an echo needs.
-    return_token_ids: the prompt's and the answer's are told. template_args: further variables for
-    the chat template, and template_defaults those that nobody asked for. thinking_shown: what the
-    model thinks is told. generation_prompt: the template begins the assistant's message.
-    continue_final: the answer goes on with the last message. request_fields: JSON members that a
-    response repeats of its request. left_out: what was asked for and is not served, which the
-    answer's header names. scheduling: for the engine. max_context: what a prompt and an answer to
-    it may have together, beside the model's own limit. work: for the router, and to tell short
-    prompts from long ones; what they take is an estimate. created: Unix time, seconds.
+    created: Unix time, seconds.
+    model: as the client wrote it; the answer repeats it.
+    adapter: None for the base model.
+    is_recorded: the adapter's version is in the catalog's log. Another adapter may still get the
+        number of an unrecorded version, so answers omit it.
+    messages: of a chat of any API; empty for completions.
+    prompts: of completions, as texts or token ids; empty for chats.
+    max_tokens: None for as many as the context allows, 0 for none.
+    min_tokens: tokens before which no choice may end.
+    sampling: parameters for the engine without max_tokens, min_tokens and grammar, which the
+        replica sets.
+    stop: strings that end a choice.
+    n: choices a prompt.
+    stream: the answer is server-sent events.
+    include_usage: a stream ends with its usage.
+    continuous_usage: each event of a stream has its choice's usage until then.
+    format: required format of the answer.
+    tools: tools that the model may call.
+    echo: each choice's text begins with its prompt.
+    prompt_logprobs: alternatives in vLLM's field of this name; `sampling` has the maximum of these
+        and of those for an echo.
+    return_token_ids: the answer has token ids of prompts and choices.
+    template_args: the client's variables for the chat template.
+    template_defaults: variables for the chat template that the client did not set.
+    thinking_shown: the answer includes the model's thinking.
+    generation_prompt: the template opens the assistant's message.
+    continue_final: the answer continues the last message.
+    request_fields: JSON members of the request that a response repeats.
+    left_out: requested features that are not served; the answer's header names them.
+    scheduling: parameters for the engine's scheduler.
+    max_context: limit on the tokens of prompt and answer together, beside the model's own limit.
+    work: for the router, and to distinguish short prompts from long ones; tokens are an estimate.
     """
 
     request_id: str
@@ -141,12 +163,17 @@ class Call:
 
 @dataclass(frozen=True)
 class AnswerHeader:
-    """Where an answer runs, and where its adapter was found. An answer has two of them.
+    """Replica of an answer and its adapter's tier. An answer has two headers.
 
-    The first is the answer's first item: the replica has taken the call, and status is its own as
-    it did. The second comes with the first token, before the first bytes: load_s is how long the
-    adapter took to load, 0.0 if it was on the GPU. Only the first has no load_s. ignored: names of
-    template_args that the chat template does not read, and what the call leaves out.
+    The first is the answer's first item: the replica has taken the call. The second comes with the
+    first token, before the first bytes.
+
+    digest: the adapter's; None for the base model.
+    residency: tier at which the adapter was found.
+    status: the replica's status as it took the call; only in the first header.
+    load_s: seconds that the adapter's load took, 0.0 if it was on the GPU; only in the second
+        header.
+    ignored: names of template_args unknown to the chat template, and the call's `left_out`.
     """
 
     replica: str
@@ -158,18 +185,21 @@ class AnswerHeader:
 
     @property
     def is_first(self) -> bool:
-        """Whether the replica has just taken the call; if not, the first token is there."""
+        """Whether this is the first header; the second one comes with the first token."""
         return self.load_s is None
 
 
 @dataclass(frozen=True)
 class FinalUsage:
-    """What an answer took that was made to its end.
+    """Usage of a complete answer.
 
-    It comes just before the last bytes: clients go away once they have those. Each prompt is
-    counted once, the output of all choices is summed; cached_tokens are those of the prompts that
-    were found computed. timings: of each choice. reasoning_tokens: of the output, thought before
-    the answers.
+    It is sent just before the last bytes, because clients disconnect after those.
+
+    prompt_tokens: each prompt counted once.
+    cached_tokens: prompt tokens found in the prefix cache.
+    completion_tokens: tokens of all choices.
+    timings: of each choice.
+    reasoning_tokens: completion tokens of thinking.
     """
 
     prompt_tokens: int
@@ -181,10 +211,10 @@ class FinalUsage:
 
 @dataclass(frozen=True, slots=True)
 class RunningUsage:
-    """The tokens that all choices of an answer have until now.
+    """Tokens of all choices of an unfinished answer until now.
 
-    One comes for every few dozen of them, whether or not any bytes do: of an answer that is never
-    whole its limits know by it what was made.
+    Sent every few dozen tokens, even without bytes: limits settle an answer that never completes
+    by its last RunningUsage.
     """
 
     completion_tokens: int
@@ -192,9 +222,12 @@ class RunningUsage:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The request failed before its first byte; `code` is a LorikeetError's.
+    """Error in place of the rest of an answer.
 
-    own_disk: the replica could not store the adapter, which another may.
+    code: code of a LorikeetError.
+    param: field of the request at fault.
+    retry_after_s: seconds after which a retry may succeed.
+    own_disk: the replica could not store the adapter; another replica may.
     """
 
     code: str
@@ -205,11 +238,13 @@ class Refusal:
 
 
 class Cost(NamedTuple):
-    """What a request is expected to cost at a replica, part by part, seconds.
+    """Expected cost of a request at a replica by part, seconds.
 
-    prefill_s: of its own prompt. queue_s: the prompts before it, and a place in the batch. load_s:
-    of its adapter from its tier; it overlaps with the queue. others_s: what other requests lose by
-    it. copy_s: what it is worth not to make one more copy of the adapter, and of what goes for it.
+    prefill_s: prefill of its own prompt.
+    queue_s: wait for earlier prompts and for a slot in the batch.
+    load_s: load of its adapter from its tier; overlaps with the queue.
+    others_s: delay that it causes to other requests.
+    copy_s: penalty for another copy of the adapter and for the adapters evicted for it.
     """
 
     prefill_s: float
@@ -220,12 +255,12 @@ class Cost(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """The total by which replicas are compared."""
+        """Total by which replicas are compared."""
         return self.prefill_s + self.others_s + max(self.queue_s, self.load_s) + self.copy_s
 
 
 class Candidate(NamedTuple, Generic[R]):
-    """A replica that was considered, where it had the adapter, and what was expected of it."""
+    """Replica that the router considered, its adapter's tier, and the expected cost."""
 
     replica: R
     tier: Residency
@@ -234,11 +269,13 @@ class Candidate(NamedTuple, Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What the gateway adds to an answer when a replica has taken the call, or failed it.
+    """Item that the gateway adds to an answer when a replica has taken or failed the call.
 
-    request_id: the call's; where another replica repeats it, with the attempt's number behind.
-    replica: None where none took it. waited_s: until then. candidates: the replicas that the router
-    considered, the best first. failure: why it ended without an answer; None as long as it has not.
+    request_id: the call's id; a repetition at another replica adds the attempt's number.
+    replica: None if no replica took the call.
+    waited_s: seconds until a replica took the call.
+    candidates: replicas that the router considered, the best first.
+    failure: reason for the end without an answer; None until then.
     """
 
     request_id: str
@@ -249,14 +286,15 @@ class Attempt:
 
 
 StreamItem = AnswerHeader | Refusal | RunningUsage | FinalUsage | Attempt | bytes
-"""bytes: final SSE events when `stream` is set, else one JSON body."""
+"""Item of an answer. Bytes are complete SSE events with `stream`, else one JSON body."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmokeTest:
-    """One batch of a replica: every prompt with the adapter and with the base model alone.
+    """Smoke test of an adapter: each prompt with the adapter and with the base model, greedy.
 
-    prompts: what a user says. Greedy, up to max_tokens each.
+    prompts: user messages.
+    max_tokens: limit of each continuation.
     """
 
     request_id: str
@@ -267,7 +305,7 @@ class SmokeTest:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What a model made of a prompt."""
+    """Output of a model for a prompt."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -275,7 +313,10 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class SmokeResult:
-    """A continuation of each prompt, in order. residency: where the adapter was before."""
+    """Continuations of each prompt, in order.
+
+    residency: the adapter's tier before the test.
+    """
 
     replica: str
     residency: Residency | None

@@ -1,4 +1,4 @@
-"""The gateways of one service, asking each other."""
+"""Questions among the gateways of one service."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,31 +9,34 @@ Handler = Callable[..., Awaitable[Any]]
 
 
 class Poll(NamedTuple):
-    """What gateways answered, and how many did not in time; None if no other could be asked."""
+    """Answers of gateways.
+
+    silent: gateways that did not answer in time; None if no other gateway could be asked.
+    """
 
     answers: Sequence[Any]
     silent: int | None
 
 
 class Peers:
-    """One gateway's end: what it can be asked, and how it asks the others.
+    """Questions that one gateway answers and asks.
 
-    This class knows no others; `serving/peers.py` has one that does.
+    This class has no other gateways to ask; the subclass in `serving/peers.py` has.
     """
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
 
     def register(self, question: str, handler: Handler) -> None:
-        """Let `handler` answer a question. Arguments and answer must be picklable."""
+        """Register the handler of a question. Arguments and answer must be picklable."""
         self._handlers[question] = handler
 
     async def answer(self, question: str, *arguments: Any) -> Any:
-        """Return what this gateway says itself."""
+        """Return this gateway's own answer."""
         return await self._handlers[question](*arguments)
 
     async def ask(self, question: str, *arguments: Any) -> Poll:
-        """Return every gateway's answer, this one's first."""
+        """Return all gateways' answers, this gateway's first."""
         own = await self.answer(question, *arguments)
         try:
             others = await self.poll(question, *arguments)
@@ -42,5 +45,5 @@ class Peers:
         return Poll([own, *others.answers], others.silent)
 
     async def poll(self, question: str, *arguments: Any) -> Poll:  # noqa: ARG002
-        """Return the other gateways' answers. Raises Unavailable when they cannot be asked now."""
+        """Return the other gateways' answers. Raises Unavailable if they cannot be asked."""
         return Poll((), 0)

@@ -1,4 +1,4 @@
-"""What the controller tells a replica."""
+"""Placement decision of the controller for a replica."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 
 @dataclass(frozen=True, slots=True)
 class PinTarget:
-    """An adapter that a replica must hold at this tier or nearer."""
+    """Adapter that a replica must hold at a tier or nearer."""
 
     ref: AdapterRef
     tier: Residency
@@ -16,9 +16,9 @@ class PinTarget:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchTarget:
-    """An adapter to bring to this tier if that costs nobody; nobody asks whether it came.
+    """Adapter to load to a tier if no request suffers; its success is not reported.
 
-    uses: how many of the fleet's it should draw there.
+    uses: requests of the fleet that the copy is expected to serve.
     """
 
     ref: AdapterRef
@@ -28,11 +28,12 @@ class PrefetchTarget:
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """What one replica should hold.
+    """Adapters that one replica should hold.
 
-    pins: all that it must keep, by digest; what is not named it need keep no more. sole_copies:
-    share of the adapters in use that only this replica has on GPU or host; None while nobody
-    counts. prefetches: most wanted first.
+    pins: all pins by digest; a pin that is missing here is removed.
+    sole_copies: share of the adapters in use that only this replica has on GPU or host; None while
+        unknown.
+    prefetches: most wanted first.
     """
 
     pins: Mapping[str, PinTarget] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a gateway asks of replicas to have a pushed adapter in their host memory."""
+"""Messages from a gateway that bring a pushed adapter into replicas' host memory."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,9 +9,12 @@ from lorikeet_engine.adapter import AdapterRef
 
 
 class HoldState(Enum):
-    """How far a replica is: LACKING the blob, LOADING it to the host, or HELD there or nearer.
+    """State of a pushed adapter on a replica.
 
-    SILENT is one that did not answer: what it has is not known.
+    SILENT: the replica did not answer; unknown.
+    LACKING: the replica lacks the blob.
+    LOADING: the replica has the blob and loads it to the host.
+    HELD: on the host or nearer.
     """
 
     SILENT = "silent"
@@ -22,7 +25,10 @@ class HoldState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PushedPart:
-    """Some bytes of a blob from `offset` on; transfer: names the file that they go into."""
+    """Part of a blob from `offset` on.
+
+    transfer: name of the file that the part goes into.
+    """
 
     digest: str
     transfer: str
@@ -32,7 +38,7 @@ class PushedPart:
 
 @dataclass(frozen=True, slots=True)
 class PushedEnd:
-    """All parts of a transfer were sent: verify the blob and keep it."""
+    """End of a transfer: the replica verifies the blob and keeps it."""
 
     digest: str
     transfer: str
@@ -40,9 +46,9 @@ class PushedEnd:
 
 @dataclass(frozen=True, slots=True)
 class HoldPushed:
-    """Keep an adapter in host memory until it is released, or not asked for any more.
+    """Hold of an adapter in host memory until its release, or until holds stop coming.
 
-    file: the gateway's own, of the verified blob: replicas of its machine take that and no parts.
+    file: the gateway's file of the verified blob; replicas on its machine use it instead of parts.
     """
 
     ref: AdapterRef
@@ -51,9 +57,12 @@ class HoldPushed:
 
 @dataclass(frozen=True, slots=True)
 class ExpectPushed:
-    """A blob of this size and, it is said, digest is being written to a gateway's file.
+    """Announcement of a blob that a gateway is writing to a file.
 
-    Replicas of the machine can pack it meanwhile. They keep it if HoldPushed names the same file.
+    Replicas on the same machine can pack the blob while it grows. They keep it if a HoldPushed
+    names the same file.
+
+    digest: as the client claims, not verified yet.
     """
 
     digest: str
@@ -64,14 +73,14 @@ class ExpectPushed:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePushed:
-    """Let an adapter be evicted again: it is in the store."""
+    """Release of a hold: the adapter is in the store and may be evicted."""
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Say how far an adapter is, and change nothing."""
+    """Question for an adapter's state; changes nothing."""
 
     digest: str
 
@@ -81,9 +90,9 @@ PushMessage = PushedPart | PushedEnd | ExpectPushed | HoldPushed | ReleasePushed
 
 @cache
 def this_machine() -> str | None:
-    """Return what all processes have that see a file alike while it grows: their kernel's boot.
+    """Return the kernel's boot id: processes that share it see the same growing file.
 
-    None where that is not known.
+    None if it is unknown.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

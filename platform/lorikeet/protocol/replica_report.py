@@ -1,4 +1,4 @@
-"""What one replica tells the platform about itself."""
+"""Report of a replica about itself."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,10 +9,13 @@ from lorikeet_engine.telemetry.status import AdapterRows, AdapterStatus, EngineS
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """One engine replica at one moment. base_model: the name it serves.
+    """Report of one replica.
 
-    status: as its engine reported it last. rows: fields of the adapters that were asked for.
-    quantization, fp8_kv: EngineInfo's.
+    replica: the replica's name.
+    base_model: name of the served base model.
+    status: the engine's last status.
+    rows: fields of the requested adapters.
+    quantization, fp8_kv: as in EngineInfo.
     """
 
     replica: str
@@ -23,14 +26,14 @@ class ReplicaReport:
     fp8_kv: bool = False
 
     def pinnable_bytes(self, tier: Residency) -> int:
-        """What pins can take at a tier, by what their adapters take on a GPU.
+        """Return the bytes that pins may take at a tier, in bytes of adapters on one GPU.
 
-        Images elsewhere have a part for each GPU that shares the base model, all as large.
+        At other tiers an image has a part of equal size for each GPU that shares the base model.
         """
         there = self.status.tiers[tier].pinnable_bytes
         return there if tier is Residency.GPU else there // self.status.tensor_parallel
 
     @cached_property
     def adapters(self) -> tuple[AdapterStatus, ...]:
-        """The adapters that were asked for."""
+        """Statuses of the requested adapters."""
         return tuple(AdapterStatus(*row) for row in self.rows)  # type: ignore[arg-type]

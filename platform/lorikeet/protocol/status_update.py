@@ -1,4 +1,4 @@
-"""A replica's status update for gateways: the part of its engine's status that routing weighs."""
+"""Status update of a replica for gateways: the engine's status as far as routing uses it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,11 +13,14 @@ from lorikeet_engine.telemetry.status import LiveStats
 
 @dataclass(frozen=True)
 class StatusUpdate:
-    """A replica's live stats, and what has moved since its update before on the same feed.
+    """Live stats of a replica, and adapters' moves since the last update on the same feed.
 
-    seq: grows with every update of a replica to any gateway, so that a late one is known to be
-    old. moved: where adapters are now, by digest. From an update that begins a snapshot to one that
-    ends it, each adapter nearer than remote is named at least once. costs: None if not sent again.
+    seq: grows with each update of a replica to any gateway, so that late updates are recognised.
+    live: current live stats.
+    moved: new tiers of moved adapters by digest.
+    begins_snapshot, ends_snapshot: bounds of a snapshot. The updates between them, inclusive, name
+        each adapter nearer than remote at least once.
+    costs: measured costs; None if not sent with this update.
     """
 
     seq: int
@@ -32,10 +35,10 @@ _UPDATE = TypeAdapter(StatusUpdate)
 
 
 def to_stats(update: StatusUpdate) -> dict[str, Any]:
-    """The update as Serve's own processes can carry it, which know no classes of ours."""
+    """Return the update in plain types: Serve's own processes lack our classes."""
     return {"status": _UPDATE.dump_json(update)}
 
 
 def from_stats(stats: Mapping[str, Any]) -> StatusUpdate | None:
-    """The update that to_stats was given; None for a replica without one yet."""
+    """Return the update in `to_stats`' result; None for a replica without an update yet."""
     return _UPDATE.validate_json(stats["status"]) if "status" in stats else None

@@ -1,7 +1,7 @@
-"""Whether copies of a base model's matrices are its own.
+"""Comparison of matrices that adapters copy from their base model with the base model's own.
 
-The files are read by a process of its own: a replica has no torch, whose import would hold up its
-streams.
+A child process reads the checkpoint: a replica does not import torch, which would block its event
+loop and so its streams.
 """
 
 import subprocess
@@ -16,10 +16,10 @@ _PATIENCE_S = 300.0
 
 
 def changed_copies(folder: Path, copies: Sequence[BaseCopy]) -> list[str]:
-    """The modules whose copies are not what the checkpoint in the folder holds, in their dtype.
+    """Return the modules whose copies differ from the checkpoint in the folder, in their dtype.
 
-    Reads each matrix once in a process's life, a gigabyte in about two seconds. Raises
-    SubprocessError where it cannot be read.
+    Reads each matrix once and caches its SHA-256; a gigabyte takes about two seconds. Raises
+    SubprocessError if the checkpoint cannot be read.
     """
     return [
         copy.module

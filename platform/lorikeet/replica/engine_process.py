@@ -1,4 +1,4 @@
-"""What runs in an engine's own process: the only part of a replica that loads torch."""
+"""Construction of the engine inside its own process, where alone torch is loaded."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def build_engine(settings: Settings, base_model: str) -> "Engine":
-    """Build the engine of one base model, with adapters from the catalog; log to stderr.
+    """Build the engine of one base model with adapters from the catalog; log to stderr.
 
     Raises EngineError, LorikeetError.
     """
-    # Here, because the replica imports this module to name this function to its host.
+    # Imported here: the replica's process imports this module too, and must not load torch.
     from lorikeet.replica.engine_settings import engine_settings
     from lorikeet.replica.grammars.matcher import ModelGrammars
     from lorikeet_engine.engine import Engine
@@ -30,11 +30,11 @@ def build_engine(settings: Settings, base_model: str) -> "Engine":
 
 
 class CatalogAdapterSource:
-    """The engine's AdapterSource over the catalog's object store: blobs by digest."""
+    """AdapterSource of the engine that downloads blobs by digest from the catalog's store."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     def fetch(self, ref: AdapterRef, path: Path) -> str:
-        """Download an adapter's blob to `path`; return the bytes' SHA-256. Raises StoreError."""
+        """Download an adapter's blob to `path`; return its SHA-256. Raises StoreError."""
         return self._store.download(blob_key(ref.digest), path)

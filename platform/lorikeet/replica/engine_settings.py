@@ -1,4 +1,4 @@
-"""One engine's settings from the service's: what `auto` means on this machine."""
+"""Settings of one engine, from the service's settings and this machine's device."""
 
 import torch
 
@@ -13,14 +13,14 @@ _DEFAULT_SLOT_POOL: dict[str, int | MemoryShare] = {"cpu": 64 << 20, "cuda": Mem
 
 
 def device_of(settings: Settings) -> str:
-    """Return cpu or cuda; `auto` is cuda where this process sees a CUDA device."""
+    """Return cpu or cuda; `auto` is cuda if this process sees a CUDA device."""
     if settings.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return settings.device
 
 
 def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
-    """Return the settings of one base model's engine, on the machine where it will run."""
+    """Return the settings of one base model's engine. Call it on the engine's machine."""
     device = device_of(settings)
     goal_ms = settings.inter_token_goal_ms
     return EngineSettings(
@@ -48,7 +48,7 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
 
 
 def adapter_memory(settings: Settings) -> AdapterMemory:
-    """Return what engines keep adapters in, as far as settings say: no share of a device."""
+    """Return the memory for adapters as settings give it; None for a share of a device."""
     device = device_of(settings)
     slot_pool = _memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device])
     return AdapterMemory(

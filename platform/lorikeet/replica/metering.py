@@ -1,4 +1,4 @@
-"""Usage: what a replica counts for its tenants, and writes to the store."""
+"""Metering of a replica: billed usage of its tenants, written to the store."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -19,7 +19,7 @@ _LAST_FLUSH_S = 10.0
 
 
 class Metering:
-    """A replica's ledger, and the thread that writes it down."""
+    """Usage ledger of a replica, and the thread that writes it to the store."""
 
     def __init__(
         self, store: ObjectStore, engine: EngineProcessClient, base_model: str, interval_s: float
@@ -31,7 +31,7 @@ class Metering:
 
     @contextmanager
     def metered(self, call: Call, prompts: Sequence[Sequence[int]]) -> Iterator[BilledTokens]:
-        """Meter a call, and count it however it ends."""
+        """Meter a call until the context ends, and bill it however it ends."""
         meter = BilledTokens(call, prompts)
         try:
             yield meter
@@ -42,7 +42,7 @@ class Metering:
             self._count(call, meter)
 
     def close(self) -> None:
-        """Write all that is counted. The engine must still answer."""
+        """Write all usage. The engine must still be running."""
         self._writer.close(_LAST_FLUSH_S)
 
     def _count(self, call: Call, meter: BilledTokens) -> None:
@@ -51,7 +51,7 @@ class Metering:
             self._ledger.add(self._account(call.tenant, call.adapter), counts)
 
     def _collect(self) -> None:
-        """Add slots and loads, which the engine's process counts."""
+        """Add slot time and loads, which the engine's process counts."""
         asked = self._engine.take_use()
         asked.add_done_callback(self._add)  # even if late: the engine reports each use once
         with suppress(EngineError, TimeoutError):

@@ -1,4 +1,4 @@
-"""The engine's outputs, handed to the requests that they are for."""
+"""Dispatch of the engine's outputs to running requests."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -8,13 +8,13 @@ from lorikeet_engine.errors import EngineClosed, InvalidRequest, StepFailed
 from lorikeet_engine.request import Failed, Output, Tokens
 
 Receiver = Callable[[Output], object]
-"""Takes one request's outputs on the event loop. Raises nothing."""
+"""Receiver of one request's outputs on the event loop. Raises nothing."""
 
 
 class OutputDispatcher:
-    """The receivers of all requests that run. Lives on one event loop.
+    """Receivers of all running requests by id. For one event loop.
 
-    failed_steps: how many steps of the engine have failed since the last that gave tokens.
+    failed_steps: consecutive failed steps of the engine since its last step with tokens.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class OutputDispatcher:
     def receiving(
         self, request_id: str, receive: Receiver, abort: Callable[[str], object]
     ) -> Iterator[None]:
-        """Give `receive` the engine's outputs for a request as long as the context lasts.
+        """Give `receive` the engine's outputs for a request until the context ends.
 
-        The request must be over by then; it is aborted if something was raised. Raises
-        InvalidRequest if its id is in use.
+        The caller leaves the context after the request's last output. An exception in the context
+        aborts the request. Raises InvalidRequest if the id is in use.
         """
         if request_id in self._receivers:
             raise InvalidRequest(
@@ -39,17 +39,17 @@ class OutputDispatcher:
         try:
             yield
         except BaseException:
-            abort(request_id)  # what has ended is left alone
+            abort(request_id)  # no effect on choices that have ended
             raise
         finally:
             del self._receivers[request_id]
 
     def dispatch(self, outputs: list[Output]) -> None:
-        """Take the outputs of one step. Any thread."""
+        """Dispatch the outputs of one step. Any thread."""
         self._event_loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def fail_all(self, error: EngineClosed) -> None:
-        """Fail every request that runs. Any thread."""
+        """Fail all running requests. Any thread."""
         self._event_loop.call_soon_threadsafe(self._fail_all, error)
 
     def _dispatch(self, outputs: list[Output]) -> None:

@@ -1,4 +1,4 @@
-"""Text to tokens: chat templates and plain prompts, and the grammars that go with them."""
+"""Encoding of prompts: chat templates and tokenizing."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,14 @@ _TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError),
     *(ArithmeticError, AttributeError, LookupError, RecursionError),
 )
-_END_TOKENS = 32  # of a prompt, which hold two tags even if each letter is a token
+_END_TOKENS = 32  # last tokens of a prompt: enough for two tags at one token a letter
 _UNCHECKED_BYTES = 2
-"""A text of so many for each token of the context may be too long, but not by far."""
+"""Bytes for each token of the context up to which a text is tokenised whole, without a check.
+
+Such a text may exceed the context, but not by far.
+"""
 _PART_CHARACTERS, _CUT_TOKENS = 2**14, 64
-"""The size of its parts; tokens that one may have more because it is cut off."""
+"""Characters of a part in the check of long texts; tokens that a cut may add to a part."""
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -45,17 +48,17 @@ _ANY_TOOL = {
 
 
 class PromptEncoder:
-    """Encodes prompts with the base model's tokenizer and chat template."""
+    """Encoder of prompts with the base model's tokenizer and chat template."""
 
     def __init__(self, model: Path, max_context: int) -> None:
-        """Raises InvalidSetting for a model folder without tokenizer.json."""
+        """Read the tokenizer. Raises InvalidSetting for a model folder without tokenizer.json."""
         if not (model / "tokenizer.json").exists():
             raise InvalidSetting(
                 f"LORIKEET_BASE_MODELS: {model} has no tokenizer.json: save the model's fast "
                 "tokenizer there (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
             )
-        # A second of imports, which gateways and controller do without; and AutoTokenizer would
-        # import torch as well: tokenizer.json says all that is needed here.
+        # Imported here: it takes a second, and gateways and the controller do not need it. Not
+        # AutoTokenizer, which imports torch as well: tokenizer.json has all that is needed.
         from transformers import PreTrainedTokenizerFast
 
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
@@ -66,13 +69,13 @@ class PromptEncoder:
         templates = _templates(self._tokenizer.chat_template)
         self._variables = _names_in(templates)
         self._wants_parts = False
-        self._wants_parts = self._shows_parts_alone()
+        self._wants_parts = self._shows_only_parts()
         self.syntax = self._syntax()
         self._thinks = any(CLOSES in template for template in templates)
         self._max_context = max_context
 
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
-        """Return each prompt's token ids. Takes long for long prompts. Raises InvalidInput."""
+        """Return each prompt's token ids. Slow for long prompts. Raises InvalidInput."""
         if call.endpoint is not Endpoint.COMPLETIONS:
             if call.tools is not None:
                 self._check_tools(call.tools, call.format)
@@ -84,7 +87,10 @@ class PromptEncoder:
         )
 
     def thinking(self, call: Call, prompts: Sequence[Sequence[int]]) -> Thinking:
-        """Return whether the model thinks before it answers a call. prompts: as encoded."""
+        """Return the thinking that may come before the answer to a call.
+
+        prompts: token ids of each prompt.
+        """
         if not self._thinks or call.endpoint is Endpoint.COMPLETIONS:
             return Thinking.NEVER
         if call.continue_final:
@@ -93,12 +99,12 @@ class PromptEncoder:
         return thinking_behind(self.backend.decode(end, skip_special_tokens=False))
 
     def ignored(self, call: Call) -> tuple[str, ...]:
-        """Return what has no effect: template_args that are not read, and what is left out."""
+        """Return names of ignored fields: template_args unknown to the template, and `left_out`."""
         unread = (name for name in call.template_args if name not in self._variables)
         return (*unread, *call.left_out)
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
-        """Return a user's first turn as token ids; without a chat template, those of the text."""
+        """Return a user's first message as token ids; the bare text without a template."""
         if self._tokenizer.chat_template is None:
             return self._tokens(text, "prompt")
         text = self._render([{"role": "user", "content": text}])
@@ -110,10 +116,10 @@ class PromptEncoder:
         return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _check_length(self, text: str, param: str) -> None:
-        """Refuse a long text as soon as its first parts have too many tokens.
+        """Raise ContextLengthExceeded as soon as a long text's first parts exceed the context.
 
-        All of it could take seconds and a gigabyte to tokenise, and to make Python's integers of so
-        many tokens keeps the interpreter from the replica's event loop.
+        The whole text could take seconds and a gigabyte to tokenise, and the conversion of so many
+        tokens to Python integers would hold the GIL and so block the replica's event loop.
         """
         tokens = 0
         for at in range(0, len(text), _PART_CHARACTERS):
@@ -127,10 +133,10 @@ class PromptEncoder:
                     param=param,
                 )
 
-    def _shows_parts_alone(self) -> bool:
-        """Return whether the template shows content only where it is a list of parts.
+    def _shows_only_parts(self) -> bool:
+        """Return True if the template renders content only as a list of parts.
 
-        Templates of vision-language models such as LLaVA's drop a string without an error.
+        Templates of vision-language models such as LLaVA's drop string content without an error.
         """
         (said,) = _HELLO
         try:
@@ -140,7 +146,7 @@ class PromptEncoder:
         return [said["content"] in text for text in shown] == [False, True]
 
     def _syntax(self) -> ToolSyntax | None:
-        """Return how the model writes tool calls; None if its template shows it no tools."""
+        """Return the model's syntax of tool calls; None if its template renders no tools."""
         if self._tokenizer.chat_template is None:
             return None
         try:
@@ -153,20 +159,20 @@ class PromptEncoder:
     def _check_tools(self, use: ToolUse, answer: Format | None) -> None:
         if self.syntax is None:
             raise UnsupportedParameter(
-                "this base model's chat template shows it no tools, or in a syntax that is not "
-                "known here: leave tools out, or ask a model that was trained with them",
+                "this base model's chat template renders no tools, or in an unknown syntax: "
+                "leave tools out, or use a model that was trained with tools",
                 param="tools",
             )
         if not self.syntax.can_be_held and (use.forced or use.strict or answer is not None):
             raise UnsupportedParameter(
-                "this base model writes calls of tools in a syntax to which it cannot be held: "
+                "this base model writes tool calls in a syntax to which it cannot be held: "
                 'want the tool_choice "auto" or "none", no strict tools, and no JSON as the answer',
                 param="tools",
             )
         if answer is not None and not use.forced and not self.syntax.before:
             raise UnsupportedParameter(
-                "this base model writes calls of tools as plain JSON, as which a JSON answer could "
-                f'be read: want the tool_choice "required" or "none", or no {answer.param}',
+                "this base model writes tool calls as plain JSON, which a JSON answer would look "
+                f'like: want the tool_choice "required" or "none", or no {answer.param}',
                 param=answer.param,
             )
 
@@ -179,10 +185,10 @@ class PromptEncoder:
             return self._render(call.messages, tools, **how, **known)
         try:
             return self._render(call.messages, tools, continue_final_message=True, **how, **known)
-        except InvalidInput as error:  # its text quotes the prompt
+        except InvalidInput as error:  # the original message quotes the prompt
             raise InvalidInput(
-                "the chat template refuses these messages, or does not show the last one as it is, "
-                "so that it cannot be continued",
+                "the chat template refuses these messages, or changes the last one, which then "
+                "cannot be continued",
                 param="continue_final_message",
             ) from error
 
@@ -207,7 +213,7 @@ class PromptEncoder:
                 tokenize=False,
                 **arguments,
             )
-        # A template fails in any way where a variable is not what it takes it for.
+        # A template may fail in any way on a variable of an unexpected type.
         except _TEMPLATE_ERRORS as error:
             raise InvalidInput(
                 f"the chat template refuses these messages: {error}", param="messages"
@@ -215,20 +221,20 @@ class PromptEncoder:
         return str(text)
 
     def _xml_tools(self, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the tools once more for SmolLM 3's template, which has its own name for them."""
+        """Return the tools under the name that SmolLM 3's template uses for them."""
         if not tools or "xml_tools" not in self._variables:
             return {}
         return {"xml_tools": [tool["function"] for tool in tools]}
 
 
 def _processor_template(model: Path) -> str | None:
-    """Return the chat template that older vision-language folders keep beside the tokenizer's."""
+    """Return the template in chat_template.json, as older vision-language folders have it."""
     file = model / "chat_template.json"
     return json.loads(file.read_text())["chat_template"] if file.exists() else None
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose text, if it is a string, is the only part of its content."""
+    """Return a message with string content turned into a list of one part."""
     content = message.get("content")
     if not isinstance(content, str):
         return dict(message)
@@ -236,11 +242,11 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _templates(template: str | Mapping[str, str] | None) -> Sequence[str]:
-    """Return the texts of a tokenizer's chat template, which may be several."""
+    """Return a tokenizer's chat templates, one or several by name."""
     return [template or ""] if isinstance(template, str | None) else list(template.values())
 
 
 def _names_in(templates: Sequence[str]) -> frozenset[str]:
-    """Return the names that stand in chat templates."""
+    """Return all names in chat templates."""
     lexed = (token for text in templates for token in Environment().lex(text))
     return frozenset(value for _, kind, value in lexed if kind == "name")

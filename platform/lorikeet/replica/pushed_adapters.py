@@ -1,10 +1,10 @@
-"""Pushed adapters on a replica: their blobs come, and stay on the host as they are asked.
+"""Pushed adapters on a replica: receiving their blobs and keeping them in host memory.
 
-A replica on the gateway's machine links or copies the gateway's file; to others a blob is sent in
-parts. It goes into the disk cache's folder, as one that was downloaded would: whole, verified, by
-one rename. From there the engine packs it into its host arena, where a pin keeps it until the
-gateway that took the push says that it is in the store, or is not heard of for HELD_S. Its image is
-not written to the disk for that: each version would be written twice, though the next one is near.
+A replica on the gateway's machine links or copies the gateway's file; other replicas receive the
+blob in parts. The blob enters the disk cache's folder like a download: complete, verified, by one
+rename. The engine then packs it into its host arena, where a pin keeps it until the gateway that
+took the push reports that the blob is in the store, or is silent for HELD_S. The packed image is
+not written to the disk: that would write each version twice, although the next version is near.
 """
 
 import asyncio
@@ -40,27 +40,29 @@ from lorikeet_engine.process.client import EngineProcessClient
 log = logging.getLogger(__name__)
 
 HELD_S = 60.0
-"""A gateway that carries a push asks every few seconds."""
-_LOADED_S = 1.5
-"""How long an answer waits for a load; gateways wait for 2 s."""
-_LOOK_S = 0.01
+"""Seconds that a hold lasts; the gateway of a push renews it every few seconds."""
+_LOAD_WAIT_S = 1.5
+"""Seconds that an answer waits for a load; gateways wait for the answer for 2 s."""
+_POLL_S = 0.01
 _ABANDONED_S = 600.0
-_ENDED = 256
-"""How many ended transfers are remembered: parts of theirs that come late are not written."""
+_REMEMBERED_TRANSFERS = 256
+"""Ended transfers that are remembered, so that their late parts are not written."""
 
 
 class _Held(NamedTuple):
-    """An adapter that a gateway wants kept, until loop time `until_s`."""
+    """Adapter that a gateway holds until event-loop time `until_s`."""
 
     ref: AdapterRef
     until_s: float
 
 
 class PushedAdapters:
-    """Answers a gateway's messages about pushes. For one event loop.
+    """Pushed adapters on one replica. For one event loop.
 
-    residency: where the engine said last that it has an adapter, by digest. pinned: the
-    controller's pin of one.
+    Constructor arguments:
+    folder: folder of the disk cache.
+    residency: an adapter's tier as the engine last reported it, by digest.
+    pinned: the controller's pin of an adapter, by digest; None if it has no pin.
     """
 
     def __init__(
@@ -73,18 +75,18 @@ class PushedAdapters:
         self._folder, self._engine = folder, engine
         self._residency, self._pinned = residency, pinned
         self._held: dict[str, _Held] = {}  # by digest
-        self._begun_s: dict[Path, float] = {}  # transfers that have not ended
-        self._ended = deque[Path](maxlen=_ENDED)
-        self._transfers = threading.Lock()  # for these two, and for files' coming and going
+        self._started_s: dict[Path, float] = {}  # unfinished transfers, by file
+        self._ended = deque[Path](maxlen=_REMEMBERED_TRANSFERS)
+        self._transfers = threading.Lock()  # guards these two and the creation and removal of files
 
     async def answer(self, message: PushMessage) -> HoldState:
-        """Do what a gateway asks, and say how far the adapter is."""
+        """Handle a gateway's message; return the adapter's state."""
         match message:
             case PushedPart():
                 await asyncio.to_thread(self._write, message)
                 return HoldState.LACKING
             case PushedEnd():
-                kept = await asyncio.to_thread(self._keep, message)
+                kept = await asyncio.to_thread(self._finish_transfer, message)
                 return HoldState.LOADING if kept else HoldState.LACKING
             case ExpectPushed():
                 return await self._expect(message)
@@ -97,7 +99,7 @@ class PushedAdapters:
                 return await self._state(digest)
 
     def unpinned(self, digest: str) -> None:
-        """Take in that the controller has taken a pin away: the next hold pins it again."""
+        """Forget a hold whose pin the controller has removed: the next hold pins it again."""
         self._held.pop(digest, None)
 
     async def _expect(self, message: ExpectPushed) -> HoldState:
@@ -109,16 +111,16 @@ class PushedAdapters:
     async def _hold(self, ref: AdapterRef, file: str) -> HoldState:
         digest = ref.digest
         is_lacking = await self._state(digest) is HoldState.LACKING
-        if is_lacking and not await asyncio.to_thread(self._take, digest, file):
+        if is_lacking and not await asyncio.to_thread(self._copy_file, digest, file):
             return HoldState.LACKING
         loop = asyncio.get_running_loop()
         if digest not in self._held and not self._kept_by_controller(digest):
             self._engine.pin(ref, Residency.HOST, passing=True)
         self._held[digest] = _Held(ref, loop.time() + HELD_S)
         loop.call_later(HELD_S, self._expire, digest)
-        due_s = loop.time() + _LOADED_S
-        while await self._where(digest) < Residency.HOST and loop.time() < due_s:
-            await asyncio.sleep(_LOOK_S)
+        due_s = loop.time() + _LOAD_WAIT_S
+        while await self._residency_of(digest) < Residency.HOST and loop.time() < due_s:
+            await asyncio.sleep(_POLL_S)
         return await self._state(digest)
 
     def _expire(self, digest: str) -> None:
@@ -139,23 +141,23 @@ class PushedAdapters:
         return target is not None and target.tier >= Residency.HOST
 
     async def _state(self, digest: str) -> HoldState:
-        residency = await self._where(digest)
+        residency = await self._residency_of(digest)
         if residency >= Residency.HOST:
             return HoldState.HELD
         if residency is Residency.DISK or await asyncio.to_thread(self._blob(digest).exists):
             return HoldState.LOADING
         return HoldState.LACKING
 
-    async def _where(self, digest: str) -> Residency:
-        """Return where the engine has an adapter. About one that is held it is asked."""
+    async def _residency_of(self, digest: str) -> Residency:
+        """Return an adapter's tier. For a held adapter the engine itself is asked."""
         found, held = self._residency(digest), self._held.get(digest)
         if found < Residency.HOST and held is not None:
             with suppress(EngineClosed):
                 found = await asyncio.wrap_future(self._engine.residency(held.ref))
         return found
 
-    def _take(self, digest: str, file: str) -> bool:
-        """Put a gateway's verified file under its digest; False where this machine lacks it."""
+    def _copy_file(self, digest: str, file: str) -> bool:
+        """Link or copy a gateway's verified file into the cache; False if that fails."""
         path = self._path(digest, uuid.uuid4().hex)
         try:
             try:
@@ -165,10 +167,10 @@ class PushedAdapters:
             except OSError:  # on another file system
                 shutil.copyfile(file, path)
                 if blob_digest(path) != digest:
-                    raise OSError(f"the copy of {file} is another") from None
+                    raise OSError(f"the copy of {file} has other bytes") from None
             self._place(path, self._blob(digest))
             return True
-        except OSError as error:  # gone meanwhile, or the disk is full, which parts run into, too
+        except OSError as error:  # the file is gone, or the disk is full; parts would fail as well
             log.warning("pushed_file_not_taken", extra={"error": str(error)})
             return False
         finally:
@@ -176,28 +178,28 @@ class PushedAdapters:
 
     def _place(self, path: Path, blob: Path) -> None:
         with self._transfers:
-            if not blob.exists():  # never replace what the engine may have pinned meanwhile
+            if not blob.exists():  # never replace a blob: the engine may have pinned it by now
                 path.replace(blob)
 
     def _write(self, part: PushedPart) -> None:
-        """Write what is not here already."""
+        """Write one part of a blob unless the blob is complete or the transfer has ended."""
         path = self._path(part.digest, part.transfer)
         if self._blob(part.digest).exists():
             return
         with self._transfers:
             if path in self._ended:
                 return
-            if path not in self._begun_s:
+            if path not in self._started_s:
                 self._remove_abandoned()
-                self._begun_s[path] = time.monotonic()
+                self._started_s[path] = time.monotonic()
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.pwrite(descriptor, part.data, part.offset)
         finally:
             os.close(descriptor)
 
-    def _keep(self, end: PushedEnd) -> bool:
-        """Put a blob under its digest; False if what came is another."""
+    def _finish_transfer(self, end: PushedEnd) -> bool:
+        """Verify a transferred blob and move it into the cache; False if it is damaged."""
         path, blob = self._path(end.digest, end.transfer), self._blob(end.digest)
         try:
             if blob.exists():
@@ -211,7 +213,7 @@ class PushedAdapters:
         finally:
             with self._transfers:
                 self._ended.append(path)
-                self._begun_s.pop(path, None)
+                self._started_s.pop(path, None)
                 path.unlink(missing_ok=True)
 
     def _path(self, digest: str, transfer: str) -> Path:
@@ -221,8 +223,8 @@ class PushedAdapters:
         return self._folder / digest
 
     def _remove_abandoned(self) -> None:
-        """Remove what gateways that are no more have begun. The lock is held."""
+        """Delete partial uploads of dead gateways. Caller holds the lock."""
         before_s = time.monotonic() - _ABANDONED_S
-        for path in [path for path, begun_s in self._begun_s.items() if begun_s < before_s]:
+        for path in [path for path, started_s in self._started_s.items() if started_s < before_s]:
             path.unlink(missing_ok=True)
-            del self._begun_s[path]
+            del self._started_s[path]

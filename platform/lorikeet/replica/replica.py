@@ -1,4 +1,4 @@
-"""One engine behind Ray Serve: text in, the client's bytes out."""
+"""Replica of one base model: text in, the client's bytes out."""
 
 import asyncio
 import time
@@ -49,23 +49,28 @@ from lorikeet_engine.request import Failed, Output, Request, Tokens
 from lorikeet_engine.telemetry.status import EngineStatus
 
 _POLL_S = 0.1
-_LATE_S = 2.0
-"""An engine that owes an answer for so long may hang: gateways get no status update."""
+_STALLED_S = 2.0
+"""Silence of an engine, seconds, after which gateways get no status updates.
+
+The engine may hang: gateways that hear nothing route elsewhere.
+"""
 _SUBMIT_S = 5.0
-"""A request goes to another replica if the engine takes none for so long; one that works off a
-queue takes it in its turn."""
+"""Silence of an engine, seconds, after which a request that it has not accepted goes elsewhere.
+
+An engine that is only busy is not silent, and accepts the request from its queue in time.
+"""
 _DEAD_S = 60.0
-"""An engine that owes an answer for so long will not give it."""
-_PLAN_FRESH_S = 90.0  # the controller sends every replica its whole plan twice a minute
+"""Silence of an engine, seconds, after which the replica is unhealthy."""
+_PLAN_FRESH_S = 90.0  # the controller sends each replica its whole plan twice a minute
 _MOST_FAILED_STEPS = 5  # in a row: the device or the engine is broken, not a request
 
 
 class Replica:
-    """Serves one base model and any of its adapters.
+    """Server of one base model and its adapters.
 
-    Tokenises, has the engine run in a process of its own, detokenises, and forms the bytes that the
-    client reads. Plain Python: `serving/deployments.py` makes it a deployment. Build it on the
-    event loop that will call it.
+    It tokenises prompts, runs the engine in a separate process, detokenises outputs and formats the
+    bytes that the client reads. Plain Python: `serving/deployments.py` makes it a deployment.
+    Construct it on the event loop that will call it.
     """
 
     def __init__(self, name: str, base_model: str, settings: Settings) -> None:
@@ -79,7 +84,7 @@ class Replica:
         self._event_loop = asyncio.get_running_loop()
         self._outputs = OutputDispatcher()
         opening = ThreadPoolExecutor(1, thread_name_prefix="open-store")
-        store = opening.submit(open_store, settings.catalog)  # beside the engine's start
+        store = opening.submit(open_store, settings.catalog)  # while the engine starts
         opening.shutdown(wait=False)
         build = partial(build_engine, settings, base_model)
         self._engine = EngineProcessClient(
@@ -98,15 +103,16 @@ class Replica:
     async def run_call(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
         """Answer one call; its gateway reads the answer from `response_stream`.
 
-        An answer is an AnswerHeader, then bytes; or a Refusal at any point before the first byte.
-        What the engine makes comes by `_outputs` to the AnswerSender (answer_stream/),
-        which puts the client's bytes into the gateway's stream. This method yields one item: None
-        when all is on its way, else the Refusal of a call that the engine did not take, or that can
-        reach its gateway no more. Closing it aborts what is not finished and frees its KV pages and
-        lease. `_metering` only counts what is billed.
+        An answer is an AnswerHeader followed by bytes, or a Refusal at any point before the first
+        byte. `_outputs` hands the engine's outputs to an AnswerSender (answer_stream/), which puts
+        the client's bytes into the gateway's stream. Closing this generator aborts an unfinished
+        request and frees its KV pages and adapter lease.
 
-        A stream of one item, because Serve says only with a plain result which replica has taken
-        the call, and gRPC may lose that for a stream without items.
+        Yields one item: None once the whole answer is in the gateway's stream, or the Refusal of a
+        call that the engine did not accept or whose answer cannot reach its gateway.
+
+        A generator of one item, because Serve reveals the replica that took a call only with a
+        result, and gRPC may lose that for a stream without items.
         """
         try:
             stream = await self._response_streams.to(gateway)
@@ -130,14 +136,14 @@ class Replica:
             yield None
         except (EngineError, InvalidInput) as error:
             yield _refuse(error)
-        except Exception as error:  # Serve would log its text, which may quote a prompt
+        except Exception as error:  # Serve would log its message, which may quote a prompt
             log_unexpected("generate_failed", call.request_id, error)
             raise GenerationFailed("the replica failed this request") from None
 
     async def response_stream(self, replica: str, gateway: str) -> AsyncIterator[list[DeltaGroup]]:
-        """Yield what is new in the answers to a gateway's calls, until its stream is closed.
+        """Yield new items of the answers to a gateway's calls until the stream is closed.
 
-        replica: the name by which the router found this one.
+        replica: name of this replica as the router knows it.
         """
         assert replica == self.name
         with self._response_streams.opened(gateway) as stream:
@@ -152,13 +158,13 @@ class Replica:
             return _refuse(error)
 
     async def changed_copies(self, copies: Sequence[BaseCopy]) -> list[str]:
-        """The modules whose copies are not the base model's matrices."""
+        """Return the modules whose copies differ from the base model's matrices."""
         return await asyncio.to_thread(changed_copies, self._folder, copies)
 
     async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:
-        """Pin, unpin and prefetch as was decided for this replica; return its name.
+        """Pin, unpin and prefetch as the plan says; return this replica's name.
 
-        A plan that does not name this replica changes nothing and returns None.
+        A plan without this replica changes nothing; the result is then None.
         """
         decision = plan.get(self.name)
         if decision is None:
@@ -176,11 +182,11 @@ class Replica:
         return self.name
 
     async def push(self, message: PushMessage) -> HoldState:
-        """Do what a gateway asks for an adapter that was pushed to it."""
+        """Handle a gateway's message about a pushed adapter; return the adapter's state."""
         return await self._pushed.answer(message)
 
     async def report(self, tier: Residency = Residency.DISK) -> ReplicaReport:
-        """Return the engine's status and the adapters at `tier` or nearer, or in the arena."""
+        """Return the engine's status and its adapters at `tier` or nearer, or in the arena."""
         rows = await asyncio.wrap_future(self._engine.adapters(tier))
         status, info = self._engine.status, self._engine.info
         return ReplicaReport(
@@ -188,41 +194,42 @@ class Replica:
         )
 
     async def metrics(self) -> bytes:
-        """Return this replica's part of the metrics page. Raises EngineClosed."""
-        if self._engine.silent_s > _LATE_S:
-            raise EngineClosed("the engine does not answer: what it counts is not known")
+        """Return this replica's metrics page. Raises EngineClosed if the engine hangs."""
+        if self._engine.silent_s > _STALLED_S:
+            raise EngineClosed("the engine does not answer, so its counters are unknown")
         labels = {"base_model": self._base_model, "replica": self.name}
         found = replica_metrics(self._engine.status, self._engine.info)
         return await asyncio.to_thread(render, found, labels)
 
     async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:
-        """Yield where adapters are and what the engine does, as it changes; for about a minute.
+        """Yield changes of adapters' tiers and of the engine's load, for about a minute.
 
-        replica: the name by which the router found this one.
+        replica: name of this replica as the router knows it.
         """
         assert replica == self.name
         async with aclosing(self._feed.subscribe()) as feed:
             async for update in feed:
-                while self._engine.silent_s > _LATE_S:
+                while self._engine.silent_s > _STALLED_S:
                     await asyncio.sleep(_POLL_S)
                 yield update
 
     async def prefetch(self, wanted: Mapping[str, Mapping[AdapterRef, int]]) -> None:
-        """Prefetch to the GPU the adapters for which requests wait in Serve's pending queue.
+        """Prefetch to the GPU the adapters of requests in Serve's pending queue.
 
-        wanted: by replica and adapter, how many requests. Adapters with fewer may be evicted.
+        wanted: number of waiting requests by replica and adapter. An adapter with more requests may
+            evict one with fewer.
         """
         for ref, requests in wanted.get(self.name, {}).items():
             self._engine.prefetch(ref, uses=requests)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return a status update; Serve asks every second and passes it on even without a feed."""
-        if self._engine.silent_s < _LATE_S:
+        """Return a status update. Serve asks each second and delivers it even without a feed."""
+        if self._engine.silent_s < _STALLED_S:
             self._stats = to_stats(self._feed.update_with_costs())
         return self._stats
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return how hard this replica works, for Serve's autoscaler and the controller."""
+        """Return this replica's load for Serve's autoscaler and the controller."""
         plan_s = self._plan_s
         is_fresh = plan_s is not None and time.monotonic() - plan_s < _PLAN_FRESH_S
         sole_copies = self._sole_copies if is_fresh else None
@@ -232,7 +239,7 @@ class Replica:
         )
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the engine's process ended or hangs, or step after step fails."""
+        """Raise RuntimeError if the engine's process ended or hangs, or its last steps failed."""
         if not self._engine.alive:
             raise RuntimeError("the engine's process ended")
         if self._engine.silent_s > _DEAD_S:
@@ -241,17 +248,17 @@ class Replica:
             raise RuntimeError(f"the engine's last {self._outputs.failed_steps} steps failed")
 
     def engine_ended(self, error: EngineClosed) -> None:
-        """Fail every open request, since the engine's process has ended by itself. Any thread."""
+        """Fail all running requests after the engine's process has ended by itself. Any thread."""
         self._outputs.fail_all(error)
 
     def close(self) -> None:
-        """Write down what was used and stop the engine. Safe to call twice."""
+        """Store the usage and stop the engine. Safe to call twice."""
         self._metering.close()
         self._requests.close()
         self._engine.close()
 
     async def _count_tokens(self, call: Call, stream: ResponseStream) -> None:
-        """Answer a call that asks for its prompt's tokens; it took none. Raises InvalidInput."""
+        """Answer a token count, which is not billed. Raises InvalidInput."""
         tokens = await self._requests.count_tokens(call)
         ignored, status = self._encoder.ignored(call), self._feed.update()
         header = AnswerHeader(self.name, None, None, status, ignored=ignored)
@@ -259,7 +266,7 @@ class Replica:
         stream.put(call.request_id, answer, ended=True)
 
     async def _submit(self, request: Request) -> Residency | None:
-        """Submit a request; return where its adapter was found. Raises EngineError."""
+        """Submit a request; return the tier of its adapter. Raises EngineError."""
         submitted = asyncio.wrap_future(self._engine.submit(request))
         try:
             while not submitted.done():
@@ -271,7 +278,7 @@ class Replica:
             submitted.cancel()
 
     async def _complete(self, request: Request) -> Completions:
-        """Run a request to its end. Raises EngineError."""
+        """Run a request to its end; return its tokens. Raises EngineError."""
         tokens: list[list[int]] = [[] for _ in range(len(request.prompts) * request.n)]
         unfinished = len(tokens)
         outputs = asyncio.Queue[Output]()

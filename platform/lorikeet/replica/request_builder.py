@@ -1,4 +1,4 @@
-"""The engine's request for a call: prompts as tokens, the room for an answer, a tried grammar."""
+"""Engine request of a call: encoded prompts, limits of the answer, and a checked grammar."""
 
 import asyncio
 import time
@@ -24,24 +24,25 @@ from lorikeet_engine.request import Request
 T = TypeVar("T")
 
 MOST_LOGPROBS = 2**19
-"""The most of one body, which a replica and a gateway hold whole: 40 MB of short tokens."""
+"""Limit on log probabilities in one body, which replica and gateway hold whole: some 40 MB."""
 MOST_PROMPT_IDS = 2**20
-"""The most of one answer, whose choices repeat their prompt's: 7 MB."""
+"""Limit on prompt token ids that an answer's choices repeat: 7 MB."""
 MOST_ECHOED = 2**22
-"""The most characters of one answer's prompts, which each of its choices begins with."""
-_ENCODERS, _OF_A_TENANT = 3, 2
-"""Threads, and how many of them may work for one tenant: its long prompts delay its own."""
+"""Limit on prompt characters that an answer's choices repeat."""
+_ENCODERS, _ENCODERS_PER_TENANT = 3, 2
+"""Encoder threads in all, and for one tenant: its long prompts must not delay others."""
 _SHORT_PROMPT_TOKENS = 256
-"""Prompts up to about this long take less time than a thread waits beside a busy event loop."""
+"""Prompts up to this length are encoded on the event loop: a thread would wait longer for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedCall:
-    """The engine's request for a call, and what its answer is read by.
+    """Engine request of a call, and the context that decodes its answer.
 
-    thinking: whether the model thinks before it answers. tried_grammar: the request's grammar but
-    for thinking, behind which nobody sees at once what it costs; None if the answer is free.
-    echoes: what the answer repeats of the prompts.
+    thinking: the model's thinking before the answer.
+    tried_grammar: the request's grammar without thinking; None if the answer is unconstrained. The
+        sandbox tries this one, because after free text a grammar's cost does not show at once.
+    echoes: the prompts as the answer repeats them.
     """
 
     request: Request
@@ -51,55 +52,59 @@ class EncodedCall:
 
 
 class RequestBuilder:
-    """Builds the engine's requests, without holding up the event loop that calls it.
+    """Builder of engine requests that does not block the calling event loop.
 
-    Long prompts take seconds to tokenise, which threads do, and schemas to compile, which processes
-    of their own try first.
+    Long prompts take seconds to tokenise and schemas seconds to compile: threads do the one, and a
+    child process tries the other before the engine compiles it.
     """
 
     def __init__(self, encoder: PromptEncoder, model: Path, max_context: int) -> None:
-        """model: the base model's folder. max_context: the engine's, in tokens."""
+        """Create the threads.
+
+        model: folder of the base model.
+        max_context: the engine's longest sequence, tokens.
+        """
         self._encoder, self._max_context = encoder, max_context
         self._threads = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
-        self._turns = WeakValueDictionary[str, asyncio.Semaphore]()  # by tenant
+        self._tenant_slots = WeakValueDictionary[str, asyncio.Semaphore]()  # by tenant
         self._grammars = GrammarSandbox(model)
 
     async def build(self, call: Call) -> EncodedCall:
         """Return the engine's request for a call. Raises InvalidInput, InvalidRequest.
 
-        Only a call that asks for tools or a format may have a grammar (grammar.py and its like).
+        Only calls with tools or a format have a grammar (grammars/).
         """
         encode = partial(encode_call, encoder=self._encoder, max_context=self._max_context)
-        encoded = await self._in_time(encode, call)
+        encoded = await self._run(encode, call)
         if encoded.tried_grammar is None:
             return encoded
-        tried = await self._with_grammar_tried(call, encoded.request, encoded.tried_grammar)
+        tried = await self._try_grammar(call, encoded.request, encoded.tried_grammar)
         return replace(encoded, request=tried)
 
     async def count_tokens(self, call: Call) -> int:
-        """Return how many tokens a call's prompts have. Raises InvalidInput."""
-        return sum(map(len, await self._in_time(self._encoder.encode, call)))
+        """Return the number of tokens in a call's prompts. Raises InvalidInput."""
+        return sum(map(len, await self._run(self._encoder.encode, call)))
 
     def close(self) -> None:
-        """End the processes that try grammars. Safe to call twice."""
+        """End the process that tries grammars. Safe to call twice."""
         self._grammars.close()
 
-    async def _in_time(self, encode: Callable[[Call], T], call: Call) -> T:
+    async def _run(self, encode: Callable[[Call], T], call: Call) -> T:
         if _is_short(call):
             return encode(call)
-        turn = self._turns.setdefault(call.tenant, asyncio.Semaphore(_OF_A_TENANT))
-        await turn.acquire()
+        slot = self._tenant_slots.setdefault(call.tenant, asyncio.Semaphore(_ENCODERS_PER_TENANT))
+        await slot.acquire()
         loop, working = asyncio.get_running_loop(), self._threads.submit(encode, call)
 
-        def done(_: Future[T]) -> None:  # also where the client has left, but the thread goes on
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(turn.release)
+        def done(_: Future[T]) -> None:  # the thread goes on even after the client has left
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(slot.release)
 
         working.add_done_callback(done)
         return await asyncio.wrap_future(working)
 
-    async def _with_grammar_tried(self, call: Call, request: Request, grammar: str) -> Request:
-        """Return the request, which may wait in the engine for what is left. See `check`."""
+    async def _try_grammar(self, call: Call, request: Request, grammar: str) -> Request:
+        """Try a grammar; return the request with the remaining queue time. Raises like `check`."""
         began_s = time.monotonic()
         await self._grammars.check(call, grammar)
         scheduling = request.scheduling
@@ -110,26 +115,25 @@ class RequestBuilder:
 
 
 def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> EncodedCall:
-    """Encode a call, whose grammar is not tried. Takes long for long prompts. Raises InvalidInput.
+    """Encode a call without trying its grammar. Slow for long prompts. Raises InvalidInput.
 
-    A plain chat is rendered by the model's template and tokenised, and has no grammar.
-
-    max_context: the engine's, in tokens.
+    max_context: the engine's longest sequence, tokens.
     """
     prompts = encoder.encode(call)
-    room = max_answer_tokens(call, prompts, max_context)
+    limit = max_answer_tokens(call, prompts, max_context)
     check_prompt_echoes(call, prompts)
     echoes = prompt_echoes(call, prompts, encoder.backend)
     check_echo(call, echoes)
-    room = fit_body(call, len(prompts) * call.n, room, prompts_logprobs(call, prompts))
+    prompt_logprobs = count_prompt_logprobs(call, prompts)
+    limit = max_tokens_in_body(call, len(prompts) * call.n, limit, prompt_logprobs)
     thinking = encoder.thinking(call, prompts)
     tried_grammar = grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary)
     if grammar is not None and thinking is not Thinking.NEVER:
         grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary, thinking)
     sampling = replace(
         call.sampling,
-        max_tokens=room if call.max_tokens is None else min(max(call.max_tokens, 1), room),
-        min_tokens=min(call.min_tokens, room),
+        max_tokens=limit if call.max_tokens is None else min(max(call.max_tokens, 1), limit),
+        min_tokens=min(call.min_tokens, limit),
         grammar=grammar,
     )
     request = Request(
@@ -145,10 +149,10 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
 
 
 def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
-    """Return the most tokens of a choice, at least 1: what the longest prompt leaves free.
+    """Return the tokens that the longest prompt leaves for a choice, at least 1.
 
-    Raises ContextLengthExceeded where prompt and max_tokens are more than the caller's own limit.
-    What the engine's context does not hold is the engine's to refuse.
+    Raises ContextLengthExceeded if prompt and max_tokens exceed the caller's own limit. Requests
+    beyond the engine's context are refused by the engine.
     """
     longest = max(map(len, prompts))
     limit = call.max_context
@@ -169,33 +173,33 @@ def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_conte
 
 
 def check_prompt_echoes(call: Call, prompts: Sequence[Sequence[int]]) -> None:
-    """Check that one body holds the prompts' token ids, where asked for. Raises InvalidInput."""
+    """Raise InvalidInput unless the prompts' token ids fit one body, if asked for."""
     if not call.return_token_ids or call.endpoint is not Endpoint.COMPLETIONS:
-        return  # a chat's prompt is told once
+        return  # a chat returns its prompt once
     ids = call.n * sum(map(len, prompts))
     if ids > MOST_PROMPT_IDS:
         raise InvalidInput(
-            f"{call.n} choices that tell the {ids // call.n} tokens of their prompts: "
-            f"{MOST_PROMPT_IDS} is the most of one answer. Send fewer prompts, or a smaller n",
+            f"{call.n} choices that repeat the {ids // call.n} token ids of their prompts: one "
+            f"answer holds at most {MOST_PROMPT_IDS}. Send fewer prompts, or a smaller n",
             param="return_token_ids",
         )
 
 
 def check_echo(call: Call, echoes: PromptEchoes) -> None:
-    """Check that one body holds the prompts that its choices begin with. Raises InvalidInput."""
+    """Raise InvalidInput unless the echoed prompts fit one body."""
     characters = call.n * sum(map(len, echoes.texts))
     if characters > MOST_ECHOED:
         raise InvalidInput(
             f"{call.n} choices that begin with the {characters // call.n} characters of their "
-            f"prompts: {MOST_ECHOED} is the most of one answer. Send fewer prompts, or a smaller n",
+            f"prompts: one answer holds at most {MOST_ECHOED}. Send fewer prompts, or a smaller n",
             param="echo",
         )
 
 
-def prompts_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
-    """Return how many log probabilities of prompts' tokens the body of an answer has.
+def count_prompt_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
+    """Return the number of log probabilities of prompt tokens in an answer's body.
 
-    Raises InvalidInput where one body does not hold them and a token of each choice.
+    Raises InvalidInput unless they and those of one token of each choice fit one body.
     """
     logprobs, of_prompt = call.sampling.logprobs, call.prompt_logprobs
     each = call.n * (1 + logprobs) if call.echo and logprobs is not None else 0
@@ -205,38 +209,42 @@ def prompts_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
     first_tokens = 0 if logprobs is None else len(prompts) * call.n * (1 + logprobs)
     if each and tokens * each + first_tokens > MOST_LOGPROBS:
         raise InvalidInput(
-            f"prompts of {tokens} tokens with {each} log probabilities each: {MOST_LOGPROBS} is "
-            "the most of one answer. Send fewer or shorter prompts, or ask for fewer",
+            f"prompts of {tokens} tokens with {each} log probabilities each: one answer holds at "
+            f"most {MOST_LOGPROBS}. Send fewer or shorter prompts, or ask for fewer",
             param="logprobs" if of_prompt is None else "prompt_logprobs",
         )
     return tokens * each
 
 
-def fit_body(call: Call, choices: int, room: int, of_prompts: int = 0) -> int:
-    """Return how much of the room of each choice one body holds; all of it for a chat's stream.
+def max_tokens_in_body(call: Call, choices: int, limit: int, prompt_logprobs: int = 0) -> int:
+    """Return the tokens of each choice whose log probabilities fit one body.
 
-    of_prompts: prompts_logprobs, which the body holds as well. Raises InvalidInput where the
-    caller's own max_tokens is more than that.
+    The result is `limit` for a streamed chat or completion, and without logprobs. Raises
+    InvalidInput if the caller's own max_tokens does not fit.
+
+    choices: number of choices.
+    limit: tokens of a choice that other limits allow.
+    prompt_logprobs: log probabilities of prompt tokens in the same body.
     """
     logprobs = call.sampling.logprobs
-    repeats = call.endpoint is Endpoint.RESPONSES  # its last four events have all of them
+    repeats = call.endpoint is Endpoint.RESPONSES  # its last four events repeat all logprobs
     if logprobs is None or (call.stream and not repeats):
-        return room
+        return limit
     copies = RESPONSE_COPIES if call.stream else 1
-    left = MOST_LOGPROBS - of_prompts
+    left = MOST_LOGPROBS - prompt_logprobs
     most = left // (choices * (1 + logprobs) * copies)
-    max_tokens = min(call.max_tokens or 1, room)
+    max_tokens = min(call.max_tokens or 1, limit)
     if max_tokens > most:
         raise InvalidInput(
             f"an answer of up to {choices} × {max_tokens} tokens with {1 + logprobs} log "
-            f"probabilities each: {left} is the most without stream. "
-            f"{'Want' if of_prompts else 'Set stream, or'} a smaller max_tokens",
+            f"probabilities each: one body holds at most {left}. "
+            f"{'Want' if prompt_logprobs else 'Set stream, or'} a smaller max_tokens",
             param="logprobs",
         )
-    return min(room, most)
+    return min(limit, most)
 
 
 def _is_short(call: Call) -> bool:
-    """Whether a call is encoded in a fraction of a millisecond; schemas may take long."""
+    """Return True if encoding takes a fraction of a millisecond; schemas may take long."""
     short = call.work.prompt_tokens <= _SHORT_PROMPT_TOKENS
     return short and call.tools is None and call.format is None

@@ -1,4 +1,4 @@
-"""A smoke test on one replica: prompts with an adapter and without it, in the same steps."""
+"""Smoke test of an adapter on one replica: prompts with and without it, in the same steps."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,7 +14,11 @@ from lorikeet_engine.request import Request, SamplingParams
 
 
 class Completions(NamedTuple):
-    """What a request gave. residency: where its adapter was; tokens: those of each choice."""
+    """Result of a request.
+
+    residency: tier of its adapter at the start; None for the base model.
+    tokens: token ids of each choice.
+    """
 
     residency: Residency | None
     tokens: Sequence[Sequence[int]]
@@ -26,13 +30,16 @@ Run = Callable[[Request], Awaitable[Completions]]
 async def run_smoke_test(
     test: SmokeTest, replica: str, encoder: PromptEncoder, run: Run
 ) -> SmokeResult:
-    """Continue every prompt twice. Raises EngineError, InvalidAdapter if the adapter overflows."""
+    """Continue each prompt with the adapter and without it.
+
+    Raises EngineError, and InvalidAdapter if the adapter's values overflow.
+    """
     request_id = test.request_id
     base = Request(
         f"{request_id}-base",
         tuple(map(encoder.encode_turn, test.prompts)),
         SamplingParams(max_tokens=test.max_tokens, temperature=0.0),
-        salt=request_id,  # nobody's cached prefixes
+        salt=request_id,  # no prefixes that others cached
     )
     adapted = replace(base, request_id=f"{request_id}-adapter", adapter=test.adapter)
     loading = replace(
@@ -42,7 +49,7 @@ async def run_smoke_test(
         sampling=SamplingParams(max_tokens=1, temperature=0.0),
     )
     try:
-        residency = (await run(loading)).residency  # loaded before the others run
+        residency = (await run(loading)).residency  # so that both others run together
         without, with_adapter = await asyncio.gather(run(base), run(adapted))
     except NotFinite as error:
         raise InvalidAdapter(error.message) from error

@@ -1,10 +1,10 @@
-"""The request log: what became of each request, as one record that several readers read.
+"""Request log: one record of each request, for several readers.
 
 │
 record.py             RequestRecord: numbers and names, never a prompt or an answer
-│  when the request has ended, request_log.py hands it to
-├── ended_requests.py an hour of records, packed, from which why.py makes `lorikeet why`
-├── recent_traffic.py the last minutes in numbers, for the page at /ui
+│  request_log.py hands the record of an ended request to
+├── ended_requests.py an hour of compressed records, which why.py explains for `lorikeet why`
+├── recent_traffic.py statistics of the last minutes, for the page at /ui
 ├── ../metrics/       counters, for Prometheus
 └── ../tracing/       spans, for OpenTelemetry
 """

@@ -1,4 +1,4 @@
-"""The archive of ended requests' records, packed."""
+"""Compressed archive of ended requests' records."""
 
 import zlib
 from collections import deque
@@ -9,20 +9,22 @@ from pydantic import TypeAdapter
 from lorikeet.request_log.record import RequestRecord
 
 _BLOCK_RECORDS = 32
-"""Records that are packed as one block: they share names, digests and replicas. Takes 0.3 ms."""
-_LEVEL = 1  # of zlib's levels; the best saves 4% more and takes half as long again
-_OVERHEAD_BYTES = 200  # a block's own objects
+"""Records compressed together, as they share names, digests and replicas. Takes 0.3 ms."""
+_LEVEL = 1  # of zlib; the highest saves 4% more and takes 1.5 times as long
+_OVERHEAD_BYTES = 200  # Python objects of a block
 
 _Ended = tuple[float, RequestRecord]
-"""When a request ended, and its record."""
+"""End time of a request, seconds, and its record."""
 _RECORDS = TypeAdapter(dict[str, _Ended])
-"""Ended requests by id, as a block holds them."""
+"""Ended requests by id: content of a block."""
 
 
 class _Block(NamedTuple):
-    """ids: of its requests, one after the other. ended_s: when the last was over.
+    """Compressed records of some requests.
 
-    packed: _RECORDS of them, compressed.
+    ids: the requests' ids, 16 bytes each, concatenated.
+    ended_s: end time of the last request.
+    packed: compressed JSON of the records.
     """
 
     ids: bytes
@@ -35,10 +37,10 @@ class _Block(NamedTuple):
 
 
 class EndedRequests:
-    """Keeps records within most_bytes, dropping the oldest. Not for several threads.
+    """Archive of at most `most_bytes` that drops its oldest records. Not thread-safe.
 
-    Few objects live as long as the archive's: if each request had some, they would keep the free
-    memory between them from being given back.
+    Records are kept as few large objects: many small long-lived objects would fragment the heap and
+    keep freed memory from the operating system.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -49,25 +51,25 @@ class EndedRequests:
 
     @property
     def held_bytes(self) -> int:
-        """What packed records take."""
+        """Bytes of compressed records."""
         return self._bytes
 
     def keep(self, record: RequestRecord, now_s: float) -> None:
-        """Keep the record of a request that has just ended; its id has 32 hex digits."""
+        """Add the record of a request that has just ended; its id has 32 hex digits."""
         self._newest[record.request_id] = now_s, record
         if len(self._newest) >= _BLOCK_RECORDS:
             self._pack(now_s)
 
     def find(self, request_id: str, since_s: float) -> RequestRecord | None:
-        """Return the record of a request, unless it ended before since_s."""
-        found = self._newest.get(request_id) or self._unpacked(request_id)
+        """Return the record of a request; None if unknown or ended before `since_s`."""
+        found = self._newest.get(request_id) or self._find_packed(request_id)
         if found is None:
             return None
         ended_s, record = found
         return record if ended_s >= since_s else None
 
     def forget(self, before_s: float) -> None:
-        """Drop blocks of requests that ended before then."""
+        """Drop blocks whose requests all ended before `before_s`."""
         while self._blocks and self._blocks[0].ended_s < before_s:
             self._drop()
 
@@ -83,11 +85,11 @@ class EndedRequests:
     def _drop(self) -> None:
         self._bytes -= self._blocks.popleft().held_bytes
 
-    def _unpacked(self, request_id: str) -> _Ended | None:
+    def _find_packed(self, request_id: str) -> _Ended | None:
         key = bytes.fromhex(request_id)
         for block in reversed(self._blocks):
             if key in block.ids:
                 kept = _RECORDS.validate_json(zlib.decompress(block.packed))
-                if request_id in kept:  # else it is the end of one id and the beginning of another
+                if request_id in kept:  # else the match straddles two ids
                     return kept[request_id]
         return None

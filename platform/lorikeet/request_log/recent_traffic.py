@@ -1,6 +1,7 @@
-"""Recent traffic for the page at /ui: the last minutes as lines, and who waits now.
+"""Recent traffic for the page at /ui: time series of the last minutes, and waiting requests.
 
-Each gateway counts its own requests, second by second; the one that is asked adds up all of them.
+Each gateway counts its own requests by second. The gateway that serves the page adds up the counts
+of all gateways.
 """
 
 import math
@@ -15,25 +16,27 @@ from lorikeet.request_log.request_log import RequestLog
 from lorikeet_engine.adapter import Residency
 
 SPAN_S = 180
-"""How many seconds are shown."""
+"""Seconds shown."""
 WINDOW_S = 5
-"""The seconds that each point of a line covers: one alone has few requests for quantiles."""
+"""Seconds that each point covers: a single second has too few requests for quantiles."""
 
 RECEIVED, REFUSED, FAILED, LOOKUPS, HITS = "received", "refused", "failed", "lookups", "hits"
 Second = Counter[str | int]
-"""How often each of these happened in a second, and by bucket number the times to first token."""
+"""Counts of one second by event name, and of times to first token by bucket number."""
 Lines = Mapping[str, Sequence[float | None]]
-"""A value for each of SPAN_S seconds, by what it is; None where there is none."""
+"""Time series by name: a value for each of SPAN_S seconds, None for an unknown one."""
 
 _QUESTION = "traffic"
-_LEAST_S = 1e-4
-_PER_OCTAVE = 8  # buckets: quantiles are right to 5%
+_MIN_S = 1e-4
+_PER_OCTAVE = 8  # buckets an octave: quantiles are accurate to 5%
 
 
 class WaitingRequest(NamedTuple):
-    """Requests of one tenant for one adapter, None for the base model alone, without a first token.
+    """Requests of one tenant for one adapter that wait for their first token.
 
-    oldest_s: how long the first of them has waited.
+    adapter: None for the base model alone.
+    requests: number of requests.
+    oldest_s: seconds that the oldest has waited.
     """
 
     tenant: str
@@ -44,14 +47,17 @@ class WaitingRequest(NamedTuple):
 
 
 class GatewayTraffic(NamedTuple):
-    """One gateway's traffic. seconds: by Unix second."""
+    """Traffic of one gateway.
+
+    seconds: counts by Unix second.
+    """
 
     seconds: Mapping[int, Second]
     waiting: Sequence[WaitingRequest]
 
 
 class RecentTraffic:
-    """Counts one gateway's requests, and asks the other gateways for theirs. One event loop."""
+    """Recent traffic of one gateway, and of all through its peers. For one event loop."""
 
     def __init__(self, peers: Peers, request_log: RequestLog) -> None:
         self._peers, self._request_log = peers, request_log
@@ -59,7 +65,7 @@ class RecentTraffic:
         peers.register(_QUESTION, self._answer)
 
     def ended(self, record: RequestRecord) -> None:
-        """Count a request that is over."""
+        """Count an ended request."""
         _count(record, self._seconds)
         if len(self._seconds) > 2 * (SPAN_S + WINDOW_S):
             since = time.time() - SPAN_S - WINDOW_S
@@ -67,14 +73,14 @@ class RecentTraffic:
                 del self._seconds[at]
 
     async def everywhere(self) -> Poll:
-        """Ask all gateways; each answers with a GatewayTraffic."""
+        """Ask all gateways for their GatewayTraffic."""
         return await self._peers.ask(_QUESTION)
 
     async def _answer(self) -> GatewayTraffic:
         running = self._request_log.running()
         waits: dict[tuple[str, str, str | None], list[float]] = defaultdict(list)
         for record in running:
-            # load_s comes with the first token
+            # load_s is set with the first token
             if record.first_byte_s is None and record.load_s is None:
                 adapter = str(record.adapter) if record.adapter else None
                 at = record.tenant or "", record.base_model or "", adapter
@@ -83,7 +89,7 @@ class RecentTraffic:
         return GatewayTraffic(self._recent(running), waiting)
 
     def _recent(self, running: Iterable[RequestRecord]) -> dict[int, Second]:
-        """Return the last seconds; requests that run count as far as they are."""
+        """Return the counts of the last seconds, with events of running requests."""
         since = time.time() - SPAN_S - WINDOW_S
         seconds = defaultdict(Counter, {t: s.copy() for t, s in self._seconds.items() if t > since})
         for record in running:
@@ -92,7 +98,7 @@ class RecentTraffic:
 
 
 def waiting_of(gateways: Sequence[GatewayTraffic]) -> list[WaitingRequest]:
-    """Return who waits at any gateway, the longest first."""
+    """Return the waiting requests of all gateways, the longest wait first."""
     together: dict[tuple[str, str, str | None], WaitingRequest] = {}
     for one in (each for gateway in gateways for each in gateway.waiting):
         other = together.get(one[:3])
@@ -104,10 +110,13 @@ def waiting_of(gateways: Sequence[GatewayTraffic]) -> list[WaitingRequest]:
 
 
 def lines_of(gateways: Sequence[GatewayTraffic], now: float) -> Lines:
-    """Return the last SPAN_S whole seconds before `now` (Unix), a point for WINDOW_S each.
+    """Return the time series of the last SPAN_S whole seconds before `now` (Unix).
 
-    requests, refused, failed: a second. hit_rate: the share of requests with an adapter whose
-    adapter was on the GPU. ttft_p50_ms, ttft_p99_ms: time to first token.
+    Each point covers the WINDOW_S seconds up to it.
+
+    requests, refused, failed: per second.
+    hit_rate: share of requests with an adapter that found it on the GPU.
+    ttft_p50_ms, ttft_p99_ms: time to first token.
     """
     seconds: defaultdict[int, Second] = defaultdict(Counter)
     for one in gateways:
@@ -132,18 +141,18 @@ def lines_of(gateways: Sequence[GatewayTraffic], now: float) -> Lines:
 
 
 def _quantile_s(second: Second, share: float) -> float | None:
-    """Return a quantile of the times to first token; None without any."""
+    """Return a quantile of the times to first token; None if there are none."""
     buckets = sorted((at, times) for at, times in second.items() if isinstance(at, int) and times)
     left = share * sum(times for _, times in buckets)
     for bucket, times in buckets:
         left -= times
         if left <= 0:
-            return _LEAST_S * math.exp2((bucket - 0.5) / _PER_OCTAVE)
+            return _MIN_S * math.exp2((bucket - 0.5) / _PER_OCTAVE)
     return None
 
 
 def _count(record: RequestRecord, seconds: defaultdict[int, Second]) -> None:
-    """Count each event of a request in the second in which it happened."""
+    """Count each event of a request in the second of the event."""
 
     def happened(after_s: float, what: str | int) -> None:
         seconds[int(record.received + after_s)][what] += 1
@@ -161,4 +170,4 @@ def _count(record: RequestRecord, seconds: defaultdict[int, Second]) -> None:
 
 
 def _bucket(duration_s: float) -> int:
-    return math.ceil(_PER_OCTAVE * math.log2(max(duration_s, _LEAST_S) / _LEAST_S))
+    return math.ceil(_PER_OCTAVE * math.log2(max(duration_s, _MIN_S) / _MIN_S))

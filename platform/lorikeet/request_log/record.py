@@ -1,6 +1,7 @@
-"""The record of one request, numbers and names, never a prompt or an answer; and what fills it.
+"""Record of one request, and the trace that writes it.
 
-A RequestTrace is the record's only writer. why.py, ui/ and tracing/ read records.
+A record has numbers and names, never a prompt or an answer. why.py, ui/ and tracing/ read records;
+only RequestTrace writes them.
 """
 
 import time
@@ -24,16 +25,19 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import EngineTimings
 
 _REFUSALS = {"overloaded", "adapter_not_ready"}
-"""Codes of 503s that refuse a request, where nothing has failed."""
-_SHOWN_MODEL = 200  # characters of a name that may be any text
+"""Codes with status 503 that refuse a request without a failure."""
+_SHOWN_MODEL = 200  # characters kept of a name, which may be any text
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """A replica's try at a request. candidates: what the router considered, the best first.
+    """Attempt of one replica at a request.
 
-    taken_s, failed_s: as RequestRecord's times; None where it did not. failure: None where it did
-    not fail.
+    request_id: the attempt's own id.
+    replica: None if no replica took the call.
+    taken_s, failed_s: times like RequestRecord's; None if the replica did not take or fail it.
+    failure: reason of the failure; None without one.
+    candidates: replicas that the router considered, the best first.
     """
 
     request_id: str
@@ -46,7 +50,10 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True)
 class EndedStage:
-    """A stage of a request that asks no replica to generate. at_s: as RequestRecord's times."""
+    """Ended stage of a request without generation, such as a push.
+
+    at_s: end time like RequestRecord's.
+    """
 
     name: str
     at_s: float
@@ -54,16 +61,24 @@ class EndedStage:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A request, as far as it is known.
+    """Known facts of one request. Times are seconds since `received`.
 
-    received: Unix seconds. Other times are seconds from then on: validated_s, when it was checked
-    and sent on; accepted_s, when a replica had handed it to its engine and said so; first_byte_s,
-    when the answer's first bytes came; until_s, when the request ended, or now if it runs.
-    method, path, traceparent: the HTTP request's; the last names a trace of the caller's own.
-    tenant: None until its key is checked. model: as the client wrote it. base_quantization: what
-    the base model's linears were rounded to. trained_on: what the adapter calls it. code, param:
-    the error's that ended it. replica, residency, load_s, running and waiting (on the replica): the
-    AnswerHeader's. usage: None unless the answer is complete. ended_stages: a push's, in order.
+    method, path, traceparent: of the HTTP request; traceparent names the caller's own trace.
+    received: arrival, Unix seconds.
+    tenant: None until the key is checked.
+    model: as the client wrote it.
+    base_quantization: quantization of the base model's linears.
+    trained_on: the adapter's name of its base model.
+    validated_s: end of the checks, when the request was sent on.
+    accepted_s: arrival of a replica's message that its engine has the request.
+    first_byte_s: arrival of the answer's first bytes.
+    until_s: end of the request, or now if it runs.
+    code, param: of the error that ended the request.
+    replica, residency, load_s: of the AnswerHeader.
+    running, waiting: requests on the replica, of the AnswerHeader.
+    attempts: attempts of replicas, in order.
+    usage: None unless the answer is complete.
+    ended_stages: stages of a push, in order.
     """
 
     request_id: str
@@ -97,7 +112,7 @@ class RequestRecord:
 
     @property
     def outcome(self) -> str:
-        """running, finished, refused, failed, or cancelled: its client left."""
+        """State: running, finished, refused, failed, or cancelled if the client left."""
         if not self.ended:
             return "running"
         if self.code is not None:
@@ -107,17 +122,17 @@ class RequestRecord:
 
     @property
     def timings(self) -> tuple[EngineTimings, ...]:
-        """The timings of each choice, of a complete answer."""
+        """Timings of each choice; empty unless the answer is complete."""
         return self.usage.timings if self.usage else ()
 
     @property
     def slowest(self) -> EngineTimings | None:
-        """The timings of the choice that took longest."""
+        """Timings of the slowest choice."""
         return max(self.timings, key=engine_s, default=None)
 
     @property
     def first_token_s(self) -> float | None:
-        """The time to the first token: of a stream measured, else estimated from the timings."""
+        """Time to first token: measured for a stream, else estimated from timings."""
         slowest = self.slowest
         if self.stream or slowest is None:
             return self.first_byte_s if self.stream else None
@@ -125,19 +140,21 @@ class RequestRecord:
 
     @property
     def retries(self) -> int:
-        """How many attempts failed."""
+        """Number of failed attempts."""
         return sum(attempt.failure is not None for attempt in self.attempts)
 
 
 def engine_s(timings: EngineTimings) -> float:
-    """Return the seconds in the engine."""
+    """Return the seconds that a choice spent in the engine."""
     return timings.queued_s + timings.prefill_s + timings.decode_s
 
 
 class RequestTrace:
-    """Follows one request from its first line to its end; the call's RequestObserver.
+    """Writer of one request's record; the call's RequestObserver.
 
-    running: called when the call begins. ended: called with the record when the request ends.
+    Constructor arguments:
+    running: called when the call begins.
+    ended: called with the record when the request ends.
     """
 
     def __init__(
@@ -151,18 +168,18 @@ class RequestTrace:
     ) -> None:
         self._record = RequestRecord(request_id, path, traceparent, time.time(), method=method)
         self._running, self._ended = running, ended
-        self._came_s = time.monotonic()
-        self._sent_s = 0.0  # when the last attempt began
+        self._received_s = time.monotonic()
+        self._sent_s = 0.0  # begin of the last attempt
         self._attempts: dict[str, AttemptRecord] = {}
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
+        """Id of the request."""
         return self._record.request_id
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Hold while the request is read and checked; an error is its end."""
+        """Enter while the request is read and checked; an error ends the request."""
         try:
             yield
         except Exception as error:
@@ -171,7 +188,7 @@ class RequestTrace:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Hold while a request is answered that asks no replica."""
+        """Enter while a request without a replica is answered; the exit ends the request."""
         try:
             yield
         except BaseException as error:
@@ -181,28 +198,31 @@ class RequestTrace:
         self._end(None)
 
     def set_caller(self, tenant: str, key_id: str) -> None:
-        """Note whose request this is."""
+        """Record the tenant and its key."""
         self._record.tenant, self._record.key_id = tenant, key_id
 
     def set_model(self, model: str) -> None:
-        """Note the model as the client wrote it."""
+        """Record the model as the client wrote it."""
         self._record.model = model[:_SHOWN_MODEL]
 
     def end_stage(self, name: str, at_s: float | None = None) -> None:
-        """Note that a stage has ended, at time.monotonic() or when that was `at_s`."""
-        ended = EndedStage(name, (at_s or time.monotonic()) - self._came_s)
+        """Record the end of a stage.
+
+        at_s: time.monotonic() at the end; None for now.
+        """
+        ended = EndedStage(name, (at_s or time.monotonic()) - self._received_s)
         self._record.ended_stages += (ended,)
 
     def set_call(
         self, call: Call, base_model: str, quantization: str | None, trained_on: str | None
     ) -> None:
-        """Note what the request asks for, and how that is served."""
+        """Record the adapter and base model of the request."""
         record = self._record
         record.adapter, record.stream, record.base_model = call.adapter, call.stream, base_model
         record.base_quantization, record.trained_on = quantization, trained_on
 
     def __enter__(self) -> None:
-        """Note that the request is sent on."""
+        """Record that the request is sent to a replica."""
         self._record.validated_s = self._sent_s = self._now_s()
         self._running(self)
 
@@ -211,7 +231,7 @@ class RequestTrace:
         self._end(error)
 
     def on_item(self, item: StreamItem) -> None:
-        """Note what an item says of the request."""
+        """Record the facts in an item of the answer."""
         record = self._record
         match item:
             case Attempt():
@@ -230,12 +250,12 @@ class RequestTrace:
                 record.code, record.param = item.code, item.param
 
     def on_first_bytes(self) -> Sequence[tuple[bytes, bytes]]:
-        """Note when; a trace adds no headers."""
+        """Record the time of the first bytes; a trace adds no headers."""
         self._record.first_byte_s = self._now_s()
         return ()
 
     def record(self) -> RequestRecord:
-        """Return the record of a request that runs, as it is now."""
+        """Return the current record of a running request."""
         return replace(self._record, until_s=self._now_s(), attempts=tuple(self._attempts.values()))
 
     def _on_attempt(self, attempt: Attempt) -> None:
@@ -271,4 +291,4 @@ class RequestTrace:
         return not answered and bool(record.attempts) and record.attempts[-1].failure is not None
 
     def _now_s(self) -> float:
-        return time.monotonic() - self._came_s
+        return time.monotonic() - self._received_s

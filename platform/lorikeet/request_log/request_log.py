@@ -1,4 +1,4 @@
-"""The log of a service's requests: each gateway keeps its own in memory, and any can be asked."""
+"""Request log: each gateway keeps its own requests in memory and can ask all others."""
 
 import re
 import time
@@ -12,16 +12,16 @@ from lorikeet.request_log.why import Json, explain
 
 KEPT_S = 3600.0
 KEPT_BYTES = 64 * 2**20
-"""Some 300 bytes a request: an hour of 60 requests a second."""
+"""At some 300 bytes a request, an hour of 60 requests a second."""
 _QUESTION = "explain"
 Subscriber = Callable[[RequestRecord], None]
 _ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?([0-9a-f]{32})(?:-[0-9])?")
 
 
 class RequestLog:
-    """The requests of one gateway: those that run, and the last that ended. For one event loop.
+    """Running and recently ended requests of one gateway. For one event loop.
 
-    An ended one is kept for an hour, or until newer ones need its room.
+    An ended request is kept for an hour, or until newer ones need its memory.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RequestLog:
         peers.register(_QUESTION, self._answer)
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call `subscriber` with the record of each request that is over."""
+        """Call `subscriber` with the record of each ended request."""
         self._subscribers.append(subscriber)
 
     def trace(
@@ -47,24 +47,30 @@ class RequestLog:
         traceparent: str | None = None,
         method: str = "POST",
     ) -> RequestTrace:
-        """Begin the trace of a request that has just come. path: the route's."""
+        """Begin the trace of a request that has just arrived.
+
+        path: path of the route.
+        """
         return RequestTrace(request_id, self._begin, self._end, path, traceparent, method)
 
     @property
     def open(self) -> int:
-        """How many requests run."""
+        """Number of running requests."""
         return len(self._running)
 
     @property
     def ended_bytes(self) -> int:
-        """What it keeps of requests that ended."""
+        """Bytes of ended requests' records."""
         return self._ended.held_bytes
 
     async def find(self, asked_id: str, tenant: str | None = None) -> Json:
-        """Return any gateway's explanation of a request; tenant: only if it is this one's.
+        """Return the explanation of a request from any gateway.
 
-        asked_id: x-request-id or the answer's own id. Raises NotFound, alike for an unknown
-        request and for another tenant's, and Unavailable where not all gateways answer.
+        Raises NotFound, the same for an unknown request and for another tenant's, and Unavailable
+        if not all gateways answer.
+
+        asked_id: x-request-id or the answer's own id.
+        tenant: owner of the request; None for an admin, who may see all.
         """
         match = _ID.fullmatch(asked_id)
         if match is not None:
@@ -85,7 +91,7 @@ class RequestLog:
         )
 
     def running(self) -> list[RequestRecord]:
-        """Return the records of requests that run, as they are now."""
+        """Return the current records of running requests."""
         return [trace.record() for trace in self._running.values()]
 
     async def _answer(self, request_id: str, tenant: str | None) -> Json | None:
@@ -107,8 +113,8 @@ class RequestLog:
         self._running.pop(record.request_id, None)
         for subscriber in self._subscribers:
             subscriber(record)
-        if record.tenant is not None:  # no tenant could ask about the others
-            record.traceparent = None  # which is as long as its caller likes
+        if record.tenant is not None:  # without a tenant nobody could ask for it
+            record.traceparent = None  # its length is the caller's choice
             now_s = self._clock()
             self._ended.keep(record, now_s)
             self._ended.forget(now_s - KEPT_S)

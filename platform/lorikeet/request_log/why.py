@@ -1,4 +1,4 @@
-"""Why a request took what it took: a record as JSON, for `lorikeet why`."""
+"""Explanation of a request's duration as JSON, for `lorikeet why`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,15 @@ Json = dict[str, Any]
 
 
 def explain(record: RequestRecord, *, for_admin: bool) -> Json:
-    """Return what became of a request; times in milliseconds.
+    """Return a record as JSON; times in milliseconds.
 
-    The stages follow on each other and fill the time from its arrival to its end. Where the replica
-    has sent its timings, `overhead` is all that is neither the gateway's nor the engine's: prompts
-    to tokens, tokens to text, processes and the client's reading. With several choices they are the
-    slowest one's. Only admins see other requests: what the router expected, and how many ran and
-    waited on the replica.
+    The stages are consecutive and cover the time from arrival to end. If the replica has sent its
+    timings, `overhead` is the time outside gateway and engine: tokenizing, detokenizing, messages
+    between processes, and the client's reading. With several choices, stages are the slowest
+    choice's.
+
+    for_admin: include facts about other requests: the router's expected costs, and the requests
+        running and waiting on the replica.
     """
     explanation = {
         "id": record.request_id,
@@ -81,7 +83,7 @@ def _stages(record: RequestRecord) -> list[tuple[str, float]]:
     if taken_s is None:
         return [*stages, ("route", end_s - record.validated_s)]
     if slowest is not None:
-        # The engine begins before the gateway hears that the replica has taken the request.
+        # The engine begins before the replica's message reaches the gateway.
         taken_s = min(taken_s, end_s - engine_s(slowest))
         return [
             *stages,
@@ -103,9 +105,9 @@ def _stages(record: RequestRecord) -> list[tuple[str, float]]:
 
 
 def _between(ended: Sequence[EndedStage], end_s: float) -> list[tuple[str, float]]:
-    """Return how long each stage took, from the end of the one before.
+    """Return the seconds of each stage since the end of the one before.
 
-    One that had ended before the request came to it, as of a push that is repeated, took no time.
+    A stage that ended before its begin, as in a repeated push, takes no time.
     """
     stages, since_s = list[tuple[str, float]](), 0.0
     for stage in (*ended, EndedStage("rest", end_s)):

@@ -1,7 +1,7 @@
 """Traces of ended requests for an OpenTelemetry collector (OTLP over HTTP).
 
-exporter.py   TraceExporter, which gets every RequestRecord of a gateway, and sends spans
-spans.py      which requests are traced, and the spans of one
+exporter.py   TraceExporter, which receives each RequestRecord of a gateway and sends spans
+spans.py      sampling of requests, and the spans of one request
 
-Only imported when LORIKEET_OTLP_TRACES_ENDPOINT is set: its libraries take memory and time to load.
+Imported only if LORIKEET_OTLP_TRACES_ENDPOINT is set: its libraries take memory and time to load.
 """

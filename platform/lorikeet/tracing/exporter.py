@@ -1,4 +1,4 @@
-"""The exporter of spans: gathers them, and sends them by a thread of its own."""
+"""Exporter that sends spans in batches from a background thread."""
 
 import asyncio
 import logging
@@ -15,18 +15,21 @@ from lorikeet.tracing.spans import gateway_resource, origin_of, spans_of
 log = logging.getLogger(__name__)
 
 _SEND_S = 5
-_LAST_S = 2  # for what is left at the end
-_QUEUE = 8192  # spans: a second of a busy gateway's
+_CLOSE_S = 2  # for the last spans
+_QUEUE = 8192  # spans: one second of a busy gateway
 _BATCH = 512
 _BATCH_MS = 200
 
 
 class TraceExporter:
-    """Sends a share of a gateway's ended requests as traces.
+    """Exporter of a share of a gateway's ended requests as traces.
 
-    endpoint: the collector's OTLP/HTTP address, to which /v1/traces is added; headers and
-    certificates for it come from OTEL_EXPORTER_OTLP_ variables. While the collector is away, the
-    newest spans are kept and the oldest dropped; no request waits for either.
+    While the collector is unreachable, the oldest spans are dropped. No request waits for it.
+
+    endpoint: OTLP/HTTP address of the collector, without /v1/traces. Its headers and certificates
+        come from OTEL_EXPORTER_OTLP_ variables.
+    share: share of requests to trace, 0 to 1.
+    gateway: the gateway's name.
     """
 
     def __init__(self, endpoint: str, share: float, gateway: str) -> None:
@@ -36,8 +39,8 @@ class TraceExporter:
         self._queue = BatchSpanProcessor(sender, _QUEUE, _BATCH_MS, _BATCH)
 
     def ended(self, record: RequestRecord) -> None:
-        """Trace an ended request, if it is among the share."""
-        if record.tenant is None:  # no key: anybody can send such requests
+        """Send the spans of an ended request if it is sampled."""
+        if record.tenant is None:  # no valid key: anybody can send such requests
             return
         origin = origin_of(record.request_id, record.traceparent, self._share)
         if origin is not None:
@@ -45,18 +48,18 @@ class TraceExporter:
                 self._queue.on_end(span)
 
     async def close(self) -> None:
-        """Send what is left, if the collector takes it at once."""
-        # a daemon thread: the queue itself waits half a minute for a collector that is away
+        """Send the last spans if the collector takes them at once."""
+        # daemon thread: the queue waits half a minute for an unreachable collector
         last = threading.Thread(target=self._queue.shutdown, daemon=True)
         last.start()
-        await asyncio.to_thread(last.join, _LAST_S)
+        await asyncio.to_thread(last.join, _CLOSE_S)
 
 
 class _Sender(SpanExporter):
-    """The collector. When it stops taking spans, and when it takes them again, is logged once."""
+    """Sender to the collector. Logs once when the collector fails and once when it recovers."""
 
     def __init__(self, url: str) -> None:
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it says so again and again
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it logs each failure
         self._url = url
         self._exporter = OTLPSpanExporter(url, timeout=_SEND_S)
         self._failing = False

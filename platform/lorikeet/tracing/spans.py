@@ -1,20 +1,19 @@
-"""The spans of one request, made when it has ended.
+"""Spans of one ended request.
 
-    POST /v1/chat/completions     the gateway's: from the first line to the end
+    POST /v1/chat/completions     gateway's span, from arrival to end
     ├── validate                  key, limits, body, model
-    └── attempt                   one for each replica that was tried
-        ├── route                 until one had room for it
-        └── chat                  that replica's, from then on
-            ├── adapter           until the adapter was there; these four by the engine's clock
+    └── attempt                   one for each attempted replica
+        ├── route                 until a replica took the call
+        └── chat                  replica's span, from then on
+            ├── adapter           until the adapter was on the GPU
             ├── queue             until the first step
             ├── prefill           until the first token
             └── decode            until the last token
 
-What the last four leave uncovered are prompts becoming tokens, tokens becoming text, and messages
-between processes. With several choices they show the one that took longest. The engine reports how
-long each took and the gateway places them by its own clock, as late as a message may take.
-Names are OpenTelemetry's (HTTP and GenAI conventions) where it has any. A record holds no prompt,
-answer or key, so neither do spans.
+The last four have durations by the engine's clock, of the slowest choice; the gateway places them
+by its own clock, as late as messages allow. They leave gaps for tokenizing, detokenizing and
+messages between processes. Names follow OpenTelemetry's HTTP and GenAI conventions if these have
+one. Records hold no prompt, answer or key, so spans hold none either.
 """
 
 from functools import lru_cache
@@ -56,18 +55,23 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Origin(NamedTuple):
-    """Where a request's spans belong. parent: the caller's span, if it sent one."""
+    """Trace of a request's spans.
+
+    parent: the caller's span, if it sent one.
+    """
 
     trace_id: int
     parent: SpanContext | None
 
 
 def origin_of(request_id: str, traceparent: str | None, share: float) -> Origin | None:
-    """Return where a request's spans belong; None if it is not traced.
+    """Return the trace of a request; None if the request is not sampled.
 
-    What a caller decided in its traceparent (W3C Trace Context) stands. Without one, the request's
-    id is the trace's, and its last 56 bits decide: all random in a UUID of version 4, as
-    OpenTelemetry's consistent probability sampling wants them.
+    A caller's traceparent (W3C Trace Context) decides. Without one, the trace's id is the
+    request's, and its last 56 bits decide: they are random in a UUID of version 4, as
+    OpenTelemetry's consistent probability sampling requires.
+
+    share: share of requests to sample, 0 to 1.
     """
     if traceparent is not None:
         context = _PROPAGATOR.extract({"traceparent": traceparent})
@@ -86,12 +90,12 @@ def gateway_resource(name: str) -> Resource:
 
 @lru_cache(maxsize=1024)
 def replica_resource(name: str, base_model: str) -> Resource:
-    """Return the resource of a replica's spans, although its gateway makes them."""
+    """Return the resource of a replica's spans, which the gateway creates."""
     return Resource(_service("lorikeet-engine", name) | {"lorikeet.base_model": base_model})
 
 
 def spans_of(origin: Origin, record: RequestRecord, gateway: Resource) -> list[ReadableSpan]:
-    """Return the whole tree of spans; parents come before their children."""
+    """Return all spans of a request; parents come before their children."""
     spans = _Spans(origin.trace_id, round(record.received * 1e9))
     operation = _OPERATIONS.get(record.path, "")
     failure = record.code if record.outcome == "failed" else None
@@ -127,7 +131,7 @@ def spans_of(origin: Origin, record: RequestRecord, gateway: Resource) -> list[R
 
 
 class _Spans:
-    """The spans of one trace. Times are seconds from `received_ns` on, as a RequestRecord's."""
+    """Spans of one trace. Times are seconds since `received_ns`, as in a RequestRecord."""
 
     def __init__(self, trace_id: int, received_ns: int) -> None:
         self._trace_id, self._received_ns = trace_id, received_ns
@@ -144,10 +148,10 @@ class _Spans:
         attributes: Attributes | None = None,
         failure: str | None = None,
     ) -> SpanContext:
-        """Add a span; return its context, for its children."""
+        """Add a span; return its context, the parent of its children."""
         context = SpanContext(self._trace_id, _IDS.generate_span_id(), False, _SAMPLED)
         begin_s, end_s = during
-        # Not by a tracer: those follow code as it runs, and here everything has happened.
+        # Not by a tracer, which measures running code: this request has ended.
         span = ReadableSpan(
             name,
             context,
@@ -173,7 +177,7 @@ def _add_replica(
     there: Resource,
 ) -> None:
     taken_s, end_s = during
-    timings = record.slowest if end_s == record.until_s else None  # none if it failed
+    timings = record.slowest if end_s == record.until_s else None  # None if the attempt failed
     replica = spans.add(
         operation,
         attempt,
@@ -184,7 +188,7 @@ def _add_replica(
     )
     if timings is None:
         return
-    at_s = _begun_s(record, timings, taken_s, end_s)
+    at_s = _engine_start_s(record, timings, taken_s, end_s)
     for stage, took_s in (
         ("adapter", timings.load_s),
         ("queue", timings.queued_s - timings.load_s),
@@ -196,8 +200,10 @@ def _add_replica(
         at_s = then_s
 
 
-def _begun_s(record: RequestRecord, timings: EngineTimings, taken_s: float, end_s: float) -> float:
-    """Return the latest time when the engine can have begun, by all that the gateway saw."""
+def _engine_start_s(
+    record: RequestRecord, timings: EngineTimings, taken_s: float, end_s: float
+) -> float:
+    """Return the latest possible start of the engine's work, from the gateway's times."""
     latest = [end_s - engine_s(timings)]
     if record.accepted_s is not None:
         latest.append(record.accepted_s)
@@ -207,7 +213,7 @@ def _begun_s(record: RequestRecord, timings: EngineTimings, taken_s: float, end_
 
 
 def _request(record: RequestRecord, operation: str) -> Attributes:
-    """Return attributes of the request, and of how it ended."""
+    """Return attributes of the request and its outcome."""
     status = record.code and error_status(record.code, api_of_path(record.path))
     if record.first_byte_s is not None or record.usage is not None:
         status = HTTPStatus.OK
@@ -229,7 +235,7 @@ def _request(record: RequestRecord, operation: str) -> Attributes:
 
 
 def _answer(record: RequestRecord) -> Attributes:
-    """Return attributes of the answer: who made it, with what, and its tokens."""
+    """Return attributes of the answer: replica, model, adapter and tokens."""
     adapter = record.adapter
     usage = record.usage
     return {

@@ -1,1 +1,1 @@
-"""Adapters on the experts of mixture-of-experts models: how they are named, and in which forms."""
+"""Adapters on the experts of mixture-of-experts models: their names and forms."""

@@ -1,17 +1,17 @@
-"""Adapters on the experts of mixture-of-experts models: the forms they come in, and a blob's one.
+"""Forms of adapters on experts of mixture-of-experts models, and their conversion to a blob's form.
 
-A blob holds for each of a layer's experts.gate_proj, up_proj and down_proj two tensors, A [experts,
-rank, d_in] and B [experts, d_out, rank]; a leading 1 says that all experts share it. up_proj has no
-A where it shares gate_proj's. Trainers save
+A blob has two tensors for each of a layer's experts.gate_proj, up_proj and down_proj: A [experts,
+rank, d_in] and B [experts, d_out, rank]; a leading 1 means that all experts share the matrix.
+up_proj has no A if it shares gate_proj's. Trainers save these forms:
 
-parameters   mlp.experts and mlp.experts.base_layer, PEFT's wrappers of gate_up_proj, which is both
-             linears on top of one another, and of down_proj, the one inside the other if there are
-             both: A [experts · rank, d_in] by experts, but B [d_out, rank · experts] by ranks
-numbered     mlp.experts.7.gate_proj: matrices for each expert, as its own linear
-stacked      mlp.experts.gate_proj: a blob's form, or a matrix that all experts share
+parameters   mlp.experts and mlp.experts.base_layer: PEFT's wrappers of two parameters, gate_up_proj
+(both linears, stacked) and down_proj, nested if there are both. A [experts · rank, d_in] is ordered
+by experts, but B [d_out, rank · experts] by ranks numbered     mlp.experts.7.gate_proj: matrices of
+each expert, as a linear of its own stacked      mlp.experts.gate_proj: a blob's form, or a matrix
+that all experts share
 
-with Mixtral's old names w1, w3 and w2 for gate_proj, up_proj and down_proj. An adapter that PEFT
-made of a numbered one has gate_up_proj of twice the rank, half of whose B is zero: it is two again.
+Mixtral's old names w1, w3 and w2 stand for gate_proj, up_proj and down_proj. PEFT converts a
+numbered adapter to gate_up_proj of twice the rank, with half of B zero: it is split into two again.
 """
 
 import math
@@ -44,9 +44,9 @@ Arrange = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """A tensor [experts, rows, columns] of a blob: what `arrange` makes of each source in turn.
+    """A tensor [experts, rows, columns] of a blob, made by `arrange` of each source in turn.
 
-    arrange: takes the numbers of one source, as integers as wide, [elements].
+    arrange: takes one source's elements, as unsigned integers of their width, [elements].
     """
 
     sources: tuple[SavedTensor, ...]
@@ -55,25 +55,25 @@ class ExpertTensor:
 
     @property
     def blob_dtype(self) -> str:
-        """The dtype that a blob holds it in."""
+        """Dtype in a blob."""
         return self.sources[0].blob_dtype
 
     def pieces(self) -> Iterator[bytes]:
-        """The tensor's bytes in blob_dtype, a source's at once. Raises AdapterRejected."""
+        """Yield the tensor's bytes in blob_dtype, one source at a time. Raises AdapterRejected."""
         for source in self.sources:
             yield self.arrange(_words(source)).tobytes()
 
 
 Stored = SavedTensor | ExpertTensor
-"""What a blob can be written of."""
+"""A tensor that can be written to a blob."""
 
 
 def name_parameters(pairs: Mapping[str, Pair], raw: Mapping[str, Any]) -> dict[str, Pair]:
-    """The pairs under the names of the parameters that PEFT's wrappers are for.
+    """Return the pairs, with PEFT's wrappers named by the parameters that they are for.
 
-    Of mlp.experts.base_layer and mlp.experts either can be gate_up_proj: their shapes tell, and of
-    one alone raw's target_parameters. A linear whose weight is targeted as a parameter gets that
-    one's name. Raises AdapterRejected.
+    mlp.experts and mlp.experts.base_layer can each be gate_up_proj. Shapes tell which one is, or
+    raw's target_parameters if there is only one wrapper. A linear whose weight is targeted as a
+    parameter is named like one. Raises AdapterRejected.
     """
     named: dict[str, Pair] = {}
     for saved, pair in pairs.items():
@@ -110,7 +110,7 @@ def _wrapped_parameter(experts: str, pair: Pair, other: Pair | None, raw: Mappin
 
 
 def _is_down_of(down: Pair, gate_up: Pair) -> bool:
-    """Whether the shapes are of H → 2I and I → H, in this order gate_up's and down's."""
+    """Whether the shapes are H → 2I for gate_up and I → H for down."""
     hidden, both = gate_up["A"].shape[-1], gate_up["B"].shape[0]
     return both == 2 * down["A"].shape[-1] and hidden == down["B"].shape[0]
 
@@ -163,7 +163,7 @@ def _add(
 def _config_of(
     modules: Mapping[str, Mapping[str, Stored]], origins: Mapping[str, str], config: LoraConfig
 ) -> LoraConfig:
-    """The config for a blob's modules: each has the scaling of what it was made of."""
+    """Return the config for a blob's modules, each with the scaling of its origin."""
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for module, pair in modules.items():
@@ -180,7 +180,7 @@ def _config_of(
 def _of_parameter(
     experts: str, parameter: str, module: str, pair: Pair, config: LoraConfig
 ) -> dict[str, dict[str, ExpertTensor]]:
-    """The linears of a parameter that PEFT wrapped, by module."""
+    """Return the linears of a parameter that PEFT wrapped, by module."""
     rank, rows = config.rank(module), pair["A"].shape[0]
     if len(pair["A"].shape) != 2 or rows % rank or rows == rank:
         raise AdapterRejected(
@@ -204,7 +204,7 @@ def _of_parameter(
 def _cut(
     pair: Pair, rank: int, count: int, outputs: slice, ranks: slice
 ) -> dict[str, ExpertTensor]:
-    """Some ranks of every expert's A, and some rows and ranks of its B."""
+    """Select ranks of every expert's A, and rows and ranks of its B."""
     d_in, d_out, kept = pair["A"].shape[1], pair["B"].shape[0], ranks.stop - ranks.start
 
     def of_a(words: np.ndarray) -> np.ndarray:
@@ -221,7 +221,7 @@ def _cut(
 
 
 def _is_block_diagonal(b: SavedTensor, rank: int, count: int) -> bool:
-    """Whether gate reads the first half of the ranks alone, and up the second."""
+    """Whether gate uses only the first half of the ranks, and up only the second."""
     if rank % 2 or b.shape[0] % 2:
         return False
     words = _words(b).reshape(2, b.shape[0] // 2, 2, rank // 2, count)
@@ -232,9 +232,9 @@ def _is_block_diagonal(b: SavedTensor, rank: int, count: int) -> bool:
 def _of_numbered(
     module: str, members: Mapping[int, str], pairs: Mapping[str, Pair], config: LoraConfig
 ) -> dict[str, ExpertTensor]:
-    """One linear's matrices of all experts, stacked."""
+    """Stack one linear's matrices of all experts."""
     missing = next(number for number in range(len(members) + 1) if number not in members)
-    # A single one, stacked, would be every expert's.
+    # A single matrix, stacked, would apply to every expert.
     if missing < len(members) or len(members) == 1:
         raise AdapterRejected(
             f"{module}: there are weights for {len(members)} of the experts, but none for expert "
@@ -259,7 +259,7 @@ def _of_numbered(
 def _differ(module: str, other: str, what: str) -> AdapterRejected:
     return AdapterRejected(
         f"{module} has another {what} than {other}: all experts of a linear are served with one "
-        "rank and alpha; train them so",
+        "rank and alpha; train them with one",
         field=module,
     )
 

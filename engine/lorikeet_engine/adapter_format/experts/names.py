@@ -1,4 +1,4 @@
-"""What trainers call the linears of experts, and what blobs do.
+"""Names of the linears of experts, in trainers' files and in blobs.
 
 Mixtral's old names are block_sparse_moe for mlp, and w1, w3 and w2 for gate_proj, up_proj and
 down_proj. PEFT wraps a whole parameter, gate_up_proj or down_proj, for all experts at once.
@@ -18,28 +18,28 @@ _OLD_BLOCK, _BLOCK = ".block_sparse_moe.", ".mlp."
 
 
 def is_of_experts(module: str) -> bool:
-    """Whether a module, as a trainer saved it or as blobs call it, is of experts."""
+    """Whether a module, in saved or canonical naming, is of experts."""
     return _EXPERTS.fullmatch(module) is not None
 
 
 def experts_of(module: str) -> str:
-    """The module that all linears of a layer's experts are in, of one of them; of others, itself.
+    """Return the module that contains a layer's experts; for a module of no expert, itself.
 
-    prime-rl's targets name it; PEFT has no LoRA for it.
+    prime-rl targets that module, for which PEFT has no LoRA.
     """
     match = _EXPERTS.fullmatch(module)
     return match[1] if match else module
 
 
 def modern(module: str) -> str:
-    """The name without Mixtral's old parts."""
+    """Return the name without Mixtral's old parts."""
     module = module.replace(_OLD_BLOCK, _BLOCK)
     before, dot, last = module.rpartition(".")
     return f"{before}{dot}{_OLD_LINEARS.get(last, last)}" if is_of_experts(module) else module
 
 
 def linear_of(module: str) -> str:
-    """A linear of a layer that a module is, for one expert or all, or that a parameter holds."""
+    """Return the linear that a module adapts, for one expert or all, or that a parameter holds."""
     match = _EXPERTS.fullmatch(module)
     if match is None:
         return module
@@ -47,12 +47,12 @@ def linear_of(module: str) -> str:
 
 
 class ConfiguredNames:
-    """The names by which a config can mean a layer's linear, in the forms that the weights have."""
+    """Names by which a config can target a layer's linear, in the forms that the weights have."""
 
     def __init__(self, given: Collection[str], *, old_linears: bool) -> None:
-        """given: the modules with weights, as a trainer saved them.
+        """given: modules with weights, in the trainer's naming.
 
-        old_linears: what ExpertKeys says of the base model, for experts without weights.
+        old_linears: as in ExpertKeys, of the base model; for experts without weights.
         """
         of_experts = [module for module in given if is_of_experts(module)]
         numbered = [match for match in map(NUMBERED.fullmatch, of_experts) if match]
@@ -68,7 +68,7 @@ class ConfiguredNames:
         self._is_of_parameters = last_parts <= {GATE_UP, DOWN}
 
     def of(self, path: str) -> set[str]:
-        """The names of one linear. path: as blobs call it."""
+        """Return the names of one linear, by its path in blobs."""
         return {name for block in self._blocks for name in self._of(path.replace(_BLOCK, block))}
 
     def _of(self, path: str) -> set[str]:

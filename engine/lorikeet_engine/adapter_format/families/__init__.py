@@ -1,7 +1,7 @@
-"""The families of base models that are served, and what they are described by.
+"""The families of base models that are served.
 
-`table` has them all, each a `family` of `linear`s; `vision_language` says within which other models
-they are found.
+`table` lists them, in the terms of `family`; `vision_language` lists the larger models whose text
+part is one of them.
 """
 
 from lorikeet_engine.adapter_format.families.family import (

@@ -1,4 +1,4 @@
-"""What families of base models differ in."""
+"""Description of a family of base models: its linears, norms and switches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ from typing import Any
 
 
 class Width(StrEnum):
-    """What a linear reads or writes, by the key of config.json that counts its pieces.
+    """Width of a linear's input or output, by the key of config.json with its number of pieces.
 
-    Processes that share a linear cut it between pieces.
+    Ranks that share a linear divide it between pieces.
     """
 
     HIDDEN = "hidden_size"
     QUERIES = "num_attention_heads"
-    KEYS = "num_key_value_heads"  # and as wide: values
+    KEYS = "num_key_value_heads"  # and values, of the same width
     INTERMEDIATE = "intermediate_size"
     EXPERTS = "num_local_experts"
     VOCABULARY = "vocab_size"
-    TOKEN = "token"  # an id, to the base of 256
+    TOKEN = "token"  # the base-256 digits of an id
 
 
 class Parallel(StrEnum):
-    """Which side of a linear is cut where several processes share it."""
+    """Side of a linear that is divided among ranks."""
 
     COLUMN = "column"  # its outputs
     ROW = "row"  # its inputs
@@ -31,12 +31,12 @@ class Parallel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear that every decoder layer has, or what the model has once: head and embeddings.
+    """A linear of every decoder layer, or one outside the layers: head or embeddings.
 
-    module: its path in the layer, or in the model. outputs: several where it stores several
-    linears on top of one another. group: neighbouring linears of one group read one input, and are
-    one fused product. of_experts: whether it is one for each of the model's experts, each with an
-    adapter of its own.
+    module: path in the layer, or in the model.
+    outputs: several for a linear that stores several, stacked.
+    group: neighbouring linears of one group read one input, and are computed as one fused product.
+    of_experts: each expert has such a linear, with an adapter of its own.
     """
 
     module: str
@@ -48,29 +48,30 @@ class Linear:
 
     @property
     def gathers(self) -> bool:
-        """Whether its input is a token's id, so that images hold A by columns: [d_in, rank]."""
+        """Whether the input is a token's id, so that images hold A by columns: [d_in, rank]."""
         return self.inputs is Width.VOCABULARY
 
     @property
     def routes(self) -> bool:
-        """Whether it chooses experts: it stays in floats, whatever other linears are rounded to."""
+        """Whether it chooses experts; it stays in floats even if other linears are quantised."""
         return self.outputs == (Width.EXPERTS,)
 
     @property
     def name(self) -> str:
-        """The last part of the path, which people know the linear by."""
+        """Last part of the path, which is its usual name."""
         return self.module.rpartition(".")[2]
 
     def path(self, layer: int) -> str:
-        """The whole name of a layer's linear, as in a checkpoint and in PEFT's files."""
+        """Return the full name of a layer's linear, as in a checkpoint and in PEFT's files."""
         return f"model.layers.{layer}.{self.module}"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """The RMS norms of a decoder layer, by their names in it; None where there is none.
+    """Names of the RMS norms in a decoder layer; None: no norm there.
 
-    Of what attention and the MLP read, and of what they add to the hidden states.
+    They apply to the inputs of attention and MLP, and to their outputs before these are added to
+    the hidden states.
     """
 
     attention_input: str | None = "input_layernorm"
@@ -80,21 +81,21 @@ class LayerNorms:
 
 
 class QkNormKind(StrEnum):
-    """What is normed before queries and keys turn."""
+    """Vectors that are normed before rotary embeddings."""
 
     NONE = "none"
-    HEAD = "head"  # each head's query and key
-    WHOLE = "whole"  # a token's queries together, and its keys
+    HEAD = "head"  # each head's query and key separately
+    WHOLE = "whole"  # a token's queries of all heads together, and its keys
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """The keys of config.json that size a mixture of experts, which a family's MLPs are.
+    """Keys of config.json for the sizes of a mixture of experts.
 
-    counts: of how many experts a layer has; the first that a file has counts. width: of each
-    expert's intermediate vector. normalised: whether the weights of a token's experts add up to 1
-    whatever norm_topk_prob says. old_linears: whether trainers' targets call the linears w1, w3 and
-    w2.
+    counts: keys for the number of experts in a layer; the first one in the file counts.
+    width: key for the width of each expert's intermediate vector.
+    normalised: weights of a token's experts always add up to 1, whatever norm_topk_prob says.
+    old_linears: trainers' targets name the linears w1, w3 and w2.
     """
 
     counts: tuple[str, ...]
@@ -105,15 +106,17 @@ class ExpertKeys:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models. linears: of each decoder layer, in the table's order.
+    """A family of base models.
 
-    switches: the keys of config.json that only some families read, each with what it means where
-    the file leaves it out, as in transformers' class of the family; so also for common keys whose
-    default is not the usual one. qkv_bias: whether q, k and v have biases, whatever attention_bias
-    says. o_bias: the switch that gives o one; None: none does. interleaved_rope: whether neighbours
-    turn as a pair, and not x[i] with x[i + half]. experts: None where MLPs are dense.
-    norms_plus_one: whether a norm multiplies by 1 + its weight. scaled_embeddings: whether
-    embeddings are multiplied by √hidden_size.
+    linears: of each decoder layer, in the table's order.
+    switches: keys of config.json that only some families read, each with its default, as in
+        transformers' class of the family; also common keys with an unusual default.
+    qkv_bias: q, k and v have biases, whatever attention_bias says.
+    o_bias: switch for a bias of o; None: no bias.
+    interleaved_rope: rotary embeddings rotate neighbouring elements, not x[i] with x[i + half].
+    experts: None for dense MLPs.
+    norms_plus_one: norms multiply by 1 + weight.
+    scaled_embeddings: embeddings are multiplied by √hidden_size.
     """
 
     name: str
@@ -129,16 +132,15 @@ class Family:
     scaled_embeddings: bool = False
 
 
-# What comes after the layers. Where embeddings are tied, it reads their matrix; an adapter of it
-# changes the logits alone.
+# After the layers. If embeddings are tied, it uses their matrix; its adapter affects logits only.
 HEAD = Linear("lm_head", Width.HIDDEN, (Width.VOCABULARY,), "lm_head", Parallel.COLUMN)
-# What comes before the layers, as a linear of tokens as unit vectors: each reads one column of A.
+# Before the layers, as a linear of tokens as unit vectors: each token reads one column of A.
 EMBEDDINGS = Linear(
     "model.embed_tokens", Width.VOCABULARY, (Width.HIDDEN,), "embed_tokens", Parallel.WHOLE
 )
 OUTER_MODULES = (HEAD.name, EMBEDDINGS.name)
-# Rows of these two that an adapter has in place of the base model's: as if of a linear that has for
-# each of its tokens, the rank, the row as A's and the id's digits as B's.
+# Replaced rows of these two modules, stored like a linear: its rank is the number of tokens, its A
+# the rows, and its B the digits of the ids.
 HEAD_ROWS, EMBEDDING_ROWS = (
     Linear(name, Width.HIDDEN, (Width.TOKEN,), name, Parallel.WHOLE)
     for name in ("lm_head_rows", "embed_tokens_rows")

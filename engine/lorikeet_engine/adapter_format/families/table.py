@@ -1,7 +1,7 @@
-"""The families of base models: the linears that adapters can change, and in what else they differ.
+"""Table of the families of base models: adaptable linears, and all other differences.
 
-A new family of decoders needs an entry of FAMILIES here: names, widths, images, the table and the
-model's products follow from its linears, and models/config.py reads the switches that it has.
+A new family of decoders needs an entry in FAMILIES. Names, widths, images, the adapters' table and
+the model's products follow from its linears, and models/config.py reads its switches.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The vision-language models whose text part is served."""
+"""Vision-language models whose text part is served."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,10 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TextDecoder:
-    """A decoder within vision-language models, that computes text as its family's does.
+    """Text part of vision-language models, which computes like a family of decoders.
 
-    defaults: what keys mean where the file leaves them out, if not what they mean in the family.
-    unread: keys that mean nothing there, as the whole model has a head of its own.
+    defaults: values of keys that the file leaves out, if different from the family's.
+    unread: keys without effect, since the whole model has its own head.
     """
 
     family: str
@@ -27,7 +27,7 @@ def _sizes(
     vocabulary: int,
     positions: int,
 ) -> dict[str, int | None]:
-    """The sizes of a class of transformers, which it leaves out of a text_config that has them."""
+    """Return the default sizes of a class of transformers, which its config files may leave out."""
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -60,7 +60,7 @@ TEXT_DECODERS: Mapping[str, TextDecoder] = {
     "qwen3": TextDecoder("qwen3", {**_QWEN, "head_dim": 128}),
     "qwen3_vl_text": TextDecoder("qwen3", {**_QWEN, **_QWEN3_VL}),
 }
-# The model_types of vision-language models that are served as their text part.
+# Values of model_type of vision-language models whose text part is served.
 VISION_LANGUAGE = (
     *("gemma3", "internvl", "llava", "llava_next", "mistral3"),
     *("qwen2_5_vl", "qwen2_vl", "qwen3_vl"),

@@ -1,8 +1,10 @@
 """Attention over paged keys and values: the protocol, its back ends, and the choice among them.
 
-`protocol` says what a back end does, and has a step's PageTable. `flashinfer` serves CUDA, with
-`hopper_prefill` for prompts that see much there. `paged_decode` is our Triton kernel for the small
-steps that CUDA graphs hold, `sdpa` is torch's, for CPUs and as the reference.
+`protocol`: interface of the back ends, and a step's PageTable.
+`flashinfer`: back end of large steps on CUDA; `hopper_prefill`: its long prompts on Hopper, with
+    `prefixes` and `merge`.
+`paged_decode`: our Triton kernel, for small steps, which CUDA graphs hold.
+`sdpa`: torch's attention, for CPUs and as the reference.
 """
 
 import logging
@@ -19,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBackend:
-    """FlashInfer on CUDA, torch elsewhere and for what FlashInfer has no kernels for.
+    """Choose FlashInfer on CUDA, and torch on CPUs and for shapes without FlashInfer kernels.
 
-    Raises SettingsError where FlashInfer is not installed, or the GPU has no FP8 for such pages.
+    Raises SettingsError if FlashInfer is not installed, or if pages are FP8 and the GPU has no FP8.
     """
     if device.type != "cuda":
         return SdpaAttention(shape.soft_cap)
@@ -45,7 +47,10 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBa
 
 
 def why_slow(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why CUDA attends by torch, sequence by sequence and in no CUDA graph; None if it does not."""
+    """Return why CUDA needs torch's attention, one sequence at a time and without CUDA graphs.
+
+    None: FlashInfer has kernels for these heads and this dtype.
+    """
     if dtype.itemsize != 2:
         wanted = f"16-bit dtypes, and this is {dtype}"
     elif not 64 <= head_dim <= 256:

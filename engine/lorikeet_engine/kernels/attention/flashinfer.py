@@ -1,7 +1,7 @@
 """Attention by FlashInfer's paged kernels: CUDA's back end, for prefill and decode in one batch.
 
-A small step does not come here: it is one captured CUDA graph, whose attention is PagedDecode
-(paged_decode.py). FlashInfer's kernels run in larger steps, between graphs or without any.
+FlashInfer's kernels run in large steps, between CUDA graphs or without any. A small step is one
+captured CUDA graph, whose attention is PagedDecode (paged_decode.py).
 """
 
 import math
@@ -35,7 +35,11 @@ from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A step's rows by what attends to them: int64 on the device; and the sequences of each."""
+    """A step split by kernel: decodes for PagedDecode, prompts for FlashInfer.
+
+    decode_rows, prompt_rows: rows of q, int64, on the device.
+    decodes, prompts: the sequences of these rows.
+    """
 
     decode_rows: torch.Tensor
     prompt_rows: torch.Tensor
@@ -58,19 +62,19 @@ class _Split:
 
 
 class _GroupPages:
-    """The pages of a plan's layers where they are in several groups, one of which is in use.
+    """Page tables of several groups of layers that share one plan.
 
-    used: a tensor on the device, which the plan holds.
+    used: pages of the group in use, a tensor on the device that the plan reads.
     """
 
     def __init__(self, tables: tuple[PageTable, ...], first: int, device: torch.device) -> None:
-        """first: the first of the groups whose tables these are."""
+        """Upload the groups' tables. first: number of the first group."""
         self._pages = upload(np.stack([table.pages for table in tables]), device)
         self._first, self._in_use = first, first
         self.used = self._pages[0].clone()
 
     def use(self, group: int) -> None:
-        """Let the next launch read this group's pages."""
+        """Copy this group's pages to `used`, for the next launch."""
         if group != self._in_use:
             self.used.copy_(self._pages[group - self._first])
             self._in_use = group
@@ -79,22 +83,22 @@ class _GroupPages:
 class FlashInferAttention:
     """AttentionBackend for CUDA in float16 and bfloat16. A step is planned once for all layers.
 
-    Where some layers have a window it is planned for each kind: FlashInfer fixes windows in a plan.
-    Groups of layers with one window differ in their pages alone: those are copied to where the plan
-    has them when a layer of another group is next, a few times a step.
+    If layers differ in their windows, a step is planned once for each window, which FlashInfer
+    fixes in a plan. Groups of layers with the same window differ only in their pages: before a
+    layer of another group, a few times a step, that group's pages are copied to the plan's buffer.
 
-    Small steps, each captured in one CUDA graph, use neither plan nor attend of this class:
-    `captured` gives their graphs a PagedDecode. Where prompts see much, PagedDecode takes the
-    decodes beside them too: FlashInfer cuts all queries of a launch into tiles that fit their mean
-    length, and a chunk in tiles for decodes reads its keys many times. On Hopper, where contexts
-    are long, HopperPrefill takes such prompts, unless more decodes than those are beside them.
+    Small steps, each captured in one CUDA graph, use neither `plan` nor `attend`: `captured` gives
+    their graphs a PagedDecode. If prompts see many tokens, PagedDecode also takes the decodes of
+    their step: FlashInfer cuts all queries of a launch into tiles that fit their mean length, and a
+    chunk in tiles for decodes reads its keys many times. On Hopper, with long contexts,
+    HopperPrefill takes such prompts, unless there are more decodes beside them than PagedDecode
+    can take.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        """Allocate the workspace, and begin to compile the kernels, which are kept on disk.
+        """Allocate the workspace, and start to compile the kernels, which are cached on disk.
 
-        nvcc takes half a minute for those of each kind of layer, beside what else is done until the
-        first plan.
+        nvcc takes half a minute for each window, in the background until the first plan.
         """
         self._shape = shape
         self._kv_head_dim = kv_head_dim(shape.head_dim, device.type)
@@ -119,14 +123,14 @@ class FlashInferAttention:
         compiler.shutdown(wait=False)
 
     def _compile(self, device: torch.device) -> None:
-        with torch.cuda.device(device):  # threads begin with the first
+        with torch.cuda.device(device):  # a new thread has the first device
             self._plan(_one_token(len(self._shape.windows)))
             self._planned.record()
 
     def plan(self, batch: PagedSequences) -> None:
-        """See AttentionBackend.plan. The first raises what compiling raised."""
+        """See AttentionBackend.plan. The first call raises errors of compiling."""
         self._compiled.result()
-        self._planned.synchronize()  # a plan is copied from a pinned buffer that the next reuses
+        self._planned.synchronize()  # the next plan reuses the pinned buffer of the last
         is_decode = np.diff(batch.query_starts) == 1
         decodes, sees_much = is_decode.sum(), _prompts_see_much(batch, is_decode)
         self._split = None
@@ -157,7 +161,7 @@ class FlashInferAttention:
                 page_size,
                 causal=True,
                 sm_scale=1.0 / math.sqrt(self._shape.head_dim),
-                window_left=-1 if window is None else window - 1,  # a token's own is not counted
+                window_left=-1 if window is None else window - 1,  # without the token itself
                 logits_soft_cap=self._shape.soft_cap,
                 q_data_type=self._shape.dtype,
                 kv_data_type=FP8_KV if self._shape.fp8_kv else self._shape.dtype,
@@ -215,31 +219,31 @@ class FlashInferAttention:
                 q,
                 (layer_kv[0], layer_kv[1]),
                 k_scale=None if scales is None else scales.key,
-                v_scale=None if scales is None else scales.value,  # a launch more, unless it is 1.0
+                v_scale=None if scales is None else scales.value,  # another launch, unless 1.0
                 out=out,
             )
         return result[..., :-missing].contiguous() if missing else result
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
-        """Give a graph of a small step its PagedDecode. See CapturableAttention.captured."""
+        """Return a PagedDecode for a graph of small steps. See CapturableAttention.captured."""
         needed = workspace_bytes(self._shape, tokens)
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed)
         captured = PagedDecode(self._shape, tokens, pages, self._workspace)
-        if tokens >= self._most_decodes:  # of steps one after another, so buffers may be shared
+        if tokens >= self._most_decodes:  # steps run one after another, so they share buffers
             self._decode, self._most_decodes = captured, tokens
         return captured
 
 
 def _prompts_see_much(batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -> bool:
-    """Whether they do in the layers that see the most."""
+    """Return whether prompts see SEEN_TO_SPLIT tokens or more, in the layers that see the most."""
     tables = np.stack([table.kv_lengths for table in batch.page_tables])
     seen = seen_by_each(np.diff(batch.query_starts), tables.max(axis=0))
     return bool(seen[~is_decode].sum() >= SEEN_TO_SPLIT)
 
 
 def _chosen(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> PlannedSequences:
-    """Some of the sequences as a batch of their own. chosen [sequences]."""
+    """Select sequences of a batch as a batch of their own. chosen [sequences]."""
     query_starts = starts_of(np.diff(batch.query_starts)[chosen])
     return PlannedSequences(query_starts, tuple(_of(table, chosen) for table in batch.page_tables))
 
@@ -251,10 +255,10 @@ def _of(table: PageTable, chosen: npt.NDArray[np.bool_]) -> PageTable:
 
 
 def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
-    """Bytes of float32 partial results of sequences that FlashInfer splits over the GPU's blocks.
+    """Return the bytes of FlashInfer's partial results, in float32, of sequences that it splits.
 
-    It starts two blocks a multiprocessor, each with a tile of at most 128 query rows of one head,
-    and keeps a row's sum beside its values.
+    FlashInfer starts two blocks for each multiprocessor, each with a tile of at most 128 query rows
+    of one head, and stores a row's sum beside its values.
     """
     blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     rows = blocks // shape.kv_heads * shape.heads * 128
@@ -263,6 +267,6 @@ def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
 
 
 def _one_token(groups: int) -> PlannedSequences:
-    """The smallest step there is."""
+    """Return the smallest step: one token."""
     starts, page = np.array([0, 1], np.int32), np.array([0], np.int32)
     return PlannedSequences(starts, (PageTable(starts, page, np.array([1], np.int32)),) * groups)

@@ -1,7 +1,8 @@
-"""Attention of prompts that see much, by FlashInfer's FA3 kernels for Hopper.
+"""Attention of prompts that see many tokens, by FlashInfer's FA3 kernels for Hopper.
 
-Against FA2's on an H200, for Llama-3.1-8B's heads (engine/benchmarks/prefill_attention.py): a chunk
-of 2,048 tokens takes 0.56 of the time at the beginning of a prompt, 0.64 at a depth of 122,880.
+Compared with FA2 on an H200, for Llama-3.1-8B's heads (engine/benchmarks/prefill_attention.py), a
+chunk of 2,048 tokens takes 0.56 of the time at the beginning of a prompt, 0.64 at a depth of
+122,880.
 """
 
 import math
@@ -29,19 +30,22 @@ from lorikeet_engine.kernels.attention.protocol import (
 )
 
 _HOPPER = (9, 0)
-# Parts and merging keep the host busy for 0.4 ms a layer; where as many tokens are seen in a step,
-# the GPU is busy for as long.
+# Seen tokens of a step from which on prefixes are cut: parts and merging keep the host busy for
+# 0.4 ms a layer, and the GPU needs as long for so many.
 SEEN_TO_CUT = 1 << 22
-_HEAD_DIM = 128  # of the kernels that were measured; those for 64 and 256 are there as well
+_HEAD_DIM = 128  # measured; FlashInfer has kernels for 64 and 256 too
 
 
 class HopperPrefill:
-    """Chunks of prompts, no layer of which has a window; see prefixes.py for few rows."""
+    """Attention of chunks of prompts, for models without windows.
+
+    Prefixes of chunks with few rows are cut into parts (prefixes.py).
+    """
 
     def __init__(self, shape: AttentionShape, workspace: torch.Tensor) -> None:
-        """Begin to compile the kernels, which takes nvcc about a minute, beside what else is done.
+        """Start to compile the kernels in the background, which takes nvcc about a minute.
 
-        workspace: bytes on the device, of which these kernels use none.
+        workspace: bytes on the device, which the wrappers ask for and these kernels do not use.
         """
         self._shape, self._device = shape, workspace.device
         gpu = torch.cuda.get_device_properties(self._device)
@@ -58,7 +62,7 @@ class HopperPrefill:
 
     @classmethod
     def of(cls, shape: AttentionShape, workspace: torch.Tensor) -> Self | None:
-        """One for long contexts on Hopper with pages of 16-bit numbers; None elsewhere."""
+        """Return a HopperPrefill for long contexts on Hopper with 16-bit pages; None elsewhere."""
         if not shape.long_contexts or shape.windows != (None,) or shape.soft_cap is not None:
             return None
         if shape.fp8_kv or kv_head_dim(shape.head_dim, "cuda") != _HEAD_DIM:
@@ -70,14 +74,14 @@ class HopperPrefill:
     def _compile(self) -> None:
         starts, one = np.array([0, 1], np.int32), np.array([1], np.int32)
         table = PageTable(starts, np.array([0], np.int32), one)
-        with torch.cuda.device(self._device):  # threads begin with the first
+        with torch.cuda.device(self._device):  # a new thread has the first device
             self._plan(self._causal, PlannedSequences(starts, (table,)), self._shape.heads)
-            torch.cuda.current_stream().synchronize()  # its pinned buffer is free again
+            torch.cuda.current_stream().synchronize()  # the plan's pinned buffer is free again
 
     def plan(self, batch: PagedSequences) -> bool:
-        """Get ready for a batch; False: FA2 is faster. The first raises what compiling raised.
+        """Plan a batch; return False if FA2 is faster. The first call raises errors of compiling.
 
-        What was planned before has reached the device.
+        The caller has waited until the previous plan has reached the device.
         """
         self._compiled.result()
         cut = self._cut = cut_prefixes(batch, self._shape, self._programs)
@@ -113,9 +117,10 @@ class HopperPrefill:
     def attend(
         self, q: torch.Tensor, layer_kv: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend to the batch that is planned, as AttentionBackend does; heads as wide as in pages.
+        """Compute AttentionBackend.attend for the planned batch.
 
-        out: where the result goes, contiguous; None: to a tensor of its own.
+        q: heads as wide as in pages.
+        out: contiguous tensor for the result; None: a new tensor.
         """
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -125,7 +130,7 @@ class HopperPrefill:
             return whole
         own, own_lse = self._causal.run(q, kv, out=out, return_lse=True)
         grouped = q.view(len(q), self._shape.kv_heads, -1, _HEAD_DIM).transpose(1, 2)
-        # made dense first: torch is slow at selecting from what is not
+        # made dense first: torch selects slowly from a strided tensor
         queries = grouped.contiguous().index_select(0, self._tokens).flatten(0, 1)
         parts, lse = self._all_seen.run(queries, kv, out=torch.empty_like(queries), return_lse=True)
         return merge(own, own_lse, parts, lse, self._places, own)
@@ -136,5 +141,5 @@ def _seen(batch: PagedSequences) -> int:
 
 
 def pinned(array: Int32s) -> torch.Tensor:
-    """The array where copies to the device wait for no step in flight."""
+    """Pin an array, so that its copy to the device does not wait for steps in flight."""
     return torch.from_numpy(array).pin_memory()

@@ -1,4 +1,4 @@
-"""One attention of several over parts of a row's keys, in Triton."""
+"""Merge of attention results over parts of a row's keys, in Triton."""
 
 import torch
 import triton
@@ -13,13 +13,18 @@ def merge(
     places: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend to all keys of which `own` and some parts have each attended to some.
+    """Merge attention results: out[t, h] = Σ w·o / Σ w, w = 2^lse, over row t's results o.
 
-    out[t, h] = Σ w·o / Σ w with w = 2^lse over the results o of row t and head h. own [rows, heads,
-    head_dim]; parts [part rows, kv_heads, head_dim], a row for each query head of those that share
-    a key head; both contiguous, the lse float32 without the last axis. places [rows, 3] int32: the
-    part row of t's first query head in its first part, how many rows on the next part's is, and how
-    many parts there are. Returns out, written whole; it may be own.
+    A row's results are its row of `own` and one of each of its parts.
+
+    own [rows, heads, head_dim], contiguous
+    own_lse [rows, heads] float32: log2 of the sum of exponentials
+    parts [part rows, kv_heads, head_dim], contiguous: a row for each of the query heads that share
+      a key head
+    parts_lse [part rows, kv_heads] float32
+    places [rows, 3] int32: part row of t's first query head in t's first part, part rows from one
+      part to the next, number of parts
+    out: written whole, and returned; may be `own`
     """
     rows, heads, head_dim = own.shape
     kv_heads = parts.shape[1]
@@ -48,7 +53,7 @@ def _merge(
     members: tl.constexpr,
     head_dim: tl.constexpr,
 ) -> None:
-    """One row × one key head, for the `group` query heads that share it."""
+    """Merge one row × one key head, for the `group` query heads that share it."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(places + row * 3)

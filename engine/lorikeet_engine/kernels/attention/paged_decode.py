@@ -1,18 +1,18 @@
-"""Attention in Triton, each query token by itself: for CUDA graphs of steps of few tokens.
+"""Paged attention in Triton, each query token by itself: for CUDA graphs of steps of few tokens.
 
-A *row* is a query token and what it sees: its sequence's tokens up to itself, or the last of them
-where a layer has a window. In a decode there is one a sequence; the rows of a short prompt read the
-same keys again, mostly from the cache.
+A *row* is a query token with the tokens that it sees: its sequence's up to itself, or with a window
+the last of these. In a decode each sequence has one row; the rows of a short prompt read the same
+keys again, mostly from the cache.
 
-A program takes one *item*, a piece of what a row sees, for one key head and the query heads that
+A program takes one *item*, a piece of a row's tokens, for one key head and the query heads that
 share it. Rows are split so that there are enough items to fill the GPU and none is much longer than
-the others: the pieces of a row leave partial results, and whichever of them finishes last adds them
-up, in the sequence's order, so the result does not depend on who that was (Flash-Decoding, Dao et
-al. 2023). Items and pages are read from buffers that a captured graph keeps; a plan fills them
-anew.
+the others. The items of a row write partial results; the program that finishes last merges them in
+the sequence's order, so the result does not depend on which program that was (Flash-Decoding, Dao
+et al. 2023). Items and pages are read from buffers that a captured graph keeps; each plan refills
+them.
 
-Against FlashInfer's kernel for the same work on an H200: 2.4 ms instead of 3.5 for 32 layers of
-256 sequences of 276 tokens; 2.7 instead of 9.7 when one of them has 20,000.
+Compared with FlashInfer's kernel for the same work on an H200: 2.4 ms instead of 3.5 for 32 layers
+of 256 sequences of 276 tokens; 2.7 instead of 9.7 when one of them has 20,000.
 """
 
 import math
@@ -28,7 +28,7 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequ
 from lorikeet_engine.kernels.fp8_kv import KvScales
 
 SHORTEST_ITEM = 64  # tokens
-_ITEMS_FOR_ALL_HEADS = 264  # programs beyond one a row and head: 2 for each of 132 SMs
+_ITEMS_FOR_ALL_HEADS = 264  # programs beyond one for each row and head: 2 for each of 132 SMs
 _FIELDS = 6
 Int32s = npt.NDArray[np.int32]
 
@@ -36,17 +36,17 @@ Int32s = npt.NDArray[np.int32]
 class PagedDecode:
     """AttentionBackend for steps of up to `tokens` query tokens: decodes, and short prompts too.
 
-    CUDA graphs of small steps hold its kernel: `attend` runs while they are captured, `plan` before
-    every replay.
+    CUDA graphs of small steps hold the kernel: `attend` runs while a graph is captured, `plan`
+    before every replay.
     """
 
     def __init__(
         self, shape: AttentionShape, tokens: int, pages: torch.Tensor, workspace: torch.Tensor
     ) -> None:
-        """Take static buffers, which back ends may share: steps run one after another.
+        """Take static buffers, which back ends may share, as steps run one after another.
 
-        pages [groups, pages of all sequences of a step], int32. workspace: bytes for the partial
-        results, workspace_bytes() of them.
+        pages [groups, pages of all sequences of a step] int32.
+        workspace: workspace_bytes() bytes for partial results.
         """
         self._shape = shape
         self._pages = pages
@@ -59,7 +59,7 @@ class PagedDecode:
         rows = self._capacity * shape.heads
         floats = workspace[: workspace_bytes(shape, tokens)].view(torch.float32)
         self._parts, self._scales = floats[: rows * shape.head_dim], floats[rows * shape.head_dim :]
-        # how many pieces of a row are done; the last sets it back to 0
+        # number of a row's finished items; the last item resets it to 0
         self._done = torch.zeros(tokens, shape.kv_heads, dtype=torch.int32, device=device)
         self._many = tokens * shape.kv_heads >= 1024
 
@@ -112,14 +112,14 @@ class PagedDecode:
 
 
 def workspace_bytes(shape: AttentionShape, tokens: int) -> int:
-    """What the partial results of a step need: a float32 row and its scale for each item."""
+    """Return the bytes of a step's partial results: for each item a float32 row and its scale."""
     return 4 * _capacity(shape, tokens) * shape.heads * (shape.head_dim + 1)
 
 
 def query_rows(query_starts: Int32s, table: PageTable) -> tuple[Int32s, Int32s]:
-    """Where each query token's sequence has its pages, and how many tokens in them it sees.
+    """Return the start of each query token's pages, and the number of tokens up to itself in them.
 
-    A window may hide the first of those.
+    A window may hide the first of these tokens.
     """
     lengths = table.kv_lengths
     owner = np.repeat(np.arange(len(lengths)), np.diff(query_starts))
@@ -128,14 +128,18 @@ def query_rows(query_starts: Int32s, table: PageTable) -> tuple[Int32s, Int32s]:
 
 
 def split_rows(pages: Int32s, lengths: Int32s, capacity: int, window: int | None = None) -> Int32s:
-    """Split rows into items [capacity, 6], those left over with the row −1.
+    """Split rows into items [capacity, 6] int32.
 
-    lengths: the tokens up to each row's own, of which it sees the last `window`; None: all. An
-    item: row, where its pages start, first and last token, the row's first item and how many it
-    has.
+    Columns of an item: row, −1 for an unused item; start of the row's pages; first token; end of
+    the tokens; the row's first item; the row's number of items.
+
+    pages [rows]: start of each row's pages.
+    lengths [rows]: tokens up to each row's own.
+    capacity: number of items.
+    window: a row sees its last `window` tokens; None: all.
     """
-    # Long enough that adding up a sequence's parts takes no longer than computing one: each part
-    # costs the last program about as much as 16 tokens do.
+    # Items long enough that merging a row's parts takes no longer than computing one: merging one
+    # part costs about as much as 16 tokens.
     seen = lengths if window is None else np.minimum(lengths, window)
     length = SHORTEST_ITEM
     while length * length < 8 * seen.max():
@@ -179,7 +183,7 @@ def _decode(
     page_size: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """One item × one key head, for the `group` query heads that share it."""
+    """Compute one item × one key head, for the `group` query heads that share it."""
     head = tl.program_id(0)
     item = tl.program_id(1)
     fields = items + item * 6
@@ -237,7 +241,7 @@ def _decode(
     at_scale = head * group + row
     heads: tl.constexpr = kv_heads * group
     tl.store(scales + item * heads + at_scale, best + tl.log2(total), mask=row < group)
-    tl.debug_barrier()  # all of this program's parts are there before it says so
+    tl.debug_barrier()  # all of this program's parts are stored before it counts itself done
     if tl.atomic_add(done + query * kv_heads + head, 1) < count - 1:
         return
     first = tl.load(fields + 4)
@@ -245,7 +249,7 @@ def _decode(
     total = tl.zeros([rows], tl.float32)
     mixed = tl.zeros([rows, kv_dim], tl.float32)
     for piece in range(first, first + count):
-        # .cg: from the L2 cache, which is where other programs' parts are
+        # .cg: from the L2 cache, which holds other programs' parts
         theirs = tl.load(
             scales + piece * heads + at_scale,
             mask=row < group,

@@ -1,9 +1,9 @@
-"""What comes before the chunks of a step's prompts, cut into parts that fill a GPU.
+"""Prefixes of a step's prompt chunks, cut into parts that fill a GPU.
 
 FlashInfer's FA3 kernels do not split a long sequence: a chunk of few tokens deep in a prompt leaves
-most multiprocessors idle. But all that comes before a chunk is seen by all of its tokens, so it can
-be cut anywhere, the query heads that share a key head can be rows of one, and what the parts give
-is merged with what the chunk sees in itself (merge.py).
+most multiprocessors idle. But every token before a chunk is seen by all tokens of the chunk. So the
+prefix can be cut anywhere, the query heads that share a key head can become rows of one head, and
+the results of the parts are merged with the chunk's attention to itself (merge.py).
 """
 
 import math
@@ -18,15 +18,16 @@ Int32s = npt.NDArray[np.int32]
 
 _TILE = 128  # query rows of one of FA3's programs, for heads of 128
 _MOST_PARTS = 16
-_MOST_TILES = 8  # for each program, where there are parts: bounds the memory that they take
-# From 12 chunks of 128 to 384 tokens on an H200: a tile takes 13.6 ns for each of its keys, as much
-# as for 400 of them to begin and end, and a second launch, with copies and merging, as for 2,000.
+_MOST_TILES = 8  # of parts, for each program: bounds the parts' memory
+# Measured with 12 chunks of 128 to 384 tokens on an H200. A tile takes 13.6 ns for each of its
+# keys. Its start and end take as long as 400 keys; a second launch, with copies and merging, as
+# long as 2,000.
 _KEYS_TO_BEGIN, _KEYS_TO_CUT = 400, 2000
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSequences:
-    """PagedSequences for one plan."""
+    """PagedSequences of one plan."""
 
     query_starts: Int32s
     page_tables: tuple[PageTable, ...]
@@ -34,11 +35,13 @@ class PlannedSequences:
 
 @dataclass(frozen=True, slots=True)
 class PrefixParts:
-    """Parts of the whole pages before chunks, and the chunks without them.
+    """Parts of the whole pages before chunks, and the chunks without these pages.
 
-    parts: each as a sequence all of whose keys its queries see. Queries are a step's `tokens`, once
-    for each part and query head of those that share a key head. places: merge's, for each token of
-    the step. own: the step's sequences, without what parts have of them.
+    parts: each part as a sequence, all of whose keys its queries see.
+    tokens: queries of the parts, as tokens of the step; each stands for all query heads that share
+        a key head.
+    places [tokens, 3] int32: operand of `merge` for each token of the step.
+    own: the step's sequences without the pages of parts.
     """
 
     parts: PlannedSequences
@@ -48,9 +51,9 @@ class PrefixParts:
 
 
 def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) -> PrefixParts | None:
-    """Cut what comes before each chunk; None where one launch for all of it is as good.
+    """Cut the prefix of each chunk into parts; None: one launch without parts is as fast.
 
-    programs: how many run at a time.
+    programs: number of programs that run at a time.
     """
     starts, table = batch.query_starts, batch.page_tables[0]
     rows, group = np.diff(starts), shape.heads // shape.kv_heads
@@ -81,9 +84,11 @@ def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) ->
 def count_parts(
     tiles: npt.NDArray[np.integer], keys: npt.NDArray[np.integer], programs: int
 ) -> int:
-    """Into how many parts to cut keys, so that programs with tiles of them are done the soonest.
+    """Return the number of parts for which the longest-running program ends soonest.
 
-    tiles: of each chunk, and for each of its parts as many. keys: before it.
+    tiles [chunks]: tiles of each chunk, and of each of its parts.
+    keys [chunks]: keys before each chunk.
+    programs: number of programs that run at a time.
     """
     total = int(tiles.sum())
     if not total:
@@ -101,13 +106,17 @@ def count_parts(
 def seen_by_each(
     tokens: npt.NDArray[np.integer], kv_lengths: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """costs.seen_tokens of each sequence's last tokens, N of its length."""
+    """Return costs.seen_tokens of the last tokens of each sequence.
+
+    tokens [sequences]: number of last tokens.
+    kv_lengths [sequences]: lengths of the sequences.
+    """
     tokens_wide = tokens.astype(np.int64)
     return tokens_wide * (2 * kv_lengths - tokens_wide) // 2
 
 
 def starts_of(lengths: npt.NDArray[np.integer]) -> Int32s:
-    """Where each of runs of these lengths starts, end to end, and where the last ends."""
+    """Return the start of each run of these lengths, laid end to end, and the end of the last."""
     return np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
 
 
@@ -117,9 +126,10 @@ def _divided(
     pages: npt.NDArray[np.integer],
     page_size: int,
 ) -> tuple[PageTable, PageTable]:
-    """The tables of parts, of N pages each, and of what is left of each sequence.
+    """Divide a page table into that of the parts and that of the sequences' other pages.
 
-    before: how many pages of each sequence are parts'.
+    before [sequences]: number of each sequence's pages that go to parts.
+    pages [parts]: number of each part's pages.
     """
     owned = np.diff(table.starts)
     nth = np.arange(len(table.pages)) - np.repeat(table.starts[:-1], owned)

@@ -1,4 +1,4 @@
-"""What a model asks of an attention back end, and the KV pages that it gives to it."""
+"""Interface of attention back ends, and the page tables that they read."""
 
 from array import array
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ _KERNEL_HEAD_DIMS = (64, 128, 256)
 
 
 def kv_head_dim(head_dim: int, device: str) -> int:
-    """How wide a head's keys lie in pages: as wide as CUDA's kernels want it, zeros behind it.
+    """Return the width of a head's keys in pages: head_dim padded to a width of CUDA's kernels.
 
-    head_dim: of the model; one that no kernel is for stays as it is.
+    head_dim: the model's; returned unchanged for CPUs, and if no kernel fits.
     """
     if not device.startswith("cuda") or head_dim < _KERNEL_HEAD_DIMS[0]:
         return head_dim
@@ -26,12 +26,17 @@ def kv_head_dim(head_dim: int, device: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What every layer's attention has in common: heads, widths in elements, tokens of a page.
+    """Properties of attention that all layers share.
 
-    dtype: of queries and outputs, and of keys and values unless they are FP8 (fp8_kv). windows: of
-    each group of layers that share pages, None for none; groups of one window are neighbours.
-    soft_cap: AttentionBackend.attend's. long_contexts: whether kernels for prompts that see much
-    are worth the minute that compiling them takes.
+    heads, kv_heads: query heads and key heads.
+    head_dim: elements of a head.
+    page_size: tokens of a page.
+    dtype: of queries and outputs, and of keys and values unless fp8_kv.
+    fp8_kv: whether keys and values are FP8.
+    windows: window of each group of layers that share pages, in tokens, None for no window; groups
+        with the same window are neighbours.
+    soft_cap: c of c · tanh(s / c) for scores s (AttentionBackend.attend); None: no cap.
+    long_contexts: whether kernels for prompts that see many tokens are worth a minute of compiling.
     """
 
     heads: int
@@ -47,10 +52,12 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """KV pages of a step's sequences end to end: i's are pages[starts[i] : starts[i + 1]]; int32.
+    """KV pages of a step's sequences, laid end to end; int32 arrays on the host.
 
-    On the host. kv_lengths: how many tokens of each sequence are in its pages: all that are in its
-    cache, or, where layers have a window, the last of them, from the first of a page on.
+    starts [sequences + 1]: sequence i has pages[starts[i] : starts[i + 1]].
+    pages: page numbers.
+    kv_lengths [sequences]: tokens in each sequence's pages: all tokens of its cache, or, for layers
+        with a window, the last of them, from the first token of a page on.
     """
 
     starts: npt.NDArray[np.int32]
@@ -64,11 +71,15 @@ class PageTable:
         kv_lengths: npt.NDArray[np.integer[Any]],
         page_size: int,
     ) -> "PageTable":
-        """The first pages of each sequence, arrays of typecode i, as many as its tokens need."""
+        """Take as many first pages of each sequence as its tokens need.
+
+        tables: each sequence's pages, arrays of typecode i.
+        kv_lengths [sequences]: tokens of each sequence.
+        """
         counts = -(-kv_lengths // page_size)
         starts = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        # joined as bytes: 20 times as fast as an array of numpy's for each sequence
+        # joined as bytes: 20 times as fast as a NumPy array for each sequence
         used = [pages[:count] for pages, count in zip(tables, counts.tolist(), strict=True)]
         pages = np.frombuffer(bytearray().join(used), np.int32)
         assert len(pages) == starts[-1], "a sequence has too few KV pages"
@@ -76,10 +87,7 @@ class PageTable:
 
 
 class PagedSequences(Protocol):
-    """The part of a batch that attention reads: its fields are those of Batch.
-
-    Implemented by Batch (models/batch.py).
-    """
+    """Fields of a batch that attention reads. Implemented by Batch (models/batch.py)."""
 
     @property
     def query_starts(self) -> npt.NDArray[np.int32]: ...  # noqa: D102
@@ -89,14 +97,14 @@ class PagedSequences(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of sequences whose keys and values lie in pages.
+    """Causal attention of sequences whose keys and values are stored in pages.
 
     Implemented by FlashInferAttention (flashinfer.py) for large steps on CUDA, PagedDecode
-    (paged_decode.py) for small ones, and SdpaAttention (sdpa.py) for CPUs.
+    (paged_decode.py) for small steps on CUDA, and SdpaAttention (sdpa.py) for CPUs.
     """
 
     def plan(self, batch: PagedSequences) -> None:
-        """Get ready for a batch, once before its first layer's attend."""
+        """Prepare a batch, once before `attend` of its first layer."""
         ...
 
     def attend(
@@ -108,29 +116,33 @@ class AttentionBackend(Protocol):
         window: int | None = None,
         group: int = 0,
     ) -> torch.Tensor:
-        """out[t] = softmax(q[t]·Kᵀ / √head_dim)·V over t's own sequence up to and including t.
+        """Compute out[t] = softmax(q[t]·Kᵀ / √head_dim)·V over t's own sequence up to t itself.
 
-        q [tokens, heads, head_dim], dense in a token; layer_kv [2, pages, page_size, kv_heads,
-        head_dim or wider, see kv_head_dim], contiguous: keys and values, those of this step too. A
-        sequence's queries are its last tokens. Slots that no sequence has written are never read.
-        Query head h uses key head h // (heads / kv_heads). scales: of FP8 pages, by which their
-        numbers are multiplied; None for pages in q's dtype. window: t sees that many tokens, itself
-        and those right before it; None: all. group: whose page table it is, all of whose layers
-        have this window. With the model's soft cap c, scores s become
-        c · tanh(s / c) before the softmax. Returns a contiguous tensor like q.
+        q [tokens, heads, head_dim], dense in a token: a sequence's queries are its last tokens
+        layer_kv [2, pages, page_size, kv_heads, kv_head_dim(head_dim)], contiguous: keys and
+          values, this step's included
+        scales: of FP8 pages, multiplied with their numbers; None: pages in q's dtype
+        window: t sees this many tokens, itself and those right before it; None: all
+        group: number of the layer's group, whose page table is read and whose layers have `window`
+        → [tokens, heads, head_dim] like q, contiguous
+
+        Query head h uses key head h // (heads / kv_heads). Page slots that no sequence has written
+        are never read. With the model's soft cap c, scores s become c · tanh(s / c) before the
+        softmax.
         """
         ...
 
 
 @runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
-    """A back end that CUDA graphs can hold. Implemented by FlashInferAttention (flashinfer.py)."""
+    """Back end that can be captured in CUDA graphs. Implemented by FlashInferAttention."""
 
     def captured(self, tokens: int, pages: torch.Tensor) -> AttentionBackend:
-        """A back end for a graph over steps of up to `tokens` query tokens.
+        """Return a back end for a graph over steps of up to `tokens` query tokens.
 
-        What is captured after one plan follows the later ones; for rows of q beyond the planned
-        tokens the result is left open.
-        pages [groups, pages of all sequences of a step]: an int32 buffer; back ends may share it.
+        A captured `attend` follows every later plan. Results of rows of q beyond the planned tokens
+        are undefined.
+
+        pages [groups, pages of all sequences of a step] int32: buffer, which back ends may share.
         """
         ...

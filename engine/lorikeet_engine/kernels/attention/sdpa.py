@@ -1,4 +1,4 @@
-"""Attention by torch's scaled_dot_product_attention, one sequence at a time: the CPU's back end."""
+"""Attention by torch's scaled_dot_product_attention, one sequence at a time: CPU back end."""
 
 import math
 from itertools import pairwise
@@ -11,13 +11,13 @@ from lorikeet_engine.kernels.fp8_kv import KvScales
 
 
 class SdpaAttention:
-    """AttentionBackend for every device that torch knows, in any mix of prefill and decode."""
+    """AttentionBackend for all devices, in any mix of prefill and decode."""
 
     def __init__(self, soft_cap: float | None = None) -> None:
         self._soft_cap = soft_cap
 
     def plan(self, batch: PagedSequences) -> None:
-        """Do nothing: there is no plan."""
+        """Do nothing: this back end needs no plan."""
 
     def attend(
         self,
@@ -36,7 +36,7 @@ class SdpaAttention:
         sequences = zip(owned, asked, table.kv_lengths.tolist(), strict=True)
         for (first, last), (begin, end), length in sequences:
             pages = of_all[first:last].to(q.device)
-            # cut at length: what lies behind it in the last page was never written
+            # cut at length: the rest of the last page was never written
             first_seen = 0 if window is None else max(0, length - (end - begin) + 1 - window)
             keys, values = layer_kv[:, pages].flatten(1, 2)[:, first_seen:length]
             keys, values = keys[..., : q.shape[-1]], values[..., : q.shape[-1]]
@@ -54,12 +54,15 @@ def _attend_one(
     window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """Q [queries, heads, head_dim]; keys, values [length, kv_heads, head_dim] → like q."""
+    """Attend one sequence's queries to its keys.
+
+    q [queries, heads, head_dim]; keys, values [length, kv_heads, head_dim] → like q.
+    """
     queries, heads, head_dim = q.shape
     length, kv_heads, _ = keys.shape
     group = heads // kv_heads
-    # a key head's query heads become rows of one matrix: a decode reads each key once, not
-    # once per query head, which is three times as fast as enable_gqa
+    # The query heads of a key head become rows of one matrix. So a decode reads each key once and
+    # not once for each query head: three times as fast as enable_gqa.
     rows = q.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     rows = rows.reshape(1, kv_heads, group * queries, head_dim)
     mask = None

@@ -1,11 +1,11 @@
 """Linears of FP8 (E4M3): 8-bit floats with 4 bits of exponent and 3 of fraction, up to 448.
 
-A weight has a scale for each output, or for each of its blocks, as checkpoints of DeepSeek's kind
-have it. A product's input is rounded to FP8 as well, with a scale for each token, that of its
-largest element ("W8A8"). What adapters add reads the input as it was.
+A weight has a scale for each output, or for each of its blocks, as in checkpoints of DeepSeek's
+kind. A product's input is rounded to FP8 too, with a scale for each token, which its largest
+element determines ("W8A8"). LoRA reads the input unrounded.
 
-`reference` is the equation in torch and runs on the CPU; `fused` is the product on CUDA, with the
-same signature, where a single row is multiplied unrounded (kernels/gemv.py).
+`reference` holds the equations in torch and runs on the CPU. `fused` holds the products on CUDA,
+with the same signatures; there a single row is multiplied unrounded (kernels/gemv.py).
 """
 
 from dataclasses import dataclass
@@ -19,24 +19,25 @@ import torch
 from lorikeet_engine.errors import SettingsError
 
 FIRST_WITH_FP8 = (8, 9)
-"""The first GPUs that have it, Ada and Hopper, by compute capability."""
+"""Lowest compute capability with FP8 products: Ada, then Hopper."""
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
-LEAST_SCALE = 2.0**-100  # of a row of zeros
+LEAST_SCALE = 2.0**-100  # scale of a row of zeros
 BLOCK_WIDTHS = 32
-"""Blocks with scales are as wide as a multiple of this, which tensor cores multiply at once."""
+"""Blocks with scales have a width that is a multiple of this, the tensor cores' step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """A matrix M[r, c] = rows[r, c] · scales[r]: a weight's outputs, or the tokens of an input.
+    """FP8 matrix M[r, c] = rows[r, c] · scales[r]: a weight, or the tokens of an input.
 
-    rows [rows, width] FP8, dense; scales [rows] float32. Or a matrix of each of a layer's experts:
-    rows [experts, rows, width], scales [experts, rows].
+    With blocks, M[r, c] = rows[r, c] · scales[r // height, c // width].
 
-    block: the height and width of a weight's blocks, each with a scale of its own, M[r, c] =
-    rows[r, c] · scales[r // height, c // width]; the last dimensions of scales count blocks. Where
-    there are several matrices, the height divides their rows.
+    rows [rows, width] FP8, dense; for a layer's experts [experts, rows, width].
+    scales [rows] float32; for experts [experts, rows]; with blocks, the last two dimensions count
+        blocks.
+    block: height and width of a weight's blocks; None: each row has a scale. For experts, the
+        height divides each matrix's rows.
     """
 
     rows: torch.Tensor
@@ -45,15 +46,15 @@ class Fp8Rows:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of rows and scales."""
+        """Bytes of rows and scales."""
         return self.rows.nbytes + self.scales.nbytes
 
     def __getitem__(self, index: Any) -> "Fp8Rows":
-        """Some of the rows, if these have the scales, or an expert's."""
+        """Select rows, if there are no blocks, or an expert's matrix."""
         return Fp8Rows(self.rows[index], self.scales[index], self.block)
 
     def floats(self) -> torch.Tensor:
-        """M in float32."""
+        """Return M in float32."""
         if self.block is None:
             return self.rows.float() * self.scales[..., None]
         height, width = self.block
@@ -63,7 +64,11 @@ class Fp8Rows:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What linears read: rows [tokens, width], and fp8, these rounded."""
+    """Input of linears, unrounded and rounded.
+
+    rows [tokens, width]: unrounded.
+    fp8: the same rows, rounded to FP8.
+    """
 
     rows: torch.Tensor
     fp8: Fp8Rows
@@ -75,10 +80,15 @@ def linear(
     bias: torch.Tensor | None = None,
     rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
-    """Q(x)·Wᵀ + b, with Q(x) each token of x rounded to FP8 times its scale; sums are float32.
+    """Compute Q(x)·Wᵀ + b, with Q(x) each token of x rounded to FP8 times its scale.
 
-    x [tokens, d_in], dense in a token; bias [d_out] → [tokens, d_out] like x. rounded: Q(x), where
-    it is at hand.
+    x [tokens, d_in], dense in a token
+    weight: W [d_out, d_in]
+    bias [d_out]
+    rounded: Q(x), if known
+    → [tokens, d_out] like x
+
+    Sums are float32.
     """
     y: torch.Tensor = _operators(x.device.type).linear(x, weight, bias, rounded)
     return y
@@ -87,9 +97,9 @@ def linear(
 def kernel_arguments(
     weight: torch.Tensor | Fp8Rows,
 ) -> tuple[torch.Tensor, torch.Tensor | None, int, int]:
-    """A weight's numbers, their scales, and the height and width of the blocks that have them.
+    """Return a weight's elements, scales, and height and width of the blocks with scales.
 
-    The width is 0 where rows have scales, or nothing has.
+    The width is 0 if rows have scales, or if the weight has none.
     """
     if isinstance(weight, Fp8Rows):
         return weight.rows, weight.scales, *(weight.block or (1, 0))
@@ -97,15 +107,15 @@ def kernel_arguments(
 
 
 def rounds(weight: object, tokens: int) -> bool:
-    """Whether a product of N tokens by a linear's weight rounds them to FP8.
+    """Return whether a product of this many tokens by a linear's weight rounds them to FP8.
 
-    A single token stays as it is (fused.linear).
+    A single token stays unrounded (fused.linear).
     """
     return isinstance(weight, Fp8Rows) and tokens > 1
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise SettingsError where a device has no FP8 products that give this dtype."""
+    """Raise SettingsError unless the device has FP8 products with results of this dtype."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
@@ -114,7 +124,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
             f"FP8 weights need a GPU of compute capability 8.9 or above (Ada or Hopper), {device} "
             f"has {'.'.join(map(str, capability))}: want a checkpoint of floats, weight_dtype=auto"
         )
-    if dtype is not torch.bfloat16:  # all that torch's product gives on Ada, too
+    if dtype is not torch.bfloat16:  # the only result dtype of torch's product on Ada too
         raise SettingsError(f"dtype={dtype}: FP8 weights want bfloat16 on a GPU")
 
 

@@ -1,17 +1,18 @@
-"""FP8 products of few tokens, in Triton: a stream of weights that are read once.
+"""FP8 products of few tokens in Triton: every weight is read once.
 
-Of many, too, where blocks of a weight have scales and cuBLASLt has no such product.
+These kernels also multiply many tokens if blocks of the weight have scales and cuBLASLt has no
+product for them.
 
-A decode step's products wait for their weights alone. Llama-3.1-8B's for 32 tokens take 72 µs a
-layer on an H200 (3.0 TB/s), cuBLASLt's 106. A program has some outputs, the rows of the tensor
-cores' products, of which these have at least 64; tokens are the columns, of which 16 are enough.
-Where a weight has few outputs for its columns, several programs share these: each writes its sums
-apart, and the one that ends last adds them in the order of the columns. Which one that is differs
-from run to run, what it adds does not.
+A decode step's products wait only for their weights. Llama-3.1-8B's for 32 tokens take 72 µs a
+layer on an H200 (3.0 TB/s), cuBLASLt's 106. Outputs are the rows of the tensor cores' products,
+which have at least 64 rows; tokens are the columns, of which 16 are enough. If a weight has few
+outputs for its columns, several programs share the columns (split-K): each writes its sums apart,
+and the program that ends last adds them in the order of the columns. The last program differs from
+run to run, the order of the sum does not.
 
-How a product is launched is read from tuning.json, by GPU, weight and tokens; the file's entry of a
-GPU is written by `engine/benchmarks/tune_fp8.py` there. What is not in it cuBLASLt multiplies, but
-few tokens with scales of blocks: it takes up to twice as long for them.
+Launch parameters are read from tuning.json, by GPU, weight and number of tokens; on a GPU,
+`engine/benchmarks/tune_fp8.py` writes that GPU's entry. cuBLASLt multiplies what has no entry,
+except few tokens with scales of blocks, for which it takes up to twice as long.
 """
 
 import json
@@ -28,16 +29,17 @@ from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
 
 PATH = Path(__file__).with_name("tuning.json")
 TOKENS = (16, 32, 64, 128)
-"""The most tokens of a product, for each of which a weight has a config."""
+"""Upper bounds of a product's tokens for which a weight has a config each."""
 _MOST_TILES = 1 << 14  # of a weight: a million outputs
-_BLOCK_TOKENS = 128  # multiplied by one program
+_BLOCK_TOKENS = 128  # at most, of one program
 
 
 @dataclass(frozen=True, slots=True)
 class ProductConfig:
-    """How a product is launched.
+    """Launch parameters of a product.
 
-    block_out, block_in: of the weight, multiplied at once. split: programs that share outputs.
+    block_out, block_in: outputs and inputs of the weight's block that is multiplied at once.
+    split: number of programs that share an output's columns.
     """
 
     block_out: int
@@ -48,11 +50,14 @@ class ProductConfig:
 
 
 UNTUNED = ProductConfig(block_out=64, block_in=128, split=1, warps=4, stages=4)
-"""Where a weight's blocks have scales, and no config is known."""
+"""Config of weights whose blocks have scales, if tuning.json has none."""
 
 
 def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> ProductConfig | None:
-    """How to multiply N tokens by a weight [d_out, d_in]; None: by cuBLASLt."""
+    """Return the launch parameters for a weight [d_out, d_in]; None: cuBLASLt multiplies.
+
+    tokens: number of tokens of the product.
+    """
     if device.type != "cuda":
         return None
     config, most = None, next((count for count in TOKENS if count >= tokens), None)
@@ -66,16 +71,16 @@ def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> Produc
 
 
 def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConfig:
-    """A config whose columns have one scale, as many bytes of them under way."""
+    """Fit block_in to the width of blocks with scales, and keep the bytes in flight the same."""
     columns = gcd(config.block_in, block[1])
     stages = config.stages * config.block_in // columns
     return replace(config, block_in=columns, stages=stages)
 
 
 def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
-    """Whether cuBLASLt multiplies by a weight whose blocks have scales: 12.9's, on Hopper."""
+    """Return whether cuBLASLt can multiply by a weight with scales of blocks: 12.9, on Hopper."""
     d_out, d_in = weight.rows.shape
-    # releases of torch want other strides of scales where blocks do not come by fours
+    # torch's releases disagree on the strides of scales unless d_in has a multiple of four blocks
     fits = weight.block == (128, 128) and d_out % 128 == 0 and d_in % 512 == 0
     version = tuple(map(int, (torch.version.cuda or "0").split(".")))
     return fits and version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
@@ -83,7 +88,7 @@ def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
 
 @cache
 def _configs(gpu: str) -> dict[tuple[str, str], ProductConfig | None]:
-    """What tuning.json has of a GPU, by weight and tokens; None: cuBLASLt was faster."""
+    """Read a GPU's configs from tuning.json, by weight and tokens; None: cuBLASLt was faster."""
     return {
         (weight, tokens): config and ProductConfig(**config)
         for weight, configs in json.loads(PATH.read_text()).get(gpu, {}).items()
@@ -98,11 +103,15 @@ def multiply(
     dtype: torch.dtype,
     config: ProductConfig,
 ) -> torch.Tensor:
-    """tokens·Wᵀ + b → [tokens, d_out] of dtype; d_in a multiple of 16.
+    """Compute tokens·Wᵀ + b.
 
-    Up to 128 tokens if programs share outputs. A program's sums stay in the tensor cores, as
-    fused.linear has it; where a weight's blocks have scales, those of the columns of one block do,
-    which the config's block_in divides.
+    tokens [tokens, d_in]: at most 128 if config.split > 1; d_in is a multiple of 16
+    weight [d_out, d_in]: if blocks have scales, config.block_in divides their width
+    bias [d_out]
+    → [tokens, d_out] of dtype
+
+    A program's sums stay in the tensor cores (see fused.linear); if blocks have scales, only the
+    sums over one step of block_in columns do.
     """
     (count, d_in), d_out, device = tokens.rows.shape, len(weight.rows), tokens.rows.device
     y = torch.empty((count, d_out), dtype=dtype, device=device)
@@ -114,7 +123,7 @@ def multiply(
         parts = torch.empty(size, dtype=torch.float32, device=device)
         arrived = _arrived(device)
     matrix, scales, high, wide = kernel_arguments(weight)
-    # programs that run at the same time read the same weights
+    # programs that run at the same time read the same weights: token blocks vary fastest
     _multiply[(triton.cdiv(count, block_tokens), tiles, config.split)](
         tokens.rows, tokens.scales, matrix, scales, bias, y, parts, arrived,
         count, d_out, d_in,
@@ -129,7 +138,7 @@ def multiply(
 
 @cache
 def _arrived(device: torch.device) -> torch.Tensor:
-    """How many parts of each tile are there: 0 between products, as who adds them leaves it."""
+    """Allocate the count of each tile's finished parts. The last program resets a count to 0."""
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
@@ -158,15 +167,15 @@ def _multiply(
 ) -> None:
     """Compute a tile, some outputs of some tokens, or one part of its columns.
 
-    even: d_in is a multiple of block_in. high, wide: of the blocks that have scales; wide is 0
-    where rows have them.
+    even: d_in is a multiple of block_in.
+    high, wide: size of the blocks that have scales; wide 0: rows have scales.
     """
     tile, part = tl.program_id(1), tl.program_id(2)
     m, k = tl.arange(0, block_out), tl.arange(0, block_in)
     n = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
     row = tile * block_out + m
     steps = tl.cdiv(d_in, block_in)
-    # The last row stands in for those behind it, which are not stored.
+    # Rows and tokens beyond the last repeat the last; they are not stored.
     w_at = weight + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in + k[None, :]
     x_at = x + tl.minimum(n, count - 1)[:, None].to(tl.int64) * d_in + k[None, :]
     sums = tl.zeros((block_out, block_tokens), tl.float32)
@@ -192,12 +201,12 @@ def _multiply(
         size: tl.constexpr = block_out * block_tokens
         of_tile = parts + tile * split * size + place
         tl.store(of_tile + part * size, sums)
-        tl.debug_barrier()  # all of this program's sums are there before it says so
+        tl.debug_barrier()  # all of this program's sums are stored before it counts itself done
         if tl.atomic_add(arrived + tile, 1) < split - 1:
             return
         sums = tl.zeros((block_out, block_tokens), tl.float32)
         for other in tl.static_range(split):
-            # .cg: from the L2 cache, which is where other programs' sums are
+            # .cg: from the L2 cache, which holds other programs' sums
             sums += tl.load(of_tile + other * size, cache_modifier=".cg")
         tl.store(arrived + tile, 0)
     real = row < d_out

@@ -1,4 +1,4 @@
-"""FP8 linears on CUDA: one launch rounds the tokens, our kernel or cuBLASLt multiplies."""
+"""FP8 linears on CUDA: one launch rounds the tokens, then our kernel or cuBLASLt multiplies."""
 
 import torch
 import triton
@@ -16,13 +16,13 @@ def linear(
     bias: torch.Tensor | None = None,
     rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
-    """Compute what kernels.fp8.linear does; one row is multiplied as it is, unrounded.
+    """Compute kernels.fp8.linear, except that a single row is multiplied unrounded.
 
-    Both sides of a weight are multiples of 16. Sums stay in the tensor cores, some 14 bits wide
-    (use_fast_accum): the report on DeepSeek-V3, §3.3.2, saw errors up to 2% of 4,096 products' sum.
-    To add them up in float32 every few products takes time, and rounding to FP8 changes each of
-    the two factors by up to 6%. Where blocks of the weight have scales, a block's columns alone
-    are added up so.
+    Both sides of a weight are multiples of 16. Sums stay in the tensor cores, with some 14 bits
+    (use_fast_accum): the DeepSeek-V3 report, §3.3.2, found errors up to 2% in sums of 4,096
+    products. Adding them up in float32 every few products would take time, and rounding to FP8
+    changes each of the two factors by up to 6% anyway. If blocks of the weight have scales, only
+    the sums over one block's columns stay in the tensor cores.
     """
     if len(x) == 1:
         return gemv(x, weight, bias)
@@ -36,7 +36,7 @@ def linear(
 def multiply(
     tokens: Fp8Rows, weight: Fp8Rows, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """tokens·Wᵀ + b by cuBLASLt → [tokens, d_out] of dtype."""
+    """Compute tokens·Wᵀ + b by cuBLASLt → [tokens, d_out] of dtype."""
     y: torch.Tensor
     if weight.block is None:
         y = torch._scaled_mm(
@@ -49,14 +49,15 @@ def multiply(
         )
     else:
         y = _multiply_blocks(tokens, weight, dtype)
-    # Not with its own bias: cuBLASLt has no such product for some shapes (4,096 x 14,336).
+    # The bias is added apart: cuBLASLt has no product with bias for some shapes (4,096 x 14,336).
     return y if bias is None else y.add_(bias)
 
 
 def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
-    """tokens·Wᵀ, where blocks of 128 x 128 have scales: also a token's, which here are all alike.
+    """Compute tokens·Wᵀ for a weight with scales of blocks of 128 x 128, by cuBLASLt.
 
-    Behind tokens there are rows of zeros up to a multiple of 16; for two there was no such product.
+    cuBLASLt wants a scale for each of a token's blocks too; here these are all equal. Tokens are
+    padded with rows of zeros to a multiple of 16: for two tokens cuBLASLt has no product.
     """
     count, missing = len(tokens.rows), -len(tokens.rows) % 16
     rows, scales = tokens.rows, tokens.scales
@@ -74,7 +75,7 @@ def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> to
 
 
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:
-    """Round each row as reference.quantize_rows does; x [rows, width], dense in a row."""
+    """Compute reference.quantize_rows in one launch; x [rows, width], dense in a row."""
     if x.dim() != 2 or x.stride(1) != 1:
         raise ShapeError(f"x is {tuple(x.shape)} with strides {x.stride()}: want dense rows")
     rows, width = x.shape
@@ -88,7 +89,7 @@ def quantize_rows(x: torch.Tensor) -> Fp8Rows:
 
 
 def empty_rows(x: torch.Tensor) -> Fp8Rows:
-    """Room for what x [rows, width] is rounded to."""
+    """Allocate FP8 rows and scales for x [rows, width]."""
     return Fp8Rows(
         torch.empty(x.shape, dtype=DTYPE, device=x.device),
         torch.empty(len(x), dtype=torch.float32, device=x.device),
@@ -126,7 +127,7 @@ def store_rounded(
     largest: tl.constexpr,
     least_scale: tl.constexpr,
 ) -> None:
-    """Store a row of float32 rounded, and its scale; values are zero outside of it."""
+    """Round a row of float32 and store it with its scale; values are 0 beyond the row's width."""
     scale = scale_of(tl.abs(values), largest, least_scale)
     tl.store(y + row * width + columns, divided(values, scale, y.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
@@ -134,14 +135,14 @@ def store_rounded(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scale_of(sizes: tl.tensor, largest: tl.constexpr, least_scale: tl.constexpr) -> tl.tensor:
-    """The scale of a row whose numbers, or the largest of them, are of these sizes.
+    """Return the scale of a row, from absolute values among which is the row's largest.
 
-    By a product, as torch divides by a constant.
+    Multiplies by 1 / largest, as torch does to divide by a constant.
     """
     return tl.maximum(tl.max(sizes, 0) * (1.0 / largest), least_scale)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def divided(values: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Round values / scale to FP8, by IEEE's division, as torch does."""
+    """Round values / scale to FP8, with IEEE division as in torch."""
     return tl.div_rn(values, tl.zeros_like(values) + scale).to(dtype)

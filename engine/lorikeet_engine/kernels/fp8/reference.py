@@ -1,11 +1,11 @@
-"""FP8 linears in plain torch: what other implementations are compared with, and the CPU's path."""
+"""FP8 linears in plain torch: the CPU's path, and the reference of the CUDA kernels."""
 
 import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, LEAST_SCALE, Fp8Rows
 
-_ROWS_AT_ONCE = 1024  # whose float32 copies a device must hold beside a weight
+_ROWS_AT_ONCE = 1024  # bounds the float32 copies beside a weight
 
 
 def linear(
@@ -14,7 +14,7 @@ def linear(
     bias: torch.Tensor | None = None,
     rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
-    """Compute what kernels.fp8.linear does: the product of the rounded numbers in float32."""
+    """Compute kernels.fp8.linear: the product of the rounded numbers, in float32."""
     tokens = rounded or quantize_rows(x)
     x_rows, x_scales = tokens.rows.float(), tokens.scales[:, None]
     if weight.block is None:
@@ -25,17 +25,14 @@ def linear(
 
 
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:
-    """Round each row to FP8 times a scale, with which its largest element becomes LARGEST.
-
-    x [rows, width], any float dtype.
-    """
+    """Round each row of x [rows, width] to FP8, scaled so that its largest element is LARGEST."""
     values = x.float()
     scales = (values.abs().amax(dim=1) * (1.0 / LARGEST)).clamp(min=LEAST_SCALE)
     return Fp8Rows((values / scales[:, None]).to(DTYPE), scales)
 
 
 def quantize_weight(weight: torch.Tensor) -> Fp8Rows:
-    """Round a weight [d_out, d_in] of floats, some rows at a time: on its device, of any kind."""
+    """Round a weight [d_out, d_in] of floats to FP8, some rows at a time, on its own device."""
     out = Fp8Rows(
         torch.empty_like(weight, dtype=DTYPE),
         torch.empty(len(weight), dtype=torch.float32, device=weight.device),

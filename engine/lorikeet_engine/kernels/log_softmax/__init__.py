@@ -1,8 +1,8 @@
-"""Log probabilities of some rows of logits: of their most likely tokens, and of tokens given later.
+"""log_softmax of selected tokens: the most likely of a row, and a token that is given later.
 
-Of logits x with the largest at b, token t has (x[t] − b) · scale − log Σ exp((x − b) · scale), in
-float32. Tokens are ranked by falling logit; of equal logits the lower id comes first (and 0 before
--0).
+For a row of logits x, whose largest is b, token t has the log probability
+(x[t] − b) · scale − log Σ exp((x − b) · scale), in float32. Tokens are ranked by falling logit; of
+equal logits the lower id comes first (and 0 before -0).
 
 `reference` is this in torch and runs on the CPU; `fused` holds Triton kernels with the same
 signatures.
@@ -16,21 +16,23 @@ from types import ModuleType
 import torch
 
 ROW, COUNT, SCALE, FIELDS = range(4)
-"""The columns of `wanted` [n, FIELDS] int64.
+"""Columns of `wanted` [n, FIELDS] int64.
 
-A row of the logits; how many tokens of it; scale, above 0, bits of a float32.
+ROW: row of the logits.
+COUNT: number of the row's most likely tokens.
+SCALE: bits of a float32 above 0.
 """
 MOST = 32
-"""The most tokens that can be wanted of a row."""
+"""Upper bound of COUNT."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """What some rows of logits say of tokens.
+    """Log probabilities of selected tokens of some rows of logits.
 
-    norms [n, 2] float32: the row's largest logit b, and log Σ exp((x − b) · scale). packed
-    [n, 1 + 2 · most] float32: the log probability of the given token, those of the most likely
-    ones, and the ids of these, bits of int32. Behind a row's count both are arbitrary.
+    norms [n, 2] float32: the row's largest logit b, and log Σ exp((x − b) · scale).
+    packed [n, 1 + 2 · most] float32: log probability of the given token; log probabilities of the
+        most likely tokens; ids of these, bits of int32. Both are undefined beyond the row's COUNT.
     """
 
     norms: torch.Tensor
@@ -38,14 +40,16 @@ class LogprobRows:
 
     @property
     def most(self) -> int:
-        """How many of the most likely tokens a row has room for."""
+        """Number of most likely tokens for which a row of `packed` has space."""
         return self.packed.shape[1] // 2
 
 
 def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
-    """Find the most likely tokens of some rows of logits [rows, vocab], dense, of any dtype.
+    """Find the most likely tokens of some rows of logits, and their log probabilities.
 
-    wanted: see FIELDS; counts are at most `most`, which is at most MOST, and vocab.
+    logits [rows, vocab], dense, any dtype
+    wanted [n, FIELDS] int64: COUNT is at most `most` and vocab
+    most: at most MOST
     """
     assert most <= MOST, f"{most} tokens of a row"
     found: LogprobRows = _operators(logits.device.type).likeliest(logits, wanted, most)
@@ -55,9 +59,11 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
 def set_given(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """Set the first column of `packed` by the token that each row of the logits is given.
+    """Set the first column of `found.packed` to the log probability of each row's given token.
 
-    tokens [rows] int64, below 0 for any. logits: as likeliest had them, at the tokens given.
+    logits [rows, vocab]: equal to those that `likeliest` read at the given tokens
+    wanted: as for `likeliest`
+    tokens [rows] int64: below 0, the result is undefined
     """
     _operators(logits.device.type).set_given(found, logits, wanted, tokens)
 

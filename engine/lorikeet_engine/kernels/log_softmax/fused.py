@@ -1,10 +1,11 @@
 """Log probabilities in Triton: the logits are read once, then few of them again.
 
 The first launch reads the logits in chunks of each row: it adds up a chunk's exponentials and takes
-the largest of each group of neighbours. The second has one program for a row, which adds the sums
-up. A group has one of the k most likely tokens only if its own largest is among the k largest of
-the groups, of equals the first again: so it finds these groups, then the tokens among theirs, each
-time one after another by a key that orders logits and ids together.
+the largest logit of each group of neighbours. The second launch has one program for each row, which
+adds up the chunks' sums and finds the most likely tokens. A group has one of the k most likely
+tokens only if its largest logit is among the k largest of all groups (of equals the first). So the
+program finds these groups, then the tokens in them, one after another by a key that orders logits
+and ids together.
 """
 
 import torch
@@ -22,7 +23,7 @@ _ROW, _COUNT = tl.constexpr(log_softmax.ROW), tl.constexpr(log_softmax.COUNT)
 _SCALE, _FIELDS = tl.constexpr(log_softmax.SCALE), tl.constexpr(log_softmax.FIELDS)
 _MOST = tl.constexpr(log_softmax.MOST)
 _LOWEST_KEY = tl.constexpr(-(2**31))
-_LOWEST = tl.constexpr(-(2**63))  # below what any number's key and id make
+_LOWEST = tl.constexpr(-(2**63))  # below the key and id of any number
 _IDS = tl.constexpr(2**32 - 1)
 
 
@@ -54,7 +55,7 @@ def set_given(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _field(wanted: tl.tensor, column: tl.constexpr) -> tl.tensor:
-    """What this program's row of wanted has there."""
+    """Load a column of this program's row of `wanted`."""
     return tl.load(wanted + tl.program_id(0) * _FIELDS + column)
 
 
@@ -65,13 +66,13 @@ def _scale(wanted: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _finite(peak: tl.tensor) -> tl.tensor:
-    """What can be subtracted from logits of which this is the largest: −inf − −inf is no number."""
+    """Return the largest logit, or 0 if it is −inf, as −inf − −inf would be NaN."""
     return tl.where(peak > -float("inf"), peak, 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _ordered(key: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """An int64 that is ordered by key, and of equal keys the lower place is larger."""
+    """Return an int64 that orders by key, and by falling place for equal keys."""
     return (key.to(tl.int64) << 32) + (place.to(tl.int64) ^ _IDS)
 
 
@@ -89,7 +90,7 @@ def _sum_chunks_of_exp(
     vocab: tl.constexpr,
     chunks: tl.constexpr,
 ) -> None:
-    """One chunk: its largest logit, the exponentials' sum by that, and its groups' largest keys."""
+    """Compute one chunk's largest logit, its sum of exponentials, and its groups' largest keys."""
     index, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = _field(wanted, _ROW)
     group = tl.arange(0, _GROUPS)
@@ -117,7 +118,7 @@ def _find_likeliest(
     chunks: tl.constexpr,
     chunks_block: tl.constexpr,
 ) -> None:
-    """One row: its norm, then the groups that have its most likely tokens, then these."""
+    """Compute one row's norm, then find the groups of its most likely tokens, then the tokens."""
     index = tl.program_id(0).to(tl.int64)
     row = _field(wanted, _ROW)
     count, scale = _field(wanted, _COUNT).to(tl.int32), _scale(wanted)
@@ -171,7 +172,7 @@ def _set_given(
     width: tl.tensor,
     vocab: tl.constexpr,
 ) -> None:
-    """One row: the log probability of its token."""
+    """Compute the log probability of one row's given token."""
     index = tl.program_id(0).to(tl.int64)
     row = _field(wanted, _ROW)
     token = tl.maximum(tl.load(tokens + row), 0)

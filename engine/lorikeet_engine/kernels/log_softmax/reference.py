@@ -1,4 +1,4 @@
-"""Log probabilities in plain torch; the package says what they are."""
+"""Log probabilities in plain torch; kernels.log_softmax defines them."""
 
 import torch
 from torch.nn import functional as F
@@ -41,10 +41,10 @@ def _scales(wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Ids [rows, k] of the largest of logits [rows, vocab] float32; of equals, the lowest id first.
+    """Return ids [rows, k] of the k largest of logits [rows, vocab] float32, of equals the lowest.
 
-    A group of neighbours has one of the k only if its own largest is among the k largest of the
-    groups, of equals the first again: so each value is looked at once, and few are ordered.
+    A group of neighbours has one of the k tokens only if its largest logit is among the k largest
+    of all groups (of equals the first). So each logit is read once, and few are sorted.
     """
     vocab = logits.shape[-1]
     padded = F.pad(logits, (0, -vocab % _GROUP), value=-torch.inf)
@@ -54,14 +54,14 @@ def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     values = groups.gather(1, chosen.unsqueeze(-1).expand(-1, -1, _GROUP)).flatten(1)
     candidates = ids[chosen].flatten(1)
     top = candidates.gather(1, _first(values, candidates, k))
-    return top.clamp(max=vocab - 1)  # among values that are no numbers, padding may be the largest
+    return top.clamp(max=vocab - 1)  # in a row of NaN, padding may be the largest
 
 
 def _first(values: torch.Tensor, ids: torch.Tensor, k: int) -> torch.Tensor:
-    """Where in values [rows, n] float32 the k largest are, of equals those of the lowest ids.
+    """Return positions of the k largest of values [rows, n] float32, of equals the lowest ids.
 
-    One key orders both, since topk takes any of equals: a float's bits are ordered like an integer,
-    but for the sign.
+    topk takes any of equals, so one key orders values and ids together: a float's bits order like
+    an integer, except for the sign.
     """
     bits = values.view(torch.int32).long()
     keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) - ids

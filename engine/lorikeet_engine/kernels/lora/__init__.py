@@ -1,6 +1,8 @@
-"""The LoRA operators: `linear` is the one linear layer, with what each token's adapter adds.
+"""LoRA operators: linear layers y = x·Wᵀ + B(t)·A(t)·x with an adapter for each token.
 
-`types` are its operands, `reference` the equation in torch, `shrink`, `expand` and `gather` the
-Triton kernels, `expand_act` what a prefill's SiLU expands by itself, `tiles` and `tuning` what
-these are launched with.
+`linear`: the linear layer, which every caller uses; `experts`: LoRA of a layer's experts.
+`types`: operands; `reference`: the equations in plain torch, which run on the CPU.
+Triton kernels: `shrink` (A·x), `expand` (B·v), `expand_act` (B·v inside a prefill's SiLU), `gather`
+(A·x of embeddings), `token_rows` (rows of trained tokens), `expert_rows` (experts).
+`tiles` and `tuning`: the kernels' work list and launch parameters.
 """

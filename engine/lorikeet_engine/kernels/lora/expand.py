@@ -1,4 +1,4 @@
-"""Expand in Triton: rank → hidden, the delta of every slice of a fused linear in one launch."""
+"""Expand in Triton: B·v, rank → hidden, for every slice of a fused linear in one launch."""
 
 import torch
 import triton
@@ -10,16 +10,19 @@ from lorikeet_engine.kernels.lora.tiles import Tiles, launches_early, tile_at
 from lorikeet_engine.kernels.lora.tuning import Regime
 from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
 
-PARTS_AT_ONCE = 4  # of v, asked for before one is needed
+PARTS_AT_ONCE = 4  # of v, whose loads are issued before the first is used
 
 
 def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -> None:
-    """delta[t, columns of s] = B(t, s) v[t, s], for the adapter of token t and slice s.
+    """Compute delta[t, columns of s] = B(t, s)·v[t, s], for token t's adapter and each slice s.
 
-    shrunk: what shrink returned; delta [tokens, sum(d_outs)], written for tokens with an adapter
-    alone, 0 where that has rank 0. add: add to what is in delta, a product, instead. Sums are
-    float32, rounded once; outside Regime.FEW, v is rounded to the adapter's dtype first. Raises
-    ShapeError.
+    shrunk.v [tokens, parts, slices, tiles.rank_stride] float32: output of `shrink`
+    B(t, s) [d_out, rank], with the scaling inside
+    delta [tokens, sum(d_outs)]: written in place, for tokens with an adapter only; 0 for rank 0
+    add: add to delta, which then holds a product, instead of overwriting it
+
+    Sums are float32, rounded once; outside Regime.FEW, v is rounded to the adapter's dtype first.
+    Raises ShapeError.
     """
     v, weights, tiles, group = shrunk.v, shrunk.weights, shrunk.tiles, shrunk.group
     check_rows("delta", delta, sum(group.d_outs), weights)
@@ -60,7 +63,7 @@ def _dense_shapes(tiles: Tiles, v: torch.Tensor) -> dict[str, int]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _find_slice(block: tl.tensor, widths: tl.constexpr, span: tl.constexpr) -> tl.tuple:
-    """(slice, its first column in delta, its width, the block's first column in the slice)."""
+    """Return (slice, slice's first column in delta, slice's width, block's column in the slice)."""
     index = 0
     start = 0
     width = 0
@@ -100,10 +103,10 @@ def _expand_few(
     more_ranks: tl.constexpr,
     block_out: tl.constexpr,
 ) -> None:
-    """One or two tokens × a block of one slice's columns.
+    """Compute one or two tokens × a block of one slice's columns.
 
-    A thread holds some neighbouring columns of all ranks, so it sums by itself. The first weights
-    are asked for before the shrink is waited for.
+    A thread holds some neighbouring columns of all ranks, so no sum crosses threads. Loads of the
+    first weights are issued before the wait for `shrink`.
     """
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if (length == 0) | (slot < 0):
@@ -161,9 +164,9 @@ def _two_products(
     parts: tl.tensor,
     block_parts: tl.constexpr,
 ) -> tl.tuple:
-    """Two tokens' v, up to their ranks, times b [ranks, columns], each [columns].
+    """Multiply two tokens' v, up to their ranks, by b [ranks, columns] → two of [columns].
 
-    Summed in one pass over b: its float32 values are never all in registers.
+    Both sums take one pass over b: its float32 values are never all in registers.
     """
     part = tl.arange(0, block_parts)
     v_tile = v_row + part[:, None] * part_stride + k[None, :]
@@ -205,7 +208,7 @@ def _expand(
     blocks: tl.constexpr,
     upcast: tl.constexpr,
 ) -> None:
-    """A tile of tokens × some blocks of one slice's columns, one after the other."""
+    """Compute a tile of tokens × some blocks of one slice's columns, one after the other."""
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if (length == 0) | (slot < 0):
         return
@@ -255,7 +258,10 @@ def multiply(
     more_ranks: tl.constexpr,
     upcast: tl.constexpr,
 ) -> tl.tensor:
-    """[tokens, columns] float32: v times B; first_ranks are v's first, already summed."""
+    """Multiply v by B → [tokens, columns] float32.
+
+    first_ranks: v's first block of ranks, whose parts are already summed.
+    """
     b = tl.load(b_tile, mask=(k < rank)[:, None] & inside[None, :], other=0.0)
     total = _dot(first_ranks, b, upcast)
     if more_ranks:
@@ -279,7 +285,7 @@ def sum_parts(
     part_stride: tl.tensor,
     block_parts: tl.constexpr,
 ) -> tl.tensor:
-    """[tokens, ranks]: the sum of shrink's parts, some of whose loads under way at once."""
+    """Sum the parts that `shrink` wrote → [tokens, ranks]; several loads are in flight at once."""
     total = tl.zeros((real.shape[0], k.shape[0]), tl.float32)
     for first in range(0, parts, block_parts):
         for other in tl.static_range(block_parts):

@@ -1,7 +1,7 @@
-"""SiLU-and-mul of a prefill, in Triton: it expands what adapters add to gate_up by itself.
+"""SiLU-and-mul of a prefill in Triton, which expands gate_up's LoRA delta in the same launch.
 
-That delta is two thirds of a layer's. Written by expand and read again it would cost a prefill more
-time than all the rest of LoRA; here it never leaves the registers.
+gate_up's delta is two thirds of a layer's. Writing it by `expand` and reading it again would cost a
+prefill more time than all the rest of LoRA; here it never leaves the registers.
 """
 
 import torch
@@ -17,10 +17,14 @@ from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
 def expand_act_and_mul(
     x: torch.Tensor, shrunk: UnexpandedDelta, *, gelu: bool = False
 ) -> torch.Tensor:
-    """silu(g) · u of x = [g, u] [tokens, 2 · width], B v of the two slices added in float32 before.
+    """Compute silu(g + B_g·v_g) · (u + B_u·v_u) of x = [g, u].
 
-    → [tokens, width]. gelu: GELU in SiLU's place. shrunk: the same product's; v is rounded to the
-    adapter's dtype. Raises ShapeError.
+    x [tokens, 2 · width]: product of gate_up
+    shrunk: output of `shrink` for the same product
+    gelu: GELU instead of SiLU
+    → [tokens, width]
+
+    v is rounded to the adapter's dtype; LoRA is added in float32. Raises ShapeError.
     """
     v, weights, tiles = shrunk.v, shrunk.weights, shrunk.tiles
     width, config = x.shape[1] // 2, tiles.config
@@ -51,7 +55,7 @@ def expand_act_and_mul(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def activated(x: tl.tensor, gelu: tl.constexpr) -> tl.tensor:
-    """silu(x) of float32, or gelu(x) by its formula with tanh(u) = 2 · sigmoid(2u) − 1."""
+    """Return silu(x) of float32, or gelu(x) by the tanh formula, tanh(u) = 2 · sigmoid(2u) − 1."""
     if gelu:
         x2: tl.constexpr = 2 * 0.7978845608028654  # √(2 / π)
         return x / (1.0 + tl.exp(-x2 * (x + 0.044715 * x * x * x)))
@@ -83,7 +87,7 @@ def _expand_act_and_mul(
     blocks: tl.constexpr,
     gelu: tl.constexpr,
 ) -> None:
-    """A tile of tokens × some blocks of columns; a tile without an adapter has rank 0."""
+    """Compute a tile of tokens × some blocks of columns; a tile without an adapter has rank 0."""
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if length == 0:
         return

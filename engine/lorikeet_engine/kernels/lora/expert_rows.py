@@ -1,8 +1,8 @@
 """LoRA of experts in Triton: shrink and expand over rows that are sorted by expert and adapter.
 
-The grids depend on the number of rows alone, so a captured graph stays valid whatever the router
-chooses. In a decode runs are of a row or two: then each program takes one row (expert_singles).
-Else programs take tiles of neighbouring rows (expert_tiles).
+The grids depend on the number of rows only, so a captured graph stays valid whatever the router
+chooses. In a decode a run has a row or two: then each program takes one row (expert_singles). With
+longer runs programs take tiles of neighbouring rows (expert_tiles).
 """
 
 import torch
@@ -14,11 +14,11 @@ from lorikeet_engine.kernels.lora.types import ExpertStep, LoraGroup, Segments
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 _BLOCK = 128
-_TILED_FROM = 8  # rows a run: with fewer, tiles multiply mostly zeros
+_TILED_FROM = 8  # rows of a run: with fewer, tiles would multiply mostly zeros
 
 
 def list_owners(segments: Segments, routed: RoutedRows) -> torch.Tensor:
-    """The slot and the expert of each row [rows, 2] int32: ExpertStep's owners."""
+    """List each row's adapter slot, −1 for none, and expert: ExpertStep.owners [rows, 2] int32."""
     rows = len(routed.pairs)
     owners = torch.empty((rows, 2), dtype=torch.int32, device=routed.pairs.device)
     if rows:
@@ -66,7 +66,11 @@ def _list_owners(
     segments: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """A block of rows: whose segment holds the row's token, and how many experts end before it."""
+    """List a block of rows.
+
+    A row's slot is that of the segment with its token; its expert is the number of experts whose
+    rows end before it.
+    """
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows
     token = tl.load(pairs + row, mask=inside, other=0) // per_token

@@ -1,8 +1,8 @@
-"""LoRA of experts where runs are short: a program takes one row, and needs no tensor cores.
+"""LoRA of experts for short runs: a program takes one row, without tensor cores.
 
 Products of one row are bound by reading A and B: a tile would hold mostly zeros, and wait longer
-for its first numbers. Neighbours of one run read the same numbers at about the same time, all but
-the first from the GPU's cache.
+for its first numbers. Neighbouring rows of a run read the same numbers at about the same time, all
+but the first from the GPU's cache.
 """
 
 import torch
@@ -12,8 +12,8 @@ import triton.language as tl
 from lorikeet_engine.kernels.lora.types import ExpertStep, LoraGroup
 
 _BLOCK_RANK = 16
-_BLOCK = 1024  # of d_in and d_out: more programs take longer to launch than they read
-_WARP_COLUMNS = 256  # 16 bytes a thread: no sum of an expand crosses threads
+_BLOCK = 1024  # of d_in and d_out: smaller blocks take longer to launch than to read
+_WARP_COLUMNS = 256  # 16 bytes a thread: no sum of _expand crosses threads
 
 
 def add(
@@ -70,7 +70,7 @@ def _shrink(
     block_rank: tl.constexpr,
     block_in: tl.constexpr,
 ) -> None:
-    """A row × some ranks of one slice × one part of d_in."""
+    """Compute a row × some ranks of one slice × one part of d_in."""
     row, part, blocks = tl.program_id(0), tl.program_id(1), rank_stride // block_rank
     index = tl.program_id(2) // blocks
     first = (tl.program_id(2) - index * blocks) * block_rank
@@ -121,7 +121,7 @@ def _expand(
     block_rank: tl.constexpr,
     block_out: tl.constexpr,
 ) -> None:
-    """A row × a block of one slice's columns; added to y."""
+    """Add a row × a block of one slice's columns to y."""
     row, blocks = tl.program_id(0), tl.cdiv(width, block_out)
     index = tl.program_id(1) // blocks
     slot = tl.load(owners + row * 2)

@@ -1,6 +1,6 @@
-"""LoRA of experts where runs are long: a program takes a tile of rows, one run after the other.
+"""LoRA of experts for long runs: a program takes a tile of rows, one run after the other.
 
-Whoever a tile's rows are of, a program reads a run's A or B once for all of them.
+A program reads A or B of a run once for all of the run's rows in its tile.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton.language as tl
 from lorikeet_engine.kernels.lora.types import ExpertStep, LoraGroup
 
 _MAX_PARTS = 8
-_PROGRAMS = 512  # as many shrink, or d_in is split: few read too little at once
+_PROGRAMS = 512  # wanted for _shrink, which splits d_in for them: fewer read too little at once
 _BLOCK_RANK = 16
 _MOST_TILE_ROWS = 64
 
@@ -27,7 +27,7 @@ def add(
 ) -> None:
     """See kernels.lora.experts; in 16-bit dtypes A x is rounded to the adapter's dtype.
 
-    per_run: rows that a run has on average.
+    per_run: average number of rows of a run.
     """
     weights, segments, routed = experts.step.weights, experts.step.segments, experts.routed
     rows, slices, table = len(y), len(group.linears), weights.table
@@ -58,7 +58,10 @@ def add(
 
 
 def _split(d_in: int, inner: int, programs: int) -> int:
-    """How much of d_in a program reads, a multiple of inner, where there are N of a part."""
+    """Return how much of d_in a program reads, a multiple of `inner`.
+
+    programs: programs for each part of d_in.
+    """
     parts = triton.next_power_of_2(triton.cdiv(_PROGRAMS, programs))
     return int(triton.cdiv(d_in, min(_MAX_PARTS, parts) * inner) * inner)
 
@@ -67,7 +70,7 @@ def _split(d_in: int, inner: int, programs: int) -> int:
 def _run_at(
     owners: tl.tensor, row: tl.tensor, real: tl.tensor, place: tl.tensor, done: tl.tensor
 ) -> tl.tuple:
-    """(slot, expert, which of the tile's rows) of the run that begins at its row `done`."""
+    """Return (slot, expert, mask of the tile's rows) of the run that begins at row `done`."""
     slot = tl.load(owners + row * 2, mask=real, other=-1)
     expert = tl.load(owners + row * 2 + 1, mask=real, other=0)
     own_slot = tl.sum(tl.where(place == done, slot, 0), 0)
@@ -105,7 +108,7 @@ def _shrink(
     block_rank: tl.constexpr,
     block_in: tl.constexpr,
 ) -> None:
-    """A tile of rows × some ranks of one slice × one part of d_in, run by run."""
+    """Compute a tile of rows × some ranks of one slice × one part of d_in, run by run."""
     part, blocks = tl.program_id(0), rank_stride // block_rank
     index = tl.program_id(1) // blocks
     k = (tl.program_id(1) - index * blocks) * block_rank + tl.arange(0, block_rank)
@@ -171,7 +174,7 @@ def _expand(
     block_rank: tl.constexpr,
     block_out: tl.constexpr,
 ) -> None:
-    """A tile of rows × a block of one slice's columns, run by run; added to y."""
+    """Add a tile of rows × a block of one slice's columns to y, run by run."""
     blocks = tl.cdiv(width, block_out)
     index = tl.program_id(0) // blocks
     column = (tl.program_id(0) - index * blocks) * block_out + tl.arange(0, block_out)

@@ -1,7 +1,7 @@
-"""What adapters add to the products of a layer's experts, whose rows are sorted by expert.
+"""LoRA of the products of a layer's experts, whose rows are sorted by expert (kernels/moe).
 
-Of an expert's rows those of one adapter are neighbours, too (kernels/moe): a run. An adapter has
-for each expert its own A and B, so a run is what a segment of tokens is to other linears.
+An adapter has its own A and B for each expert. An expert's rows of one adapter are neighbours: such
+a run of rows is to experts as a segment of tokens is to other linears.
 """
 
 from importlib import import_module
@@ -22,9 +22,9 @@ from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 
 def begin_experts(step: LoraStep | None, routed: RoutedRows) -> ExpertStep | None:
-    """The LoRA work of a layer's experts, once it is known who computes what; None for none.
+    """Prepare the LoRA work of a layer's experts after routing; on CUDA by one launch.
 
-    On CUDA one launch.
+    None: no adapter of the step changes experts.
     """
     if step is None or not step.segments.changes_experts:
         return None
@@ -41,13 +41,15 @@ def add_expert_lora(
     *,
     gathered: bool = False,
 ) -> None:
-    """y[r] += B(r) A(r) x[r] for each row r, its adapter and its expert, in place.
+    """Compute y[r] += B(r)·A(r)·x[r] for each row r, with its adapter and expert, in place.
 
-    x [rows, d_in], or gathered [tokens, d_in], of which r reads its token's; y [rows, sum(d_outs)],
-    the outputs of the group's linears side by side, all of one width. A(r) of a group's linear lies
-    rank · d_in elements behind that of the expert before, B(r) rank · d_out. Sums are float32; rows
-    without an adapter keep their y. On CUDA two launches, whose programs end at once where
-    adapters leave experts alone. Raises ShapeError.
+    x [rows, d_in]; if gathered [tokens, d_in], and row r reads its token's x
+    y [rows, sum(d_outs)]: outputs of the group's linears side by side, all of one width
+    experts: the step's LoRA work; None adds nothing
+
+    An expert's A lies rank · d_in elements behind the previous expert's, its B rank · d_out. Sums
+    are float32; rows without an adapter keep their y. On CUDA these are two launches, whose
+    programs end at once if adapters change no expert. Raises ShapeError.
     """
     if experts is None:
         return

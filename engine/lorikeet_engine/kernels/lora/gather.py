@@ -1,6 +1,6 @@
-"""Gather in Triton: shrink for embeddings, whose input is a token's id: a row of A, as it lies.
+"""Gather in Triton: `shrink` of embeddings, whose input is a token id, so A·x is a column of A.
 
-The same launch writes the rows of trained tokens (token_rows.py), so that these need none.
+The same launch writes the rows of trained tokens (token_rows.py), which spares another launch.
 """
 
 import torch
@@ -27,12 +27,17 @@ def gather(
     group: LoraGroup,
     rows: LoraGroup,
 ) -> UnexpandedDelta:
-    """v[t, 0, 0, k] = A(t)[k, id of t], for the adapter of token t.
+    """Compute v[t, 0, 0, k] = A(t)[k, token_ids[t]], and write rows of trained tokens to y.
 
-    Where that has a row for this id among its `rows`, y[t] is that instead of the base model's;
-    y [tokens, hidden], dense in a row. token_ids [tokens] int64 → v [tokens, 1, 1,
-    tiles.rank_stride] float32, undefined for tokens without an adapter, and from an adapter's own
-    rank on. Raises ShapeError.
+    token_ids [tokens] int64
+    y [tokens, hidden], dense in a row: embeddings; y[t] is overwritten if t's adapter has a row for
+      token_ids[t]
+    group: the embeddings alone
+    rows: the embeddings' rows of trained tokens alone
+    → v [tokens, 1, 1, tiles.rank_stride] float32, undefined for tokens without an adapter, and from
+      an adapter's own rank on
+
+    Raises ShapeError.
     """
     check_group(weights, group)
     check_rows("y", y, rows.d_in, weights)
@@ -73,7 +78,7 @@ def _gather(
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
 ) -> None:
-    """One tile of tokens, some ranks at a time; nothing for an adapter of rank 0."""
+    """Gather one tile of tokens, some ranks at a time; nothing for an adapter of rank 0."""
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):
         return

@@ -1,18 +1,20 @@
-"""The linear layer: the base model's product and, with LoRA, what each token's adapter adds to it.
+"""Linear layer: the base model's product and, with LoRA, the delta of each token's adapter.
 
 On the CPU y = x·Wᵀ + B·A·x is computed at once (reference.py). On CUDA the Triton kernels of
 shrink.py and expand.py compute the delta on a side stream, joined when both are done, and the
-kernel of kernels/pointwise/fused.py that reads y next adds it:
+kernel of kernels/pointwise/fused.py that reads y next adds the delta:
 
     main  ── x ──┬── product, on some of the multiprocessors ──┬── y and the delta are read
     side         └── shrink ── expand ─────────── delta ───────┘
 
 LoRA's kernels wait for memory more than they use it, and a large product leaves memory idle. cuBLAS
-would take every multiprocessor for itself from start to end, so that LoRA could only run before or
-after: it is told to leave some free (LaunchConfig.sms_for_lora). Products of our own, of one token
-or of a few by FP8, do without: LoRA's programs go first there. A base model's weight is a tensor,
-or of FP8 (kernels/fp8); LoRA reads x as it is beside both. What the side stream allocates is
-safe in main's hands: whatever it does next, it first waits for main.
+would take every multiprocessor from start to end, so that LoRA could only run before or after the
+product: so it is told to leave some free (_sms_for_lora). Our own kernels, for products of one
+token or of a few by FP8, need no such limit: there LoRA is launched first.
+
+A base model's weight is a tensor of floats, or FP8 (kernels/fp8); LoRA reads x unrounded beside
+both. Memory that the side stream allocates is safe to use on the main stream: before its next
+work, the side stream waits for the main stream.
 """
 
 import ctypes
@@ -41,18 +43,23 @@ from lorikeet_engine.kernels.lora.types import (
 from lorikeet_engine.kernels.pointwise import act_and_mul
 
 Weight = torch.Tensor | Fp8Rows
-"""The weight of a linear [d_out, d_in]."""
+"""Weight of a linear [d_out, d_in], in floats or FP8."""
 
 
 Inputs = torch.Tensor | Activations
-"""The tokens that a linear reads [tokens, d_in]; where it is FP8, they may be rounded already."""
+"""Input of a linear [tokens, d_in], for an FP8 weight with or without its FP8 rounding."""
 
 
 def linear(x: Inputs, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x·Wᵀ + b: x [tokens, d_in], weight [d_out, d_in], bias [d_out] → [tokens, d_out].
+    """Compute x·Wᵀ + b.
 
-    By cuBLAS, or for a single row of 16-bit numbers on CUDA by a Triton kernel of our own, which is
-    faster there (kernels/gemv.py). With an FP8 weight x is rounded to FP8 before (kernels/fp8).
+    x [tokens, d_in]
+    weight [d_out, d_in]
+    bias [d_out]
+    → [tokens, d_out]
+
+    cuBLAS multiplies, or for a single row of a 16-bit dtype on CUDA our Triton kernel, which is
+    faster there (kernels/gemv.py). With an FP8 weight x is rounded to FP8 first (kernels/fp8).
     """
     if isinstance(weight, Fp8Rows):
         rounded = x.fp8 if isinstance(x, Activations) else None
@@ -67,7 +74,7 @@ def linear(x: Inputs, weight: Weight, bias: torch.Tensor | None = None) -> torch
 def linear_act_and_mul(
     x: Inputs, weight: Weight, bias: torch.Tensor | None, *, gelu: bool
 ) -> torch.Tensor:
-    """act_and_mul (kernels/pointwise) of `linear`, in one launch where that is of our own gemv."""
+    """Compute act_and_mul (kernels/pointwise) of `linear`, in one launch where gemv multiplies."""
     rows = rows_of(x)
     if not _is_gemv(rows):
         return act_and_mul(linear(x, weight, bias), gelu=gelu)
@@ -80,12 +87,15 @@ def _is_gemv(x: torch.Tensor) -> bool:
 
 
 def rows_of(x: Inputs) -> torch.Tensor:
-    """The tokens as they are, unrounded: what LoRA reads."""
+    """Return the tokens unrounded, as LoRA reads them."""
     return x.rows if isinstance(x, Activations) else x
 
 
 def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraStep:
-    """The LoRA work of a forward pass of `tokens` tokens; on CUDA one launch, before all others."""
+    """Prepare the LoRA work of a forward pass; on CUDA by one launch, before all others.
+
+    tokens: number of tokens of the pass.
+    """
     tiles = None
     if weights.arena.device.type == "cuda":
         tiles = _cuda("lora.tiles").list_tiles(segments, tokens)
@@ -100,10 +110,15 @@ def linear_with_lora(
     layer: int,
     group: LoraGroup,
 ) -> tuple[torch.Tensor, LoraDelta | None]:
-    """Gives y = x·Wᵀ + b and what the adapters add to it; None: it is in y, or there is nothing.
+    """Compute y = x·Wᵀ + b and the adapters' delta B(t)·A(t)·x[t].
 
-    x [tokens, d_in], weight [sum(d_outs), d_in] → y and delta.rows [tokens, sum(d_outs)]. delta
-    is rounded to x's dtype once more than a sum in float32 would be. Raises ShapeError.
+    x [tokens, d_in]
+    weight [sum(d_outs), d_in]
+    bias [sum(d_outs)]
+    → y [tokens, sum(d_outs)]
+    → delta, rows [tokens, sum(d_outs)]; None: no adapter, or the delta is already in y (CPU)
+
+    The delta is rounded to x's dtype, once more than a sum in float32 would be. Raises ShapeError.
     """
     if step is not None and step.tiles is not None:
         rows = rows_of(x)
@@ -124,9 +139,12 @@ def add_lora(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """y[t] += B(t) A(t) x[t], in place, as reference.add_lora does; on CUDA by Triton's kernels.
+    """Compute y[t] += B(t)·A(t)·x[t], in place, for a product outside a forward pass.
 
-    For a product outside of a forward pass: tiles are listed for it alone. Raises ShapeError.
+    x [tokens, d_in]
+    y [tokens, sum(d_outs)]
+
+    On CUDA a launch lists tiles for this product alone. Raises ShapeError.
     """
     if y.device.type != "cuda":
         reference.add_lora(y, x, weights, segments, layer, group)
@@ -144,9 +162,10 @@ def linear_with_lora_before_act(
     layer: int,
     group: LoraGroup,
 ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-    """Do what linear_with_lora does, but leave expanding to act_and_mul in a prefill on CUDA.
+    """Compute linear_with_lora, but leave `expand` to act_and_mul in a prefill on CUDA.
 
-    The delta of one linear that stores gate and up as one is expanded here: the kernel reads two.
+    If gate and up are stored as one linear, the delta is expanded here: act_and_mul's kernel wants
+    two linears.
     """
     if step is None or step.tiles is None or not step.tiles.act_expands or len(group.linears) != 2:
         return linear_with_lora(x, weight, bias, step, layer, group)
@@ -162,9 +181,10 @@ def linear_and_lora(
     group: LoraGroup,
     delta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, UnexpandedDelta]:
-    """Compute the product and the adapters' delta, which is expanded into `delta` if that is given.
+    """Launch the product on the current stream and its LoRA on the side stream, and join them.
 
-    The results may be used on the current stream.
+    delta [tokens, sum(d_outs)]: where the delta is expanded to; None: it stays unexpanded
+    → y [tokens, sum(d_outs)], and v, both ready for use on the current stream
     """
     rows = rows_of(x)
     main, side = torch.cuda.current_stream(rows.device), _side_stream(rows.device)
@@ -188,9 +208,9 @@ def linear_and_lora(
 def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
     """Return how many multiprocessors the base model's product leaves free for LoRA.
 
-    0: LoRA is launched first, and the product takes what LoRA leaves. So it is with our own
-    kernels for products of one row (kernels/gemv.py) or of a few by FP8
-    (kernels/fp8/few_tokens.py): they have many small programs, among which LoRA's can run.
+    0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves. Our own
+    kernels for products of one row (kernels/gemv.py), or of few rows by FP8
+    (kernels/fp8/few_tokens.py), always get 0: LoRA's programs run among their many small ones.
     """
     if len(rows) == 1:
         return 0
@@ -210,16 +230,19 @@ def replace_logits(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """Replace logits of trained tokens, as reference.replace_logits does.
+    """Set y[r, id] = x[r] · row(id) for each trained token id of r's adapter, in place.
 
-    segments: lm_head's; nothing is done where their max_rows is 0.
+    x [rows, hidden]
+    y [rows, vocabulary]: logits
+    segments: lm_head's; nothing is done if their max_rows is 0
+    group: lm_head's rows of trained tokens alone
     """
     if segments.max_rows == 0:
         return
     if y.device.type != "cuda":
         reference.replace_logits(y, x, weights, segments, layer, group)
         return
-    most = replace(segments, max_rank=MAX_TOKENS)  # always: warm-up compiles for no other
+    most = replace(segments, max_rank=MAX_TOKENS)  # the only value that warm-up compiles for
     tiles = _cuda("lora.tiles").list_tiles(most, len(x))
     made: UnexpandedDelta = _cuda("lora.shrink").shrink(x, weights, tiles, layer, group)
     _cuda("lora.token_rows").place_logits(made, y)
@@ -233,11 +256,15 @@ def embed_adapted(
     group: LoraGroup,
     rows: LoraGroup,
 ) -> None:
-    """Change embeddings y [tokens, hidden] as adapters do, in place.
+    """Replace embeddings of trained tokens, and add LoRA to embeddings, in place.
 
-    Replaces those of trained tokens, and adds LoRA's, as reference.replace_embeddings and
-    add_embedding_lora do; no adapter has both. rows: EMBEDDING_ROWS' group. On CUDA two launches,
-    whose programs end at once where adapters leave the embeddings alone.
+    Computes reference.replace_embeddings and reference.add_embedding_lora; no adapter has both. On
+    CUDA these are two launches, whose programs end at once if no adapter changes embeddings.
+
+    y [tokens, hidden]: the base model's embeddings
+    token_ids [tokens] int64
+    group: the embeddings alone
+    rows: the embeddings' rows of trained tokens alone (EMBEDDING_ROWS)
     """
     if step.tiles is None:
         reference.replace_embeddings(y, token_ids, step.weights, step.segments, layer, rows)
@@ -255,7 +282,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _reserve_sms(count: int, device: torch.device) -> Iterator[None]:
-    """CuBLAS leaves `count` multiprocessors free meanwhile, in this thread's products alone."""
+    """Have cuBLAS leave `count` multiprocessors free, in this thread's products only."""
     library = _cublas()
     if library is None:
         yield
@@ -271,9 +298,9 @@ def _reserve_sms(count: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _reserve_sms_of_lt(count: int, _device: torch.device) -> Iterator[None]:
-    """CuBLASLt, which does not read cuBLAS' target, leaves `count` multiprocessors free meanwhile.
+    """Have cuBLASLt, which ignores cuBLAS' target, leave `count` multiprocessors free.
 
-    In all of the process, of which one thread launches products.
+    Applies to the whole process, in which only one thread launches products.
     """
     torch._C._set_sm_carveout_experimental(count)
     try:
@@ -284,7 +311,10 @@ def _reserve_sms_of_lt(count: int, _device: torch.device) -> Iterator[None]:
 
 @cache
 def _cublas() -> ctypes.CDLL | None:
-    """Return the cuBLAS that torch has loaded; None, and products are not bounded, with another."""
+    """Return the cuBLAS library that torch has loaded.
+
+    None if it has another name: then products take all multiprocessors.
+    """
     try:
         return ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")
     except OSError:

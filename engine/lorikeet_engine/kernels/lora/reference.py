@@ -1,6 +1,6 @@
-"""LoRA in plain torch: the equation that every other implementation is compared with.
+"""LoRA in plain torch: the equations that the Triton kernels are compared with.
 
-Also the product's CPU path, so it loops over segments and never over tokens.
+These functions also serve requests on CPUs, so they loop over segments, never over tokens.
 """
 
 import torch
@@ -19,11 +19,13 @@ def add_lora(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """y[t] += B(t) A(t) x[t] for every linear of the group, in place.
+    """Add LoRA to a product: y[t] += B(t)·A(t)·x[t] for every linear of the group, in place.
 
-    x [tokens, d_in]; y [tokens, sum(d_outs)], the outputs of the group's linears side by side.
-    Sums are float32, y is rounded once. Tokens outside every segment keep their y, as do linears
-    of rank 0. Raises ShapeError.
+    x [tokens, d_in]
+    y [tokens, sum(d_outs)]: outputs of the group's linears side by side
+
+    Sums are float32; y is rounded once. Tokens outside every segment, and linears of rank 0, keep
+    their y. Raises ShapeError.
     """
     expand(shrink(x, weights, segments, layer, group), y, weights, segments, layer, group)
 
@@ -36,10 +38,13 @@ def add_embedding_lora(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """y[t] += B(t) A(t)[:, id of t], in place, where the group is the embeddings alone.
+    """Add LoRA to embeddings: y[t] += B(t)·A(t)[:, token_ids[t]], in place.
 
-    token_ids [tokens] int64; y [tokens, hidden], the base model's embeddings. Sums are float32, y
-    is rounded once.
+    token_ids [tokens] int64
+    y [tokens, hidden]: the base model's embeddings
+    group: the embeddings alone
+
+    Sums are float32; y is rounded once.
     """
     for rows, _, a_start, b_start, rank in _pieces(weights, segments, layer, group):
         a = weights.arena[a_start : a_start + rank * group.d_in].view(group.d_in, rank)
@@ -55,9 +60,11 @@ def replace_embeddings(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """y[t] = the adapter's row for id of t, in place, where it has one.
+    """Set y[t] to the row that t's adapter has for token_ids[t], if it has one, in place.
 
-    token_ids [tokens] int64; y [tokens, hidden]; the group is the embeddings' rows alone.
+    token_ids [tokens] int64
+    y [tokens, hidden]: the base model's embeddings
+    group: the embeddings' rows of trained tokens alone
     """
     for rows, _, a_start, b_start, count in _pieces(weights, segments, layer, group):
         found = token_ids[rows, None] == _ids(weights, b_start, count)  # [tokens, count]
@@ -74,10 +81,13 @@ def replace_logits(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """y[r, id] = x[r] · the adapter's row for this id, in place, for each of its trained tokens.
+    """Set y[r, id] = x[r] · row(id) for each trained token id of r's adapter, in place.
 
-    x [rows, hidden]; y [rows, vocabulary], logits; the group is lm_head's rows alone. Sums are
-    float32 and rounded once.
+    x [rows, hidden]
+    y [rows, vocabulary]: logits
+    group: lm_head's rows of trained tokens alone
+
+    Sums are float32, rounded once.
     """
     for rows, _, a_start, b_start, count in _pieces(weights, segments, layer, group):
         values = weights.arena[a_start : a_start + count * group.d_in].view(count, -1)
@@ -86,7 +96,7 @@ def replace_logits(
 
 
 def list_owners(segments: Segments, routed: RoutedRows) -> torch.Tensor:
-    """The slot of each row's adapter, −1 for none, and its expert: [rows, 2] int32."""
+    """List each routed row's adapter slot, −1 for none, and expert → [rows, 2] int32."""
     per_expert, tokens = routed.starts.diff().long(), len(routed.weights)
     experts = torch.repeat_interleave(per_expert)
     slots = torch.repeat_interleave(segments.slots, segments.lengths.long())
@@ -103,7 +113,7 @@ def add_expert_lora(
     *,
     gathered: bool,
 ) -> None:
-    """y[r] += B(r) A(r) x[r] for each row of a layer's experts: see kernels.lora.experts."""
+    """Add LoRA to an expert product, y[r] += B(r)·A(r)·x[r]: see kernels.lora.experts."""
     weights, routed = experts.step.weights, experts.routed
     runs, lengths = torch.unique_consecutive(experts.owners, dim=0, return_counts=True)
     end = 0
@@ -125,11 +135,13 @@ def add_expert_lora(
 def shrink(
     x: torch.Tensor, weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
 ) -> torch.Tensor:
-    """v[t, s, :rank] = A(t, s) x[t] in float32, for each linear s of the group.
+    """Compute v[t, s, :rank] = A(t, s)·x[t] for each linear s of the group, in float32.
 
-    x [tokens, d_in]; A(t, s) [rank, d_in] of the adapter whose segment holds token t
-    → v [tokens, slices, segments.max_rank] float32. Rows without an adapter, and columns from the
-    adapter's rank on, are zero. Raises ShapeError.
+    x [tokens, d_in]
+    A(t, s) [rank, d_in], of the adapter whose segment holds token t
+    → v [tokens, slices, segments.max_rank] float32
+
+    Rows without an adapter, and columns from the adapter's rank on, are zero. Raises ShapeError.
     """
     if x.dim() != 2 or x.shape[1] != group.d_in:
         raise ShapeError(f"x has shape {tuple(x.shape)}: want [tokens, {group.d_in}]")
@@ -150,10 +162,13 @@ def expand(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """y[t, columns of s] += B(t, s) v[t, s, :rank], summed in float32, rounded once.
+    """Compute y[t, columns of s] += B(t, s)·v[t, s, :rank], in place.
 
-    v as shrink returns it; B(t, s) with the scaling inside; y [tokens, sum(d_outs)] is changed in
-    place. Rows without an adapter are untouched. Raises ShapeError.
+    v [tokens, slices, segments.max_rank] float32: output of `shrink`
+    B(t, s) [d_out, rank], with the scaling inside
+    y [tokens, sum(d_outs)]
+
+    Sums are float32, rounded once. Rows without an adapter are untouched. Raises ShapeError.
     """
     if y.dim() != 2 or y.shape[1] != sum(group.d_outs):
         raise ShapeError(f"y has shape {tuple(y.shape)}: want [tokens, {sum(group.d_outs)}]")
@@ -166,7 +181,7 @@ def expand(
 
 
 def _ids(weights: LoraWeights, start: int, count: int) -> torch.Tensor:
-    """The ids [count] int64 of an adapter's trained tokens."""
+    """Decode the ids [count] int64 of an adapter's trained tokens."""
     digits = weights.arena[start : start + 3 * count].view(count, 3).long()
     return digits[:, 0] + (digits[:, 1] << 8) + (digits[:, 2] << 16)
 
@@ -174,7 +189,7 @@ def _ids(weights: LoraWeights, start: int, count: int) -> torch.Tensor:
 def _pieces(
     weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
 ) -> list[tuple[slice, int, int, int, int]]:
-    """(token rows, slice of the group, start of A, start of B, rank) wherever the rank is not 0."""
+    """List (token rows, slice of the group, start of A, start of B, rank) of all ranks above 0."""
     linears = list(group.linears)
     table = weights.table[segments.slots.long(), layer][:, linears].tolist()
     runs = zip(segments.starts.tolist(), segments.lengths.tolist(), table, strict=True)

@@ -1,8 +1,9 @@
-"""Shrink in Triton: hidden → rank, for every slice of a fused linear in one launch.
+"""Shrink in Triton: v = A·x, hidden → rank, for every slice of a fused linear in one launch.
 
-d_in is split among programs (split-K), or a decode would have too few to keep the memory busy. Each
-writes the sum of its own part, and expand adds the parts when it reads them: nothing is zeroed
-before, no launch stands between, and the order of the sums is always the same.
+d_in is split among programs (split-K), or a decode would have too few programs to keep the memory
+busy. Each program writes the sum of its own part, and `expand` adds the parts when it reads them:
+nothing has to be zeroed first, no launch stands between, and the order of the sums is always the
+same.
 """
 
 import torch
@@ -24,11 +25,14 @@ MAX_PARTS = 8
 def shrink(
     x: torch.Tensor, weights: LoraWeights, tiles: Tiles, layer: int, group: LoraGroup
 ) -> UnexpandedDelta:
-    """v[t, :, s, k] sums to A(t, s)[k] · x[t], for the adapter of token t and slice s of the group.
+    """Compute v with Σ_p v[t, p, s, k] = A(t, s)[k] · x[t], for token t's adapter and slice s.
 
-    x [tokens, d_in] → v [tokens, parts, slices, tiles.rank_stride] float32, undefined for tokens
-    without an adapter, and from an adapter's own rank on. Products of 16-bit operands are exact,
-    sums are float32. Raises ShapeError.
+    x [tokens, d_in]
+    A(t, s) [rank, d_in]
+    → v [tokens, parts, slices, tiles.rank_stride] float32, undefined for tokens without an adapter,
+      and from an adapter's own rank on
+
+    Products of 16-bit operands are exact, sums are float32. Raises ShapeError.
     """
     check_group(weights, group)
     check_rows("x", x, group.d_in, weights)
@@ -92,11 +96,11 @@ def _shrink(
     block_in: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """One tile of tokens × one block of v's columns × one part of d_in.
+    """Compute one tile of tokens × one block of v's columns × one part of d_in.
 
-    A column is a rank of a slice. In a decode a block holds ranks of one slice: few for an adapter
-    of few, more for others; programs beyond an adapter's rank end at once. In a prefill a block
-    holds all columns of most adapters, so that x is read once.
+    A column is a rank of a slice. In a decode a block holds ranks of one slice, fewer for an
+    adapter of a low rank; programs beyond an adapter's rank end at once. In a prefill a block holds
+    all columns of most adapters, so that x is read once.
     """
     if early_expand:
         tl.extra.cuda.gdc_launch_dependents()
@@ -118,7 +122,7 @@ def _shrink(
             return
         a = arena + tl.multiple_of(tl.load(entry + index * 3), 16)
         v_tile += index * rank_stride
-        if wide_columns == block_columns:  # known when it is compiled: one loop instead of two
+        if wide_columns == block_columns:  # constant at compile time: one loop instead of two
             _shrink_ranks(
                 x_tile, a, v_tile, real, first, rank,
                 begin, split, d_in, upcast, precision, block_tokens, wide_columns, block_in,
@@ -168,7 +172,7 @@ def _shrink_ranks(
     block_in: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """Shrink to one slice's ranks, from `first` on."""
+    """Compute one slice's ranks from `first` on."""
     k = first + tl.arange(0, block_columns)
     _shrink_block(
         x_tile, a + k.to(tl.int64) * d_in, v_tile + k[None, :], real, k < rank,
@@ -193,7 +197,7 @@ def _shrink_block(
     block_in: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """A tile of tokens × the live rows of A, over one part of d_in, written to out."""
+    """Multiply a tile of tokens by the live rows of A, over one part of d_in, and store it."""
     inner = begin + tl.arange(0, block_in)
     x_tile += inner[None, :]
     a_tile = a_rows[None, :] + inner[:, None]

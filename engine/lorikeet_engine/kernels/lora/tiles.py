@@ -1,10 +1,10 @@
-"""The list of work that the Triton kernels walk: tiles of tokens, each of one adapter or of none.
+"""Work list of the Triton kernels: tiles of tokens, each of one adapter or of none.
 
-One small launch makes it at the start of a step, from the segments as they lie on the device. The
-host knows how many tokens and segments there can be, the device alone how the tokens are shared
-out: so the list is as long as any sharing out can need, and the programs of the tiles left over,
-of length 0, return at once. A captured CUDA graph therefore stays valid while the segments change
-under it, and segments of length 0 pad it.
+One small launch lists the tiles at the start of a step, from the segments on the device. The host
+knows the numbers of tokens and segments; only the device knows each segment's length. So the list
+is as long as any lengths can need, and programs of unused tiles, of length 0, return at once. A
+captured CUDA graph therefore stays valid while the segments change, and segments of length 0 pad
+it.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,13 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A step's tiles and how the kernels are launched.
+    """Tiles of a step, and the kernels' launch parameters.
 
-    rows [tiles, 3] int32: an adapter's slot, −1 for none, a tile's first token and how many it has,
-    at most config.tokens. tokens [1] int32: how many of the step have an adapter; they are the
-    first. segments: how many there are, those of length 0 too.
+    rows [tiles, 3] int32: each tile's adapter slot, −1 for none, first token, and number of tokens,
+        at most config.tokens.
+    tokens [1] int32: number of tokens with an adapter, which are the step's first.
+    segments: number of segments, those of length 0 included.
+    max_rank: upper bound of the adapters' ranks.
     """
 
     rows: torch.Tensor
@@ -41,26 +43,29 @@ class Tiles:
 
     @property
     def act_expands(self) -> bool:
-        """Whether act_and_mul expands the delta of gate_up itself."""
+        """Whether act_and_mul expands gate_up's delta itself."""
         return self.regime == Regime.PREFILL
 
     @property
     def rank_stride(self) -> int:
-        """How many columns one linear has in v: tl.dot takes ranks by 16."""
+        """Columns of one linear in v: max_rank rounded up to 16, as tl.dot needs."""
         return -(-self.max_rank // 16) * 16
 
     @property
     def ranks_at_once(self) -> int:
-        """What one tl.dot of expand takes of the rank."""
+        """Ranks that one tl.dot of `expand` multiplies."""
         return int(min(64, triton.next_power_of_2(self.rank_stride)))
 
 
 def list_tiles(segments: Segments, tokens: int) -> Tiles:
-    """The tiles of a step of `tokens` tokens."""
+    """List the tiles of a step.
+
+    tokens: number of tokens of the step, those without an adapter included.
+    """
     device, count = segments.slots.device, len(segments)
     regime = Regime.of(tokens, count)
     config = launch_config(regime, device)
-    # Σ ceil(length / T) ≤ Σ (length + T − 1) / T, the tokens without an adapter being one more
+    # Σ ceil(length / T) ≤ Σ (length + T − 1) / T; tokens without an adapter are one more segment
     capacity = min(tokens, (tokens + (count + 1) * (config.tokens - 1)) // config.tokens)
     rows = torch.empty((capacity, 3), dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
@@ -72,10 +77,10 @@ def list_tiles(segments: Segments, tokens: int) -> Tiles:
 
 
 def launches_early(tiles: Tiles, device: torch.device) -> bool:
-    """Whether expand is launched before shrink is over, and waits for it inside.
+    """Return whether `expand` is launched before `shrink` ends, and waits for it inside.
 
-    Hopper can. In a prefill it would hold the few multiprocessors that are left to LoRA, and
-    shrink needs them.
+    Needs Hopper (programmatic dependent launch). Not in a prefill: there `expand` would occupy the
+    few multiprocessors left to LoRA, which `shrink` needs.
     """
     return tiles.regime != Regime.PREFILL and _is_hopper(device)
 
@@ -100,7 +105,9 @@ def _list_tiles(
     tile_tokens: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """The tiles of one segment; the last program's are of no adapter, and empty in the end."""
+    """List the tiles of one segment; the last program lists those without an adapter, then unused
+    ones.
+    """
     segment = tl.program_id(0)
     known = segment < segments
     before = 0
@@ -128,6 +135,6 @@ def _list_tiles(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_at(rows: tl.tensor, tile: tl.tensor) -> tl.tuple:
-    """(slot int64, first token, tokens) of a tile."""
+    """Return (slot int64, first token, number of tokens) of a tile."""
     row = rows + tile * 3
     return tl.load(row).to(tl.int64), tl.load(row + 1), tl.load(row + 2)

@@ -1,4 +1,4 @@
-"""Rows of trained tokens in Triton: they replace the base model's, in embeddings and in logits."""
+"""Rows of trained tokens in Triton, which replace the base model's embeddings and logits."""
 
 import torch
 import triton
@@ -11,9 +11,10 @@ _BLOCK_ROWS = 32
 
 
 def place_logits(made: UnexpandedDelta, logits: torch.Tensor) -> None:
-    """logits[r, id] = made's number for this row and trained token, in place.
+    """Set logits[r, id] = x[r] · row(id) for each trained token id of r's adapter, in place.
 
-    made: shrink's of lm_head's rows as group. logits [rows, vocabulary], dense in a row.
+    made: output of `shrink` for the group of lm_head's rows
+    logits [rows, vocabulary], dense in a row
     """
     parts, table, tiles = made.v.shape[1], made.weights.table, made.tiles
     if logits.numel() == 0 or len(tiles) == 0:
@@ -44,7 +45,7 @@ def _place_logits(
     block_tokens: tl.constexpr,
     block_rows: tl.constexpr,
 ) -> None:
-    """One tile of rows of the logits, some trained tokens at a time."""
+    """Write one tile of rows of the logits, some trained tokens at a time."""
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):
         return
@@ -77,9 +78,14 @@ def replace_rows(
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
 ) -> None:
-    """Write an adapter's rows for the ids of a tile's tokens over y_rows [tokens, 1].
+    """Overwrite a tile's embeddings with the adapter's rows of the tile's token ids.
 
-    entry: of the rows in the table. Nothing is done for an adapter without any.
+    Does nothing for an adapter without rows of trained tokens.
+
+    entry: of these rows in the table.
+    y_rows [tokens, 1]: pointers to the embeddings.
+    ids [tokens]: token ids.
+    real [tokens]: whether the tile has this token.
     """
     count = tl.load(entry + 2).to(tl.int32)
     if count > 0:
@@ -101,7 +107,7 @@ def replace_rows(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def token_ids_at(digits: tl.tensor, k: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """The ids of an adapter's k-th trained tokens, −1 from `count` on."""
+    """Return the ids of an adapter's k-th trained tokens, −1 from `count` on."""
     at, known = digits + k * 3, k < count
     low = tl.load(at, mask=known, other=0.0).to(tl.float32)
     middle = tl.load(at + 1, mask=known, other=0.0).to(tl.float32)

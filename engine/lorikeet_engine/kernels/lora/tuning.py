@@ -1,15 +1,15 @@
-"""How the Triton kernels are launched, by regime and GPU: read from tuning.json.
+"""Launch parameters of the Triton kernels, by regime and GPU, read from tuning.json.
 
-`engine/benchmarks/tune_lora.py` writes that file's entry of the GPU it runs on; a GPU without one
+`engine/benchmarks/tune_lora.py` writes the entry of the GPU that it runs on; a GPU without an entry
 gets "default".
 
 A step is in one of three regimes:
 
-few      at most FEW_TOKENS tokens an adapter. The weights are nearly all that is read, each for a
-         token or two: expand multiplies and sums in registers, a program's weights in one burst.
+few      at most FEW_TOKENS tokens an adapter. Nearly all reads are weights, each for a token or
+         two: `expand` multiplies and sums in registers, a program's weights in one burst.
 dense    more tokens an adapter: tensor cores, tiles of 16 tokens, so that weights are read once.
-prefill  more tokens than a decode ever has: activations outweigh the weights, so tiles are larger
-         and one program takes all of a fused linear's ranks, that x may be read once.
+prefill  more tokens than any decode: activations outweigh weights, so tiles are larger, and one
+         program takes all ranks of a fused linear, so that x is read once.
 """
 
 import json
@@ -29,7 +29,7 @@ PREFILL_TOKENS = 512
 
 
 class Regime(StrEnum):
-    """Which launch config a step takes; the module says what each is for."""
+    """Regime of a step, which selects its launch config; see the module's docstring."""
 
     FEW = "few"
     DENSE = "dense"
@@ -37,7 +37,7 @@ class Regime(StrEnum):
 
     @classmethod
     def of(cls, tokens: int, segments: int) -> "Regime":
-        """The regime of a step; both counts may be those of a padded graph."""
+        """Return the regime of a step. Both counts may include a graph's padding."""
         if tokens > PREFILL_TOKENS:
             return cls.PREFILL
         return cls.FEW if tokens <= FEW_TOKENS * segments else cls.DENSE
@@ -45,10 +45,12 @@ class Regime(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShrinkConfig:
-    """How shrink is launched.
+    """Launch parameters of `shrink`.
 
-    columns: of v, for one program; wide_columns: the same for an adapter of more ranks. block_in:
-    columns of x, read at once. programs: as many as should run; d_in is split until they do.
+    columns: columns of v for one program.
+    wide_columns: columns of v for one program if the adapter has more ranks than `columns`.
+    block_in: columns of x read at once.
+    programs: programs wanted; d_in is split until there are as many.
     """
 
     columns: int
@@ -61,9 +63,10 @@ class ShrinkConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig:
-    """How expand is launched. columns: of the output, computed at once.
+    """Launch parameters of `expand`.
 
-    blocks: of N columns, taken by one program in turn.
+    columns: columns of the output computed at once.
+    blocks: blocks of `columns` columns that one program computes in turn.
     """
 
     columns: int
@@ -73,9 +76,10 @@ class ExpandConfig:
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """How the kernels of one regime are launched.
+    """Launch parameters of all kernels in one regime.
 
-    tokens: in a tile. lora_sms: pairs of ranks and multiprocessors, which sms_for_lora looks up.
+    tokens: tokens of a tile.
+    lora_sms: pairs of ranks and multiprocessors, looked up by sms_for_lora.
     """
 
     tokens: int
@@ -91,21 +95,23 @@ class LaunchConfig:
         return cls(entry["tokens"], lora_sms, shrink, expand)
 
     def entry(self) -> dict[str, Any]:
-        """Return the entry of tuning.json that parse makes this from."""
+        """Return this config as an entry of tuning.json, the inverse of `parse`."""
         return asdict(self) | {"lora_sms": {str(ranks): count for ranks, count in self.lora_sms}}
 
     def sms_for_lora(self, ranks: int) -> int:
-        """How many multiprocessors the base model's product leaves free for LoRA.
+        """Return the number of multiprocessors that the base model's product leaves free for LoRA.
 
-        ranks: of all segments together, at most; some 2,900 of them weigh as much as an 8B model.
-        0: LoRA goes first, and the product has what LoRA does not use.
+        0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves.
+
+        ranks: upper bound of the sum of all segments' ranks. Adapters with 2,900 ranks in sum weigh
+            about as much as an 8B model.
         """
         return [count for least, count in self.lora_sms if ranks >= least][-1]
 
 
 @cache
 def launch_config(regime: Regime, device: torch.device) -> LaunchConfig:
-    """Return the launch config for this GPU, or the default."""
+    """Return the launch config of this GPU, or the default."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
     entries = json.loads(PATH.read_text())
     return LaunchConfig.parse(entries.get(gpu, entries["default"])[regime])

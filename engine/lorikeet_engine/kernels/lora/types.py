@@ -1,4 +1,4 @@
-"""What the LoRA operators work on: the arena of weights, and who uses which of them in a step."""
+"""Operands of the LoRA operators: adapter weights, a step's segments, and deltas."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +11,18 @@ from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """All adapters on the device.
+    """Weights of all adapters on the device.
 
-    arena [elements]: every adapter's packed A [rank, d_in] and B, transposed, [rank, d_out], in
-    the adapter dtype. So the rows of both are as long as a hidden state, whatever the rank. Of the
-    embeddings A is transposed, too, [vocabulary, rank].
-    table [slots, layers + 1, modules, 3] int64, as BaseShape says: for slot, layer and linear the
-    element offsets of A and B in the arena, both multiples of 16, and the rank; rank 0 means that
-    the adapter leaves this linear as it is. The scaling is already inside B. For rows of trained
-    tokens, which replace the base model's, A has the rows [tokens, hidden] and B [tokens, 3] the
-    tokens' ids to the base of 256, the lowest digit first.
+    arena [elements], in the adapter dtype: each adapter's packed A [rank, d_in] and transposed B
+        [rank, d_out], so rows of both are as long as a hidden state whatever the rank. A of the
+        embeddings is transposed too, [vocabulary, rank]. The scaling is already inside B.
+    table [slots, layers + 1, modules, 3] int64, indexed as in BaseShape: for each slot, layer and
+        linear the element offsets of A and B in the arena, both multiples of 16, and the rank.
+        Rank 0: the adapter does not change this linear.
+
+    Rows of trained tokens, which replace the base model's rows, are stored in the same way: A holds
+    the rows [tokens, hidden], B [tokens, 3] the tokens' ids in base 256, lowest digit first, and
+    the rank is the number of tokens.
     """
 
     arena: torch.Tensor
@@ -29,10 +31,11 @@ class LoraWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoraGroup:
-    """One fused linear: which rows of the table it holds and where their outputs lie.
+    """One fused linear, such as qkv, and the layout of its outputs.
 
-    linears: indices into the table, for instance (0, 1, 2) for qkv.
-    d_in: width of the shared input. d_outs: width of each output, in order.
+    linears: indices of its parts in the table's modules, for instance (0, 1, 2) for qkv.
+    d_in: width of the shared input.
+    d_outs: width of each part's output, in the order in which the outputs lie side by side.
     """
 
     linears: tuple[int, ...]
@@ -42,14 +45,19 @@ class LoraGroup:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Runs of consecutive tokens that share an adapter: the first tokens of a step.
+    """Runs of consecutive tokens that share an adapter (Punica's segments).
 
-    For lm_head, which computes some of the tokens alone, runs of its rows instead.
-    slots, starts, lengths: [segments] int32, dense, on the device of the step; at most one segment
-    for each slot. They follow one another from token 0 on; tokens after the last have no adapter.
-    max_rank bounds the rank of every adapter in them; max_rows, where they are lm_head's, how many
-    of its rows each replaces, 0 where none does. changes_experts: whether some adapter may change
-    linears of experts.
+    Segments follow one another from token 0 on; tokens after the last segment have no adapter. For
+    lm_head, which computes logits of selected tokens only, segments are runs of its rows instead.
+
+    slots [segments] int32: each segment's adapter slot; a slot has at most one segment.
+    starts [segments] int32: first token of each segment.
+    lengths [segments] int32: number of tokens of each segment.
+    max_rank: upper bound of the adapters' ranks.
+    max_rows: for lm_head, upper bound of the rows that one adapter replaces; 0 if none does.
+    changes_experts: whether some adapter may change linears of experts.
+
+    All tensors are dense, on the device of the step.
     """
 
     slots: torch.Tensor
@@ -65,7 +73,10 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """The LoRA work of one forward pass; tiles: on CUDA, kernels.lora.tiles' list of it."""
+    """LoRA work of one forward pass.
+
+    tiles: on CUDA, the kernels' work list (kernels.lora.tiles.Tiles); None on the CPU.
+    """
 
     weights: LoraWeights
     segments: Segments
@@ -74,9 +85,9 @@ class LoraStep:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStep:
-    """The LoRA work of one layer's experts in a step.
+    """LoRA work of one layer's experts in a step.
 
-    owners [rows, 2] int32: the slot of each row's adapter, −1 for none, and its expert.
+    owners [rows, 2] int32: slot of each routed row's adapter, −1 for none, and the row's expert.
     """
 
     step: LoraStep
@@ -86,9 +97,10 @@ class ExpertStep:
 
 @dataclass(frozen=True, slots=True)
 class UnexpandedDelta:
-    """What adapters add to a product, still to be multiplied by B.
+    """Delta of a product before its multiplication by B: v = A·x.
 
-    v: as shrink returns it, of this layer and group. tiles: the step's, of kernels.lora.tiles.
+    v: output of `shrink` for this layer and group.
+    tiles: the step's work list (kernels.lora.tiles.Tiles).
     """
 
     v: torch.Tensor
@@ -100,10 +112,10 @@ class UnexpandedDelta:
 
 @dataclass(frozen=True, slots=True)
 class LoraDelta:
-    """What adapters add to a product, until the operator that reads the product adds it.
+    """B·A·x of a product's tokens, to be added by the operator that reads the product.
 
-    rows [tokens, width], in the product's dtype; tokens [1] int32 on the device: how many rows, the
-    first, are to be added; the others are undefined.
+    rows [tokens, width], in the product's dtype: defined for the first `tokens` rows only.
+    tokens [1] int32, on the device: number of rows to add.
     """
 
     rows: torch.Tensor
@@ -111,7 +123,10 @@ class LoraDelta:
 
 
 def check_rows(name: str, rows: torch.Tensor, width: int, weights: LoraWeights) -> None:
-    """Raise ShapeError unless rows is [tokens, width], dense in a row, on the arena's device."""
+    """Raise ShapeError unless `rows` is [tokens, width], dense in a row, on the arena's device.
+
+    name: of the tensor, for the message.
+    """
     if rows.dim() != 2 or rows.shape[1] != width or rows.stride(1) != 1:
         raise ShapeError(
             f"{name} is {tuple(rows.shape)} with strides {rows.stride()}; "

@@ -1,4 +1,4 @@
-"""Forbids tokens that a grammar does not allow.
+"""Masks of logits: bans of the tokens that a grammar does not allow.
 
 `reference` is the definition in torch and runs on the CPU; `fused` holds a Triton kernel with the
 same signature.
@@ -14,10 +14,12 @@ __all__ = ["forbid_others"]
 
 
 def forbid_others(logits: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor) -> None:
-    """Set what some rows of logits [any, vocab], dense, have of other tokens to -inf, in place.
+    """Set the logits of tokens that are not allowed to -inf, in place.
 
-    rows [rows] int64, each once. allowed [rows, at least vocab / 8] uint8: bit t % 8, from the
-    lowest, of byte t // 8 says whether the row may have token t.
+    logits [any, vocab], dense
+    rows [rows] int64: rows of the logits, each once
+    allowed [rows, at least vocab / 8] uint8: token t is allowed if bit t % 8, counted from the
+      lowest, of byte t // 8 is set
     """
     _operators(logits.device.type).forbid_others(logits, rows, allowed)
 

@@ -1,10 +1,10 @@
-"""Masks of tokens in Triton: one launch, which reads the bits and no logit."""
+"""Masks of tokens in Triton: one launch, which reads the bits and no logits."""
 
 import torch
 import triton
 import triton.language as tl
 
-_TOKENS = 4096  # taken by one program
+_TOKENS = 4096  # of one program
 
 
 def forbid_others(logits: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Masks of tokens in plain torch; the package says what they are."""
+"""Masks of tokens in plain torch; kernels.masks defines them."""
 
 import torch
 

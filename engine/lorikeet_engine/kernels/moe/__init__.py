@@ -1,14 +1,15 @@
-"""A mixture of experts: which experts compute a token, their products, and the sum of these.
+"""Mixture of experts: routing of tokens to experts, the experts' products, and their weighted sum.
 
-A token and one of its experts are a pair, token · per_token + j. Products work on rows, one for
-each pair, that are sorted by expert and, of one expert, by token: so tokens of one adapter, which
-are neighbours in a step, are neighbours among an expert's rows, too. No sum depends on the order in
-which programs run.
+A token and its j-th expert are pair number token · per_token + j. Products work on rows, one for
+each pair, sorted by expert and then by token. So tokens of one adapter, which are neighbours in a
+step, are neighbours among an expert's rows too. No sum depends on the order in which programs run.
 
-`reference` is the equations in torch and runs on the CPU. `fused` runs on CUDA: kernels in Triton,
-`routing` around the products and `grouped` for the products of few rows; torch's grouped product
-multiplies the many of a prefill. Products of FP8 are `grouped_fp8`'s, however many rows there are.
-A single token's experts are computed by `one_token`, without sorting.
+`reference`: the equations in torch, which run on the CPU.
+`fused`: the operators on CUDA.
+`routing`: Triton kernels that choose experts, sort pairs and sum results.
+`grouped`: products of few rows in Triton; torch's grouped product multiplies the many of a prefill.
+`grouped_fp8`: FP8 products of any number of rows, in Triton.
+`one_token`: a single token's experts in Triton, without sorting.
 """
 
 from functools import cache
@@ -27,10 +28,13 @@ __all__ = ["RoutedRows", "combine", "expert_products", "experts_of_one", "route"
 def route(
     logits: torch.Tensor, per_token: int, lora: LoraDelta | None = None, *, normalised: bool
 ) -> RoutedRows:
-    """Choose the per_token likeliest experts of each token, of equal ones the first.
+    """Choose the `per_token` likeliest experts of each token; of equals the first.
 
-    logits [tokens, experts], dense; their softmax in float32 weighs the experts, divided by the
-    sum of the chosen ones' if normalised. lora belongs to logits.
+    An expert's weight is softmax(logits), in float32, divided by the sum of the chosen experts'
+    weights if normalised.
+
+    logits [tokens, experts], dense
+    lora: the logits' LoRA, added to the logits
     """
     operator = _operators(logits.device.type).route
     routed: RoutedRows = operator(logits, per_token, lora, normalised=normalised)
@@ -44,11 +48,14 @@ def expert_products(
     *,
     gathered: bool = False,
 ) -> torch.Tensor:
-    """y[r] = x[r] · weight[e]ᵀ of each row r and its expert e; gathered: x[t] of its token t.
+    """Compute y[r] = x[r]·weight[e]ᵀ for each row r and its expert e.
 
-    x [rows, d_in], or gathered [tokens, d_in], dense; weight [experts, d_out, d_in], dense → [rows,
-    d_out] like x. Sums are float32. With an FP8 weight each row of x is rounded to FP8 before
-    (kernels/fp8), if it is not already.
+    x [rows, d_in], dense; if gathered [tokens, d_in], and row r reads its token's x
+    weight [experts, d_out, d_in], dense
+    → [rows, d_out] like x
+
+    Sums are float32. With an FP8 weight each row of x is rounded to FP8 first (kernels/fp8), unless
+    it is rounded already.
     """
     operator = _operators(routed.pairs.device.type).expert_products
     y: torch.Tensor = operator(x, weight, routed, gathered=gathered)
@@ -56,9 +63,12 @@ def expert_products(
 
 
 def combine(y: torch.Tensor, routed: RoutedRows) -> torch.Tensor:
-    """Sum each token's rows of y [rows, width], weighed, in the order of their weights.
+    """Compute out[t] = Σ_j weights[t, j] · y[row of (t, j)], in the order of j.
 
-    In float32, rounded once → [tokens, width] like y.
+    y [rows, width]
+    → [tokens, width] like y
+
+    Sums are float32, rounded once.
     """
     out: torch.Tensor = _operators(y.device.type).combine(y, routed)
     return out
@@ -75,11 +85,17 @@ def experts_of_one(
     normalised: bool,
     gelu: bool,
 ) -> torch.Tensor:
-    """What `combine` gives of both products of a single token's experts, on CUDA.
+    """Compute the experts' MLPs of a single token, from routing to the weighted sum, on CUDA.
 
-    x [1, hidden]; gate_up [experts, 2 · width, hidden], down [experts, hidden, width], dense;
-    logits, lora and normalised as for `route` → [1, hidden] like x. Between the products stands
-    act_and_mul (kernels/pointwise). What FP8 weights multiply is not rounded.
+    Computes `route`, gate_up's products, act_and_mul (kernels/pointwise), down's products and
+    `combine`. Inputs of FP8 weights are not rounded.
+
+    x [1, hidden]
+    gate_up [experts, 2 · width, hidden], dense
+    down [experts, hidden, width], dense
+    logits, lora, per_token, normalised: as for `route`
+    gelu: as for act_and_mul
+    → [1, hidden] like x
     """
     y: torch.Tensor = _operators(x.device.type).experts_of_one(
         x, gate_up, down, logits, lora, per_token, normalised=normalised, gelu=gelu

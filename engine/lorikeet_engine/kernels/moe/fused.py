@@ -1,4 +1,4 @@
-"""The operators of a mixture of experts on CUDA; the package says what each computes."""
+"""Operators of a mixture of experts on CUDA; kernels.moe defines each."""
 
 from functools import partial
 
@@ -17,14 +17,14 @@ from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 __all__ = ["combine", "expert_products", "experts_of_one", "route"]
 
-_SORTED = 1024  # pairs at a time
-_COLUMNS = 1024  # summed by one program
+_SORTED = 1024  # pairs that a program reads at a time
+_COLUMNS = 1024  # of one program of sum_weighed
 
 
 def route(
     logits: torch.Tensor, per_token: int, lora: LoraDelta | None = None, *, normalised: bool
 ) -> RoutedRows:
-    """See kernels.moe. Two launches: one program for each token, then one for each expert."""
+    """See kernels.moe. Two launches: a program for each token, then a program for each expert."""
     tokens, experts = logits.shape
     ints = partial(torch.empty, dtype=torch.int32, device=logits.device)
     chosen, weights = choose_experts(logits, lora, per_token, normalised=normalised)
@@ -41,9 +41,9 @@ def expert_products(
     *,
     gathered: bool = False,
 ) -> torch.Tensor:
-    """See kernels.moe. One launch, or torch's grouped product where an expert has many rows.
+    """See kernels.moe. One launch, or torch's grouped product if experts have many rows.
 
-    Another launch rounds what is not rounded for an FP8 weight.
+    For an FP8 weight, another launch rounds x unless it is rounded already.
     """
     if isinstance(weight, Fp8Rows):
         rounded = x.fp8 if isinstance(x, Activations) else quantize_rows(x)

@@ -1,8 +1,8 @@
-"""Products of rows that are sorted by expert, in Triton: each expert's weights are read once.
+"""Products of rows sorted by expert, in Triton: each expert's weights are read once.
 
-A decode has few rows of each expert, and waits for the weights. A program multiplies a tile of
-one expert's rows by some of its outputs, and finds its tile by the experts' starts. Tiles are
-as many as rows can at most make, whatever the experts, so a CUDA graph can hold the launch.
+A decode has few rows of each expert, and waits for the weights. A program multiplies a tile of one
+expert's rows by some of the expert's outputs, and finds its tile from the experts' starts. The
+number of tiles is an upper bound for any routing, so a CUDA graph can hold the launch.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,17 @@ import triton.language as tl
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 _FIRST_WITH_GROUPED = (9, 0)
-# Rows of an expert, on average, from which on torch's grouped product is faster; its rows must be
-# gathered before. engine.benchmarks.experts on an H100: 223 µs against 250 for down of 2,048
-# tokens, 443 against 357 for gate_up, which is gathered; of 8,192 407 against 649, 904 against 990.
+# Average rows of an expert from which on torch's grouped product is faster. Its rows have to be
+# gathered first. engine.benchmarks.experts on an H100, µs, torch's against ours: for 2,048 tokens
+# 223 against 250 for down, 443 against 357 for gate_up, which is gathered; for 8,192 tokens 407
+# against 649, and 904 against 990.
 TORCHS_ROWS, TORCHS_GATHERED_ROWS = 64, 256
-_TORCHS_SIDES = 8  # 16 bytes: other inputs are refused, and of other outputs rows get gaps
+_TORCHS_SIDES = 8  # 16 bytes: torch refuses other inputs, and pads rows of other outputs
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How a launch cuts its work: rows and outputs of a tile, inputs read at once."""
+    """Launch parameters: rows and outputs of a tile, inputs read at once, warps and stages."""
 
     rows: int
     outputs: int
@@ -39,7 +40,10 @@ MOST = TileConfig(128, 128, 64, 8, 3)
 
 
 def is_torchs_better(x: torch.Tensor, weight: torch.Tensor, rows: int, *, gathered: bool) -> bool:
-    """Whether torch's grouped product can multiply N rows, and is faster than `products`."""
+    """Return whether torch's grouped product can multiply, and is faster than `products`.
+
+    rows: number of rows of all experts.
+    """
     least = TORCHS_GATHERED_ROWS if gathered else TORCHS_ROWS
     experts, *sides = weight.shape
     return (
@@ -52,7 +56,7 @@ def is_torchs_better(x: torch.Tensor, weight: torch.Tensor, rows: int, *, gather
 
 
 def tile_config(rows: int, experts: int) -> TileConfig:
-    """How to cut the products of N rows: tiles as high as an expert's rows, on average."""
+    """Choose tiles about as high as the average number of an expert's rows."""
     average = rows / experts
     if average <= 8:
         return FEW
@@ -67,7 +71,7 @@ def products(
     *,
     gathered: bool = False,
 ) -> torch.Tensor:
-    """See kernels.moe.expert_products. config: other than tile_config's."""
+    """See kernels.moe.expert_products. config: launch parameters; None: tile_config's."""
     experts, d_out, d_in = weight.shape
     rows = len(routed.pairs)
     c = config or tile_config(rows, experts)
@@ -99,7 +103,7 @@ def _products(
     block_outputs: tl.constexpr,
     block_inputs: tl.constexpr,
 ) -> None:
-    """Compute some outputs of one tile, or nothing where the experts' rows make fewer tiles."""
+    """Compute some outputs of one tile, or nothing if the experts' rows make fewer tiles."""
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
     if expert >= experts:
         return
@@ -132,9 +136,9 @@ def tile_at(
     expert_block: tl.constexpr,
     block_rows: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Find a tile: its expert, its first row, and where the expert's rows end.
+    """Return a tile's expert, its first row, and the end of the expert's rows.
 
-    The expert is `experts` or more where all rows make fewer tiles.
+    The expert is `experts` or more if the rows make fewer tiles.
     """
     each = tl.arange(0, expert_block)
     begins = tl.load(starts + each, mask=each < experts, other=0)

@@ -1,13 +1,13 @@
-"""Products of rows that are sorted by expert, of FP8, in Triton: a decode's and a prefill's.
+"""FP8 products of rows sorted by expert, in Triton, for decodes and prefills.
 
-Cut into tiles as `grouped` cuts them. The outputs are the rows of the tensor cores' products, of
-which these have at least 64; an expert's rows are the columns, of which 16 are enough. A tile's
-sums stay in the tensor cores until its end (kernels/fp8/fused.linear says what that loses), then
-are multiplied by the scales of the expert's outputs and of the rows. Where a weight's blocks have
-scales, only the sums of a block's columns stay there, and the scales are read ahead as weights are.
+Tiles are cut as in `grouped`. Outputs are the rows of the tensor cores' products, which have at
+least 64 rows; an expert's rows are the columns, of which 16 are enough. A tile's sums stay in the
+tensor cores until its end (kernels/fp8/fused.linear gives the loss of precision), then are
+multiplied by the scales of the expert's outputs and of the rows. If a weight's blocks have scales,
+only the sums over one block's columns stay there, and scales are prefetched as weights are.
 
-TILES is the one place that says how products are cut; `engine/benchmarks/experts.py --weight-dtype
-fp8` times others on a GPU.
+Tiles are chosen in TILES alone; `engine/benchmarks/experts.py --weight-dtype fp8` times others on a
+GPU.
 """
 
 import math
@@ -26,12 +26,12 @@ TILES = (
     (96, TileConfig(rows=64, outputs=128, inputs=128, warps=4, stages=3)),
     (math.inf, TileConfig(rows=128, outputs=128, inputs=128, warps=8, stages=3)),
 )
-"""How to cut products, by the most rows that an expert has on average: not yet tuned on a GPU."""
-_LEAST_INPUTS = 32  # of the tensor cores' products
+"""Tiles by upper bound of an expert's average number of rows. Not yet tuned on a GPU."""
+_LEAST_INPUTS = 32  # step of the tensor cores' products
 
 
 def tile_config(rows: int, experts: int) -> TileConfig:
-    """How to cut the products of N rows."""
+    """Choose tiles for the products of this many rows."""
     return next(config for most, config in TILES if rows <= most * experts)
 
 
@@ -44,9 +44,11 @@ def products(
     *,
     gathered: bool = False,
 ) -> torch.Tensor:
-    """See kernels.moe.expert_products → [rows, d_out] of dtype. config: other than tile_config's.
+    """See kernels.moe.expert_products.
 
-    weight: rows [experts, d_out, d_in].
+    weight: rows [experts, d_out, d_in]
+    config: launch parameters; None: tile_config's
+    → [rows, d_out] of dtype
     """
     matrices, scales, high, wide = kernel_arguments(weight)
     (experts, d_out, d_in), device = matrices.shape, x.rows.device
@@ -55,7 +57,7 @@ def products(
     tiles = rows // c.rows + min(rows, experts)
     y = torch.empty((rows, d_out), dtype=dtype, device=device)
     columns = min(c.inputs, max(_LEAST_INPUTS, triton.next_power_of_2(d_in)))
-    inputs = math.gcd(columns, wide)  # which have one scale, and as many bytes under way
+    inputs = math.gcd(columns, wide)  # with one scale; `stages` keeps the bytes in flight
     stages = min(c.stages * columns // inputs, triton.cdiv(d_in, inputs) + 1)
     _products_fp8[(tiles, triton.cdiv(d_out, c.outputs))](
         x.rows, x.scales, matrices, scales, routed.pairs, routed.starts, y,
@@ -90,14 +92,14 @@ def _products_fp8(
     block_inputs: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """Compute some outputs of one tile, or nothing where the experts' rows make fewer tiles."""
+    """Compute some outputs of one tile, or nothing if the experts' rows make fewer tiles."""
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
     if expert >= experts:
         return
     row = first_row + tl.arange(0, block_rows)
     output = tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)
     element = tl.arange(0, block_inputs)
-    # The last row, and the last output, stand in for those behind them, which are not stored.
+    # Rows and outputs beyond the last repeat the last; they are not stored.
     token = tl.minimum(row, end - 1)
     if gathered:
         token = tl.load(pairs + token) // per_token
@@ -105,7 +107,7 @@ def _products_fp8(
     at_x = x + token[:, None].to(tl.int64) * d_in + element[None, :]
     at_weight = weight + line[:, None] * d_in + element[None, :]
     sums = tl.zeros((block_outputs, block_rows), tl.float32)
-    # Stages of the loop, not of the launch: these would read ahead what is multiplied alone.
+    # Stages of the loop, not of the launch: the latter prefetch only the operands of tl.dot.
     for first in tl.range(0, d_in, block_inputs, num_stages=stages):
         if d_in % block_inputs == 0:
             weights, values = tl.load(at_weight + first), tl.load(at_x + first)

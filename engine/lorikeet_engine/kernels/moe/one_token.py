@@ -1,8 +1,8 @@
-"""The experts of a single token, in Triton: three launches, each expert's weights are read once.
+"""Experts of a single token in Triton: three launches, in which each weight is read once.
 
-The chosen experts' rows are read as kernels/gemv.py reads a weight, without sorting: the first
-product gates what it computes, the second weighs and sums what the experts give. Of FP8 weights the
-token, and what is gated, are multiplied as they are, unrounded.
+The launches choose the experts, compute gate_up's products with act_and_mul, and compute down's
+products with their weighted sum. Weights are read as in kernels/gemv.py, without sorting. Inputs of
+FP8 weights are not rounded.
 """
 
 import torch
@@ -16,10 +16,10 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe.routing import choose_experts
 
 GATE_UP = GemvConfig(rows=4, columns=2048, warps=4, summed=8)
-"""rows: half of them gates, half what they gate; of one expert."""
+"""rows: of one expert, half of them gates and half the gated values."""
 DOWN = GemvConfig(rows=4, columns=256, warps=8, summed=8)
 FP8_DOWN = GemvConfig(rows=1, columns=256, warps=4, summed=8)
-"""rows: of each of the experts."""
+"""rows: of each of the token's experts."""
 
 
 def experts_of_one(
@@ -33,7 +33,7 @@ def experts_of_one(
     normalised: bool,
     gelu: bool,
 ) -> torch.Tensor:
-    """Compute what kernels.moe.experts_of_one says; x [1, hidden], dense."""
+    """See kernels.moe.experts_of_one; x [1, hidden], dense."""
     chosen, weights = choose_experts(logits, lora, per_token, normalised=normalised)
     gated = gate_up_of(x, gate_up, chosen, gelu=gelu)
     return down_of(gated, down, chosen, weights)
@@ -47,7 +47,13 @@ def gate_up_of(
     *,
     gelu: bool,
 ) -> torch.Tensor:
-    """act_and_mul of each chosen expert's product with x [1, d_in] → [experts, d_out / 2]."""
+    """Compute act_and_mul of x·weight[e]ᵀ for each chosen expert e.
+
+    x [1, d_in]
+    weight [experts, d_out, d_in]
+    chosen [1, per_token] int32
+    → [per_token, d_out / 2]
+    """
     matrices, scales, high, wide = kernel_arguments(weight)
     _, d_out, d_in = matrices.shape
     y = x.new_empty((chosen.shape[1], d_out // 2))
@@ -67,10 +73,16 @@ def down_of(
     shares: torch.Tensor,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
-    """Sum of the chosen experts' products with their rows of x [experts, d_in], by their shares.
+    """Compute Σ_j shares[j] · (x[j]·weight[e]ᵀ) over the chosen experts e = chosen[j].
 
-    What is summed is rounded before, as between two launches → [1, d_out]. config: other than the
-    one for the weight's dtype.
+    x [per_token, d_in]
+    weight [experts, d_out, d_in]
+    chosen [1, per_token] int32
+    shares [1, per_token] float32
+    config: launch parameters; None: those for the weight's dtype
+    → [1, d_out]
+
+    Each product is rounded before the sum, as between two launches.
     """
     matrices, scales, high, wide = kernel_arguments(weight)
     if config is None:
@@ -102,7 +114,7 @@ def _gate_up(
     block: tl.constexpr,
     summed: tl.constexpr,
 ) -> None:
-    """Compute some gated elements of one expert: half a tile's rows gate the other half's."""
+    """Compute some gated elements of one expert: half of a tile's rows gate the other half."""
     tile, index = tl.program_id(0), tl.program_id(1)
     place = tl.minimum(tile * rows + tl.arange(0, rows), d_out - 1)
     row = place // 2 + place % 2 * (d_out // 2)
@@ -146,7 +158,7 @@ def _down(
     block: tl.constexpr,
     summed: tl.constexpr,
 ) -> None:
-    """Compute some outputs of all experts, and their weighed sum."""
+    """Compute some outputs of all the token's experts, and their weighted sum."""
     each = tl.arange(0, expert_block)
     expert = tl.load(chosen + each, mask=each < experts, other=0).to(tl.int64)
     share = tl.load(shares + each, mask=each < experts, other=0.0)

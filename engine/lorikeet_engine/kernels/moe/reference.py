@@ -1,4 +1,4 @@
-"""The operators of a mixture of experts in plain torch; the package says what each computes."""
+"""Operators of a mixture of experts in plain torch; kernels.moe defines each."""
 
 from itertools import pairwise
 

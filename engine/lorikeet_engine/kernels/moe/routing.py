@@ -1,6 +1,6 @@
-"""Triton kernels around the products of experts: choosing, sorting, summing.
+"""Triton kernels around the experts' products: choice of experts, sort of pairs, weighted sum.
 
-None adds with atomics: the same step gives the same rows and the same sums each time.
+No kernel adds with atomics, so the same step always gives the same rows and sums.
 """
 
 import torch
@@ -14,7 +14,10 @@ from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 def choose_experts(
     logits: torch.Tensor, lora: LoraDelta | None, per_token: int, *, normalised: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts and their weights, [tokens, per_token] int32 and float32: one launch."""
+    """Choose each token's experts, in one launch: see kernels.moe.route.
+
+    → experts [tokens, per_token] int32, weights [tokens, per_token] float32
+    """
     tokens, experts = logits.shape
     size, device = (tokens, per_token), logits.device
     chosen = torch.empty(size, dtype=torch.int32, device=device)
@@ -55,7 +58,7 @@ def choose(
     shares = tl.zeros((pair_block,), tl.float32)
     for j in tl.static_range(per_token):
         best = tl.max(left, 0)
-        # within bounds also where a logit is NaN, which equals nothing
+        # bounded, as no expert equals the best if a logit is NaN
         index = tl.minimum(tl.min(tl.where(left == best, expert, block), 0), experts - 1)
         indices = tl.where(pair == j, index, indices)
         shares = tl.where(pair == j, best, shares)
@@ -77,7 +80,7 @@ def sort_by_expert(
     experts: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """List one expert's pairs, in order, behind those of the experts before it."""
+    """List one expert's pairs, in order, after those of all lower experts."""
     expert = tl.program_id(0)
     start = 0
     for first in range(0, count, block):

@@ -1,7 +1,7 @@
-"""Changes logits by biases, and by penalties for tokens that were there already.
+"""Logit biases, and penalties of tokens that prompt or output have already.
 
 `reference` is the equation in torch and runs on the CPU; `fused` holds a Triton kernel with the
-same signature, which gives the same bits.
+same signature and bit-equal results.
 """
 
 from dataclasses import dataclass
@@ -12,18 +12,17 @@ from types import ModuleType
 import torch
 
 REPETITION, FREQUENCY, PRESENCE, PENALTIES = range(4)
-"""The columns of PenaltyState.penalties."""
+"""Columns of PenaltyState.penalties."""
 IN_PROMPT, IN_OUTPUT = 1, 2
-"""What PenaltyState.seen has of a token for its being in the prompt, and for each time in the
-output.
-"""
+"""Terms of PenaltyState.seen: once for a token in the prompt, and each time it is in the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyState:
-    """What the logits of some sequences are changed by; a sequence has one slot in each tensor.
+    """Counts, biases and penalties of sequences; a sequence has one slot in all tensors.
 
-    seen [slots, vocab] int32: sums of IN_PROMPT and IN_OUTPUT. biases [slots, vocab] float32.
+    seen [slots, vocab] int32: sums of IN_PROMPT and IN_OUTPUT.
+    biases [slots, vocab] float32.
     penalties [slots, PENALTIES] float32.
     """
 
@@ -35,13 +34,16 @@ class PenaltyState:
 def penalise(
     logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: PenaltyState
 ) -> torch.Tensor:
-    """Copies [rows, vocab] float32 of some rows of logits [any, vocab], dense, changed in turn by:
+    """Copy some rows of logits, and change the copies x by, in this order:
 
-    x = x / repetition where x > 0, else x · repetition, for tokens of prompt and output;
-    x = x + bias;
-    x = x − (count · frequency + [count > 0] · presence), by the token's count in the output.
+    x = x / repetition if x > 0, else x · repetition, for tokens of prompt and output
+    x = x + bias
+    x = x − (count · frequency + [count > 0] · presence), with the token's count in the output
 
-    rows, slots [rows] int64: the row of the logits, and the slot that belongs to it.
+    logits [any, vocab], dense
+    rows [rows] int64: rows of the logits
+    slots [rows] int64: slot of each of these rows
+    → [rows, vocab] float32
     """
     changed: torch.Tensor = _operators(logits.device.type).penalise(logits, rows, slots, state)
     return changed

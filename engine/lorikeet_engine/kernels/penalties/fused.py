@@ -7,7 +7,7 @@ import triton.language as tl
 from lorikeet_engine.kernels import penalties
 from lorikeet_engine.kernels.penalties import PenaltyState
 
-_TOKENS = 2048  # taken by one program
+_TOKENS = 2048  # of one program
 _REPETITION = tl.constexpr(penalties.REPETITION)
 _FREQUENCY, _PRESENCE = tl.constexpr(penalties.FREQUENCY), tl.constexpr(penalties.PRESENCE)
 _PENALTIES, _IN_OUTPUT = tl.constexpr(penalties.PENALTIES), tl.constexpr(penalties.IN_OUTPUT)
@@ -38,7 +38,7 @@ def _penalise(
     vocab: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute some tokens of one row. Divides as IEEE 754 says, so as the CPU does."""
+    """Compute some tokens of one row. IEEE 754's division makes results equal to the CPU's."""
     index = tl.program_id(0).to(tl.int64)
     row, slot = tl.load(rows + index), tl.load(slots + index)
     column = tl.program_id(1) * block + tl.arange(0, block)

@@ -1,4 +1,4 @@
-"""Penalties and biases in plain torch; the package says what they are."""
+"""Penalties and biases in plain torch; kernels.penalties defines them."""
 
 import torch
 

@@ -1,9 +1,9 @@
-"""What stands between a decoder's products: norms, rotary embedding, KV pages, SiLU.
+"""Operators between a decoder's products: norms, rotary embedding, KV writes, SiLU.
 
-Where an operator reads a product, `lora` is what adapters add to it: it is added before anything
-else, by the kernels in float32. None adds nothing.
+An operator that reads a product takes the product's LoRA delta as `lora` and adds it before
+anything else, in float32 in the kernels. None adds nothing.
 
-`reference` is the equation in torch and runs on the CPU; `fused` holds Triton kernels with the
+`reference` holds the equations in torch and runs on the CPU; `fused` holds Triton kernels with the
 same signatures.
 """
 
@@ -22,11 +22,13 @@ from lorikeet_engine.parallel.sums import RowExchange
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """RMS norms of queries and keys, with weights like what they norm, or in float32.
+    """RMS norms of queries and keys: of each head, or of all heads together.
 
-    Of each head's, with weights [head_dim], or of all heads' together, with weights
-    [heads · head_dim] and [kv_heads · head_dim]. mean_squares: what `mean_squares` gives of each
-    token's, where these are not all of its heads.
+    query_weight, key_weight: [head_dim] for each head; [heads · head_dim] and
+        [kv_heads · head_dim] for all heads together. In the dtype of the queries, or float32.
+    eps: added to the mean square.
+    mean_squares [tokens, 4] float32: output of `mean_squares`, needed if this process has only some
+        of the heads that are normed together.
     """
 
     query_weight: torch.Tensor
@@ -45,13 +47,18 @@ def add_rms_norm(
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
 ) -> torch.Tensor:
-    """Add scale · delta to x in place; returns x / sqrt(mean(x²) + eps) · weight.
+    """Add scale · delta to x in place, and return x / sqrt(mean(x²) + eps) · weight.
 
-    Both in float32 inside. x, delta [tokens, width], dense; weight [width], which may be float32
-    where x is not → like x. lora belongs to delta. With delta_weight [width], delta is
-    delta / sqrt(mean(delta²) + eps) · delta_weight before; it is rounded to its dtype before the
-    norm and after it. Without weight, returns x. With exchange, which takes delta (only on CUDA),
-    the sum over ranks is in the place of delta and lora, which are this rank's.
+    x [tokens, width], dense: hidden states
+    delta [tokens, width], dense: a linear's product
+    weight [width], in x's dtype or float32; None: x is returned
+    lora: delta's LoRA, added to delta
+    delta_weight [width]: delta becomes delta / sqrt(mean(delta²) + eps) · delta_weight first,
+      rounded to its dtype before and after this norm
+    exchange: delta and lora are this rank's parts, and are summed over ranks first; CUDA only
+    → [tokens, width] like x
+
+    Computed in float32.
     """
     operator = _operators(x.device.type).add_rms_norm
     y: torch.Tensor = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange)
@@ -68,7 +75,7 @@ def add_rms_norm_fp8(
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
 ) -> Activations:
-    """Do what add_rms_norm does, and round each of its rows to FP8 as well."""
+    """Compute add_rms_norm, and round each row of its result to FP8 as well."""
     operator = _operators(x.device.type).add_rms_norm_fp8
     y: Activations = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange)
     return y
@@ -86,18 +93,22 @@ def rotary_and_store_kv(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Turn the queries in place; put the turned keys, and the values, into their pages.
+    """Apply the rotary embedding to queries and keys, and write keys and values into KV pages.
 
-    Of a head's first rotary_dim elements each pair (x[i], x[i + rotary_dim / 2]), or interleaved
-    (x[2i], x[2i + 1]), turns by its position's angle, in float32; the others stay. With norm,
-    queries and keys x are x / sqrt(mean(x²) + eps) · weight before, in float32 inside, with the
-    norm's mean_squares as the mean if it has them; they are rounded to qkv's dtype before the norm
-    and after it.
-    qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values;
-    cos, sin [tokens, rotary_dim / 2] float32, dense, and of no columns where nothing turns;
-    layer_kv [2, pages, page_size, kv_heads, head_dim or wider] like qkv, contiguous; slots [tokens]
-    int64: page · page_size + offset, −1 for no place. With scales, layer_kv is FP8, and what to_fp8
-    (kernels/fp8_kv.py) makes of keys and values is stored. The keys in qkv are left undefined.
+    Each pair (x[i], x[i + rotary_dim / 2]) of a head's first rotary_dim elements, or if interleaved
+    (x[2i], x[2i + 1]), is rotated by its position's angle, in float32:
+    (a, b) → (a · cos − b · sin, b · cos + a · sin). The other elements stay.
+
+    qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values; queries
+      are rotated in place, keys are left undefined
+    cos, sin [tokens, rotary_dim / 2] float32, dense; without columns if nothing is rotated
+    layer_kv [2, pages, page_size, kv_heads, head_dim or wider] like qkv, contiguous: keys, values
+    slots [tokens] int64: page · page_size + offset of each token; −1: not written
+    lora: qkv's LoRA, added to qkv
+    norm: queries and keys x become x / sqrt(mean(x²) + eps) · weight first, in float32, rounded to
+      qkv's dtype before and after; norm.mean_squares, if given, replaces mean(x²)
+    scales: layer_kv is FP8, and keys and values are stored as to_fp8 (kernels/fp8_kv.py) rounds
+      them
     """
     operator = _operators(qkv.device.type).rotary_and_store_kv
     operator(qkv, cos, sin, layer_kv, slots, lora, norm, scales, interleaved=interleaved)
@@ -106,11 +117,14 @@ def rotary_and_store_kv(
 def mean_squares(
     qkv: torch.Tensor, kv_heads: int, processes: int, lora: LoraDelta | None = None
 ) -> torch.Tensor:
-    """The mean of a token's queries squared, and of its keys, as the sum over processes has it.
+    """Compute this process's part of the mean squares of each token's queries and keys.
 
-    qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token, as rotary_and_store_kv gets it
-    in one of the `processes`, each of which has as many heads → [tokens, 4] float32. The last two
-    columns are 0: 16 bytes a token can be summed wherever sums are.
+    The sum of all processes' results is mean(q²) and mean(k²) over all heads.
+
+    qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: as for rotary_and_store_kv
+    processes: number of processes, each with as many heads
+    lora: qkv's LoRA, added to qkv
+    → [tokens, 4] float32: queries, keys, 0, 0; 16 bytes a token fit every way to sum over ranks
     """
     operator = _operators(qkv.device.type).mean_squares
     squares: torch.Tensor = operator(qkv, kv_heads, processes, lora)
@@ -120,9 +134,12 @@ def mean_squares(
 def act_and_mul(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> torch.Tensor:
-    """silu(x[:, :width]) · x[:, width:] of x [tokens, 2 · width], dense → [tokens, width].
+    """Compute silu(x[:, :width]) · x[:, width:].
 
-    gelu: with GELU, by its formula with tanh, in SiLU's place.
+    x [tokens, 2 · width], dense
+    lora: x's LoRA, added to x
+    gelu: GELU, by its tanh formula, instead of SiLU
+    → [tokens, width]
     """
     y: torch.Tensor = _operators(x.device.type).act_and_mul(x, lora, gelu=gelu)
     return y
@@ -131,13 +148,13 @@ def act_and_mul(
 def act_and_mul_fp8(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> Activations:
-    """Do what act_and_mul does, and round each of its rows to FP8 as well."""
+    """Compute act_and_mul, and round each row of its result to FP8 as well."""
     y: Activations = _operators(x.device.type).act_and_mul_fp8(x, lora, gelu=gelu)
     return y
 
 
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
-    """Add to a product y [tokens, width], dense, what adapters add to it, in place."""
+    """Add a product's LoRA to the product y [tokens, width], dense, in place."""
     _operators(y.device.type).add_delta(y, lora)
 
 

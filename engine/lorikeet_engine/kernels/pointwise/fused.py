@@ -1,7 +1,7 @@
-"""The pointwise operators in Triton: one launch each, every tensor read and written once.
+"""Pointwise operators in Triton: one launch each, every tensor read and written once.
 
-`lora`, what adapters add to the product that an operator reads, is added first, in float32.
-kernels/pointwise/__init__.py passes every call on CUDA on to here; it has the dtypes, too.
+Every operator adds `lora`, the LoRA delta of the product that it reads, first, in float32.
+kernels/pointwise/__init__.py calls this module on CUDA, and defines shapes and dtypes.
 """
 
 import torch
@@ -26,17 +26,16 @@ __all__ = [
     "rotary_and_store_kv",
 ]
 
-COLUMNS = 1024  # gated, or added to, by one program
-COLUMNS_AT_ONCE = 8192  # of a row that one program gates and rounds
+COLUMNS = 1024  # of one program of _act_and_mul and _add_delta
+COLUMNS_AT_ONCE = 8192  # of a row, for one program of _act_and_mul_fp8
 
 
 def act_and_mul(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> torch.Tensor:
-    """silu(x[:, :width]) · x[:, width:] of x + lora [tokens, 2 · width] → [tokens, width].
+    """Compute silu(g) · u of x + lora = [g, u], rounded once: see kernels.pointwise.
 
-    gelu: GELU in SiLU's place. Rounded once. In a prefill expand_act_and_mul expands the adapters'
-    delta in the same launch.
+    In a prefill expand_act_and_mul expands the LoRA delta in the same launch.
     """
     if isinstance(lora, UnexpandedDelta):
         return expand_act_and_mul(x, lora, gelu=gelu)
@@ -50,10 +49,10 @@ def act_and_mul(
 def act_and_mul_fp8(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> Activations:
-    """Do what act_and_mul does, and round each of its rows to FP8: in the same launch if it can.
+    """Compute act_and_mul, and round each row of its result to FP8.
 
-    Only where the adapters' delta is expanded in that launch, by programs that have parts of rows,
-    another one rounds.
+    One launch does both, except in a prefill: there each program of expand_act_and_mul has only
+    part of a row, so another launch rounds.
     """
     if isinstance(lora, UnexpandedDelta):
         y = expand_act_and_mul(x, lora, gelu=gelu)
@@ -71,7 +70,7 @@ def act_and_mul_fp8(
 
 
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
-    """Add to y [tokens, width] what adapters add to it, in place; rounded once."""
+    """Add LoRA to y [tokens, width], in place, rounded once."""
     tokens, width = y.shape
     _add_delta[(tokens, triton.cdiv(width, COLUMNS))](y, *operands(lora), width, COLUMNS)
 
@@ -86,7 +85,7 @@ def _gated(
     width: tl.constexpr,
     gelu: tl.constexpr,
 ) -> tl.tensor:
-    """Compute some columns of one token, in float32; 0 behind the width."""
+    """Compute some columns of one token, in float32; 0 beyond the width."""
     inside = columns < width
     at = token * (2 * width) + columns
     gates = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -128,7 +127,7 @@ def _act_and_mul_fp8(
     largest: tl.constexpr,
     least_scale: tl.constexpr,
 ) -> None:
-    """Compute one token, then read it again from the cache and round it: it outgrows registers."""
+    """Compute one token, then read it again from the cache to round it: it outgrows registers."""
     token = tl.program_id(0).to(tl.int64)
     most = tl.zeros((block,), tl.float32)
     for start in tl.static_range(0, width, block):
@@ -138,7 +137,7 @@ def _act_and_mul_fp8(
         most = tl.maximum(most, tl.abs(out.to(tl.float32)))
     scale = scale_of(most, largest, least_scale)
     tl.store(scales + token, scale)
-    tl.debug_barrier()  # the whole row lies there before any thread reads
+    tl.debug_barrier()  # the whole row is stored before any thread reads
     for start in tl.static_range(0, width, block):
         columns = start + tl.arange(0, block)
         inside = columns < width

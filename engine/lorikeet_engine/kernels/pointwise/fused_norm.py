@@ -1,6 +1,7 @@
-"""RMS norms of hidden states with what is added to them before, in Triton: one launch.
+"""Residual addition and RMS norm of hidden states in Triton, in one launch.
 
-That is a linear's product, with what adapters add to it, and with what other ranks have of both.
+The launch also adds the LoRA delta of the product that is added to the hidden states, and sums both
+over ranks if there is a RowExchange.
 """
 
 import torch
@@ -25,11 +26,10 @@ def add_rms_norm(
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
 ) -> torch.Tensor:
-    """Set x to x + scale · (delta + lora); returns x / sqrt(mean(x²) + eps) · weight, or x.
+    """Set x to x + scale · (delta + lora), and return x / sqrt(mean(x²) + eps) · weight, or x.
 
-    In float32 inside. x, delta [tokens, width], weight [width] → like x. With delta_weight [width],
-    delta + lora is normed so before. What is normed is rounded before, as in the reference. With
-    exchange, delta + lora is rounded and summed over ranks before all else.
+    See kernels.pointwise. With an exchange, delta + lora is rounded to x's dtype and summed over
+    ranks before all else.
     """
     return _launch_add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange, None)
 
@@ -44,7 +44,7 @@ def add_rms_norm_fp8(
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
 ) -> Activations:
-    """Do what add_rms_norm does, and round each of its rows to FP8 in the same launch."""
+    """Compute add_rms_norm, and round each row of its result to FP8 in the same launch."""
     rounded = empty_rows(x)
     y = _launch_add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange, rounded)
     return Activations(y, rounded)
@@ -65,7 +65,7 @@ def _launch_add_rms_norm(
     y = None if weight is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
     fp8 = (None, None) if rounded is None else (rounded.rows, rounded.scales)
-    elements = 16 if rounded is None else 8  # of a thread: rounding is slow by itself
+    elements = 16 if rounded is None else 8  # of a thread: rounding takes time of its own
     _add_rms_norm[(tokens,)](
         x, delta, *operands(lora), *exchange_operands(exchange), delta_weight, weight, y, *fp8,
         eps, scale, width, block, LARGEST, LEAST_SCALE,
@@ -76,7 +76,7 @@ def _launch_add_rms_norm(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rms_normed(x: tl.tensor, gains: tl.tensor, eps: tl.tensor, width: tl.constexpr) -> tl.tensor:
-    """Norm a row of float32, which is 0 behind its width; gains: the weight."""
+    """Norm a row of float32, which is 0 beyond its width; gains: the norm's weight."""
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     return x * scale * gains.to(tl.float32)
 
@@ -104,7 +104,7 @@ def _add_rms_norm(
     largest: tl.constexpr,
     least_scale: tl.constexpr,
 ) -> None:
-    """Compute one token. What does not depend on sums is read before they are known."""
+    """Compute one token. All that does not depend on sums is loaded before the sums are known."""
     columns = tl.arange(0, block)
     inside = columns < width
     token = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The pointwise operators in plain torch; the package says what each computes."""
+"""Pointwise operators in plain torch; kernels.pointwise defines each."""
 
 import torch
 from torch.nn import functional as F
@@ -22,7 +22,7 @@ def add_rms_norm(
     exchange: RowExchange | None = None,
 ) -> torch.Tensor:
     """See kernels.pointwise."""
-    assert exchange is None, "processes on CPUs have no memory that all map"
+    assert exchange is None, "ranks on CPUs have no RowExchange"
     _add_lora_delta(delta, lora)
     if delta_weight is not None:
         delta = _normed(delta, delta_weight, eps)
@@ -99,7 +99,7 @@ def mean_squares(
 
 
 def _means_of(norm: QkNorm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The mean squares of queries and of keys [tokens, 1, 1], if they are known."""
+    """Return the mean squares of queries and of keys [tokens, 1, 1], or None if not given."""
     if norm.mean_squares is None:
         return None, None
     of_queries, of_keys, *_ = norm.mean_squares.unsqueeze(-1).unsqueeze(-1).unbind(1)
@@ -109,9 +109,10 @@ def _means_of(norm: QkNorm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, mean_squares: torch.Tensor | None
 ) -> None:
-    """Norm x [tokens, heads, head_dim] in place: each head, or all of them as weight is as long.
+    """Norm x [tokens, heads, head_dim] in place.
 
-    mean_squares: of x and what is normed with it; None: of x.
+    weight: [head_dim] norms each head, [heads · head_dim] all heads together.
+    mean_squares: of all heads that are normed together, other processes' included; None: of x.
     """
     rows = x.reshape(len(x), -1, len(weight))
     if mean_squares is None:

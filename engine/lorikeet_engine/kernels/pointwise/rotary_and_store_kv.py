@@ -1,6 +1,6 @@
-"""Rotary embedding, norms of queries and keys, and the KV cache's writes, in one Triton launch.
+"""Rotary embedding, norms of queries and keys, and writes into KV pages, in one Triton launch.
 
-Where other processes have heads of what is normed together, mean_squares is another one before it.
+mean_squares is another launch before it, for norms over heads that several processes share.
 """
 
 import torch
@@ -12,7 +12,7 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 
-HEADS = 8  # taken by one program
+HEADS = 8  # of one program
 
 
 def rotary_and_store_kv(
@@ -27,16 +27,10 @@ def rotary_and_store_kv(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Turn the queries in place; put the turned keys, and the values, into their pages.
+    """Rotate queries in place, and write rotated keys, and values, into KV pages.
 
-    Of the first rotary_dim elements of each head's query and key a = x[i] and b =
-    x[i + rotary_dim / 2], interleaved x[2i] and x[2i + 1], become a · cos − b · sin and
-    b · cos + a · sin, after `norm` if there is one; the others stay. A token's key goes to
-    layer_kv[0], its value to layer_kv[1], both to slots[token] = page · page_size + offset, to
-    nowhere if that is below 0.
-    qkv [tokens, heads + 2 · kv_heads, head_dim]: queries, keys, values;
-    layer_kv [2, pages, page_size, kv_heads, head_dim or wider], FP8 with scales, by which keys and
-    values are divided, and else like qkv.
+    See kernels.pointwise. Token t's key goes to layer_kv[0] and its value to layer_kv[1], both at
+    slots[t] = page · page_size + offset, or nowhere if slots[t] < 0.
     """
     tokens, total, head_dim = qkv.shape
     kv_heads, half = layer_kv.shape[3], head_dim // 2
@@ -57,11 +51,7 @@ def rotary_and_store_kv(
 def mean_squares(
     qkv: torch.Tensor, kv_heads: int, processes: int, lora: LoraDelta | None = None
 ) -> torch.Tensor:
-    """A token's mean of its queries squared, and of its keys, divided by processes.
-
-    qkv [tokens, heads + 2 · kv_heads, head_dim] → [tokens, 4] float32, of which the last two
-    columns are 0.
-    """
+    """Compute each token's mean(q²) / processes and mean(k²) / processes: see kernels.pointwise."""
     tokens, total, head_dim = qkv.shape
     heads = total - 2 * kv_heads
     means = torch.empty(tokens, 4, dtype=torch.float32, device=qkv.device)
@@ -86,7 +76,7 @@ def _mean_squares(
     processes: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute a token's mean of its queries, or of its keys."""
+    """Compute one token's mean square of its queries, or of its keys."""
     token = tl.program_id(0).to(tl.int64)
     side = tl.program_id(1)
     width = tl.where(side == 0, queries, keys)
@@ -96,7 +86,7 @@ def _mean_squares(
     x = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
     if lora is not None:
         x += lora_at(lora, adapted, token, at, inside)
-    x = x.to(qkv.dtype.element_ty).to(tl.float32)  # as it is before the norm
+    x = x.to(qkv.dtype.element_ty).to(tl.float32)  # rounded as before the norm
     tl.store(means + 4 * token + side, tl.sum(x * x, 0) / width / processes)
     tl.store(means + 4 * token + 2 + side, 0.0)
 
@@ -111,10 +101,10 @@ def _weight(
     heads: tl.constexpr,
     width: tl.constexpr,
 ) -> tl.tensor:
-    """The norm's weights for columns of a head: the queries' or the keys'.
+    """Load the norm's weights for columns of a head, the queries' or the keys'.
 
-    inside: whether there is a query or key, if each head has weights of its own, which lie `width`
-    apart; with a width of 0 whether there is a column.
+    width: elements between the weights of two heads; 0: all heads share their weights.
+    inside: whether there is such a query or key; if width is 0, whether there is such a column.
     """
     query, in_query, in_key = head < heads, inside, inside
     if width:
@@ -128,7 +118,7 @@ def _weight(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _to_fp8(x: tl.tensor) -> tl.tensor:
-    """Round float32 to E4M3, see to_fp8 (kernels/fp8_kv.py)."""
+    """Round float32 to E4M3 as to_fp8 (kernels/fp8_kv.py) does."""
     kept = tl.minimum(tl.maximum(x, -448.0), 448.0)
     return tl.where(tl.abs(x) < float("inf"), kept, float("nan")).to(tl.float8e4nv)
 
@@ -160,16 +150,19 @@ def _rotary_and_store_kv(
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ) -> None:
-    """Norm, rotate and store heads of one token; layer_kv's values lie `plane` behind its keys."""
+    """Norm, rotate and store heads of one token.
+
+    plane: elements of layer_kv between its keys and its values.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]
     column = tl.arange(0, block_half)[None, :]
     inside = (head < heads + 2 * kv_heads) & (column < half)
-    left, right = column, column + half  # where a pair stands in its head
+    left, right = column, column + half  # columns of a pair in its head
     if interleaved:
         left = tl.where(column < rotary_half, 2 * column, column + rotary_half)
         right = tl.where(column < rotary_half, 2 * column + 1, column + half)
-    elif rotary_half != half:  # behind those that turn come the others, in pairs like them
+    elif rotary_half != half:  # columns that are not rotated follow, in pairs too
         left = tl.where(column < rotary_half, column, column + rotary_half)
         right = tl.where(column < rotary_half, column + rotary_half, column + half)
     place = token * token_stride + head * (2 * half)
@@ -178,7 +171,7 @@ def _rotary_and_store_kv(
     if lora is not None:
         first += lora_at(lora, adapted, token, place + left, inside)
         second += lora_at(lora, adapted, token, place + right, inside)
-    turns = inside & (head < heads + kv_heads)  # values do not: their angle is 0
+    turns = inside & (head < heads + kv_heads)  # values are not rotated: their angle is 0
     if query_weight is not None:
         first = first.to(qkv.dtype.element_ty).to(tl.float32)
         second = second.to(qkv.dtype.element_ty).to(tl.float32)

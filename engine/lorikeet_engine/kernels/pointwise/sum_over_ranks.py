@@ -10,7 +10,7 @@ from lorikeet_engine.parallel.sums import RowExchange
 def exchange_operands(
     exchange: RowExchange | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int, int]:
-    """What sum_over_ranks reads: addresses, epochs, rank, world and most rows."""
+    """Return sum_over_ranks' operands: addresses, epochs, rank, world and most rows."""
     if exchange is None:
         return None, None, 0, 1, 0
     _, world, most_rows, _ = exchange.received.shape
@@ -30,14 +30,16 @@ def sum_over_ranks(
     most_rows: tl.constexpr,
     width: tl.constexpr,
 ) -> tl.tensor:
-    """Add up all ranks' rows, in the order of ranks, in float32; rounded to own's dtype.
+    """Return the sum of all ranks' rows, in the order of ranks, in float32, rounded to own's dtype.
 
-    own: this rank's row, which is 0 behind its width. Waits for the same row of every peer.
+    Waits for the same row of every peer.
+
+    own: this rank's row, 0 beyond its width.
     """
     epoch = tl.load(epochs + row) + 1
     tag = epoch.to(tl.uint32) << 16
     words = own.to(tl.uint16, bitcast=True).to(tl.uint32) | tag
-    first = (epoch & 1) * world  # of the ranks' places; a remainder would be negative one day
+    first = (epoch & 1) * world  # of the ranks' rows; epoch % 2 is negative once epochs wrap
     for peer in tl.static_range(world):
         if peer != rank:
             place = ((first + rank) * most_rows + row) * width
@@ -49,10 +51,10 @@ def sum_over_ranks(
         else:
             place = ((first + peer) * most_rows + row) * width
             sent = _received(addresses, rank) + place + columns
-            # volatile: read from memory each time, by 32 bits that are never torn
+            # volatile: read from memory each time, in words of 32 bits, which are never torn
             words = tl.load(sent, mask=inside, other=0, volatile=True)
             words = tl.where(inside, words ^ tag, 0)
-            while tl.max(words, 0) > 0xFFFF:  # one is of another epoch
+            while tl.max(words, 0) > 0xFFFF:  # some word is of another epoch
                 words = tl.load(sent, mask=inside, other=0, volatile=True)
                 words = tl.where(inside, words ^ tag, 0)
             total += words.to(tl.uint16).to(own.dtype, bitcast=True).to(tl.float32)
@@ -63,6 +65,6 @@ def sum_over_ranks(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _received(addresses: tl.tensor, rank: tl.constexpr) -> tl.tensor:
-    """Where a rank's memory is, for this GPU."""
+    """Return the address of a rank's memory on this GPU."""
     address = tl.load(addresses + rank).to(tl.pointer_type(tl.uint32))
     return tl.multiple_of(address, 16)

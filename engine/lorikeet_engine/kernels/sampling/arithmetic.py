@@ -1,4 +1,4 @@
-"""What the sampling kernels compute of one number: its weight, its key, its mixed bits."""
+"""Elementwise functions of the sampling kernels: weight, sort key, mixed bits."""
 
 import triton
 import triton.language as tl
@@ -8,14 +8,14 @@ from lorikeet_engine.kernels import sampling
 _LEAST_EXPONENT = tl.constexpr(sampling.LEAST_EXPONENT)
 _C6, _C5, _C4, _C3, _C2, _C1, _C0 = map(tl.constexpr, sampling.POWERS)
 _MIX_1, _MIX_2 = map(tl.constexpr, sampling.MIXERS)
-_ROUNDER = tl.constexpr(1.5 * 2**23)  # added to a float32, it leaves no fraction
+_ROUNDER = tl.constexpr(1.5 * 2**23)  # its sum with a float32 has no fraction
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
 _MANTISSA = tl.constexpr((127 << 23) - (1 << 23))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def weights_of(x: tl.tensor, best: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Weights, int64, of logits x, float32."""
+    """Return the weights, int64, of logits x, float32."""
     z = tl.maximum((x - best) * scale, _LEAST_EXPONENT)
     whole = (z - 0.5) + _ROUNDER
     part = z - (whole - _ROUNDER)
@@ -28,7 +28,7 @@ def weights_of(x: tl.tensor, best: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def key_of(x: tl.tensor, bits: tl.constexpr) -> tl.tensor:
-    """An int32 that is ordered as x, float32, is. bits: 16 for what was bfloat16."""
+    """Return an int32 that orders as x, float32, does. bits: 16 if x was bfloat16, else 32."""
     key = x.to(tl.int32, bitcast=True)
     key = key ^ ((key >> 31) & 0x7FFFFFFF)
     return key >> (32 - bits)
@@ -36,7 +36,7 @@ def key_of(x: tl.tensor, bits: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def mix_of(bits: tl.tensor) -> tl.tensor:
-    """SplitMix64's function of 64 bits."""
+    """Mix 64 bits as SplitMix64 does."""
     bits = (bits ^ (bits >> 30)) * _MIX_1
     bits = (bits ^ (bits >> 27)) * _MIX_2
     return bits ^ (bits >> 31)

@@ -1,14 +1,13 @@
-"""Draws in Triton: two launches, whatever is asked for.
+"""Draws in Triton, always in two launches.
 
-The first reads the logits once, in chunks of each row: it adds up a chunk's weights, or for a row
-with top_k it takes the largest logit of each group of neighbours. The second has one program for a
-row. The chunks' sums say in which chunk the token is, so it reads one more chunk; top_p costs one
-more pass over the row for each token that is drawn in vain or not, 1 / top_p on average at most.
+The first launch reads the logits once, in chunks of each row: it adds up a chunk's weights, or, for
+a row with top_k, takes the largest logit of each group of neighbours. The second launch has one
+program for each row. The chunks' sums tell which chunk has the token, so the program reads just one
+chunk more. top_p costs one more pass over the row for each draw, rejected or not: at most 1 / top_p
+draws on average.
 
-For top_k the groups' largest logits bound the k-th logit from below: as many groups as k have one
-that is as large. Few groups reach the bound, some k of 2,000, and all that follows reads only them.
-
-weights_of, key_of and mix_of (arithmetic.py) are the package's formulas for single numbers.
+For top_k, the k-th largest of the groups' largest logits is a lower bound of the row's k-th logit.
+Few groups reach the bound, about k of 2,000, and all later passes read only these groups.
 """
 
 import torch
@@ -25,9 +24,9 @@ _ROW, _UNIFORM = tl.constexpr(sampling.ROW), tl.constexpr(sampling.UNIFORM)
 _SCALE, _TOP_K = tl.constexpr(sampling.SCALE), tl.constexpr(sampling.TOP_K)
 _TOP_P, _LEAST = tl.constexpr(sampling.TOP_P), tl.constexpr(sampling.LEAST)
 _FIELDS = tl.constexpr(sampling.DRAW_FIELDS)
-_LOWEST = tl.constexpr(-(2**31))  # below any number's key
+_LOWEST = tl.constexpr(-(2**31))  # below the key of any number
 _NEXT = tl.constexpr(sampling.NEXT_UNIFORM)
-_NO_WEIGHT = tl.constexpr(-46.0)  # an exponent whose weight is 0, with room for rounding
+_NO_WEIGHT = tl.constexpr(-46.0)  # an exponent whose weight is 0, with a margin for rounding
 
 
 def draw_tokens(
@@ -51,7 +50,7 @@ def draw_tokens(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _field(draws: tl.tensor, column: tl.constexpr) -> tl.tensor:
-    """What this program's row of draws has there."""
+    """Load a column of this program's row of draws."""
     return tl.load(draws + tl.program_id(0) * _FIELDS + column)
 
 
@@ -65,7 +64,10 @@ def _sum_chunks(
     vocab: tl.constexpr,
     chunks: tl.constexpr,
 ) -> None:
-    """One chunk: what min_p keeps of its weights and all of them; or its groups' largest."""
+    """Compute one chunk's sum of the weights that min_p keeps, and its sum of all weights.
+
+    For a row with top_k: the largest logit of each of the chunk's groups instead.
+    """
     chunk, row = tl.program_id(1), _field(draws, _ROW)
     group = tl.arange(0, _GROUPS)
     column = chunk * _CHUNK + group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
@@ -91,7 +93,7 @@ def _chunk(
     chunk: tl.tensor,
     vocab: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Columns [_CHUNK] and logits, float32, of a chunk; of listed groups, if any are listed."""
+    """Load columns [_CHUNK] and float32 logits of a chunk, or of a chunk of the listed groups."""
     place = tl.arange(0, _CHUNK)
     group = chunk * _GROUPS + place // _GROUP
     inside = group >= 0
@@ -113,7 +115,7 @@ def _count(
     vocab: tl.constexpr,
     bits: tl.constexpr,
 ) -> tl.tensor:
-    """How many tokens of the listed groups have at least this key."""
+    """Count the tokens of the listed groups whose key is at least `least`."""
     count = 0
     for chunk in range(tl.cdiv(listed, _GROUPS)):
         _, x = _chunk(row, groups, listed, chunk, vocab)
@@ -132,9 +134,11 @@ def _list_groups(
     block: tl.constexpr,
     bits: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """List the groups that may have one of the top_k; return how many, and a key all top_k reach.
+    """List the groups that may have one of the top_k tokens.
 
-    The key is at least `low`; `high` is above all.
+    low: key below which weights are 0.
+    high: key above those of all tokens.
+    → number of listed groups, and the largest key that top_k groups reach, at least `low`
     """
     group = tl.arange(0, block)
     x = tl.load(largest + group, mask=group < count, other=-float("inf"))
@@ -163,7 +167,7 @@ def _last_of_top_k(
     vocab: tl.constexpr,
     bits: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The key of the top_k-th token, and the first column of its equals that is not kept."""
+    """Return the key of the top_k-th token, and the first column of its equals that is not kept."""
     while high - low > 1:
         middle = low + (high - low) // 2
         if _count(row, groups, listed, middle, vocab, bits) >= top_k:
@@ -185,7 +189,7 @@ def _last_of_top_k(
 def _ranks_before(
     column: tl.tensor, x: tl.tensor, key: tl.tensor, end: tl.tensor, bits: tl.constexpr
 ) -> tl.tensor:
-    """Which tokens have a better rank than the one at column `end` with this key."""
+    """Return which tokens have a better rank than the token at column `end` with this key."""
     own = key_of(x, bits)
     return (own > key) | ((own == key) & (column < end))
 
@@ -204,10 +208,10 @@ def _draw(
     chunks_block: tl.constexpr,
     bits: tl.constexpr,
 ) -> None:
-    """Draw one row's token: from the ranks before (key, end), then, for top_p, before each drawn.
+    """Draw one row's token from the ranks before (key, end); for top_p, before each rejected token.
 
-    listed: the groups with tokens of top_k; 0 without top_k, for all. used: chunks that they fill.
-    part: the weights that may be drawn, by chunk.
+    Variables: `listed`, number of groups with tokens of top_k, 0 without top_k; `used`, number of
+    chunks that the listed groups fill, or all chunks; `part`, weights that may be drawn, by chunk.
     """
     at = _field(draws, _ROW)
     row, top = logits + at * vocab, tl.load(best + at).to(tl.float32)

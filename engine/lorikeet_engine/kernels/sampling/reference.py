@@ -1,4 +1,4 @@
-"""Drawing in plain torch; the package says what it computes."""
+"""Draws in plain torch; kernels.sampling defines them."""
 
 import torch
 
@@ -50,10 +50,13 @@ def draw_tokens(
 
 
 def kept_tokens(x: torch.Tensor, draws: torch.Tensor, *, ranked: bool) -> torch.Tensor:
-    """Which of logits x [rows, vocab] float32 the filters keep, on any device: [rows, vocab] bool.
+    """Return which tokens top_k, top_p and min_p keep → [rows, vocab] bool, on any device.
 
-    draws: the rows' columns but ROW and UNIFORM. ranked: whether any has top_k or top_p. The host
-    waits for nothing.
+    The host does not wait for the device.
+
+    x [rows, vocab] float32: logits
+    draws [rows, DRAW_FIELDS] int64: ROW and UNIFORM are not used
+    ranked: whether any row has top_k or top_p
     """
     scale = draws[:, SCALE].to(torch.int32).view(torch.float32)
     weights = _weights(x, x.amax(-1), scale)
@@ -69,14 +72,14 @@ def kept_tokens(x: torch.Tensor, draws: torch.Tensor, *, ranked: bool) -> torch.
 
 
 def _mix(bits: int) -> int:
-    """64 bits of which each depends on all of these 64."""
+    """Mix 64 bits as SplitMix64 does."""
     for shift, factor in zip((30, 27), MIXERS, strict=True):
         bits = ((bits ^ (bits >> shift)) * factor) & _64_BITS
     return bits ^ (bits >> 31)
 
 
 def _weights(x: torch.Tensor, best: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Weights [rows, vocab] int64 of x [rows, vocab]; 0 where a row's best is not finite."""
+    """Return weights [rows, vocab] int64 of x [rows, vocab]; 0 if a row's best is not finite."""
     z = ((x - best[:, None]) * scale[:, None]).nan_to_num(nan=LEAST_EXPONENT)
     z = z.clamp(min=LEAST_EXPONENT)
     whole = (z - 0.5).round()  # half to even, as an addition of 1.5 · 2 ** 23 rounds
@@ -89,7 +92,7 @@ def _weights(x: torch.Tensor, best: torch.Tensor, scale: torch.Tensor) -> torch.
 
 
 def _ranked(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's rank, and the weights of all better ones together; both [rows, vocab] int64."""
+    """Return each token's rank, and the sum of all better tokens' weights, [rows, vocab] int64."""
     bits = x.view(torch.int32)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as the floats are
     order = keys.sort(dim=-1, descending=True, stable=True).indices
@@ -100,7 +103,10 @@ def _ranked(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _draw(weights: torch.Tensor, uniforms: list[int]) -> torch.Tensor:
-    """The first id [rows] up to which weights [rows, vocab] exceed uniform · total >> 64."""
+    """Return the first id of each row up to which weights exceed (uniform · total) >> 64.
+
+    weights [rows, vocab] int64; uniforms: one for each row → [rows] int64.
+    """
     cumulative = weights.cumsum(-1)
     totals = cumulative[:, -1].tolist()
     reached = torch.tensor([u * total >> 64 for u, total in zip(uniforms, totals, strict=True)])

@@ -1,8 +1,7 @@
-"""The disk tier: a folder of verified blobs and packed images that several processes may share.
+"""The disk tier: a folder of verified blobs and packed images, shared by several processes.
 
-`cache` fetches and evicts files, `pinned_files` locks those that are pinned, `image_file` is the
-format of a packed image, `image_writer` writes it behind the loads, `usage` knows what the folder
-holds, `incoming_blobs` packs blobs that are on their way into it, `watcher` does on a thread of its
-own what would let the engine's thread wait for a file system, and `full_disk` stands in for a disk
-that takes no more.
+`cache` fetches, pins and evicts files, and `index` lists them. `image_file` is the format of a
+packed image, written behind the loads. `incoming_blobs` packs blobs that another process is still
+writing. `watcher` does the file system's work on a thread of its own, so that the engine's thread
+never waits for a disk.
 """

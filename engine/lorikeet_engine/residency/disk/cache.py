@@ -1,8 +1,8 @@
 """The disk cache: verified blobs and packed images in a folder that several processes may share.
 
-A blob's file is named by its digest, an image's by the digest and a fingerprint of what it was
-packed for. Both appear there whole, by one rename. Pins are shared locks on a file, so a process
-never removes what another has pinned.
+A blob's file is named by its digest; an image's, by the digest and a fingerprint of the model that
+it was packed for. Both appear complete, by one rename. A pin is a shared lock on a file, so no
+process removes a file that another process has pinned.
 """
 
 import contextlib
@@ -32,25 +32,25 @@ _LOCK = ".lock"
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _ABANDONED_S = 3600.0
 _NEW_S = 10.0
-"""Who has put a file into the folder needs a moment until it is pinned."""
+"""Seconds in which a new file is not trimmed, so that its writer can pin it."""
 
 
 class AdapterSource(Protocol):
-    """Where blobs come from when no tier has them."""
+    """Source of blobs that no tier has."""
 
     def fetch(self, ref: AdapterRef, path: Path) -> str | None:
-        """Write the blob to path, replacing what is there.
+        """Write the blob to path, replacing the file there.
 
-        Returns the SHA-256 of what was written, 64 hex digits, if it was computed on the
-        way; with None the file is read once more. Called on loader threads; may raise anything.
+        Returns the SHA-256 of the written bytes, 64 hex digits, if it was computed on the way;
+        after None, the file is read once more. Called on loading threads; may raise anything.
         """
 
 
 class DiskCache:
-    """Blobs and images by digest, the least recently used removed beyond the budget. Thread-safe.
+    """Blobs and images by digest; beyond the budget the least recently used go. Thread-safe.
 
-    The budget can be exceeded by the file just added and by pinned ones. Images with another
-    fingerprint, which other processes may use, count and age like the rest.
+    The file just added and pinned files can exceed the budget. Images with other fingerprints, for
+    use by other processes, count and age like the rest.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class DiskCache:
         fingerprint: str,
         on_change: OnChange = ignore_change,
     ) -> None:
-        """fingerprint: 16 hex digits, the same for all that can use each other's images.
+        """fingerprint: 16 hex digits, equal for all processes that can share images.
 
-        on_change: called with the digest of what this process adds or removes.
+        on_change: called with the digest of a file that this process adds or removes.
         """
         self._folder = folder
         self.budget_bytes = budget_bytes
@@ -77,41 +77,41 @@ class DiskCache:
         self._pins = _PinnedFiles(folder, self._names, self._index)
 
     def holds(self, digest: str) -> bool:
-        """Whether the blob or its image is there, whole and verified, without asking the disk.
+        """Whether the blob or its image is there, complete and verified. Asks no file system.
 
-        What other processes do is known once `changed` has seen it.
+        Changes by other processes are visible after `changed`.
         """
         return any(map(self._index.holds, self._names(digest)))
 
     def changed(self) -> set[str] | None:
-        """The digests of all that holds() now; None if the folder is as at the last call.
+        """List the folder and return the digests that `holds` now; None if the folder is unchanged.
 
-        For one thread. Sees other processes' doing, too.
+        Sees changes by other processes, too. One thread at a time.
         """
         return self._index.changed()
 
     def trim(self) -> None:
-        """Remove what is beyond the budget, of files that others have put into the folder.
+        """Remove files beyond the budget, which other processes have added.
 
-        Those put there or used in the last seconds stay. By what `changed` saw last.
+        Files added or used in the last seconds stay. Decides by the last `changed`.
         """
         if self._index.bytes > self.budget_bytes:
             with self._exclusive():
                 self._evict(used_before_ns=time.time_ns() - int(1e9 * _NEW_S))
 
     def status(self) -> TierStatus:
-        """What `changed` saw last, and what this process has evicted."""
+        """Return contents as of the last `changed`, capacity, and evictions by this process."""
         index, budget = self._index, self.budget_bytes
         counted = self._evictions, self._checksum_failures
         return TierStatus(index.adapters, index.bytes, budget, budget, *counted)
 
     def fetch(self, ref: AdapterRef) -> None:
-        """See that the blob is there, fetched and verified, or the image.
+        """Fetch and verify the blob, unless the blob or its image is there already.
 
-        If several need the same blob at once, in this process or another, one fetches it and the
-        others wait. A blob that another process has packed and removed again is not fetched.
+        If several threads or processes need the same blob at once, one fetches it and the others
+        wait. A blob that another process has packed and removed again is not fetched.
 
-        Raises AdapterLoadFailed for content that is not the digest's, and what the source raises.
+        Raises AdapterLoadFailed if the content does not match the digest, and the source's errors.
         """
         if not _DIGEST.fullmatch(ref.digest):
             raise AdapterLoadFailed(f"{ref}: {ref.digest!r} is no digest", adapter=str(ref))
@@ -122,26 +122,26 @@ class DiskCache:
                 self._fetch(ref)
 
     def fetch_to(self, ref: AdapterRef, path: Path) -> None:
-        """Write the blob, fetched and verified, into a file. Raises as `fetch` does."""
+        """Fetch the blob into a file and verify it. Raises as `fetch` does."""
         digest = self._source.fetch(ref, path) or blob_digest(path)
         if digest != ref.digest:
             raise AdapterLoadFailed(
-                f"{ref}: what was fetched has digest {digest}, not {ref.digest}: the stored "
+                f"{ref}: the fetched blob has digest {digest}, not {ref.digest}: the stored "
                 "blob is damaged; remove it from the store and register the adapter again",
                 adapter=str(ref),
             )
 
     def blob(self, digest: str) -> Path:
-        """The blob's file, which counts as used now. It can vanish any time after.
+        """Return the blob's file and mark it as used. It can vanish at any time after.
 
         Raises FileNotFoundError.
         """
         return self._index.use(digest)
 
     def verify(self, digest: str) -> None:
-        """Read all of a blob and compare its digest, as after a download `fetch` has done.
+        """Read all of a blob and compare its digest, as `fetch` does after a download.
 
-        A damaged one is removed. Raises FileNotFoundError.
+        Removes a damaged blob. Raises FileNotFoundError.
         """
         if blob_digest(self._folder / digest) != digest:
             log.warning("blob_damaged", extra={"file": digest})
@@ -149,14 +149,14 @@ class DiskCache:
             raise FileNotFoundError(f"{digest} was damaged")
 
     def image(self, digest: str) -> Path:
-        """The image's file, which counts as used now. It can vanish any time after.
+        """Return the image's file and mark it as used. It can vanish at any time after.
 
         Raises FileNotFoundError.
         """
         return self._index.use(self.image_name(digest))
 
     def image_name(self, digest: str) -> str:
-        """What the file of this adapter's image is called."""
+        """Return the file name of this adapter's image."""
         return f"{digest}.{self._fingerprint}"
 
     def has_image(self, digest: str) -> bool:
@@ -165,9 +165,9 @@ class DiskCache:
 
     @contextlib.contextmanager
     def adding_image(self, digest: str) -> Iterator[Path]:
-        """A path to write the image to; it is there once that has ended without an exception.
+        """Yield a path to write the image to; add the image if the block ends without an exception.
 
-        From then on the blob is the first to go, unless somebody uses it again.
+        From then on the blob is the first to be removed, unless it is used again.
         """
         name = self.image_name(digest)
         with self._adding(name, self._folder / f"{name}.{uuid.uuid4().hex}{_PART}") as part:
@@ -176,22 +176,22 @@ class DiskCache:
                 os.utime(self._folder / digest, (0, 0))
 
     def remove_image(self, digest: str) -> None:
-        """Remove an image that was found damaged: no pin keeps it."""
+        """Remove an image that was found damaged, even a pinned one."""
         self._remove_damaged(self.image_name(digest))
 
     def pin(self, digest: str) -> bool:
-        """Keep the blob or its image, from the next apply_pins on; whether one is kept now.
+        """Keep the blob or its image, from the next apply_pins on; return whether one is kept now.
 
         Asks no file system.
         """
         return self._pins.add(digest)
 
     def unpin(self, digest: str) -> None:
-        """Let an adapter's files be removed again, from the next apply_pins on."""
+        """Allow removal of an adapter's files again, from the next apply_pins on."""
         self._pins.remove(digest)
 
     def apply_pins(self) -> None:
-        """Lock the files of all that is pinned, as far as they are there. For one thread."""
+        """Lock the files of pinned adapters, as far as there are any. One thread at a time."""
         self._pins.apply()
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class DiskCache:
         self._pins.close()
 
     def _uses(self, digest: str) -> bool:
-        """Whether the image or the blob is there, says the disk; it counts as used now."""
+        """Whether the disk has the image or the blob; mark the file as used."""
         for find in (self.image, self.blob):
             with contextlib.suppress(FileNotFoundError):
                 find(digest)
@@ -207,7 +207,7 @@ class DiskCache:
         return False
 
     def _fetch(self, ref: AdapterRef) -> None:
-        # Only one fetches a digest, so what a crash left behind is overwritten.
+        # Under the lock of the digest, so a file left behind by a crash can be overwritten.
         with self._adding(ref.digest, self._folder / f"{ref.digest}{_PART}") as part:
             self.fetch_to(ref, part)
 
@@ -218,7 +218,7 @@ class DiskCache:
         self._on_change(name[:64])
 
     def _names(self, digest: str) -> tuple[str, ...]:
-        """The names of usable files, the best first; none for what is no digest."""
+        """Return the names of usable files, best first; none for an invalid digest."""
         return (self.image_name(digest), digest) if _DIGEST.fullmatch(digest) else ()
 
     def _usable(self, name: str) -> bool:
@@ -232,7 +232,7 @@ class DiskCache:
             with part.open("rb") as file:
                 os.fsync(file.fileno())
             with self._exclusive():
-                if not path.exists():  # never replace what somebody may have pinned meanwhile
+                if not path.exists():  # never replace a file that may have been pinned meanwhile
                     part.replace(path)
                 self._index.add(path)
                 self._on_change(name[:64])
@@ -249,7 +249,7 @@ class DiskCache:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_nlink:
                 break
-            os.close(descriptor)  # whoever had it took the file away
+            os.close(descriptor)  # the previous owner removed the file
         try:
             yield
         finally:
@@ -258,7 +258,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Let no other process or thread add files or evict any."""
+        """Let no other process or thread add or evict files."""
         descriptor = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -302,7 +302,7 @@ class DiskCache:
 
 
 def is_disk_error(error: BaseException | None) -> bool:
-    """Whether the cause is this machine's disk, so that another engine might load the adapter."""
+    """Whether this machine's disk caused the error: another machine may be able to load it."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             return True
@@ -312,9 +312,9 @@ def is_disk_error(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def memory_file() -> Iterator[Path]:
-    """Make an empty file in this process's memory, which is freed at the end. Linux alone has such.
+    """Make an empty file in memory, which takes the place of one on a disk; free it at the end.
 
-    Raises OSError.
+    Linux only. Raises OSError.
     """
     descriptor = os.memfd_create("adapter")
     try:
@@ -324,29 +324,29 @@ def memory_file() -> Iterator[Path]:
 
 
 class _HeldFile(NamedTuple):
-    """A file that is locked as long as the descriptor is open."""
+    """A file that stays locked while the descriptor is open."""
 
     name: str
     descriptor: int
 
 
 class _PinnedFiles:
-    """Which adapters are pinned, and the locks on their files.
+    """Pinned adapters, and the locks on their files.
 
-    add and remove ask no file system, may be called from any thread and wait for nobody; apply and
-    close, which do the work, from one.
+    `add` and `remove` ask no file system, never block, and may be called from any thread; `apply`
+    and `close` do the work, on one thread.
     """
 
     def __init__(
         self, folder: Path, names: Callable[[str], tuple[str, ...]], index: DiskIndex
     ) -> None:
-        """names: of the files that an adapter may have, the best first."""
+        """names: returns the file names that an adapter may have, best first."""
         self._folder, self._names, self._index = folder, names, index
         self._wanted: set[str] = set()
         self._held: dict[str, _HeldFile] = {}
 
     def add(self, digest: str) -> bool:
-        """Lock a file of this adapter from the next `apply` on; whether one is locked now."""
+        """Lock a file of this adapter in the next `apply`; return whether one is locked now."""
         self._wanted.add(digest)
         held = self._held.get(digest)
         return held is not None and self._index.holds(held.name)
@@ -356,10 +356,10 @@ class _PinnedFiles:
         self._wanted.discard(digest)
 
     def apply(self) -> None:
-        """Lock the files of all that is pinned, as far as they are there, and unlock all others."""
+        """Lock the files of pinned adapters, as far as there are any, and unlock all others."""
         wanted = set(self._wanted)
         for digest, held in list(self._held.items()):
-            # without a link it was an image, found damaged and removed
+            # a file without a link is an image that was found damaged and removed
             if digest not in wanted or not os.fstat(held.descriptor).st_nlink:
                 os.close(self._held.pop(digest).descriptor)
         for digest in wanted - self._held.keys():
@@ -377,12 +377,12 @@ class _PinnedFiles:
 
 
 def _lock_file(path: Path, kind: int) -> int | None:
-    """A descriptor that holds the lock, or None: taken by somebody, or the file is gone."""
+    """Return a descriptor that holds the lock; None if the lock is taken or the file is gone."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    except OSError as error:  # too many open files: a pin can wait, the engine must not stop
+    except OSError as error:  # such as too many open files: a pin can wait
         log.warning("disk_file_not_locked", extra={"file": path.name, "error": str(error)})
         return None
     try:

@@ -1,13 +1,12 @@
-"""An adapter's image as a file of the disk cache: what was packed once is only read from then on.
+"""An adapter's image as a file of the disk cache, so that a blob is packed once and then only read.
 
-A safetensors file with one tensor, `image`, and in the header's metadata the file's own name, the
-ranks of PackedLayout.rows and where its A is shared, from which all else follows that the layout
-says, and each layer's sum.
-The name says what the image depends on, so nobody reads one that was made for another model, dtype
-or number of GPUs.
+A safetensors file with one tensor, `image`. The metadata holds the file's own name, the ranks of
+PackedLayout.rows and the linears that share A, which determine the whole layout, and each layer's
+sum. The name contains a fingerprint of all that the image depends on, so no process reads an image
+for another model, dtype or number of GPUs.
 
-A file has its name only once all of it is on the disk. What the disk damages later, the sums tell
-when it is read (checksums.py).
+A file gets its name only once it is complete on the disk. Later damage is found by the sums when
+the file is read (checksums.py).
 """
 
 import hashlib
@@ -32,23 +31,28 @@ from lorikeet_engine.residency.workers import Workers
 
 log = logging.getLogger(__name__)
 
-# Raise this with every change to the file, or to what pack or PackedLayout makes of a blob.
+# Increase with every change to the format, or to the result of `pack` or PackedLayout.
 _VERSION = 4
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def fingerprint(shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, world: int = 1) -> str:
-    """16 hex digits that change with anything that an image depends on, besides the blob.
+    """Return 16 hex digits that depend on everything but the blob that determines an image.
 
-    world: how many ranks share the model. limits: the blob's are checked before it is packed, and
-    not again when its image is read.
+    limits: included, since a blob is checked against them when packed, but not when its image is
+        read.
+    world: number of ranks that share the model.
     """
     facts = (_VERSION, ALIGNMENT, tuple(shape.groups.values()), shape, limits, dtype, world)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def write_image(path: Path, name: str, image: PackedImage) -> None:
-    """Write the file that is to have this name. image: on the CPU."""
+    """Write an image file.
+
+    name: final name of the file.
+    image: on the CPU.
+    """
     layout, elements, sums = image
     ranks, width = layout.rows[..., 2].flatten().tolist(), layout.rows.shape[1]
     shared = sorted(layer * width + linear for layer, linear in layout.shared_a)
@@ -69,9 +73,9 @@ def write_image(path: Path, name: str, image: PackedImage) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """An image's file with a good header: the image is its bytes from `begin` to the end.
+    """An image file with a valid header; the image is its bytes from `begin` to the end.
 
-    sums: those that the image had when it was packed, as text.
+    sums: of the image when it was packed, as text.
     """
 
     path: Path
@@ -81,7 +85,7 @@ class ImageFile:
 
     @classmethod
     def of(cls, path: Path, shape: BaseShape, world: int = 1) -> "ImageFile":
-        """Read the header only. Raises AdapterRejected when the file is damaged."""
+        """Read the header only. Raises AdapterRejected if it is damaged."""
         header = read_header(path)
         image, facts = header.tensors.get("image"), header.metadata
         ranks, shared, sums = (facts.get(key) for key in ("ranks", "shared_a", "sums"))
@@ -96,9 +100,9 @@ class ImageFile:
         return cls(path, layout, image.begin, sums)
 
     def read(self, out: torch.Tensor) -> LayerSums:
-        """Read into out [layout.image_elements]; return the sums.
+        """Read the image into out [layout.image_elements]; return its sums.
 
-        Raises AdapterRejected where they are not those that the image was packed with.
+        Raises AdapterRejected if the sums differ from those in the file.
         """
         with self.path.open("rb") as file:
             file.seek(self.begin)
@@ -116,7 +120,7 @@ def _text(numbers: Iterable[int]) -> str:
 
 
 def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int]:
-    """Ranks by (layer, module)."""
+    """Return ranks by (layer, module)."""
     ranks, width = text.split(), len(shape.modules)
     if len(ranks) != (shape.layers + 1) * width or not all(map(str.isdecimal, ranks)):
         raise _damaged(path)
@@ -126,7 +130,7 @@ def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int
 def _shared(
     text: str, ranks: Mapping[tuple[int, int], int], path: Path
 ) -> frozenset[tuple[int, int]]:
-    """PackedLayout's shared_a, of linears whose A is that of the one before."""
+    """Return PackedLayout's shared_a, after checking that a preceding linear exists for each."""
     places, known = text.split(), list(ranks)
     if not all(place.isdecimal() and int(place) < len(known) for place in places):
         raise _damaged(path)
@@ -141,14 +145,17 @@ def _damaged(path: Path) -> AdapterRejected:
 
 
 class ImageWriter:
-    """Writes one image after another. on_release: called once the host may evict one again."""
+    """Writes images to the disk behind the loads, one after another.
+
+    on_release: called once the host may evict a written image again.
+    """
 
     def __init__(self, disk: DiskCache, host: HostArena, on_release: Callable[[], None]) -> None:
         self._disk, self._host, self._on_release = disk, host, on_release
         self._worker = Workers(1, "write")
 
     def write(self, ref: AdapterRef, *, urgent: bool) -> None:
-        """Write an image in its turn, unless it is there or has left the host by then."""
+        """Queue an image for writing; later skip it if the disk has it or the host lost it."""
         self._worker.submit(partial(self._write, ref), urgent=urgent, tenant=ref.tenant)
 
     def close(self) -> None:
@@ -163,8 +170,8 @@ class ImageWriter:
             with self._disk.adding_image(ref.digest) as part:
                 try:
                     write_image(part, self._disk.image_name(ref.digest), held)
-                finally:  # not held while the disk takes it in, which can be seconds
+                finally:  # release before the file is synced, which can take seconds
                     self._host.release(ref.digest)
-                    self._on_release()  # a load may have waited for the room
+                    self._on_release()  # a load may be waiting for the memory
         except OSError as error:
             log.warning("image_not_written", extra={"adapter": str(ref), "error": str(error)})

@@ -1,8 +1,8 @@
-"""Blobs that are packed while they come, from a file that another process of the machine writes.
+"""Blobs that are packed while another process of this machine is still writing them.
 
-What is in it is known to be good only once it is whole and verified, and its file has been put into
-the disk cache under its digest: until then the image is nobody's. It goes when the file does, when
-room is wanted, and after LONGEST_S.
+A blob can be trusted only once it is complete and verified, and its file is in the disk cache under
+its digest. Until then no load takes the image. It is dropped when the file vanishes, when other
+images need the memory, and after LONGEST_S.
 """
 
 import logging
@@ -25,27 +25,34 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 log = logging.getLogger(__name__)
 
 LONGEST_S = 10.0
-"""A blob that has not come and been verified within so long is packed when it has."""
+"""Seconds for a blob to come and be verified; one that takes longer is packed afterwards."""
 AT_ONCE = 2
 _LOOK_S = 0.005
 _CLOSING_S = 2.0
 
 
 class ArrivedImage(NamedTuple):
-    """An image that is on the host, held for who took it. packed_s: processor time."""
+    """A packed image on the host, held for the caller.
+
+    packed_s: processor time of the packing.
+    """
 
     layout: PackedLayout
     packed_s: float
 
 
 class _LeftError(Exception):
-    """The blob is not packed while it comes."""
+    """Signals that the blob is not packed while it comes."""
 
 
 class _IncomingBlob:
-    """One blob. file_id: its file's device and inode, once that is open.
+    """One blob.
 
-    wanted: set once the file is known to be the digest's; dropped: it is not to be packed any more.
+    due_s: monotonic time after which the blob is dropped.
+    file_id: device and inode of its file, once that is open.
+    wanted: set once the file is known to have the digest.
+    ended: set once packing has ended, with or without an image.
+    dropped: the blob is not to be packed any more.
     """
 
     def __init__(self, file: Path, size_bytes: int) -> None:
@@ -57,7 +64,7 @@ class _IncomingBlob:
         self.image: ArrivedImage | None = None
 
     def wait_for(self, descriptor: int, end: int) -> None:
-        """Wait until N bytes have come. Raises _LeftError where no more will."""
+        """Wait until `end` bytes have come. Raises _LeftError if no more will."""
         while True:
             status = os.fstat(descriptor)
             if self.dropped or not status.st_nlink or time.monotonic() > self.due_s:
@@ -68,7 +75,7 @@ class _IncomingBlob:
 
 
 class IncomingBlobs:
-    """Packs blobs on the host while they come, AT_ONCE at most. Thread-safe."""
+    """Packing of incoming blobs into the host arena, AT_ONCE at most. Thread-safe."""
 
     def __init__(
         self,
@@ -79,7 +86,11 @@ class IncomingBlobs:
         world: int,
         on_end: Callable[[], None],
     ) -> None:
-        """on_end: called, on other threads, when one has ended: there may be room for others."""
+        """world: number of ranks that share the model.
+
+        on_end: called on other threads when a blob has ended, which may free memory for other
+            images.
+        """
         self._shape, self._limits, self._world = shape, limits, world
         self._host, self._max_elements = host, max_elements
         self._on_end = on_end
@@ -88,7 +99,10 @@ class IncomingBlobs:
         self._closed = False
 
     def begin(self, digest: str, file: Path, size_bytes: int) -> None:
-        """Pack the blob that is being written to a file, if there is room for it."""
+        """Begin to pack the blob that is being written to a file, if there is memory for it.
+
+        size_bytes: of the complete blob.
+        """
         with self._lock:
             full = self._closed or len(self._incoming) >= AT_ONCE
             if full or digest in self._incoming:
@@ -99,9 +113,9 @@ class IncomingBlobs:
         ).start()
 
     def take(self, digest: str, find: Callable[[str], Path]) -> ArrivedImage | None:
-        """The image of a verified blob, if it was packed from this very file.
+        """Return the image of a verified blob, if it was packed from this very file; else None.
 
-        find: returns the file. Raises what it raises.
+        find: returns the verified file. Its errors are raised.
         """
         with self._lock:
             blob = self._incoming.get(digest)
@@ -110,13 +124,13 @@ class IncomingBlobs:
         status = find(digest).stat()
         if (status.st_dev, status.st_ino) == blob.file_id:
             blob.wanted.set()
-        else:  # another's, that claims the digest
+        else:  # a different file, which only claimed the digest
             blob.dropped = True
         blob.ended.wait()
         return blob.image
 
     def drop_untaken(self) -> None:
-        """Give up all that nobody has taken: something else needs the room."""
+        """Drop all images that no load has taken: another image needs the memory."""
         with self._lock:
             for blob in self._incoming.values():
                 blob.dropped = True
@@ -132,7 +146,7 @@ class IncomingBlobs:
         try:
             with blob.file.open("rb", buffering=0) as file:
                 self._pack(digest, blob, file.fileno())
-        except (_LeftError, AdapterError, OSError) as error:  # its load tells what is wrong with it
+        except (_LeftError, AdapterError, OSError) as error:  # the later load reports the fault
             log.info("incoming_blob_left", extra={"digest": digest, "error": repr(error)})
         except Exception:
             log.exception("incoming_blob_failed")
@@ -150,7 +164,7 @@ class IncomingBlobs:
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         header = min(8 + length, 8 + MAX_HEADER_BYTES, blob.size_bytes)
         arrived(header)
-        with memory_file() as head:  # as long as the blob: its header is checked against that
+        with memory_file() as head:  # as long as the blob, since read_spec checks the file's length
             head.write_bytes(os.pread(descriptor, header, 0))
             os.truncate(head, blob.size_bytes)
             spec = read_spec(head, self._shape, self._limits)

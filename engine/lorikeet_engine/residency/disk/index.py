@@ -1,4 +1,4 @@
-"""What a disk cache's folder holds, kept up to date without a stat of every file again."""
+"""Index of a disk cache's folder, kept up to date without a stat of every file each time."""
 
 import contextlib
 import logging
@@ -12,49 +12,51 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
-"""A blob's name, or an image's: its digest and a fingerprint."""
+"""Name of a blob (its digest) or of an image (its digest and a fingerprint)."""
 
-# What happens in a folder so soon after can leave its time as it was.
+# A change this soon after another can leave the folder's mtime as it was.
 _SETTLED_NS = 100_000_000
 
 
 class DiskIndex:
-    """The files of the last listing, and what this process has done since.
+    """Files of the last listing, with this process's changes since.
 
-    Each is measured once: nobody writes to one that has its name. `changed` is for one thread;
-    the rest is for any, and `holds` waits for nobody. adapters, which have a usable file, and
-    bytes, of all files, are those of the last listing.
+    Each file's size is read once, since complete files never change. `changed` is for one thread;
+    the rest for any, and `holds` never blocks.
+
+    adapters: number of adapters with a usable file, at the last listing.
+    bytes: size of all files, at the last listing.
     """
 
     def __init__(self, folder: Path, usable: Callable[[str], bool]) -> None:
-        """usable: whether this process can use a file of that name."""
+        """usable: returns whether this process can use a file of that name."""
         self._folder, self._usable = folder, usable
-        self._lock = threading.Lock()  # guards the sizes against two changes at once
+        self._lock = threading.Lock()  # guards changes of _sizes
         self._sizes: dict[str, int] = {}
-        self._listed_ns: int | None = None  # the folder's time, unless it must be listed again
+        self._listed_ns: int | None = None  # mtime of the folder; None: list it again
         self.adapters = self.bytes = 0
         self.changed()
-        self._listed_ns = None  # the first reader has been told nothing yet
+        self._listed_ns = None  # so that the first reader's call lists everything
 
     def holds(self, name: str) -> bool:
         """Whether the folder has a file of that name, as far as this process knows."""
         return name in self._sizes
 
     def use(self, name: str) -> Path:
-        """The file, which counts as used now. Raises FileNotFoundError."""
+        """Return the file and mark it as used. Raises FileNotFoundError."""
         path = self._folder / name
         try:
             os.utime(path)
         except FileNotFoundError:  # another process may have removed it
             self.remove(name)
             raise
-        except OSError as error:  # a disk that takes no more can be read
+        except OSError as error:  # a full disk can still be read
             log.warning("disk_use_not_noted", extra={"file": name, "error": str(error)})
-        self.add(path)  # or have added it
+        self.add(path)  # another process may have added it
         return path
 
     def add(self, path: Path) -> None:
-        """Take in that this process has put a file there, or found it."""
+        """Record a file that this process has added or found."""
         if path.name not in self._sizes:
             with contextlib.suppress(FileNotFoundError):
                 size = path.stat().st_size
@@ -62,13 +64,13 @@ class DiskIndex:
                     self._sizes[path.name] = size
 
     def remove(self, name: str) -> None:
-        """Take in that this process has removed a file, or found that it is gone."""
+        """Record that a file was removed by this process, or found missing."""
         with self._lock:
             self._sizes.pop(name, None)
 
     def changed(self) -> set[str] | None:
-        """The digests of the adapters; None if the folder is as at the last call."""
-        with self._lock:  # or what is added after the listing would be taken for removed
+        """List the folder and return the adapters' digests; None if the folder is unchanged."""
+        with self._lock:  # so that no file added after the listing counts as removed
             return self._list()
 
     def _list(self) -> set[str] | None:
@@ -76,7 +78,7 @@ class DiskIndex:
             folder_ns = self._folder.stat().st_mtime_ns
             if folder_ns == self._listed_ns:
                 return None
-            # Thousands of names: paths would take many times as long.
+            # Path objects would take many times as long for thousands of names.
             names = os.listdir(self._folder)  # noqa: PTH208
         except FileNotFoundError:
             names, folder_ns = [], None
@@ -90,7 +92,7 @@ class DiskIndex:
         for name in listed - self._sizes.keys():
             if FILE.fullmatch(name):
                 with contextlib.suppress(FileNotFoundError):
-                    # A hundred thousand at the start: paths would take several times as long.
+                    # Path objects would take several times as long for 100,000 files at the start.
                     self._sizes[name] = os.stat(f"{self._folder}/{name}").st_size  # noqa: PTH116
         digests = {name[:64] for name in self._sizes if self._usable(name)}
         self.adapters, self.bytes = len(digests), sum(self._sizes.values())

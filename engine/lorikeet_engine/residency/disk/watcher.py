@@ -1,6 +1,7 @@
-"""Locks pinned files, and sees what other processes put into the disk cache or remove from it.
+"""Thread that locks pinned files of the disk cache, and notices changes by other processes.
 
-What they put there beyond the budget, as replicas do with pushed blobs, makes others go.
+Files that others add beyond the budget, as replicas do with pushed blobs, cause others to be
+removed.
 """
 
 import logging
@@ -15,13 +16,10 @@ _LOOK_S = 1.0
 
 
 class DiskWatcher:
-    """Looks into the folder once a second, on a thread of its own: a file system can take a while.
-
-    So the engine's thread asks none.
-    """
+    """Looks into the folder once a second, on its own thread, since a file system can block."""
 
     def __init__(self, disk: DiskCache, changes: ResidencyChanges) -> None:
-        """Note everything that is there already, and begin to watch."""
+        """Record all files that are there already, and begin to watch."""
         self._disk, self._changes = disk, changes
         self._closed = threading.Event()
         self._look()

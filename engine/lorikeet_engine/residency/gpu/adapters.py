@@ -1,4 +1,4 @@
-"""The adapters on the GPU: who uses them, who may not be evicted, who is evicted for whom."""
+"""The adapters on the GPU: their leases, pins and eviction."""
 
 import logging
 import math
@@ -21,29 +21,29 @@ from lorikeet_engine.telemetry.status import EvictionCandidate, TierStatus
 
 log = logging.getLogger(__name__)
 
-# How long a requested adapter is spared while nobody has leased it. Without this, two waiting
-# requests could evict each other's forever; with no end, an aborted one would keep its place.
+# Guard of a requested adapter that is not leased yet. Without a guard, two waiting requests could
+# evict each other's adapters forever; without its end, an aborted request would keep its memory.
 GUARD_S = 0.5
-# So much is evicted, in images of the size to be placed, before another has to move for it. Loading
-# ranks 4 to 256 at random, nothing moved any more, and 0.9% less of the arena was in use.
+# Evict up to this many times the size of the new image before moving other images. With random
+# loads of ranks 4 to 256, no image moved any more, and 0.9% less of the arena was in use.
 _EVICT_BEFORE_MOVING = 2
 
 
 class LoadReason(Enum):
     """Reason for which an image is placed on the GPU."""
 
-    REQUEST = auto()  # pins give way if nothing else does
+    REQUEST = auto()  # also revokes pins if nothing else can be evicted
     PIN = auto()
-    PREFETCH = auto()  # only adapters with a lower score give way
+    PREFETCH = auto()  # evicts only adapters with a lower score
 
 
 class PlaceOnGpu(Protocol):
-    """Signature of Tiers' method that copies an image to the GPU."""
+    """Signature of the method of Tiers that copies an image to the GPU."""
 
     def __call__(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> bool:
-        """Copy an image to the GPU, evicting others if need be; return False without capacity.
+        """Copy an image to the GPU, evicting adapters for it; return False without memory.
 
         uses: recent uses by other replicas that this one could serve. For prefetches only.
         """
@@ -53,8 +53,10 @@ class PlaceOnGpu(Protocol):
 class GpuAdapter:
     """One adapter on the GPU.
 
-    sums: of its image. guarded_until_s: while a request waits to lease it. copying: nobody can
-    lease it yet. damaged: nobody can any more.
+    sums: of the image.
+    guarded_until_s: end of its guard; None without one.
+    copying: the copy is not over, so the adapter cannot be leased yet.
+    damaged: the adapter cannot be leased any more.
     """
 
     ref: AdapterRef
@@ -70,17 +72,20 @@ class GpuAdapter:
     loaded_at_s: float = 0.0
 
     def held_at(self, now_s: float) -> bool:
-        """Whether the adapter is in use or about to be, and must stay."""
+        """Whether the adapter must stay, since it is leased, guarded or being copied."""
         guarded = self.guarded_until_s is not None and self.guarded_until_s > now_s
         return bool(self.leases) or self.copying or guarded
 
 
 class Lease:
-    """While it lasts, the adapter stays on the GPU, in this slot of the table.
+    """A sequence's right to an adapter, which stays on the GPU and in its slot meanwhile.
 
-    rank: the adapter's largest. head_rank: lm_head's; head_rows: how many rows it replaces there.
-    changes_experts: whether it changes linears of experts.
-    Use as a context manager, or release once done.
+    Release it once done, or use it as a context manager.
+
+    rank: largest rank of the adapter.
+    head_rank: rank of lm_head.
+    head_rows: number of rows of lm_head that the adapter replaces.
+    changes_experts: whether linears of experts are adapted.
     """
 
     __slots__ = (
@@ -94,7 +99,7 @@ class Lease:
         ended: Callable[[GpuAdapter], None],
         on_release: Callable[[], None],
     ) -> None:
-        """ended, on_release: called, in this order, when the lease is released."""
+        """ended, on_release: called in this order when the lease is released."""
         adapter.leases += 1
         self._adapter: GpuAdapter | None = adapter
         self._ended, self._on_release = ended, on_release
@@ -105,7 +110,7 @@ class Lease:
         self.changes_experts = adapter.layout.changes_experts
 
     def release(self) -> None:
-        """End the lease; doing so again changes nothing."""
+        """End the lease; a second call changes nothing."""
         adapter, self._adapter = self._adapter, None
         if adapter is not None:
             self._ended(adapter)
@@ -119,7 +124,7 @@ class Lease:
 
 
 class GpuAdapters:
-    """Adapters on the GPU: decides which are there, and leases them.
+    """Adapters on the GPU: decides which adapters are there, and leases them.
 
     Engine thread only, except holds, snapshot, available_elements and victim.
     """
@@ -132,11 +137,11 @@ class GpuAdapters:
         clock: Callable[[], float],
         on_change: OnChange = ignore_change,
     ) -> None:
-        """on_change: called with the digest of what can be used from now on, or no longer."""
+        """on_change: called with the digest of an adapter that becomes usable or unusable."""
         self._pool, self._arena, self._policy, self._clock = pool, arena, policy, clock
         self._adapters: dict[str, GpuAdapter] = {}
-        self._by_score: list[tuple[float, str]] = []  # all of them, what to evict first in front
-        # Those that perhaps may not be evicted, pinned ones aside: a few even of thousands.
+        self._by_score: list[tuple[float, str]] = []  # all adapters, lowest first
+        # Superset of leased, guarded and copied adapters: few, even among thousands.
         self._held: dict[str, GpuAdapter] = {}
         self._uses = RecentUses()
         self._reservations = MemoryReservations(pool.elements)
@@ -155,9 +160,10 @@ class GpuAdapters:
         return self._pool.elements - pinned.granted - held
 
     def status(self, itemsize: int) -> TierStatus:
-        """What is here or being copied here, and what was evicted. itemsize: bytes per element.
+        """Return contents, capacity and evictions; adapters being copied here count.
 
-        Pins can take less as soon as a request asks for a larger adapter.
+        Pins can get less memory as soon as a request asks for a larger adapter.
+        itemsize: bytes per element.
         """
         elements = self._pool.used_elements, self._pool.elements, self._reservations.capacity
         used, capacity, pinnable = (each * itemsize for each in elements)
@@ -165,7 +171,7 @@ class GpuAdapters:
         return TierStatus(len(self._adapters), used, capacity, pinnable, *counted)
 
     def victim(self, itemsize: int) -> EvictionCandidate | None:
-        """The adapter to be evicted first, its uses to a tenth: they fade all the time."""
+        """Return the adapter that would be evicted first, its fading uses rounded to tenths."""
         adapter = next(self._evictable(), None)
         if adapter is None:
             return None
@@ -173,7 +179,7 @@ class GpuAdapters:
         return EvictionCandidate(adapter.layout.elements * itemsize, uses)
 
     def uses(self, digest: str) -> float:
-        """How often an adapter was used recently, wherever it is; halved every HALF_LIFE_S."""
+        """Return an adapter's recent uses, halved every HALF_LIFE_S, in whatever tier it is."""
         return self._uses.count(digest, self._clock())
 
     def holds(self, digest: str) -> bool:
@@ -181,7 +187,7 @@ class GpuAdapters:
         return self.usable(digest) is not None
 
     def usable(self, digest: str) -> GpuAdapter | None:
-        """An adapter that is on the GPU whole; another object once it was evicted and is back."""
+        """Return an adapter that can be leased, else None; after a reload, a different object."""
         adapter = self._adapters.get(digest)
         return adapter if adapter and not adapter.copying and not adapter.damaged else None
 
@@ -190,32 +196,33 @@ class GpuAdapters:
         return digest in self._adapters
 
     def rank(self, digest: str) -> int | None:
-        """The largest rank of an adapter that is here, else None."""
+        """Return the largest rank of an adapter on the GPU, else None."""
         adapter = self._adapters.get(digest)
         return adapter.layout.max_rank if adapter is not None else None
 
     def loaded_at_s(self, digest: str) -> float:
-        """When an adapter that is here came."""
+        """Return the time at which an adapter came to the GPU."""
         return self._adapters[digest].loaded_at_s
 
     def snapshot(self) -> list[GpuAdapter]:
-        """All adapters that are here."""
+        """Return all adapters on the GPU."""
         return list(self._adapters.values())
 
     def guard(self, digest: str) -> bool:
-        """Spare an adapter until it is leased, for GUARD_S at most; False if it is not here."""
+        """Guard an adapter until its lease, GUARD_S at most; return False if not on the GPU."""
         adapter = self._adapters.get(digest)
-        # Never prolonged: a request that waits for something else must not hold memory as well.
+        # Never extended: a request that waits for something else must not hold memory as well.
         if adapter is not None and adapter.guarded_until_s is None:
             adapter.guarded_until_s = self._clock() + GUARD_S
             self._held[digest] = adapter
         return adapter is not None
 
     def lease(self, digest: str, on_release: Callable[[], None] = lambda: None) -> Lease | None:
-        """Lease an adapter; None while it is not here. on_release: called at the lease's end.
+        """Lease an adapter; return None while it is not usable.
 
-        Nothing moves: a use is counted, which may raise the adapter's score (eviction_score.py). A
-        Lease (leases.py) has the slot and the rank, and calls back when it is released.
+        Nothing is copied or moved. The lease counts as a use, so the adapter is scored anew
+        (eviction_score.py).
+        on_release: called when the lease ends.
         """
         adapter, now_s = self.usable(digest), self._clock()
         if adapter is None:
@@ -230,10 +237,10 @@ class GpuAdapters:
         return Lease(adapter, self._lease_ended, on_release)
 
     def evict_for(self, elements: int, *, for_request: bool, below: float = math.inf) -> bool:
-        """Evict what it takes to place an image of this size; nothing if that would not do.
+        """Evict enough for an image of this size; evict nothing and return False if impossible.
 
-        for_request: a request waits for it, so pins give way if nothing else does. below: evict
-        only what has a lower score than this.
+        for_request: a request waits for the image, so pins give way if nothing else does.
+        below: evict only adapters with a lower score.
         """
         if for_request:
             self._reservations.revoke_for(elements)
@@ -254,10 +261,10 @@ class GpuAdapters:
     def place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> ImageCopy | None:
-        """Copy an image to the GPU, evicting adapters for it; return None without capacity.
+        """Copy an image to the GPU, evicting adapters for it; return None without memory.
 
         The adapter can be leased after `copy_finished`.
-        uses: as PlaceOnGpu says.
+        uses: as in PlaceOnGpu.
         """
         layout, digest, requested = image.layout, ref.digest, reason is LoadReason.REQUEST
         assert digest not in self._adapters
@@ -283,7 +290,10 @@ class GpuAdapters:
         return copy
 
     def copy_finished(self, digest: str, total: int) -> bool:
-        """Let an adapter be leased: its copy is over. False, and evicted, if the sum is another."""
+        """Allow leases after a copy; if the copy's sum differs, evict the adapter and return False.
+
+        total: sum of the copied image.
+        """
         adapter = self._adapters[digest]
         adapter.copying, adapter.loaded_at_s = False, self._clock()
         self._unhold(adapter)
@@ -294,7 +304,7 @@ class GpuAdapters:
         return True
 
     def discard(self, digest: str) -> None:
-        """Let nobody lease a damaged adapter any more; it is evicted when its last lease ends."""
+        """Allow no more leases of a damaged adapter; evict it when its last lease ends."""
         adapter = self._adapters[digest]
         adapter.damaged = True
         self._checksum_failures += 1
@@ -304,7 +314,7 @@ class GpuAdapters:
             self._evict(adapter)
 
     def is_pinned(self, digest: str) -> bool:
-        """Whether an adapter is here and pinned."""
+        """Whether an adapter is on the GPU and pinned."""
         return digest in self._reservations and digest in self._adapters
 
     def may_pin(self, elements: int) -> bool:
@@ -314,18 +324,18 @@ class GpuAdapters:
         )
 
     def pin(self, digest: str) -> bool:
-        """Keep an adapter that is here from now on; False when too much is pinned."""
+        """Keep an adapter on the GPU from now on; return False when too much is pinned."""
         elements = self._adapters[digest].layout.elements
         if digest not in self._reservations and not self.may_pin(elements):
             return False
         return self._reservations.grant(digest, elements)
 
     def unpin(self, digest: str) -> None:
-        """Let an adapter be evicted again."""
+        """Allow an adapter's eviction again."""
         self._reservations.revoke(digest)
 
     def next_guard_end_s(self, after_s: float) -> float | None:
-        """Seconds until the next guard ends of those that stood at after_s; None without one."""
+        """Return the seconds until the first guard valid at after_s ends; None without one."""
         guards = (adapter.guarded_until_s for adapter in self._adapters.values())
         ends = [end_s for end_s in guards if end_s is not None and end_s > after_s]
         return max(0.0, min(ends) - self._clock()) if ends else None
@@ -344,9 +354,9 @@ class GpuAdapters:
             self._held.pop(adapter.ref.digest, None)
 
     def _evictable(self, below: float = math.inf) -> Iterator[GpuAdapter]:
-        """Adapters of a lower score that may go, the lowest first; evict none meanwhile.
+        """Yield evictable adapters with a score below this, lowest first; evict none meanwhile.
 
-        On another thread than the engine's, the first may just have become another.
+        On other threads than the engine's, the first adapter may already be out of date.
         """
         now_s = self._clock()
         for score, digest in self._by_score:
@@ -357,7 +367,7 @@ class GpuAdapters:
                 yield adapter
 
     def _evict_rather_than_move(self, layout: PackedLayout, below: float) -> None:
-        """Evict low scores rather than move images, for which every step waits."""
+        """Evict low scores rather than move images, since every step waits for moves."""
         left = _EVICT_BEFORE_MOVING * layout.elements
         while left > 0 and not self._pool.fits(layout):
             adapter = next(self._evictable(below), None)
@@ -367,14 +377,14 @@ class GpuAdapters:
             self._evict(adapter)
 
     def _score(self, digest: str, layout: PackedLayout, now_s: float) -> float:
-        """The score of an adapter that is used now, or was loaded to be."""
+        """Return the score of an adapter used now, or loaded for a use."""
         uses = self._uses.count(digest, now_s) + 1.0
         return self._policy.score(UsageRecord(layout.elements, uses, now_s))
 
     def _prefetch_score(self, digest: str, layout: PackedLayout, elsewhere: float) -> float:
-        """The score of an adapter that nobody asks for here, −∞ if it was never used.
+        """Return the score of an adapter without a request here; −∞ if it was never used anywhere.
 
-        elsewhere: its uses by other replicas that this one could serve.
+        elsewhere: uses by other replicas that this one could serve.
         """
         uses, now_s = max(self.uses(digest), elsewhere), self._clock()
         return self._policy.score(UsageRecord(layout.elements, uses, now_s)) if uses else -math.inf

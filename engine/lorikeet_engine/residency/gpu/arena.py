@@ -1,37 +1,34 @@
 """The adapters' memory on the device: images, the table, and the streams that change them.
 
     arena  | slot 2, layers 0–31 | slot 5, 0–8 | slot 0, 0–31 | hole | slot 5, 9–31 |    hole    |
-    table  [slot, layer, module] → where in the arena A and B begin, and the rank
+    table  [slot, layer, module] → offsets of A and B in the arena, and the rank
 
-What lies where is decided in numbers (slots.py); here it is done. Copies from the host
-go on another stream than the one that computes:
+slots.py computes the places; this module carries them out. Copies from the host run on a stream of
+their own:
 
     computing   step · rows of the table · step · images that move · step
     copying            │ image                  │           image
                        └ waits for ReadsEnd     └ Compact: each waits for the other
 
-What steps read and what copies write meet in the arena alone. Steps (a replayed graph like any
-other: what it does on side streams it joins before it ends), the table's rows and images that
-move are on the computing stream and so in order among themselves: a step in flight reads the rows
-as they were when it was launched, whatever has its slots by now. Three things remain to be seen to.
+Steps and copies share the arena's memory only. Steps (also replayed graphs, which join their side
+streams before they end), writes to the table and moves of images are all on the computing stream,
+so they are ordered: a step in flight reads the rows as they were at its launch, whatever is in its
+slots by now. Three cases need care:
 
-A copy overwrites what was evicted. Only steps launched while that was leased can read it, so the
-end of its last lease leaves an event behind (ReadsEnd), which copies wait for once it is evicted
-(ClearRow). By then the event is over, as a rule, and the copy begins at once, whatever computes.
-The copying stream works in order: no later copy needs to wait for the same event again.
+1. A copy overwrites an evicted image. Only steps launched during its leases can read that image. So
+   the end of its last lease records an event (ReadsEnd), and its eviction makes the copying stream
+wait for the event (ClearRow). By then the event is usually over, and the copy begins at once,
+whatever computes. The copying stream is ordered, so no later copy must wait for this event again.
+2. Images move. All earlier copies end before, including the parts of paced copies
+   (image_copies.py), and later copies begin after all moves.
+3. A step reads a copied image. The step is launched after the adapter was leased, and that is after
+   a thread has waited for the copy's event. So no step ever waits for a copy.
 
-Images move. All copies so far end before, the parts included that were still to be given to the
-device (image_copies.py), and no later one begins until all is moved.
+Sums are safe: the sum of a copy follows it on the copying stream. Periodic sums (image_checks.py)
+run on the computing stream; a sum that overlaps a copy is ignored, since its adapter was evicted.
 
-A step reads what was copied. It is launched after the adapter was leased, and that is after
-somebody has seen the copy's event over: no step ever waits for a copy.
-
-Sums are no concern. Those of a copy follow it on its stream. Those that are taken now and then
-(image_checks.py) are on the computing stream; one that meets a copy, since its adapter was evicted
-meanwhile, is not looked at.
-
-The arena is allocated once and outlives every copy, so the allocator, which knows nothing of the
-copying stream, never hands its memory to others. The image is held on the host until the event.
+The arena is allocated once and outlives every copy, so torch's allocator, which does not know the
+copying stream, never reuses its memory. The image is held on the host until the copy's event.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,13 +45,13 @@ from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.checksums import word_sum
 from lorikeet_engine.residency.gpu.image_copies import ImageCopy, PacedCopy, sum_of
 
-# An image that moves onto itself goes through a buffer of this many elements.
+# Elements of the buffer for moves whose ranges overlap.
 _MOVE_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `begin` to `end` of an image, which lie at `offset` of the arena."""
+    """Elements `begin` to `end` of an image, at `offset` in the arena."""
 
     offset: int
     begin: int
@@ -63,7 +60,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class WriteRow:
-    """Write where a slot's image lies. row [layers + 1, modules, 3] int64: the table's."""
+    """Command to write the place of a slot's image into the table.
+
+    row: [layers + 1, modules, 3] int64.
+    """
 
     slot: int
     row: npt.NDArray[np.int64]
@@ -71,16 +71,16 @@ class WriteRow:
 
 @dataclass(frozen=True, slots=True)
 class ReadsEnd:
-    """Say that no step from now on reads a slot's image, until this is said anew."""
+    """Command to mark the end of reads: the launched steps are the last to read the image."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClearRow:
-    """Clear the row of a slot that has no image any more: rank 0 everywhere.
+    """Command to clear the row of a slot without an image: rank 0 everywhere.
 
-    No copy begins from now on until the steps are over that may read the image.
+    Later copies begin only after the steps that may read the image.
     """
 
     slot: int
@@ -88,7 +88,7 @@ class ClearRow:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Move elements from `source` to `target`, which is before it; the two may overlap."""
+    """Move of elements from `source` down to `target`; the two ranges may overlap."""
 
     source: int
     target: int
@@ -97,7 +97,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Move images, in this order, and say where they lie now."""
+    """Command to move images, in this order, and to rewrite their rows."""
 
     moves: tuple[Move, ...]
     rows: tuple[WriteRow, ...]
@@ -108,28 +108,28 @@ Command = WriteRow | ReadsEnd | ClearRow | Compact
 
 
 class DeviceArena:
-    """Runs commands and copies, in that order. Belongs to the engine's thread.
+    """Arena on one device. Runs commands and copies in the order of the calls. Engine thread only.
 
     On a CPU each call returns when all is done.
     """
 
     def __init__(self, weights: LoraWeights, device: torch.device) -> None:
-        """weights: on the device."""
+        """weights: tensors on the device."""
         self.weights = weights
         self._copying: torch.cuda.Stream | None = None
-        self._copies: list[PacedCopy] = []  # of which the device does not have all parts
-        self._reads: dict[int, torch.cuda.Event] = {}  # by slot; of those that may be evicted
+        self._copies: list[PacedCopy] = []  # paced copies with parts still to launch
+        self._reads: dict[int, torch.cuda.Event] = {}  # by slot, of images without a lease
         if device.type == "cuda":
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            word_sum(weights.table)  # its kernel is loaded now, not under requests
+            word_sum(weights.table)  # loads the kernel now, not during requests
 
     def run(self, *commands: Command) -> None:
-        """Run commands; steps launched from now on find the arena so."""
+        """Run commands; steps launched from now on see their effect."""
         for command in commands:
             self._run(command)
 
     def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> ImageCopy:
-        """Copy the image from the host to where its pieces lie, in turn, and add it up there."""
+        """Copy an image from the host to its pieces in the arena, and sum it there."""
         blocks = self.blocks(pieces)
         sources = torch.split(image, [block.numel() for block in blocks])
         if self._copying is None:
@@ -138,13 +138,13 @@ class DeviceArena:
             return ImageCopy(sum_of(blocks), None)
         copy = PacedCopy(self._copying, blocks, sources)
         self._copies = [each for each in self._copies if not each.given]
-        if not self._copies:  # else it begins when those are over
+        if not self._copies:  # otherwise the waiting thread starts it when those are over
             copy.start()
         self._copies.append(copy)
         return ImageCopy(copy, copy)
 
     def blocks(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Views of the arena that are an image end to end, while its pieces lie there."""
+        """Return views of the arena that make up an image, valid while its pieces stay."""
         return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
 
     def _run(self, command: Command) -> None:
@@ -173,7 +173,7 @@ class DeviceArena:
 
     @contextmanager
     def _between_copies(self) -> Iterator[None]:
-        """Run the block after all copies so far, before all later ones."""
+        """Run the block after all earlier copies and before all later ones."""
         if self._copying is None:
             yield
             return
@@ -196,7 +196,7 @@ class DeviceArena:
 def allocate_weights(
     shape: BaseShape, gpu_bytes: int, slots: int, dtype: torch.dtype, device: torch.device
 ) -> LoraWeights:
-    """Allocate an arena of this many bytes and a table of this many slots, without an adapter."""
+    """Allocate an arena of this many bytes and a table of this many slots, both empty."""
     table = (slots, shape.layers + 1, len(shape.modules), 3)
     return LoraWeights(
         torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),

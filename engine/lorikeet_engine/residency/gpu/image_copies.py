@@ -1,8 +1,8 @@
-"""A copy of an image from the host to the arena; a large one is given to the device part by part.
+"""Copies of images from the host to the arena, and the thread that waits for them.
 
-All at once, 1.7 GB would take the bus for 35 ms, and what the steps meanwhile upload would wait
-for its end. So no more is under way than takes the bus a third of a millisecond, and the thread
-that waits for the copy gives the next part whenever one is over.
+A large image is copied in parts. At once, 1.7 GB would occupy the bus for 35 ms, and uploads of the
+steps would wait for that. So no more is in flight than occupies the bus for a third of a
+millisecond, and the waiting thread launches the next part whenever one is over.
 """
 
 import threading
@@ -25,25 +25,26 @@ _AT_ONCE_BYTES = 256 << 20  # 5 ms of the bus; 168 MB at once lengthened gaps by
 
 
 class CopyTotal(Protocol):
-    """A copy's sum, on its way. Implemented by Download (device/async_copies.py) and PacedCopy."""
+    """Pending sum of a copied image. Implemented by Download and PacedCopy."""
 
     def wait(self) -> torch.Tensor:
-        """The sum [] int64, once the copy is over."""
+        """Return the sum [] int64, after the end of the copy."""
         ...
 
 
 class CopyEvent(Protocol):
-    """A copy's end. Implemented by PacedCopy."""
+    """End of a copy. Implemented by PacedCopy."""
 
     def synchronize(self) -> None:
-        """Sleep until the copy is over. For one thread, without which not all is copied."""
+        """Sleep until the copy is over. One thread must call this, or the copy stays incomplete."""
         ...
 
 
 class ImageCopy(NamedTuple):
-    """A copy under way. total: word_sum of what lies in the arena then.
+    """A copy in flight.
 
-    event: over when all is done, the total included; None where it is done, as on a CPU alone.
+    total: word_sum of the copied image in the arena.
+    event: over when the copy and its sum are done; None if both are done already, as on a CPU.
     """
 
     total: CopyTotal
@@ -51,9 +52,9 @@ class ImageCopy(NamedTuple):
 
 
 class PacedCopy:
-    """A copy on a stream: its CopyEvent and its CopyTotal.
+    """A copy on a stream, launched in parts: its CopyEvent and its CopyTotal.
 
-    start and give_all are for the engine's thread, synchronize and wait for the one that waits.
+    start and give_all are for the engine's thread, synchronize and wait for the waiting thread.
     """
 
     def __init__(
@@ -62,32 +63,35 @@ class PacedCopy:
         blocks: Sequence[torch.Tensor],
         sources: Iterable[torch.Tensor],
     ) -> None:
-        """blocks: of the arena, on the device. sources: as long, in pinned memory."""
+        """blocks: destinations in the arena, on the device.
+
+        sources: of the same lengths, in page-locked memory.
+        """
         self._stream, self._blocks = stream, blocks
         self._parts = deque(_parts(blocks, sources))
         at_once = sum(block.nbytes for block in blocks) <= _AT_ONCE_BYTES
         self._most = len(self._parts) if at_once else _PARTS_UNDER_WAY
         self._under_way: deque[torch.cuda.Event] = deque()
-        self._total: Download | None = None  # until all parts are given
+        self._total: Download | None = None  # None until all parts are launched
         self._lock = threading.Lock()
 
     @property
     def given(self) -> bool:
-        """Whether the device has all of it."""
+        """Whether all parts are launched."""
         return self._total is not None
 
     def start(self) -> None:
-        """Give the device the first parts; without it, synchronize does."""
+        """Launch the first parts; otherwise, synchronize does."""
         with self._lock:
             self._give(self._most)
 
     def give_all(self) -> None:
-        """Give the device all that it has not."""
+        """Launch all remaining parts."""
         with self._lock:
             self._give(len(self._parts) + len(self._under_way))
 
     def synchronize(self) -> None:
-        """Give the device part after part, and sleep until the copy is over."""
+        """Launch part after part, and sleep until the copy is over."""
         self.start()
         while self._under_way:
             self._under_way[0].synchronize()
@@ -95,12 +99,12 @@ class PacedCopy:
             self.start()
 
     def wait(self) -> torch.Tensor:
-        """The sum [] int64, after synchronize."""
+        """Return the sum [] int64, after synchronize."""
         assert self._total is not None, "parts were not given"
         return self._total.wait()
 
     def _give(self, most: int) -> None:
-        """Give the device parts until so many are under way."""
+        """Launch parts until `most` are in flight."""
         if self.given:
             return
         with torch.cuda.stream(self._stream):
@@ -115,7 +119,7 @@ class PacedCopy:
 
 
 def sum_of(blocks: Iterable[torch.Tensor]) -> Download:
-    """The sum of an image's blocks, on its way."""
+    """Begin the sum of an image's blocks."""
     return Download(reduce(add, map(word_sum, blocks)))
 
 
@@ -128,7 +132,11 @@ def _parts(
 
 
 class FinishedCopy(NamedTuple):
-    """A copy that is over. took_s: without the copies before it. total: ImageCopy's."""
+    """A copy that is over.
+
+    took_s: seconds of the copy, without earlier copies.
+    total: sum of the copied image.
+    """
 
     digest: str
     elements: int
@@ -137,14 +145,14 @@ class FinishedCopy(NamedTuple):
 
 
 class ImageCopies:
-    """Copies under way. Belongs to the engine's thread, `elements` to any.
+    """Copies in flight. Engine thread only, except `elements`.
 
-    wake: called when one is over.
+    wake: called when a copy is over.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._worker = Workers(1, "copies")  # in their order
+        self._worker = Workers(1, "copies")  # one, so copies end in order
         self._under_way: dict[str, int] = {}
         self._last_end_s = 0.0
         self._finished: deque[FinishedCopy] = deque()
@@ -155,7 +163,7 @@ class ImageCopies:
         return sum(self._under_way.values())
 
     def track(self, digest: str, elements: int, began_s: float, copy: ImageCopy) -> None:
-        """Wait, on a thread, for a copy that has begun; on a CPU it is over already."""
+        """Wait on a thread for a copy that has begun; on a CPU, take note that it is over."""
         self._under_way[digest] = elements
         ended = partial(self._ended, digest, elements, began_s, copy.total)
         if copy.event is None:
@@ -164,7 +172,7 @@ class ImageCopies:
             self._worker.submit(partial(self._wait, copy.event, ended), urgent=True)
 
     def finished(self) -> list[FinishedCopy]:
-        """Copies that ended since the last call."""
+        """Return the copies that ended since the last call."""
         copies = [self._finished.popleft() for _ in range(len(self._finished))]
         for copy in copies:
             del self._under_way[copy.digest]

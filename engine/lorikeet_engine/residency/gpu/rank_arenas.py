@@ -1,8 +1,8 @@
-"""The arenas of a tensor parallel replica, in which all ranks do what the leader's does.
+"""Arenas of a tensor parallel replica, in which all ranks repeat the leader's operations.
 
-All ranks' images of an adapter are laid out alike, so a place in one arena is a place in all, and
-one process's accounts (slots.py) hold for every one. Commands and steps go to the followers in one
-order: what arena.py says of streams holds in each.
+All ranks' images of an adapter are laid out alike, so an offset in one arena is valid in all, and
+one process's slot pool (slots.py) serves all ranks. Followers receive commands and steps in one
+order, so the ordering of streams that arena.py describes holds in each rank.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,12 @@ from lorikeet_engine.residency.gpu.image_copies import CopyEvent, CopyTotal, Ima
 
 @dataclass(frozen=True, slots=True)
 class CopyImage:
-    """Copy a rank's image from the host to where its pieces lie, and report that with its sum.
+    """Command to copy a rank's image from the host to its pieces, and to report its end and sum.
 
-    copy: its number. begin: the element of the host arena at which rank 0's image begins; those of
-    the other ranks follow it, each of `elements`.
+    copy: number of the copy.
+    begin: element of the host arena at which rank 0's image begins; the images of the other ranks
+        follow.
+    elements: size of each rank's image.
     """
 
     copy: int
@@ -32,10 +34,10 @@ class CopyImage:
 
 
 class LeadingArena(DeviceArena):
-    """A DeviceArena whose commands and copies the followers get as well.
+    """Arena of the leader, whose commands and copies the followers repeat.
 
-    A copy is over once it is in all ranks. What raises here and not there would leave the arenas
-    unlike: both methods raise DeviceLost then.
+    A copy is over once it is over in all ranks. An error here but not there would make the arenas
+    differ, so both methods raise DeviceLost then.
     """
 
     def __init__(self, weights: LoraWeights, device: torch.device, followers: Followers) -> None:
@@ -44,7 +46,7 @@ class LeadingArena(DeviceArena):
         self._numbers = 0
 
     def run(self, *commands: Command) -> None:
-        """Run commands here, and in the followers before the next step or copy."""
+        """Run commands here, and in the followers before their next step or copy."""
         self._followers.queue(*commands)
         with for_good():
             super().run(*commands)
@@ -64,19 +66,19 @@ class LeadingArena(DeviceArena):
 def arena_of(
     weights: LoraWeights, device: torch.device, followers: Followers | None
 ) -> DeviceArena:
-    """The arena of an engine with these followers, or with none."""
+    """Return the arena of an engine with these followers, or without any."""
     if followers is None:
         return DeviceArena(weights, device)
     return LeadingArena(weights, device, followers)
 
 
 class FollowingArena(DeviceArena):
-    """A follower's: does what the leader's says, with the images of its own rank."""
+    """Arena of a follower: repeats the leader's operations with its own rank's images."""
 
     def __init__(
         self, weights: LoraWeights, device: torch.device, host: torch.Tensor, rank: int
     ) -> None:
-        """host: the host arena, as this process sees it."""
+        """host: the host arena as this process sees it."""
         super().__init__(weights, device)
         self._host, self._rank = host, rank
 
@@ -88,7 +90,7 @@ class FollowingArena(DeviceArena):
 
 @dataclass(frozen=True, slots=True)
 class _InAllRanks:
-    """The CopyEvent of a copy that is made in all ranks."""
+    """CopyEvent of a copy in all ranks."""
 
     own: CopyEvent | None
     others: RankCopies
@@ -101,7 +103,7 @@ class _InAllRanks:
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """A CopyTotal: of all ranks' images together."""
+    """CopyTotal over all ranks' images."""
 
     own: CopyTotal
     others: RankCopies

@@ -1,4 +1,4 @@
-"""Time for which tenants' requests leased adapters on the GPU, and loads that they caused."""
+"""Tenants' use of slots on the GPU: leased time, and loads that their requests caused."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,14 +19,21 @@ class SlotUser(NamedTuple):
 
 @dataclass(slots=True)
 class _Leased:
-    """An adapter's leases; since_s: until when their time is shared out already."""
+    """Leases of one adapter.
+
+    since_s: end of the time that is already credited to users.
+    """
 
     since_s: float
     leases: Counter[SlotUser] = field(default_factory=Counter)
 
 
 class SlotUsage:
-    """Written by the engine's thread; `take` is for any one. clock: seconds that only grow."""
+    """Leased time of adapters, divided among their users.
+
+    Written by the engine's thread; any one thread may call `take`.
+    clock: seconds, monotonic.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -35,13 +42,13 @@ class SlotUsage:
         self._uses: dict[SlotUser, SlotUse] = {}  # since the last `take`
 
     def leased(self, user: SlotUser) -> None:
-        """Count a lease that begins."""
+        """Count the begin of a lease."""
         with self._lock:
             leased = self._settled(user.ref.digest)
             leased.leases[user] += 1
 
     def ended(self, user: SlotUser) -> None:
-        """Count a lease's end."""
+        """Count the end of a lease."""
         digest = user.ref.digest
         with self._lock:
             leases = self._settled(digest).leases
@@ -52,14 +59,14 @@ class SlotUsage:
                 del self._leased[digest]
 
     def loaded(self, user: SlotUser, size_bytes: int) -> None:
-        """Count a load to the GPU that this tenant's request caused."""
+        """Count a load to the GPU that a request of this tenant caused."""
         with self._lock:
             used = self._use(user)
             used.loads += 1
             used.load_bytes += size_bytes
 
     def take(self) -> list[SlotUse]:
-        """Return what was used since the call before."""
+        """Return the use since the last call."""
         with self._lock:
             for digest in self._leased:
                 self._settled(digest)
@@ -70,7 +77,7 @@ class SlotUsage:
         return self._uses.setdefault(user, SlotUse(user.tenant, user.ref))
 
     def _settled(self, digest: str) -> _Leased:
-        """The leases of an adapter, their time until now shared out."""
+        """Return an adapter's leases after crediting the time until now to their users."""
         now_s = self._clock()
         leased = self._leased.setdefault(digest, _Leased(now_s))
         if leased.leases:

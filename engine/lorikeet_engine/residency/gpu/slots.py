@@ -1,8 +1,8 @@
-"""The slot pool: which image lies where in the device's arena, in numbers.
+"""Slot pool: places of images in the device's arena, in numbers.
 
-An image lies in one piece where a hole takes it; otherwise it is split between layers, and its
-pieces fill the largest holes. Images move only where that does not do either. A slot is a row of
-the table and stays the same while its image may move.
+An image lies in one piece if a hole fits it; otherwise it is split between layers, and its pieces
+fill the largest holes. Images move only where that fails, too. A slot is a row of the table, and
+stays the same while its image moves.
 """
 
 from bisect import bisect_right
@@ -33,7 +33,10 @@ class PlacedImage:
 
 @dataclass(frozen=True, slots=True)
 class SlotAllocation:
-    """A slot for an image, and what makes room for it; then it can be copied to its pieces."""
+    """A slot for an image.
+
+    commands: for the arena, to run before the image is copied to its pieces.
+    """
 
     slot: int
     pieces: tuple[Piece, ...]
@@ -41,10 +44,13 @@ class SlotAllocation:
 
 
 class SlotPool:
-    """Places images and compacts when holes are too small; a DeviceArena runs its commands.
+    """Pool of fixed GPU slots for images of any size. Compacts when holes are too small.
 
-    Belongs to the engine's thread, but for `placed`. elements: the arena's size. slots: the
-    table's rows. moved_elements: how much was moved to compact since the start.
+    Computes only; a DeviceArena runs its commands. Engine thread only, except `placed`.
+
+    elements: size of the arena.
+    slots: rows of the table.
+    moved_elements: elements moved by compactions since the start.
     """
 
     def __init__(self, elements: int, slots: int) -> None:
@@ -61,15 +67,15 @@ class SlotPool:
         return self.elements - self._blocks.free
 
     def can_place(self, elements: int) -> bool:
-        """Whether an image of this size can be placed."""
+        """Whether there is a free slot and enough free elements for an image of this size."""
         return bool(self._free) and elements <= self._blocks.free
 
     def fits(self, layout: PackedLayout) -> bool:
-        """Whether place would leave the other images where they are."""
+        """Whether `place` would leave the other images where they are."""
         return bool(self._free) and bool(self._split(layout))
 
     def place(self, layout: PackedLayout) -> SlotAllocation:
-        """Give the image a slot; may move other images. Only where can_place says so."""
+        """Allocate a slot and pieces for an image, moving others if need be. Needs `can_place`."""
         assert self.can_place(layout.elements)
         commands, ends = list[Command](), self._split(layout)
         if not ends:
@@ -84,22 +90,22 @@ class SlotPool:
         return SlotAllocation(slot, placed.pieces, (*commands, self._row(slot)))
 
     def placed(self) -> dict[int, PlacedImage]:
-        """All images by slot, as they lie at one moment. For any thread; holds up none."""
+        """Return a snapshot of all images by slot. For any thread, without a lock."""
         return self._placed.copy()
 
     def image(self, slot: int) -> PlacedImage | None:
-        """What lies in a slot; another object once it has moved or is another's."""
+        """Return the image in a slot; a different object once moved or replaced."""
         return self._placed.get(slot)
 
     def free(self, slot: int) -> ClearRow:
-        """Free the slot and its blocks."""
+        """Free a slot and its pieces."""
         for piece in self._placed.pop(slot).pieces:
             self._blocks.release(piece.offset, piece.end - piece.begin)
         self._free.append(slot)
         return ClearRow(slot)
 
     def _split(self, layout: PackedLayout) -> list[int]:
-        """Where each piece ends, so that they fit into the largest holes; [] if they cannot."""
+        """Return the ends of pieces that fit into the largest holes; [] if there are none."""
         layers, begin, ends = layout.layers, 0, list[int]()
         for hole in self._blocks.holes():
             if begin + hole >= layout.elements:
@@ -112,7 +118,7 @@ class SlotPool:
         return []
 
     def _compact(self, elements: int) -> Compact:
-        """Slide what lies in one range to its front, so that there is a hole of this size."""
+        """Slide the blocks of one range to its front, which leaves a hole of this size."""
         begin, end = self._blocks.cheapest_range(elements)
         inside = [
             (piece, slot)

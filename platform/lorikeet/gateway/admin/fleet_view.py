@@ -32,7 +32,7 @@ MOST_ROWS = 50
 """Most rows of waiting requests, and of pins. The sums include omitted rows."""
 _PINS_WAIT_S = 1.0
 _PLAIN_BYTES = 4096
-_DIGEST = 16  # digits of a digest: enough to tell adapters apart, and digits compress badly
+_DIGEST = 16  # digits sent of a digest: enough to tell adapters apart; digits compress badly
 _QUICK = 1  # gzip level: takes an eighth of level 9's time, for 7% more bytes
 _PINNED, _ARRIVING = 1, 2
 

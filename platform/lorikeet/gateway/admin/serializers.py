@@ -113,7 +113,7 @@ def pin_status_json(found: PinStatus) -> Json:
 
 
 def dry_run_json(moves: PinDryRun) -> Json:
-    """Return what a pin would move."""
+    """Return the dry run of a pin: the loads and releases that it would cause."""
     return {
         "loads": [
             {

@@ -207,7 +207,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
 
 
 def prompt_tokens(prompt: str | Sequence[int]) -> int:
-    """Return a prompt's tokens: counted for token ids, estimated for text without a tokenizer."""
+    """Return a prompt's number of tokens, estimated for text: a gateway has no tokenizer."""
     if isinstance(prompt, str):
         return 1 + len(prompt) // CHARACTERS_PER_TOKEN
     return len(prompt)

@@ -85,7 +85,7 @@ class _Claim:
 
 
 class PushedVersions:
-    """Pushed versions that the catalog's state is extended by. For one event loop.
+    """Pushed versions, and the catalog's state extended by them. For one event loop.
 
     Their version numbers are provisional: another version may be recorded first. An alias that an
     admin moves meanwhile stays where the log has it.

@@ -43,9 +43,11 @@ Wait = Literal["none", "ready", "durable"]
 
 _LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
-"""Least size of a blob that is announced to replicas. They pack a smaller one faster than that."""
+"""Least size of a blob that is announced to replicas before it has arrived. A smaller blob is
+packed before an announcement would arrive."""
 _MOST_WAITING = 16
-"""Most requests of one tenant that wait for a push's state at once on one gateway."""
+"""Most requests of one tenant that wait for a push's state at once on one gateway, because each
+occupies one of the gateway's requests."""
 
 
 class PushQuery(BaseModel):

@@ -19,7 +19,12 @@ def answer_grammar(
     vocabulary: Vocabulary,
     thinking: Thinking = Thinking.NEVER,
 ) -> str | None:
-    """Return the grammar of an encoded call's answers; None if they are free."""
+    """Return the grammar of a call's answer; None if the answer is unconstrained.
+
+    syntax: the model's syntax of tool calls; required if the call has tools.
+    vocabulary: tokens of the model's tokenizer.
+    thinking: the model's thinking, which the grammar allows before the answer.
+    """
     grammar = _without_thinking(call, syntax, vocabulary, thinking)
     if grammar is None or thinking is Thinking.NEVER:
         return grammar
@@ -33,21 +38,23 @@ def _without_thinking(
         assert syntax is not None
         if use.forced or call.format is not None:
             return call_grammar(use, syntax, vocabulary, call.format)
-        apart = () if thinking is Thinking.NEVER else THINK_TAGS
-        return text_grammar(use, syntax, vocabulary, apart) if use.strict else None
+        excluded = () if thinking is Thinking.NEVER else THINK_TAGS
+        return text_grammar(use, syntax, vocabulary, excluded) if use.strict else None
     if call.format is None or thinking is Thinking.NEVER:
         return format_grammar(call.format) if call.format is not None else None
     return f"start: {format_rule(call.format)}"
 
 
 def _behind_thinking(answer: str, thinking: Thinking, vocabulary: Vocabulary) -> str:
-    """Return a grammar of thinking, which is any text, and then of what another grammar allows.
+    """Return a grammar of thinking, which is any text, followed by an answer.
 
-    answer: in Lark. Where thinking is only possible, an answer may begin at once. What is thought
-    has to end: with the closing tag the answer's grammar begins, behind two line ends at most.
+    The closing tag ends the thinking. The answer follows it after at most two line ends. If
+    thinking is only possible, the answer may also begin at once.
+
+    answer: grammar of the answer in Lark.
     """
     opens, closes = (vocabulary.added.get(tag) for tag in (OPENS, CLOSES))
-    # tokens that are words to a client, and to a grammar no text
+    # added tokens that clients see as text, but that grammars do not match as text
     words = sorted({*vocabulary.added.values()} - vocabulary.special - {closes})
     begun = "thought LINE_ENDS? answer"
     opening = "opening" if opens is None else f"(opening | <[{opens}]>)"
@@ -58,7 +65,7 @@ def _behind_thinking(answer: str, thinking: Thinking, vocabulary: Vocabulary) ->
         f"start: {start}",
         _START.sub("answer:", answer, count=1),
         f"thought: {inside}{closing}",
-        # readers take letters for the token
+        # parsers read the tag in letters like its token
         f"closing[lazy]: THOUGHT {json.dumps(CLOSES)}",
         "THOUGHT: /(?s:.*)/",
         r"LINE_ENDS: /\n{1,2}/",

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 256 << 10
 LAYOUT: "JsonCompileOptions" = {
-    # One space, or a new line and its indentation: a model that may write any whitespace may
-    # write it for ever.
+    # One space, or a line end with indentation: with unlimited whitespace a model may write
+    # whitespace for ever.
     "whitespace_pattern": r" |\n[ \t]{0,40}",
     "lenient": False,
     "coerce_one_of": False,
@@ -26,9 +26,12 @@ _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
 def schema_grammar(schema: str, param: str = "response_format") -> str:
-    """Return the grammar of a JSON schema's text, which `param` holds; {} allows any object.
+    """Return the grammar of a JSON schema; {} allows any object. Raises InvalidInput.
 
-    The schema itself is not judged here: grammar_sandbox.py does. Raises InvalidInput.
+    The result may be invalid: sandbox.py checks it.
+
+    schema: the schema as JSON text.
+    param: the request's field that holds the schema.
     """
     if len(schema) > _MOST_BYTES:
         raise _too_long(schema, param)
@@ -36,7 +39,7 @@ def schema_grammar(schema: str, param: str = "response_format") -> str:
         parsed = json.loads(schema)
         if not isinstance(parsed, dict):
             raise ValueError("want an object")
-        # its own layout, which need not be JSON's, does not count
+        # last, so that it replaces the schema's own layout, which might not be JSON's
         held = {**without_noop_keywords(parsed or _ANY_OBJECT), "x-guidance": LAYOUT}
         return LLMatcher.grammar_from_json_schema(json.dumps(held))
     except RecursionError as error:
@@ -46,14 +49,14 @@ def schema_grammar(schema: str, param: str = "response_format") -> str:
 
 
 def format_grammar(answer: Format) -> str:
-    """Return the grammar of answers in a format, which is not judged here. Raises InvalidInput."""
+    """Return the grammar of a format, unchecked like schema_grammar's. Raises InvalidInput."""
     if answer.kind is FormatKind.JSON_SCHEMA:
         return schema_grammar(answer.text, answer.param)
     return f"start: {format_rule(answer)}"
 
 
 def format_rule(answer: Format) -> str:
-    """Return what a format allows, as a part of a Lark rule. Raises InvalidInput."""
+    """Return a format as part of a Lark rule. Raises InvalidInput."""
     if len(answer.text) > _MOST_BYTES:
         raise _too_long(answer.text, answer.param)
     match answer.kind:
@@ -70,7 +73,7 @@ def format_rule(answer: Format) -> str:
 
 
 def _escape_slashes(regex: str) -> str:
-    """Escape what would end a regular expression in a rule: slashes and line ends."""
+    """Escape slashes and line ends, which would end a regular expression in a rule."""
     escaped = _SLASH.sub(lambda found: found[1] or "\\/", regex)
     return escaped.replace("\n", "\\n")
 

@@ -1,7 +1,6 @@
-"""Grammars on llguidance: JSON schemas as grammars, and the engine's side of them.
+"""Matchers of grammars on llguidance, which mask tokens in the engine.
 
-A grammar is a text in llguidance's dialect of Lark, or its JSON for a schema. No error quotes what
-was sampled under a grammar, since errors are logged.
+No error quotes text that was sampled under a grammar, since errors are logged.
 """
 
 import json
@@ -19,55 +18,55 @@ from lorikeet_engine.adapter_format import decoder_config
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.sampling.grammar import Matcher, TokenBitmask, octets_of
 
-_STEP_FUEL = 50_000  # the worst mask takes 0.2 s of a step instead of 1 s; others need far less
-_THREADS = 1  # a mask takes microseconds, and each thread is woken in every step
+_STEP_FUEL = 50_000  # limits the worst mask to 0.2 s of a step instead of 1 s; others need far less
+_THREADS = 1  # a mask takes microseconds, and every step wakes each thread
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_IN_STRINGS}{{1,{most}}}" for most in (*range(1, 11), 30)),
     f"{_IN_STRINGS}+",
 ]
-"""Kinds of tokens that a mask takes whole where the grammar allows all such texts.
+"""Sets of tokens, as expressions, that a mask takes whole if the grammar allows all such texts.
 
-Others are walked one after another, which takes a hundred times as long. So there is one for each
-of the last characters that a `maxLength` leaves: llguidance's own begin at ten.
+Other tokens are matched one by one, which takes a hundred times as long. The lengths 1 to 10 serve
+the last characters before a `maxLength`: llguidance's own sets begin at ten.
 """
-_MOST_TOLD = 256  # of the tokens that must follow; a step takes fewer
-_OF_LARK = re.compile(
+_MAX_FORCED = 256  # forced tokens returned at once; a step takes fewer
+_LARK_CONTEXT = re.compile(
     r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *\d+ \| .*", re.DOTALL
 )
-"""What an error says of the grammar around a schema, which the client did not write."""
-_LONGEST_REASON = 300  # characters; some quote a whole expression
+"""Parts of an error message about the grammar around a schema, which is not the client's."""
+_LONGEST_REASON = 300  # characters; some messages quote a whole expression
 
 
 class ModelGrammars:
-    """The engine's Grammars over one base model's tokenizer, which is read when first needed."""
+    """Grammars of the engine for one base model. The tokenizer is read at first use."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
 
     def compile(self, text: str) -> "TextMatcher":
-        """Return the matcher of a choice without tokens. Raises InvalidRequest."""
+        """Compile a grammar; return the matcher of an empty choice. Raises InvalidRequest."""
         limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
-            reason = _OF_LARK.sub("", matcher.get_error().split("\n<", 1)[0])
+            reason = _LARK_CONTEXT.sub("", matcher.get_error().split("\n<", 1)[0])
             raise InvalidRequest(reason[:_LONGEST_REASON], param="grammar")
         compiled = TextMatcher(matcher)
-        compiled.forced_tokens()  # here, and not in a step for each copy
+        compiled.forced_tokens()  # once here instead of in a step for each copy
         return compiled
 
     def fill_bitmasks(
         self, matchers: Sequence[Matcher], bitmasks: TokenBitmask
     ) -> list[InvalidRequest | None]:
-        """Set the bits of tokens that may follow, as the engine's `Grammars` asks.
+        """Set the bits of allowed tokens, as the engine's `Grammars` requires.
 
-        llguidance is asked for no mask of a token that must follow. With hundreds of kilobytes that
-        must follow, each would take it tens of milliseconds.
+        For a forced token the mask is written here: with hundreds of kilobytes of forced text,
+        llguidance would take tens of milliseconds for each mask.
         """
         ours = [matcher for matcher in matchers if isinstance(matcher, TextMatcher)]
         assert len(ours) == len(matchers), "matchers that others compiled"
-        # llguidance wants rows of just its length; vocabularies of models are rounded up
+        # llguidance needs rows of exactly its vocabulary; models pad theirs
         own = octets_of(self._tokenizer.vocab_size)
         octets = bitmasks
         if own != bitmasks.shape[1]:
@@ -83,7 +82,7 @@ class ModelGrammars:
         if octets is not bitmasks:
             width = min(own, bitmasks.shape[1])
             bitmasks[:, :width] = octets[:, :width]
-        return [_broken(each.state) if each.state.is_error() else None for each in ours]
+        return [_too_complex(each.state) if each.state.is_error() else None for each in ours]
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -100,15 +99,19 @@ class ModelGrammars:
 
 
 class TextMatcher:
-    """One choice under a grammar: lorikeet_engine.sampling.grammar.Matcher.
+    """Matcher of one choice: implements lorikeet_engine.sampling.grammar.Matcher.
 
-    What must follow is asked of llguidance once, and kept until it has been accepted.
+    Forced tokens are computed once and kept until all are accepted.
     """
 
-    def __init__(self, state: LLMatcher, told: "array[int] | None" = None, at: int = 0) -> None:
-        """Take a matcher. told: the tokens that must follow, from `at` on; None: not asked for."""
+    def __init__(self, state: LLMatcher, forced: "array[int] | None" = None, at: int = 0) -> None:
+        """Wrap a matcher.
+
+        forced: forced tokens; None if not computed yet.
+        at: index of the next token in `forced`.
+        """
         self.state = state
-        self._told, self._at = told, at
+        self._forced, self._forced_at = forced, at
 
     @property
     def may_end(self) -> bool:
@@ -117,33 +120,35 @@ class TextMatcher:
 
     @property
     def must_end(self) -> bool:
-        """Whether no token can follow."""
+        """Whether the choice must end here."""
         return self.state.is_stopped()
 
     def forced_tokens(self) -> list[int]:
-        """Return tokens that must follow, one after another, as far as that is certain.
+        """Return the tokens that must follow, in order, as far as they are certain.
 
-        Their bytes have no other spelling in which they would be allowed: where the grammar forces
-        bytes, masks have the tokenizer's own next token alone. Not among them are the last ones,
-        which might be spelled together with what comes behind. Of a long text come the first.
+        Where the grammar forces bytes, a mask allows only the tokenizer's own next token, so the
+        bytes have no other tokens. The last tokens of a forced text are left out: they might merge
+        with the text after it. Only the first tokens of a long text are returned.
         """
-        if self._told is None:
-            self._told, self._at = array("I", self.state.compute_ff_tokens()), 0
-        return self._told[self._at : self._at + _MOST_TOLD].tolist()
+        if self._forced is None:
+            self._forced, self._forced_at = array("I", self.state.compute_ff_tokens()), 0
+        return self._forced[self._forced_at : self._forced_at + _MAX_FORCED].tolist()
 
     def accept(self, token: int) -> None:
-        """Append a token to the choice. Raises InvalidRequest."""
+        """Append a token to the choice. Raises InvalidRequest if the grammar is too complex."""
         if not self.state.consume_token(token):
-            raise _broken(self.state)
-        if self._told is not None:
-            as_told = self._at < len(self._told) and self._told[self._at] == token
-            self._at += 1
-            if not as_told or self._at == len(self._told):
-                self._told = None
+            raise _too_complex(self.state)
+        if self._forced is not None:
+            as_forced = (
+                self._forced_at < len(self._forced) and self._forced[self._forced_at] == token
+            )
+            self._forced_at += 1
+            if not as_forced or self._forced_at == len(self._forced):
+                self._forced = None
 
     def copy(self) -> "TextMatcher":
-        """Return the matcher of another choice with the same tokens."""
-        return TextMatcher(self.state.deep_copy(), self._told, self._at)
+        """Return an independent matcher with the same tokens."""
+        return TextMatcher(self.state.deep_copy(), self._forced, self._forced_at)
 
 
 _GENERATION = "generation_config.json"
@@ -158,6 +163,6 @@ def _eos(config: Path) -> list[int]:
     return [found] if isinstance(found, int) else list(found)
 
 
-def _broken(matcher: LLMatcher) -> InvalidRequest:
-    # The matcher's own error would quote what was sampled.
+def _too_complex(matcher: LLMatcher) -> InvalidRequest:
+    # Not the matcher's own error, which quotes sampled text.
     return InvalidRequest(f"the grammar is too complex to follow on: {matcher.stop_reason()}")

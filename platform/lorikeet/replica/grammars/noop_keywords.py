@@ -1,4 +1,4 @@
-"""Keywords of JSON schemas whose value asks for nothing, which llguidance refuses all the same."""
+"""JSON schema keywords without effect, which llguidance would refuse."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +14,9 @@ _NAMED_SCHEMAS = frozenset(
 
 
 def without_noop_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema that allows the same, without keywords that change nothing.
+    """Return an equivalent schema without keywords that have no effect.
 
-    Raises RecursionError where it is nested too deeply.
+    Raises RecursionError if the schema is nested too deeply.
     """
     parts = {key: _part(key, value) for key, value in schema.items()}
     return {key: value for key, value in parts.items() if not _is_noop(key, value, parts)}
@@ -24,20 +24,20 @@ def without_noop_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _part(key: str, value: Any) -> Any:
     if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
-        return {name: _of_any(part) for name, part in value.items()}
+        return {name: _subschema(part) for name, part in value.items()}
     if key in _LISTS_OF_SCHEMAS and isinstance(value, list):
-        return [_of_any(part) for part in value]
-    return _of_any(value) if key in _SCHEMAS else value
+        return [_subschema(part) for part in value]
+    return _subschema(value) if key in _SCHEMAS else value
 
 
-def _of_any(part: Any) -> Any:
-    """What is no schema, or one without keywords, is left as it is."""
+def _subschema(part: Any) -> Any:
+    """Clean a subschema; return booleans and other values unchanged."""
     return without_noop_keywords(part) if isinstance(part, Mapping) else part
 
 
 def _is_noop(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-    asks_nothing = _ASKS_NOTHING.get(key)
-    return asks_nothing is not None and asks_nothing(value, schema)
+    is_noop = _NOOP_IF.get(key)
+    return is_noop is not None and is_noop(value, schema)
 
 
 def _allows_all(value: Any, _: Mapping[str, Any] | None = None) -> bool:
@@ -52,7 +52,7 @@ def _contains_any(_: Any, schema: Mapping[str, Any]) -> bool:
     return schema.get("minContains") == 0 and "maxContains" not in schema
 
 
-_ASKS_NOTHING: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+_NOOP_IF: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "contains": _contains_any,
     "dependencies": _each_allows_all,
     "dependentRequired": _each_allows_all,

@@ -1,4 +1,4 @@
-"""Grammars of arguments of calls in Python, key=value, …, in llguidance's dialect of Lark."""
+"""Grammar rules of the arguments of Python calls, key=value, …"""
 
 import json
 from collections.abc import Mapping
@@ -13,50 +13,55 @@ from lorikeet.errors import InvalidInput
 _WHOLE = "arguments"
 _MOST_SCHEMAS_LENGTH = 2**22
 _MOST_PARTS = 256
-_TOO_MANY = "too many $ref, allOf and anyOf around them, or a $ref to itself: write them out"
-_NOT_HELD = frozenset(
+_TOO_MANY = "too many $ref, allOf and anyOf on all arguments, or a $ref to itself: write them out"
+_UNSUPPORTED = frozenset(
     {
         "const", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "if",
         "maxProperties", "minProperties", "not", "oneOf", "patternProperties", "propertyNames",
         "then", "unevaluatedProperties",
     }
 )  # fmt: skip
-"""What a schema may say of all arguments together that no rule of them holds."""
+"""Keywords on the whole arguments object that the rules cannot enforce."""
 _WORD = regex.compile(r"\w+")
-"""What is written as it is before the = of an argument; other names as strings."""
+"""Names written bare before the = of an argument; other names are written as strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentRules:
-    """What a schema asks of arguments: of each by its key, and of which ones there are."""
+    """Constraints of a schema on arguments.
+
+    properties: schema of each argument by its name.
+    required: names of required arguments.
+    closed: no other arguments are allowed.
+    """
 
     properties: Mapping[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
-    closed: bool = False  # whether there may be no others
+    closed: bool = False
 
-    def meeting(self, part: Mapping[str, Any]) -> "ArgumentRules | None":
-        """Return what asks for what a further schema does too; None if no arguments meet that.
+    def merged(self, part: Mapping[str, Any]) -> "ArgumentRules | None":
+        """Return these constraints and those of a further schema; None if they contradict.
 
-        Raises InvalidInput if it is no schema.
+        Raises InvalidInput if `part` is no schema or has unsupported keywords.
         """
         properties, required = part.get("properties", {}), part.get("required", [])
         names = isinstance(required, list) and all(isinstance(key, str) for key in required)
         if not isinstance(properties, Mapping) or not names:
-            raise _wrong("want properties by name, and a list of the required ones")
+            raise _invalid("want properties by name, and a list of the required ones")
         types, others = part.get("type", "object"), part.get("additionalProperties", True)
         if types != "object" and not (isinstance(types, list) and "object" in types):
             return None
-        unheld = part.keys() & _NOT_HELD
+        unsupported = part.keys() & _UNSUPPORTED
         if not (isinstance(others, bool) or others == {}):
-            unheld |= {"additionalProperties"}
-        if unheld:
-            raise _wrong(
-                f"{', '.join(sorted(unheld))} cannot be held of all arguments of a call in Python: "
-                "take it out, or say it of single properties"
+            unsupported |= {"additionalProperties"}
+        if unsupported:
+            raise _invalid(
+                f"{', '.join(sorted(unsupported))} on all arguments of a Python call cannot be "
+                "held: remove it, or set it on single properties"
             )
         closed = others is False
         both = {
-            key: _meeting_both(self.properties[key], properties[key])
+            key: _both_of(self.properties[key], properties[key])
             for key in self.properties.keys() & properties.keys()
         }
         return ArgumentRules(
@@ -71,10 +76,10 @@ class ArgumentRules:
         )
 
     def satisfiable(self) -> "ArgumentRules | None":
-        """Return them without properties that may never be there; None if no arguments meet them.
+        """Return the constraints without forbidden properties; None if no arguments meet them.
 
-        Where there are any such, other arguments than those that are named are not written. What is
-        required and not named may be anything.
+        If a property is forbidden, unnamed arguments are forbidden too. A required argument without
+        a schema may have any value.
         """
         never = {key for key, value in self.properties.items() if value is False}
         named = {key: self.properties[key] for key in self.properties if key not in never}
@@ -86,26 +91,31 @@ class ArgumentRules:
 
 
 def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
-    """Return the rules of key=value, …: those that the schema names, in its order, values as JSON.
+    """Return the grammar rules of key=value, … with values in JSON.
 
-    Where it names none, any, unless it allows none. What it says of all of them together is held as
-    far as it is $ref, allOf, anyOf, additionalProperties that are true or false, and which ones are
-    required; InvalidInput is raised for more.
+    Arguments come in the order of the schema's properties. A schema without properties allows any
+    arguments, unless it allows none. On the arguments object, $ref, allOf, anyOf, required and
+    boolean additionalProperties are enforced. Raises InvalidInput for other keywords there.
+
+    rule: name of the first rule and prefix of the others.
+    schema: schema of the arguments object.
     """
-    met = _alternatives(schema)
-    rules = [f"{rule}: {' | '.join(f'{rule}_of_{at}' for at in range(len(met)))}"]
+    alternatives = _alternatives(schema)
+    rules = [f"{rule}: {' | '.join(f'{rule}_of_{at}' for at in range(len(alternatives)))}"]
     try:
-        for at, one in enumerate(met):
-            rules += _pairs(f"{rule}_of_{at}", one, schema, _MOST_SCHEMAS_LENGTH // len(met))
+        for at, one in enumerate(alternatives):
+            rules += _pairs(
+                f"{rule}_of_{at}", one, schema, _MOST_SCHEMAS_LENGTH // len(alternatives)
+            )
     except RecursionError as error:
-        raise _wrong("nested too deeply") from error
+        raise _invalid("nested too deeply") from error
     return rules
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
-    """Return of what arguments have to meet one. Raises InvalidInput."""
-    met, begun = list[ArgumentRules](), list[tuple[ArgumentRules, list[Any]]]()
-    begun.append((ArgumentRules(), [schema]))  # what was read, and what has to be met beside that
+    """Return the alternatives of which arguments must meet one. Raises InvalidInput."""
+    alternatives, begun = list[ArgumentRules](), list[tuple[ArgumentRules, list[Any]]]()
+    begun.append((ArgumentRules(), [schema]))  # constraints until now, schemas still to merge
     for _ in range(_MOST_PARTS):
         if not begun:
             break
@@ -113,7 +123,7 @@ def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
         match parts:
             case []:
                 if rules := known.satisfiable():
-                    met.append(rules)
+                    alternatives.append(rules)
             case [True, *rest]:
                 begun.append((known, rest))
             case [False, *_]:
@@ -121,31 +131,31 @@ def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
             case [{"$ref": str(ref), **others}, *rest]:
                 begun.append((known, [_referred(ref, schema), others, *rest]))
             case [{"allOf": list(all_of), **others}, *rest]:
-                _bounded(all_of, rest)
+                _check_count(all_of, rest)
                 begun.append((known, [*all_of, others, *rest]))
             case [{"anyOf": list(any_of), **others}, *rest]:
-                _bounded(any_of, begun)
+                _check_count(any_of, begun)
                 begun += [(known, [part, others, *rest]) for part in reversed(any_of)]
             case [Mapping() as part, *rest] if not part.keys() & {"$ref", "allOf", "anyOf"}:
-                if both := known.meeting(part):
+                if both := known.merged(part):
                     begun.append((both, rest))
             case _:
-                raise _wrong("want schemas in allOf and anyOf, and a text as $ref")
+                raise _invalid("want schemas in allOf and anyOf, and a text as $ref")
     else:
-        raise _wrong(_TOO_MANY)
-    if not met:
-        raise _wrong("no object meets their schema")
-    return met
+        raise _invalid(_TOO_MANY)
+    if not alternatives:
+        raise _invalid("no object meets their schema")
+    return alternatives
 
 
-def _bounded(more: list[Any], parts: list[Any]) -> None:
-    """Raise InvalidInput where there would be too many, before they are there."""
+def _check_count(more: list[Any], parts: list[Any]) -> None:
+    """Raise InvalidInput if both lists together would be too long."""
     if len(more) + len(parts) > _MOST_PARTS:
-        raise _wrong(_TOO_MANY)
+        raise _invalid(_TOO_MANY)
 
 
 def _referred(ref: str, schema: Mapping[str, Any]) -> Any:
-    """Return the part of a schema that a reference names. Raises InvalidInput if there is none."""
+    """Resolve a $ref within the schema. Raises InvalidInput if its target is missing."""
     part: Any = schema
     try:
         if not ref.startswith("#"):
@@ -154,14 +164,14 @@ def _referred(ref: str, schema: Mapping[str, Any]) -> Any:
             key = step.replace("~1", "/").replace("~0", "~")
             part = part[int(key) if isinstance(part, list) else key]
     except (LookupError, TypeError, ValueError):
-        raise _wrong("want a $ref to a part of them, such as #/$defs/place") from None
+        raise _invalid("want a $ref to a part of the schema, such as #/$defs/place") from None
     return part
 
 
 def _pairs(
     rule: str, asked: ArgumentRules, schema: Mapping[str, Any], most_length: int
 ) -> list[str]:
-    """Return the rules of arguments that meet an alternative of a schema. Raises InvalidInput."""
+    """Return the rules of arguments that meet one alternative. Raises InvalidInput."""
     if not asked.properties and asked.closed:
         return [f'{rule}: ""']
     guidance = {"x-guidance": schema["x-guidance"]}
@@ -174,50 +184,50 @@ def _pairs(
             f"{rule}_value: %json {json.dumps(guidance)}",
         ]
     rules, length = [f"{rule}: {rule}_first_0"], 0
-    # what may come from this property on where none was written before it, and where one was
+    # rules of the arguments from this property on: as the first ones, and after others
     for at, (key, value) in enumerate(asked.properties.items()):
         name = key if _WORD.fullmatch(key) else json.dumps(key)
         pair = f"{json.dumps(f'{name}=')} {rule}_value_{at} {rule}_more_{at + 1}"
         first, more = f"{rule}_first_{at}: {pair}", f'{rule}_more_{at}: ", " {pair}'
         if key not in asked.required:
             first, more = f"{first} | {rule}_first_{at + 1}", f"{more} | {rule}_more_{at + 1}"
-        held = json.dumps({**_standing_alone(value, schema), **guidance})
+        held = json.dumps({**_self_contained(value, schema), **guidance})
         if (length := length + len(held)) > most_length:
-            raise _wrong(
-                "too large where each that has a $ref has a copy of them all, and so has each part "
-                f"of an anyOf around them, over {_MOST_SCHEMAS_LENGTH} characters: write out what "
-                "$ref names"
+            raise _invalid(
+                "too large: each property with a $ref holds a copy of the schema, in each part of "
+                f"an anyOf, over {_MOST_SCHEMAS_LENGTH} characters in all: write out what $ref "
+                "names"
             )
         rules += [first, more, f"{rule}_value_{at}: %json {held}"]
     return [*rules, f'{rule}_first_{at + 1}: ""', f'{rule}_more_{at + 1}: ""']
 
 
-def _standing_alone(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a property's schema; with the whole one in it, where it refers to any of that."""
+def _self_contained(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a property's schema, with the whole schema embedded if it has a $ref."""
     if value is True:
         return {}
     if not isinstance(value, Mapping):
-        raise _wrong("want a schema for each property")
+        raise _invalid("want a schema for each property")
     if '"$ref"' not in json.dumps(value):
         return value
-    return {**_referring(value), "$defs": {_WHOLE: _referring(schema)}}
+    return {**_rebased(value), "$defs": {_WHOLE: _rebased(schema)}}
 
 
-def _meeting_both(one: Any, other: Any) -> Any:
-    """Return a schema of what meets two."""
+def _both_of(one: Any, other: Any) -> Any:
+    """Return the conjunction of two schemas."""
     return False if one is False or other is False else {"allOf": [one, other]}
 
 
-def _referring(part: Any) -> Any:
-    """Return a part of a schema, whose references are into the copy of the whole."""
+def _rebased(part: Any) -> Any:
+    """Return a part of a schema with each $ref pointing into the embedded copy."""
     if isinstance(part, Mapping):
-        referring = {key: _referring(value) for key, value in part.items()}
+        referring = {key: _rebased(value) for key, value in part.items()}
         match part.get("$ref"):
             case str(ref) if ref.startswith("#"):
                 referring["$ref"] = f"#/$defs/{_WHOLE}{ref[1:]}"
         return referring
-    return [_referring(each) for each in part] if isinstance(part, list) else part
+    return [_rebased(each) for each in part] if isinstance(part, list) else part
 
 
-def _wrong(problem: str) -> InvalidInput:
+def _invalid(problem: str) -> InvalidInput:
     return InvalidInput(f"a function's parameters: {problem}", param="tools")

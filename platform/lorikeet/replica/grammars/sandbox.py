@@ -1,7 +1,7 @@
-"""A sandbox for grammars: compiles them first in a process that may die of it.
+"""Sandbox that compiles each grammar in a child process before the engine does.
 
-A schema of a few bytes can take minutes, gigabytes, or more stack than there is; then this process
-ends and not a replica. Run by GrammarSandbox: python -m lorikeet.replica.grammars.sandbox.
+A schema of a few bytes can take minutes, gigabytes, or overflow the stack; the child process then
+dies instead of the replica. GrammarSandbox runs it: python -m lorikeet.replica.grammars.sandbox.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 
 _CPU_S = 0.5
 _MEMORY_BYTES = 128 << 20
-_STACK_BYTES = 4 << 20  # half of what the engine's thread has
-_WALL_S = 15.0  # for a machine that has no time for it
+_STACK_BYTES = 4 << 20  # half of the engine thread's stack
+_WALL_S = 15.0  # for a machine too busy to run the child
 _TRIED_TOKENS = 2
-"""What compiles may break with its first token, which is what begins an object's properties."""
+"""Tokens sampled after compiling: some grammars fail only once a token opens an object."""
 _LARGEST_VOCABULARY = 2**20
 _TOO_COMPLEX = "it takes too much time or memory: make it smaller or less nested"
 
 
 class GrammarSandbox:
-    """Checks grammars of one base model, tenants in turn; its process starts with the first."""
+    """Checker of one base model's grammars, fair to tenants. Its process starts with the first."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
@@ -42,10 +42,10 @@ class GrammarSandbox:
         self._trials = GrammarWorker(self._problem)
 
     async def check(self, call: Call, grammar: str) -> None:
-        """Raise InvalidInput if no engine should see the grammar of a call.
+        """Raise InvalidInput if a call's grammar is invalid or too complex.
 
-        Raises EngineOverloaded if too many grammars of its tenant wait to be tried, this one for
-        longer than the call may wait, or the machine has no time to try it.
+        Raises EngineOverloaded if too many grammars of the tenant are waiting, if this grammar
+        waited longer than the call allows, or if the machine is too busy to try it.
         """
         max_queue_s = call.scheduling.max_queue_s
         try:
@@ -55,7 +55,7 @@ class GrammarSandbox:
             raise EngineOverloaded(
                 "this replica could not try the request's JSON schema within the "
                 f"{max_queue_s:g} s that it may wait: send it again, or use fewer schemas at once",
-                retry_after_s=max_queue_s,  # by then what waits now was tried or has given up
+                retry_after_s=max_queue_s,  # by then the waiting ones were tried or gave up
             ) from None
         if problem is not None:
             of_tools = call.tools is not None and (call.tools.forced or call.format is None)
@@ -77,7 +77,7 @@ class GrammarSandbox:
             self._connection.send(grammar)
             tried = self._connection.poll(_WALL_S)
             problem: str | None = self._connection.recv() if tried else None
-        except (EOFError, OSError):  # it has died of the grammar
+        except (EOFError, OSError):  # the grammar has killed the process
             self._end()
             return _TOO_COMPLEX
         if not tried:
@@ -96,9 +96,9 @@ class GrammarSandbox:
                 [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(self._model)],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=(theirs.fileno(),),
-                process_group=0,  # Ctrl-C at a terminal is not for it
+                process_group=0,  # no Ctrl-C from a terminal
                 stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # what it dies of may quote a schema
+                stderr=subprocess.DEVNULL,  # a crash message may quote a schema
             )
 
     def _end(self) -> None:
@@ -110,7 +110,7 @@ class GrammarSandbox:
 
 
 def main() -> None:
-    """Serve one GrammarSandbox to its end. Arguments: the connection's descriptor, the model."""
+    """Serve one GrammarSandbox until it closes. Arguments: connection's descriptor, model."""
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(int(sys.argv[1]), Path(sys.argv[2])))
     thread.start()
@@ -120,26 +120,26 @@ def main() -> None:
 def _serve(connection_fd: int, model: Path) -> None:
     connection = Connection(connection_fd)
     grammars = ModelGrammars(model)
-    _try(grammars, "start: /a/")  # reads the tokenizer
+    _try(grammars, "start: /a/")  # loads the tokenizer
     if sys.platform == "linux":
         data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = data + _MEMORY_BYTES
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))  # raising the hard one is root's
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))  # only root may raise the hard limit
     while True:
         try:
             grammar = connection.recv()
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # of this process; then it is killed
+        signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # CPU time; the signal kills this process
         problem = _try(grammars, grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send(problem)
 
 
 def _try(grammars: ModelGrammars, grammar: str) -> str | None:
-    """Compile a grammar and follow it for some tokens; return what is wrong with it."""
+    """Compile a grammar and sample some tokens; return the problem, None if there is none."""
     try:
         matcher = grammars.compile(grammar)
         for _ in range(_TRIED_TOKENS):

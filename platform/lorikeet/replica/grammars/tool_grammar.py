@@ -1,4 +1,4 @@
-"""Grammars of answers that call tools, in llguidance's dialect of Lark."""
+"""Grammars of answers with tool calls."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -16,30 +16,31 @@ from lorikeet.replica.grammars.noop_keywords import without_noop_keywords
 from lorikeet.replica.grammars.python_arguments import python_arguments
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How llguidance spaces JSON: as chat templates write arguments."""
+"""Spacing of JSON in llguidance that matches arguments in chat templates."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"parameters": {"type": "object"}}
-_TEXT_BESIDE = {
+_PLAIN_TEXT = {
     CallStyle.JSON: r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?",
     CallStyle.PYTHON: r"\s*([^\s;\[](?s:.*)|;\s*([^\s\[](?s:.*))?)?",
 }
-"""Text in which ToolCallParser looks for no call where nothing opens calls."""
+"""Text that ToolCallParser takes for no call in a syntax without an opening mark."""
 
 
 def call_grammar(
-    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, otherwise: Format | None = None
+    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, alternative: Format | None = None
 ) -> str:
-    """Return a grammar of calls of the forced tools, as the syntax writes them, and nothing else.
+    """Return a grammar of an answer that consists of calls of the forced tools.
 
-    Where none is forced: of calls of any, or of an answer in the format of `otherwise`.
+    If no tool is forced, the answer is calls of any tools, or an answer in the format
+    `alternative`.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
     arguments = {name: _parameters(functions[name]) for name in use.forced or functions}
     more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
     start = "calls"
-    if otherwise is not None and not use.forced:
-        start += f" | {format_rule(otherwise)}"
+    if alternative is not None and not use.forced:
+        start += f" | {format_rule(alternative)}"
     rules = [
         f"start: {start}",
         f"calls: {literal(syntax.before)} call{more} {literal(syntax.after)}",
@@ -48,12 +49,13 @@ def call_grammar(
 
 
 def text_grammar(
-    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, apart: Collection[str] = ()
+    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, excluded: Collection[str] = ()
 ) -> str:
-    """Return a grammar of text and of calls of any tool; strict ones keep to their schemas.
+    """Return a grammar of free text with calls of any tools; strict tools keep to their schemas.
 
-    What begins like a call has to become one. Special tokens come in calls only, and the tokens of
-    these words, `apart`, not at all.
+    Text that begins like a call must become a call. Special tokens are allowed in calls only.
+
+    excluded: words whose added tokens are allowed nowhere.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
@@ -62,18 +64,18 @@ def text_grammar(
         for name, function in functions.items()
     }
     more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
-    words = ",".join(map(str, _words({*syntax.tokens, *apart}, vocabulary)))
+    words = ",".join(map(str, _words({*syntax.tokens, *excluded}, vocabulary)))
     rules = [*_call(arguments, syntax, literal), "TEXT: /(?s:.*)/"]
     if not syntax.opens:
         said = f"BEGIN (<[{words}]> TEXT)*" if words else "BEGIN"
         calls = " ".join(
             filter(None, (literal(syntax.before), f"call{more}", literal(syntax.after)))
         )
-        rules += [f"start: {said} | {calls}", f"BEGIN: /{_TEXT_BESIDE[syntax.style]}/"]
+        rules += [f"start: {said} | {calls}", f"BEGIN: /{_PLAIN_TEXT[syntax.style]}/"]
         return "\n".join(rules)
     mark = syntax.opens
     if mark in syntax.between:
-        more = ""  # behind a call is text, and the next one's mark
+        more = ""  # after a call comes text, and each call has its own opening mark
     before = f"(TEXT <[{words}]>)* " if words else ""
     begin = f"(letters | TEXT {literal(mark)})" if mark in vocabulary.added else "letters"
     rest, after = literal(syntax.before.removeprefix(mark)), literal(syntax.after)
@@ -81,15 +83,15 @@ def text_grammar(
         "start: calls* said" if use.parallel else "start: calls | said",
         f"said: {before}TEXT",
         f"calls: {before}{begin} {rest} call{more} {after}",
-        f"letters[lazy]: TEXT {json.dumps(mark)}",  # readers take them for the token
+        f"letters[lazy]: TEXT {json.dumps(mark)}",  # parsers read letters like the token
     ]
     return "\n".join(rules)
 
 
 def _words(others: Collection[str], vocabulary: Vocabulary) -> list[int]:
-    """Return tokens that are text to a client, such as <think>, but not in a grammar.
+    """Return added tokens that clients see as text, such as <think>; grammars match none as text.
 
-    others: such words that are no text here.
+    others: words to leave out.
     """
     shown = vocabulary.added.keys() - set(others)
     return sorted({vocabulary.added[word] for word in shown} - vocabulary.special)
@@ -98,7 +100,10 @@ def _words(others: Collection[str], vocabulary: Vocabulary) -> list[int]:
 def _call(
     arguments: Mapping[str, Mapping[str, Any]], syntax: ToolSyntax, literal: Callable[[str], str]
 ) -> list[str]:
-    """Return the rules of one call. arguments: each function's schema of them."""
+    """Return the rules of one call.
+
+    arguments: schema of the arguments by function name.
+    """
     rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(arguments)))}"]
     for index, (name, schema) in enumerate(arguments.items()):
         call = f"call_{index}"
@@ -115,7 +120,7 @@ def _call(
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object. Raises InvalidInput."""
+    """Return the schema of a function's arguments object. Raises InvalidInput."""
     parameters = function.get("parameters") or _NO_PARAMETERS
     types = parameters.get("type", "object")
     if types != "object" and not (isinstance(types, list) and "object" in types):
@@ -130,7 +135,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _literal(text: str, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:
-    """Return a text as it stands in a rule; marks that are tokens stand there by their ids."""
+    """Return a literal text for a rule; marks that are added tokens become token ids."""
     tokens = {
         token: vocabulary.added[token] for token in syntax.tokens if token in vocabulary.added
     }
