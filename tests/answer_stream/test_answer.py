@@ -66,14 +66,14 @@ def test_one_body_holds_every_choice_and_the_usage(tokenizer):
     assert answer.ended
 
 
-def test_what_is_queued_goes_out_as_one_chunk(tokenizer):
+def test_queued_outputs_leave_as_one_chunk(tokenizer):
     answer = Answer(replace(CALL, stream=True), [(1,)], Vocabulary(tokenizer))
     outputs = [tokens(tokenizer, word) for word in ("one ", "two ", "three")]
     assert len(answer.take(outputs)) == 1
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS])
-def test_each_event_says_what_its_choice_has_taken_where_that_is_asked_for(tokenizer, endpoint):
+def test_continuous_usage_is_in_each_event_if_asked_for(tokenizer, endpoint):
     call = replace(CALL, endpoint=endpoint, stream=True, include_usage=True, continuous_usage=True)
     answer = Answer(replace(call, n=2), [(1,) * 3], Vocabulary(tokenizer))
     outputs = [tokens(tokenizer, "ab", 0), tokens(tokenizer, "cde", 1)]
@@ -91,7 +91,7 @@ def test_each_event_says_what_its_choice_has_taken_where_that_is_asked_for(token
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_message_names_the_stop_string_and_what_was_cached(tokenizer, stream):
+def test_a_message_has_its_stop_string_and_cached_tokens(tokenizer, stream):
     call = replace(
         CALL, endpoint=Endpoint.MESSAGES, stop=("?", "!", "!!"), stream=stream, max_tokens=20
     )
@@ -136,7 +136,7 @@ def test_a_failure_is_a_refusal(tokenizer):
     assert answer.ended
 
 
-def test_a_failure_in_mid_stream_is_one_behind_what_was_made(tokenizer):
+def test_a_failure_within_a_stream_follows_the_bytes_before_it(tokenizer):
     answer = Answer(replace(CALL, stream=True), [(1,)], Vocabulary(tokenizer))
     failure = Failed("r1", StepFailed("the step failed"))
     chunk, refusal = answer.take([tokens(tokenizer, "some"), failure])
@@ -144,15 +144,15 @@ def test_a_failure_in_mid_stream_is_one_behind_what_was_made(tokenizer):
     assert refusal == Refusal("generation_failed", "the step failed")
 
 
-def test_a_failed_body_is_a_refusal_whenever_it_fails(tokenizer):
+def test_a_failure_of_a_body_is_always_a_refusal(tokenizer):
     answer = Answer(CALL, [(1,)], Vocabulary(tokenizer))
     answer.take([tokens(tokenizer, "some")])
     (refusal,) = answer.take([Failed("r1", StepFailed("the step failed"))])
     assert refusal == Refusal("generation_failed", "the step failed")
 
 
-def test_the_end_of_a_large_body_holds_up_no_stream(tokenizer):
-    """What is encoded at the end is done in one turn of the loop that all streams share."""
+def test_the_end_of_a_large_body_blocks_no_stream(tokenizer):
+    """Encoding at the end runs in one callback of the event loop that all streams share."""
     call = replace(CALL, sampling=SamplingParams(logprobs=20))
     likely = TokenLogprobs(-0.5, tuple((token, -0.5) for token in range(20)))
     answer = Answer(call, [(1,)], Vocabulary(tokenizer))
@@ -182,7 +182,7 @@ def marked(tokenizer):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_calls_are_told_apart_from_what_is_said(tokenizer, stream):
+def test_calls_are_separated_from_text(tokenizer, stream):
     own = marked(tokenizer)
     call = chat(tools=ToolUse((TOOL,)), stream=stream)
     answer = Answer(call, [(1,)], Vocabulary(own), HERMES)
@@ -201,7 +201,7 @@ def test_calls_are_told_apart_from_what_is_said(tokenizer, stream):
     assert (said, finish) == ("Let me look.", "tool_calls")
 
 
-def test_without_tools_what_looks_like_a_call_is_text(tokenizer):
+def test_without_tools_a_call_is_text(tokenizer):
     answer = Answer(chat(), [(1,)], Vocabulary(tokenizer), HERMES)
     items = answer.take([tokens(tokenizer, NOW, 0, FinishReason.STOP)])
     message = json.loads(items[-1])["choices"][0]["message"]
@@ -209,7 +209,7 @@ def test_without_tools_what_looks_like_a_call_is_text(tokenizer):
 
 
 @pytest.mark.parametrize("finish", [None, FinishReason.LENGTH])
-def test_the_only_call_that_is_wanted_ends_its_choice(tokenizer, finish):
+def test_a_single_allowed_call_ends_its_choice(tokenizer, finish):
     call = chat(tools=ToolUse((TOOL,), parallel=False))
     answer = Answer(call, [(1,)], Vocabulary(tokenizer), HERMES)
     items = answer.take([tokens(tokenizer, f"{NOW} and more", 0, finish)])
@@ -236,7 +236,7 @@ BEGUN = '<tool_call>\n{"name": "time", "arguments": {"at": "no'
     ],
 )
 @pytest.mark.parametrize("by", ["a stop string", "a stop token", "the limit"])
-def test_a_call_that_is_cut_is_not_told_as_a_whole_one(
+def test_a_cut_off_call_does_not_finish_with_tool_calls(
     tokenizer, stream, text, arguments, finish, by
 ):
     answer = Answer(replace(FORCED, stream=stream), [(1,)], Vocabulary(tokenizer), HERMES)
@@ -262,7 +262,7 @@ def test_a_call_that_is_cut_is_not_told_as_a_whole_one(
 
 
 @pytest.mark.parametrize("text", [BEGUN, CALLED])
-def test_a_message_stops_for_a_tool_only_where_its_call_is_whole(tokenizer, text):
+def test_a_message_stops_for_a_tool_only_if_the_call_is_complete(tokenizer, text):
     call = replace(FORCED, endpoint=Endpoint.MESSAGES, max_tokens=500)
     for stream in (True, False):
         answer = Answer(replace(call, stream=stream), [(1,)], Vocabulary(tokenizer), HERMES)
@@ -298,9 +298,7 @@ def test_an_echo_is_the_prompt_before_the_text(tokenizer, stream, as_ids):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_log_probabilities_of_long_tokens_end_a_body_that_would_be_too_long(
-    tokenizer, monkeypatch, stream
-):
+def test_a_body_ends_at_the_limit_of_its_logprobs_bytes(tokenizer, monkeypatch, stream):
     monkeypatch.setattr("lorikeet.answer_stream.answer.MOST_LOGPROBS_BYTES", 10_000)
     (a,) = tokenizer.encode("a").ids
     likely = TokenLogprobs(-0.5, ((a, -0.5),) * 20)
@@ -320,7 +318,7 @@ def test_log_probabilities_of_long_tokens_end_a_body_that_would_be_too_long(
         assert (b'"length"' if endpoint is Endpoint.CHAT else b'"max_output_tokens"') in items[-1]
 
 
-def test_a_prompt_whose_log_probabilities_no_body_holds_is_refused(tokenizer, monkeypatch):
+def test_prompt_logprobs_too_large_for_a_body_are_refused(tokenizer, monkeypatch):
     monkeypatch.setattr("lorikeet.answer_stream.answer.MOST_LOGPROBS_BYTES", 10_000)
     (a,) = tokenizer.encode("a").ids
     sampling = SamplingParams(prompt_logprobs=1)

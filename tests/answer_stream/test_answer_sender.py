@@ -1,4 +1,4 @@
-"""One call's outputs become delta groups, and an error of our own ends that call alone."""
+"""One call's outputs become delta groups; an exception of our code ends only that call."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ def token(token_id: int, finish: FinishReason | None = None, load_s: float = 0.2
     return Tokens("r", 0, (token_id,), finish, timings=EngineTimings(load_s=load_s))
 
 
-def test_what_was_made_before_the_header_comes_after_it(tokenizer: Tokenizer) -> None:
+def test_outputs_before_the_header_are_sent_after_it(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         one = Started(tokenizer)
         one.sender.take(token(A))
@@ -94,9 +94,7 @@ def test_a_stop_string_aborts_the_choice_that_the_engine_goes_on_with(tokenizer:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_gateway_is_told_now_and_then_how_many_tokens_were_made(
-    tokenizer: Tokenizer, stream: bool
-) -> None:
+def test_running_usage_is_sent_every_few_dozen_tokens(tokenizer: Tokenizer, stream: bool) -> None:
     async def scenario() -> None:
         one = Started(tokenizer, replace(CALL, stream=stream))
         one.sender.begin(HEADER)
@@ -124,7 +122,7 @@ def test_a_failed_request_ends_with_its_refusal(tokenizer: Tokenizer) -> None:
     asyncio.run(scenario())
 
 
-def test_an_error_of_our_own_is_this_answers_alone(
+def test_an_exception_of_our_code_fails_only_its_own_answer(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -138,7 +136,7 @@ def test_an_error_of_our_own_is_this_answers_alone(
     asyncio.run(scenario())
 
 
-def test_a_scored_prompt_lets_others_have_their_turns_and_keeps_the_order(
+def test_prompt_logprobs_yield_to_the_event_loop_and_keep_their_order(
     tokenizer: Tokenizer,
 ) -> None:
     async def scenario() -> None:

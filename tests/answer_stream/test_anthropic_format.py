@@ -1,4 +1,4 @@
-"""The events of a message are Anthropic's, in the order that it publishes, read by its types."""
+"""Events of a message parse with Anthropic's types and come in its documented order."""
 
 import json
 from dataclasses import dataclass, replace
@@ -194,13 +194,13 @@ def test_a_stream_adds_up_to_the_whole_message(choice: Choice) -> None:
         (Choice("a", Ending.STOP, stop="\n\n"), 3, "stop_sequence"),
     ],
 )
-def test_a_message_says_why_it_stopped(choice: Choice, made: int, reason: str) -> None:
+def test_a_message_has_its_stop_reason(choice: Choice, made: int, reason: str) -> None:
     message = whole(choice, replace(USAGE, completion_tokens=made))
     assert (message.stop_reason, message.stop_sequence) == (reason, choice.stop)
     assert message.usage.output_tokens == made
 
 
-def test_what_nothing_was_asked_to_say_is_no_content() -> None:
+def test_an_answer_without_text_has_no_content() -> None:
     call, usage = replace(CALL, max_tokens=0), replace(USAGE, completion_tokens=0)
     message = whole(Choice("", Ending.LENGTH), usage, call)
     assert (message.content, message.stop_reason) == ([], "max_tokens")
@@ -217,7 +217,7 @@ def test_what_nothing_was_asked_to_say_is_no_content() -> None:
         ("", b"{}"),
     ],
 )
-def test_a_tools_input_is_an_object_as_far_as_it_is_there(arguments: str, there: bytes) -> None:
+def test_a_cut_off_tools_input_is_an_object_of_its_beginning(arguments: str, there: bytes) -> None:
     calls = [ToolCallPart(0, "", "call00001", "weather"), ToolCallPart(0, arguments)]
     body = message_body(CALL, Choice("", Ending.LENGTH, calls), USAGE)
     assert b'"input":' + there + b"}" in body
@@ -242,5 +242,5 @@ def test_a_failure_is_the_published_event() -> None:
     }
 
 
-def test_a_count_is_that_of_the_prompt() -> None:
+def test_a_token_count_is_the_prompts() -> None:
     assert json.loads(token_count_body(17)) == {"input_tokens": 17}

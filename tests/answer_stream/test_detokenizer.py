@@ -35,7 +35,7 @@ def test_the_earliest_of_several_stop_strings_wins(tokenizer):
     assert "".join(run(stream, tokenizer.encode("one two three").ids)) == "one "
 
 
-def test_what_only_began_like_a_stop_string_is_sent_after_all(tokenizer):
+def test_an_incomplete_stop_string_is_sent_in_the_end(tokenizer):
     stream = Detokenizer(tokenizer, [], stop=StopStrings(["ENDING"]))
     deltas = run(stream, tokenizer.encode("the END").ids)
     assert deltas[:5] == ["t", "h", "e", " ", ""]
@@ -63,7 +63,7 @@ def undecodable(tokenizer: Tokenizer, kind: str) -> tuple[Tokenizer, int]:
 
 @pytest.mark.parametrize("kind", ["half a character", "special"])
 @pytest.mark.parametrize("count", [1, 60, 61, 64, 200])
-def test_tokens_that_make_no_text_leave_what_comes_around_them_whole(tokenizer, kind, count):
+def test_undecodable_tokens_leave_surrounding_text_intact(tokenizer, kind, count):
     own, token = undecodable(tokenizer, kind)
     before, after = own.encode("so 日").ids, own.encode("本 and 🦜").ids
     stream = Detokenizer(own, own.encode("said ").ids)
@@ -73,7 +73,7 @@ def test_tokens_that_make_no_text_leave_what_comes_around_them_whole(tokenizer, 
 
 
 @pytest.mark.parametrize("kind", ["half a character", "special"])
-def test_tokens_that_make_no_text_cost_the_same_however_many_came_before(tokenizer, kind):
+def test_undecodable_tokens_take_constant_time_each(tokenizer, kind):
     own, token = undecodable(tokenizer, kind)
     stream, took_s = Detokenizer(own, []), []
     for _ in range(6):

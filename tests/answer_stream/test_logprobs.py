@@ -1,4 +1,4 @@
-"""Logprobs go out with the text of their tokens: no sooner, no later, and no more of them."""
+"""Logprobs are sent together with their tokens' text, for exactly these tokens."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def logprobs_of(tokenizer, text):
 
 
 def items(tokenizer, call, text, step, finish=FinishReason.LENGTH, syntax=None):
-    """What is sent of a text that comes `step` tokens at a time; finish None: nothing ends it."""
+    """Sent items of a text fed `step` tokens at a time; finish None leaves the answer open."""
     answer = Answer(call, [(1,)], Vocabulary(tokenizer), syntax)
     ids, logprobs = logprobs_of(tokenizer, text)
     sent = []
@@ -55,7 +55,7 @@ def choices(sent):
         replace(CHAT, stream=True, return_token_ids=True),
     ],
 )
-def test_what_was_told_is_not_kept(tokenizer, call):
+def test_sent_logprobs_are_not_kept(tokenizer, call):
     answer = Answer(call, [(1,)], Vocabulary(tokenizer))
     ids, logprobs = logprobs_of(tokenizer, 20 * TEXT)
     before = [sys.getrefcount(known) for known in logprobs]
@@ -67,7 +67,7 @@ def test_what_was_told_is_not_kept(tokenizer, call):
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 100])
-def test_a_chat_stream_tells_of_each_token_with_its_text(tokenizer, step):
+def test_a_chat_stream_sends_logprobs_with_their_text(tokenizer, step):
     told = []
     for choice in choices(items(tokenizer, replace(CHAT, stream=True), TEXT, step)):
         text = choice["delta"].get("content", "")
@@ -79,7 +79,7 @@ def test_a_chat_stream_tells_of_each_token_with_its_text(tokenizer, step):
     assert len(told) == len(ids)
 
 
-def test_a_whole_chat_tells_the_same_in_one(tokenizer):
+def test_a_chat_body_has_the_logprobs_of_its_stream(tokenizer):
     body = json.loads(items(tokenizer, CHAT, TEXT, 2)[0])
     tokens = body["choices"][0]["logprobs"]["content"]
     streamed = choices(items(tokenizer, replace(CHAT, stream=True), TEXT, 2))
@@ -98,7 +98,7 @@ def test_a_whole_chat_tells_the_same_in_one(tokenizer):
 
 
 @pytest.mark.parametrize("step", [1, 3, 100])
-def test_a_completion_says_where_in_the_text_each_token_begins(tokenizer, step):
+def test_a_completion_has_each_tokens_text_offset(tokenizer, step):
     stream = choices(items(tokenizer, replace(COMPLETION, stream=True), TEXT, step))
     known = [choice["logprobs"] for choice in stream if choice["logprobs"]]
     offsets = [offset for part in known for offset in part["text_offset"]]
@@ -109,7 +109,7 @@ def test_a_completion_says_where_in_the_text_each_token_begins(tokenizer, step):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_tokens_of_a_stop_string_are_not_told(tokenizer, stream):
+def test_tokens_of_a_stop_string_have_no_logprobs(tokenizer, stream):
     call = replace(COMPLETION, stream=stream, stop=("END",))
     sent = items(tokenizer, call, "one EN two END three", 1, finish=None)
     told = choices(sent) if stream else json.loads(sent[0])["choices"]
@@ -118,7 +118,7 @@ def test_tokens_of_a_stop_string_are_not_told(tokenizer, stream):
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 100])
-def test_tokens_of_calls_are_not_told(tokenizer, step):
+def test_tokens_of_calls_have_no_logprobs(tokenizer, step):
     tool = {"type": "function", "function": {"name": "time"}}
     call = replace(CHAT, stream=True, tools=ToolUse((tool,)))
     before, after = "zaż 🦜", " end <tool_"
@@ -134,7 +134,7 @@ def test_tokens_of_calls_are_not_told(tokenizer, step):
     assert [token["logprob"] for token in told] == [known.logprob for known in of_text]
 
 
-def test_without_being_asked_nothing_is_told(tokenizer):
+def test_logprobs_are_only_sent_if_asked_for(tokenizer):
     call = replace(CHAT, sampling=SamplingParams())
     (body,) = [
         item
@@ -161,7 +161,7 @@ def test_special_tokens_are_no_text_and_have_no_bytes(tokenizer):
     assert body["usage"]["completion_tokens"] == 2
 
 
-def test_pieces_of_sentencepiece_are_their_text():
+def test_sentencepiece_tokens_are_named_by_their_text():
     words = {"▁lo": 0, "ri": 1, "<0xF0>": 2, "é": 3}
     tokenizer = Tokenizer(BPE(vocab=words, merges=[], byte_fallback=True))
     tokenizer.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse()])

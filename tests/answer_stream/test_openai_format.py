@@ -1,4 +1,4 @@
-"""The bytes a client gets are OpenAI's, read back with OpenAI's own types."""
+"""Answers' bytes parse with OpenAI's own types."""
 
 import json
 from typing import Any, TypeVar
@@ -108,7 +108,7 @@ def test_a_completion_stream_carries_text_and_finish_in_one_event() -> None:
     assert read.choices[0].finish_reason == "length"
 
 
-def test_nothing_new_is_no_event() -> None:
+def test_an_empty_delta_makes_no_event() -> None:
     stream = EventStream(call(Endpoint.COMPLETIONS, stream=True))
     assert stream.delta(0, "") == b""
 
@@ -177,12 +177,12 @@ def test_a_body_joins_the_pieces_of_tool_calls() -> None:
     ]
 
 
-def test_calls_that_were_cut_off_say_so() -> None:
+def test_cut_off_calls_finish_with_length() -> None:
     body = json_body(call(Endpoint.CHAT), [Choice("", Ending.LENGTH, CALLS)], FinalUsage(5, 0, 7))
     assert json.loads(body)["choices"][0]["finish_reason"] == "length"
 
 
-def test_what_is_said_before_a_call_is_its_content() -> None:
+def test_text_before_a_call_is_the_messages_content() -> None:
     stream = EventStream(call(Endpoint.CHAT, stream=True))
     chunks = events(stream.delta(0, "Let me look.", Ending.TOOL_CALLS, CALLS))
     deltas = [official(ChatCompletionChunk, chunk).choices[0].delta for chunk in chunks]
@@ -208,7 +208,7 @@ def test_logprobs_are_openais_whole_and_streamed(endpoint: Endpoint) -> None:
 
 @pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS])
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_logprobs_that_come_one_by_one_are_as_those_that_come_together(
+def test_logprobs_added_singly_or_together_give_the_same_json(
     endpoint: Endpoint, count: int
 ) -> None:
     tokens = [DRAWN[0]._replace(offset=at) for at in range(count)]

@@ -1,4 +1,4 @@
-"""Completions that echo a scored prompt, byte for byte, and what happens to special tokens."""
+"""Completions with logprobs of their prompts, byte for byte, also of special tokens."""
 
 import json
 import time
@@ -47,7 +47,7 @@ def ids(tokenizer, text):
     return tuple(tokenizer.encode(text).ids)
 
 
-def test_a_prompt_and_its_answer_are_told_as_one_text(tokenizer):
+def test_echoed_prompt_and_answer_have_logprobs_as_one_text(tokenizer):
     h, c3, a9, bang = ids(tokenizer, "hé!")
     space, a, b = ids(tokenizer, " ab")
     answer = Answer(CALL, [(h, c3, a9, bang)], Vocabulary(tokenizer))
@@ -60,7 +60,7 @@ def test_a_prompt_and_its_answer_are_told_as_one_text(tokenizer):
     assert body.decode() == GOLDEN
 
 
-def test_each_choice_begins_with_its_own_prompt_and_both_fields_have_their_own_number(tokenizer):
+def test_each_choice_has_its_own_prompts_logprobs_and_each_field_its_own_number(tokenizer):
     prompts = [ids(tokenizer, text) for text in ("ab", "c")]
     call = replace(CALL, prompts=tuple(prompts), n=2, prompt_logprobs=0)
     answer = Answer(call, prompts, Vocabulary(tokenizer))
@@ -98,7 +98,7 @@ def test_ranks_are_those_of_the_most_likely_tokens(tokenizer, endpoint):
     ]
 
 
-def test_special_tokens_and_the_one_that_ends_it_are_told_and_are_no_text(tokenizer):
+def test_special_tokens_and_the_stop_token_have_logprobs_but_no_text(tokenizer):
     own = Tokenizer.from_str(tokenizer.to_str())
     own.add_special_tokens(["<|bos|>", "<|eos|>"])
     bos, eos = own.token_to_id("<|bos|>"), own.token_to_id("<|eos|>")
@@ -117,8 +117,8 @@ def test_special_tokens_and_the_one_that_ends_it_are_told_and_are_no_text(tokeni
         assert choice["logprobs"]["text_offset"] == [0, 0, 1]
 
 
-def test_the_end_of_a_long_prompt_holds_up_no_stream(tokenizer):
-    """What is encoded at the end is done in one turn of the loop that all streams share."""
+def test_the_end_of_a_long_prompt_blocks_no_stream(tokenizer):
+    """Encoding at the end runs in one callback of the event loop that all streams share."""
     (a,) = ids(tokenizer, "a")
     call = replace(CALL, prompts=((a,) * 5001,), prompt_logprobs=1)
     likely = (TokenLogprobs(-0.5, ((a, -0.5),)),) * 100

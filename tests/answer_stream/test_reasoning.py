@@ -1,4 +1,4 @@
-"""What a model thinks comes apart from its answer, however the text is cut into tokens."""
+"""Thinking is separated from the answer, however the text is cut into tokens."""
 
 import json
 import random
@@ -40,7 +40,7 @@ STEPS = (1, 2, 3, 100)
 
 
 def split(text: str, thinking: Thinking) -> tuple[str, str]:
-    """What is thought and what is answered, read off the whole text."""
+    """Split a whole text into thinking and answer."""
     if thinking is Thinking.POSSIBLE:
         opening = re.match(r"\s*<think>", text)
         if opening is None:
@@ -51,7 +51,7 @@ def split(text: str, thinking: Thinking) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("thinking", [Thinking.POSSIBLE, Thinking.BEGUN])
-def test_any_text_in_any_pieces_is_split_as_its_whole(thinking: Thinking) -> None:
+def test_any_text_in_any_pieces_is_parsed_like_the_whole_text(thinking: Thinking) -> None:
     dice = random.Random(0)
     words = ("<think>", "</think>", "<thi", "</th", "ink>", "<", "\n", "\n\n", " ", "a", "é")
     for _ in range(3000):
@@ -78,7 +78,7 @@ def test_whitespace_before_a_tag_costs_the_same_however_much_came_before() -> No
     assert parser.push("word") == " " * 400_000 + "word"
 
 
-def test_nothing_is_held_back_that_can_be_no_tag() -> None:
+def test_text_that_cannot_begin_a_tag_is_not_held_back() -> None:
     parser = ReasoningParser(Thinking.BEGUN)
     sent = []
     for piece in ("so ", "a <", " b", "\n", "c</th", "is\n\n", "</think>", "\n", "x"):
@@ -98,7 +98,7 @@ def test_nothing_is_held_back_that_can_be_no_tag() -> None:
         ("<|assistant|><think>\n\n</think>\n\n", Thinking.NEVER),
     ],
 )
-def test_the_end_of_a_prompt_says_whether_thinking_has_begun(
+def test_the_end_of_a_prompt_decides_whether_thinking_has_begun(
     prompt: str, thinking: Thinking
 ) -> None:
     assert thinking_behind(prompt) is thinking
@@ -113,7 +113,9 @@ def test_the_end_of_a_prompt_says_whether_thinking_has_begun(
         ("", Thinking.POSSIBLE),
     ],
 )
-def test_what_is_continued_says_whether_thinking_goes_on(said: str, thinking: Thinking) -> None:
+def test_a_continued_message_decides_whether_thinking_goes_on(
+    said: str, thinking: Thinking
+) -> None:
     assert thinking_within(said) is thinking
 
 
@@ -135,7 +137,7 @@ def answered(
     finish: FinishReason | None = FinishReason.STOP,
     thinking: Thinking = Thinking.POSSIBLE,
 ) -> tuple[list[bytes], FinalUsage | None]:
-    """What is sent of a text that comes so many tokens at a time."""
+    """Sent bytes and usage of a text fed `step` tokens at a time."""
     answer = Answer(call, [(1,)], Vocabulary(tokenizer), HERMES, thinking)
     ids = tokenizer.encode(text).ids
     sent: list[Any] = []
@@ -167,7 +169,7 @@ def message(sent: list[bytes]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tags", ["letters", "tokens", "special"])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_chat_streams_what_is_thought_before_what_is_said(
+def test_a_chat_streams_thinking_before_the_answer(
     tokenizer: Tokenizer, tags: str, step: int
 ) -> None:
     own = with_tags(tokenizer, tags)
@@ -190,7 +192,7 @@ def test_a_chat_streams_what_is_thought_before_what_is_said(
     assert usage.completion_tokens == 2 * len(own.encode(TEXT + "<|other|>").ids)
 
 
-def test_where_a_model_does_not_think_its_answer_is_as_it_wrote_it(tokenizer: Tokenizer) -> None:
+def test_without_thinking_the_answer_is_unchanged(tokenizer: Tokenizer) -> None:
     for text in ("\n It is <think>no</think>", "<thinking>", " \n", ""):
         sent, usage = answered(tokenizer, CHAT, text + " ")
         assert message(sent) == {"role": "assistant", "content": text + " ", "refusal": None}
@@ -198,7 +200,7 @@ def test_where_a_model_does_not_think_its_answer_is_as_it_wrote_it(tokenizer: To
         assert usage.reasoning_tokens == 0
 
 
-def test_nothing_thought_is_no_reasoning(tokenizer: Tokenizer) -> None:
+def test_empty_thinking_is_no_reasoning(tokenizer: Tokenizer) -> None:
     sent, usage = answered(tokenizer, CHAT, "<think>\n\n</think>\n\nYes.")
     assert message(sent) == {"role": "assistant", "content": "Yes.", "refusal": None}
     assert usage is not None
@@ -206,7 +208,7 @@ def test_nothing_thought_is_no_reasoning(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_may_end_in_mid_thought(tokenizer: Tokenizer, stream: bool) -> None:
+def test_an_answer_may_end_within_thinking(tokenizer: Tokenizer, stream: bool) -> None:
     call = replace(CHAT, stream=stream, tools=ToolUse((TOOL,), forced=("time",)))
     text = f"\nI call {NOW}</th"
     sent, usage = answered(
@@ -221,7 +223,7 @@ def test_an_answer_may_end_in_mid_thought(tokenizer: Tokenizer, stream: bool) ->
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_calls_are_looked_for_behind_the_thinking_alone(tokenizer: Tokenizer, step: int) -> None:
+def test_calls_are_parsed_only_after_the_thinking(tokenizer: Tokenizer, step: int) -> None:
     call = replace(CHAT, tools=ToolUse((TOOL,)))
     sent, _ = answered(tokenizer, call, f"<think>{NOW}?</think>\n{NOW}", step)
     told = message(sent)
@@ -231,7 +233,7 @@ def test_calls_are_looked_for_behind_the_thinking_alone(tokenizer: Tokenizer, st
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_stop_strings_end_answers_and_no_thinking(tokenizer: Tokenizer, step: int) -> None:
+def test_stop_strings_do_not_apply_to_thinking(tokenizer: Tokenizer, step: int) -> None:
     call = replace(CHAT, stream=True, stop=("two", "\n\n", "think"))
     sent, _ = answered(tokenizer, call, f"{TEXT} And two more", step, None)
     assert joined(sent, "reasoning_content") == THOUGHT
@@ -241,7 +243,7 @@ def test_stop_strings_end_answers_and_no_thinking(tokenizer: Tokenizer, step: in
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("tags", ["letters", "tokens", "special"])
 @pytest.mark.parametrize("called", ["", NOW])
-def test_logprobs_are_of_the_answers_tokens(
+def test_only_the_answers_tokens_have_logprobs(
     tokenizer: Tokenizer, step: int, tags: str, called: str
 ) -> None:
     own = with_tags(tokenizer, tags)
@@ -256,7 +258,7 @@ def test_logprobs_are_of_the_answers_tokens(
     assert joined(sent, "content") == "It is 4. é"
 
 
-def test_a_token_that_is_thinking_and_answer_has_a_logprob(tokenizer: Tokenizer) -> None:
+def test_a_token_across_thinking_and_answer_has_a_logprob(tokenizer: Tokenizer) -> None:
     own = Tokenizer.from_str(tokenizer.to_str())
     own.add_tokens([AddedToken(">\n\nI", normalized=False)])
     call = replace(CHAT, sampling=SamplingParams(logprobs=1), tools=ToolUse((TOOL,)))
@@ -267,7 +269,7 @@ def test_a_token_that_is_thinking_and_answer_has_a_logprob(tokenizer: Tokenizer)
     assert usage.reasoning_tokens == len(TEXT) - len("\n\nIt is 4.")
 
 
-def test_an_unfinished_character_in_mid_thought_has_no_logprob(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_within_thinking_has_no_logprob(tokenizer: Tokenizer) -> None:
     call = replace(CHAT, sampling=SamplingParams(logprobs=1))
     answer = Answer(call, [(1,)], Vocabulary(tokenizer), None, Thinking.BEGUN)
     ids = tuple(tokenizer.encode("a🦜").ids[:-1])

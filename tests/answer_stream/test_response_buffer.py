@@ -1,4 +1,4 @@
-"""Pieces of a stream are joined as far as the gateway needs it, and never held back otherwise."""
+"""Deltas are joined only as far as the gateway needs it, and not delayed otherwise."""
 
 import asyncio
 from itertools import pairwise
@@ -21,7 +21,7 @@ async def fill(buffer: ResponseBuffer, deltas: list[bytes], step_s: float) -> No
 
 
 async def take_all(rest_s: float, deltas: list[bytes], step_s: float) -> list[tuple[float, bytes]]:
-    """When each delta was taken, and what was in it."""
+    """Return each taken delta with its time."""
     loop, buffer, taken = asyncio.get_running_loop(), ResponseBuffer(lambda: rest_s), []
     filling = loop.create_task(fill(buffer, deltas, step_s))
     while items := await buffer.take():
@@ -32,7 +32,7 @@ async def take_all(rest_s: float, deltas: list[bytes], step_s: float) -> list[tu
     return taken
 
 
-def test_what_comes_too_often_is_joined_and_nothing_is_lost() -> None:
+def test_too_frequent_deltas_are_joined_without_loss() -> None:
     deltas = [b"%d," % number for number in range(40)]
     taken = asyncio.run(take_all(REST_S, deltas, step_s=0.005))
     times_s = [at_s for at_s, _ in taken]
@@ -43,7 +43,7 @@ def test_what_comes_too_often_is_joined_and_nothing_is_lost() -> None:
 
 
 @pytest.mark.parametrize("rest_s", [0.0, 0.001])
-def test_what_comes_seldom_enough_is_not_held_back(rest_s: float) -> None:
+def test_infrequent_deltas_are_not_delayed(rest_s: float) -> None:
     deltas = [b"%d," % number for number in range(10)]
     taken = asyncio.run(take_all(rest_s, deltas, step_s=0.01))
     assert [delta for _, delta in taken] == deltas
@@ -66,7 +66,7 @@ def test_neither_the_first_bytes_after_a_header_nor_the_end_wait() -> None:
     assert asyncio.run(scenario()) < 1
 
 
-def test_what_came_before_a_failure_is_told_first() -> None:
+def test_items_before_a_failure_are_taken_first() -> None:
     async def scenario() -> None:
         buffer = ResponseBuffer(lambda: 60.0)
         buffer.put((HEADER, b"a"), ended=False)
@@ -79,7 +79,7 @@ def test_what_came_before_a_failure_is_told_first() -> None:
     asyncio.run(scenario())
 
 
-def test_a_whole_answer_does_not_fail_any_more() -> None:
+def test_a_complete_answer_cannot_fail() -> None:
     async def scenario() -> list[StreamItem]:
         buffer = ResponseBuffer(lambda: 0.0)
         buffer.put((b"a",), ended=True)
@@ -90,7 +90,7 @@ def test_a_whole_answer_does_not_fail_any_more() -> None:
     assert asyncio.run(scenario()) == [b"a"]
 
 
-def test_a_gateway_knows_which_replicas_owe_it_an_answer() -> None:
+def test_a_gateway_knows_replicas_with_unfinished_answers() -> None:
     async def scenario() -> None:
         buffers = ResponseBuffers()
         with buffers.opened("a") as buffer:
@@ -104,8 +104,8 @@ def test_a_gateway_knows_which_replicas_owe_it_an_answer() -> None:
     asyncio.run(scenario())
 
 
-def test_streams_share_what_a_gateway_passes_on() -> None:
-    """With N buffers open each may have four deltas a second; of 40 in a second some eight come."""
+def test_streams_share_a_gateways_delta_rate() -> None:
+    """N open buffers leave each four deltas a second; 40 deltas in a second become some eight."""
 
     async def scenario() -> tuple[int, float]:
         loop, buffers, taken = asyncio.get_running_loop(), ResponseBuffers(), 0

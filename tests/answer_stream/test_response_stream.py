@@ -1,4 +1,4 @@
-"""All that is new for a gateway goes there as one message, whole and in order."""
+"""All new items for a gateway travel in one message, complete and in order."""
 
 import asyncio
 import pickle
@@ -18,7 +18,7 @@ from lorikeet_engine.errors import EngineClosed
 HEADER, USAGE = AnswerHeader("r0", None, None), FinalUsage(1, 0, 2)
 
 
-def test_what_is_put_before_it_is_taken_travels_together() -> None:
+def test_items_put_before_a_take_form_one_message() -> None:
     async def scenario() -> None:
         stream = ResponseStream()
         stream.put("a", (HEADER,))
@@ -38,7 +38,7 @@ def test_what_is_put_before_it_is_taken_travels_together() -> None:
     asyncio.run(scenario())
 
 
-def test_a_message_is_no_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_stay_within_the_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_stream_module, "_MESSAGE_BYTES", 100)
 
     async def scenario() -> list[int]:
@@ -50,7 +50,7 @@ def test_a_message_is_no_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) 
     assert asyncio.run(scenario()) == [3, 3, 3, 1]
 
 
-def test_a_large_answer_is_cut_and_holds_up_no_other() -> None:
+def test_a_large_answer_is_split_and_delays_no_other() -> None:
     """gRPC carries 16 MiB at most; a larger message would cut every answer to its gateway."""
     body = b"".join(b"%09d," % number for number in range(2_000_000))  # 20 MB
 
@@ -94,7 +94,7 @@ def test_an_answer_on_a_stream_that_closes_is_lost_and_others_go_on() -> None:
     asyncio.run(scenario())
 
 
-def test_a_call_waits_a_moment_for_its_gateway_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_waits_for_its_gateway_to_open_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         streams = ResponseStreams()
         early = asyncio.create_task(streams.to("g0"))
@@ -108,7 +108,7 @@ def test_a_call_waits_a_moment_for_its_gateway_to_listen(monkeypatch: pytest.Mon
     asyncio.run(scenario())
 
 
-def test_only_bytes_that_follow_each_other_are_joined() -> None:
+def test_only_consecutive_bytes_are_joined() -> None:
     assert joined([b"1", b"2", HEADER, HEADER, b"3", USAGE, b"4", b"5"]) == (
         [b"12", HEADER, HEADER, b"3", USAGE, b"45"]
     )

@@ -1,4 +1,4 @@
-"""The events of a response are OpenAI's, in the order of its reference, read by its own types."""
+"""Events of a response parse with OpenAI's types and come in its documented order."""
 
 import json
 from dataclasses import replace
@@ -105,7 +105,7 @@ def test_an_empty_answer_is_an_empty_message() -> None:
     assert kinds(read) == [*BEGIN, *TEXT_BEGIN, *TEXT_END, "response.completed"]
 
 
-def test_text_behind_a_call_is_a_message_of_its_own() -> None:
+def test_text_after_a_call_is_a_separate_message() -> None:
     stream = ResponseEventStream(CALL)
     raw = stream.delta(0, "a", None, CALLS[:2]) + stream.delta(0, "b", Ending.STOP)
     output = events(raw + stream.end(USAGE))[-1]["response"]["output"]
@@ -154,7 +154,7 @@ def test_a_whole_response_is_what_the_stream_ends_with() -> None:
         assert events(raw)[-1]["response"] == body
 
 
-def test_arguments_that_never_came_are_empty() -> None:
+def test_missing_arguments_are_empty() -> None:
     calls = [ToolCallPart(0, "", "call00001", "weather")]
     body = json.loads(response_body(CALL, Choice("", Ending.LENGTH, calls), USAGE))
     assert body["output"][0]["arguments"] == ""

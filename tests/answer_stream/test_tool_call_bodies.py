@@ -1,4 +1,4 @@
-"""Calls of tools in Python, and as FunctionGemma writes them: read, and held to schemas."""
+"""Tool calls in Python and FunctionGemma syntax are parsed and held to schemas."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ NESTED_TEXT = {
         (FUNCTION_GEMMA, "as FunctionGemma's"),
     ],
 )
-def test_nested_arguments_are_read_as_they_are_meant(syntax, written, size):
+def test_nested_arguments_are_parsed(syntax, written, size):
     form = "call:time{%s}" if syntax is FUNCTION_GEMMA else "time(%s)"
     text = syntax.before + form % NESTED_TEXT[written] + syntax.after
     assert read(ToolCallParser(syntax, USE), text, size) == ("", [("time", NESTED)])
@@ -71,7 +71,7 @@ def test_nested_arguments_are_read_as_they_are_meant(syntax, written, size):
         (FUNCTION_GEMMA, "<start_function_call>call:time{}call:time{}<end_function_call>"),
     ],
 )
-def test_what_is_no_proper_call_stays_text(syntax, text, size):
+def test_malformed_calls_stay_text(syntax, text, size):
     assert read(ToolCallParser(syntax, USE), text, size) == (text, [])
 
 
@@ -106,14 +106,14 @@ def test_text_that_cannot_become_a_call_is_not_held_back():
         "at=1) and 'a",
     ],
 )
-def test_text_in_which_no_call_can_go_on_is_not_held_back(syntax, within):
+def test_text_that_cannot_continue_a_call_is_not_held_back(syntax, within):
     parser, begun = ToolCallParser(syntax, USE), f"{syntax.before}time({within}"
     assert "".join(parser.push(char)[0] for char in begun) == begun
     assert parser.push(" more") == (" more", [])
 
 
 @pytest.mark.parametrize("within", ["at='it", "at=\"it's", 'at={"a": [1, \'b', '"at', "at={'a"])
-def test_what_may_become_a_call_is_held_back(within):
+def test_text_that_may_become_a_call_is_held_back(within):
     parser = ToolCallParser(PYTHON_LIST, USE)
     assert parser.push(f"[time({within}") == ("", [])
     assert parser.push(" not yet") == ("", [])
@@ -139,7 +139,7 @@ def test_the_time_to_read_calls_in_python_is_linear_in_their_length(long):
 @pytest.mark.parametrize(
     ("syntax", "around"), [(PYTHON_LIST, "[f(a=[{}])]"), (FUNCTION_GEMMA, "call:f{{a:[{}]}}")]
 )
-def test_calls_of_more_values_than_are_read_in_one_turn_are_none(syntax, around):
+def test_calls_with_too_many_values_stay_text(syntax, around):
     (call,) = calls_of(around.format("1," * 4000), syntax)
     assert call == ("f", {"a": [1] * 4000})
     with pytest.raises(ValueError, match="at most 4096 values"):

@@ -1,4 +1,4 @@
-"""Calls of tools: read off what models write, whole and in deltas, and forced by a grammar."""
+"""Tool calls are parsed from models' output, whole and in deltas, and forced by grammars."""
 
 import json
 import time
@@ -102,7 +102,7 @@ def calls_of(deltas):
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize("written", WRITTEN)
-def test_calls_are_read_whatever_pieces_they_come_in(written, size):
+def test_calls_are_parsed_however_the_text_is_cut(written, size):
     syntax, text = WRITTEN[written]
     said, calls = read(ToolCallParser(syntax, USE), text, size)
     assert said == ("" if syntax in UNMARKED else "Let me look.")
@@ -132,7 +132,7 @@ def test_calls_are_read_whatever_pieces_they_come_in(written, size):
         (HERMES, '<tool_call>{"name": "time", "arguments": {"at": 1e999}}</tool_call>'),
     ],
 )
-def test_what_is_no_proper_call_stays_text(syntax, text, size):
+def test_malformed_calls_stay_text(syntax, text, size):
     assert read(ToolCallParser(syntax, USE), text, size) == (text, [])
 
 
@@ -143,13 +143,13 @@ def test_text_that_cannot_become_a_call_is_not_held_back():
     assert parser.push("box>") == (" <toolbox>", [])
 
 
-def test_a_call_after_a_broken_one_is_read():
+def test_a_call_after_a_malformed_one_is_parsed():
     broken = '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'
     said, calls = read(ToolCallParser(HERMES, USE), f"{broken}<tool_call>{NOW}</tool_call>", 3)
     assert (said, calls) == (broken, [("time", {})])
 
 
-def test_one_call_is_enough_where_several_are_not_wanted():
+def test_without_parallel_calls_the_first_call_ends_the_choice():
     for syntax, text in WRITTEN.values():
         parser = ToolCallParser(syntax, ToolUse(TOOLS, parallel=False))
         assert read(parser, text, 1)[1] == BOTH[:1]
@@ -175,7 +175,7 @@ def test_one_call_is_enough_where_several_are_not_wanted():
         ("{{ 'you must respond with a python list of the function calls' }}", PYTHON_LIST),
     ],
 )
-def test_the_syntax_is_read_off_the_template(template, syntax):
+def test_the_syntax_follows_from_the_template(template, syntax):
     assert syntax_of(template) is syntax
 
 
@@ -198,7 +198,7 @@ def forced(syntax, *calls):
 
 
 def allows(demo, grammar):
-    """Whether a text is what a grammar wants, from its first to its last character."""
+    """Return a function that tells if a grammar allows a text as a whole answer."""
     tokenizer = from_tokenizer(demo)
 
     def allowed(text):
@@ -257,7 +257,7 @@ def test_calls_may_be_an_alternative_to_an_answer_in_a_format(demo, syntax):
     assert not anything("[1]")
 
 
-def test_one_forced_call_is_all(demo):
+def test_without_parallel_calls_only_one_forced_call_is_allowed(demo):
     vocabulary = Vocabulary(demo.backend_tokenizer)
     grammar = call_grammar(ToolUse(TOOLS, ("time",), parallel=False), HERMES, vocabulary)
     matcher = LLMatcher(from_tokenizer(demo), grammar)
@@ -283,14 +283,14 @@ def test_marks_that_are_special_tokens_are_forced_as_tokens(demo):
 @pytest.mark.parametrize(
     "syntax", [HERMES, MISTRAL, GRANITE, LLAMA], ids=["hermes", "mistral", "granite", "llama"]
 )
-def test_forced_calls_are_read_as_they_come(syntax, size):
+def test_forced_calls_are_streamed(syntax, size):
     assert read(ForcedCallParser(syntax), forced(syntax, *BOTH), size) == ("", BOTH)
 
 
 @pytest.mark.parametrize(
     "syntax", [HERMES, MISTRAL, GRANITE, LLAMA], ids=["hermes", "mistral", "granite", "llama"]
 )
-def test_wherever_forced_calls_are_cut_it_is_known_whether_all_are_whole(syntax):
+def test_a_cut_among_forced_calls_shows_whether_all_are_complete(syntax):
     text = forced(syntax, *BOTH)
     for end in range(len(text) + 1):
         parser, arguments = ForcedCallParser(syntax), {}
@@ -301,7 +301,7 @@ def test_wherever_forced_calls_are_cut_it_is_known_whether_all_are_whole(syntax)
         assert "" not in arguments.values()
 
 
-def test_what_is_nested_too_deeply_breaks_nothing():
+def test_deep_nesting_breaks_nothing():
     deep = '{"a": ' * 5000 + "1" + "}" * 5000
     text = f'<tool_call>{{"name": "time", "arguments": {deep}}}</tool_call>'
     assert read(ToolCallParser(HERMES, USE), text, 10_000) == (text, [])

@@ -1,4 +1,4 @@
-"""Reads streams of events that name their type, as Anthropic's and the Responses API's do."""
+"""Reader of server-sent events with types, as of the Messages and Responses APIs."""
 
 import json
 from typing import Any

@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_unmet_and_says_why(registered: Lorikeet, tmp_path:
         "acme/support": "unmet",
     }
     said = " ".join(registered.do("pins").split())
-    assert "acme/support@prod acme/support@1 it takes 512 bytes, and pins before it" in said
+    assert "acme/support@prod acme/support@1 it takes 512 bytes, and earlier pins leave" in said
     assert "unmet (`lorikeet pins` says why)" in registered.do("status")
 
 
@@ -137,7 +137,7 @@ def test_what_a_dry_run_could_not_keep_it_says(registered: Lorikeet) -> None:
     registered.engines.said = [replica("r1", 100)]
     said = " ".join(registered.do("pin", "acme/support", "--dry-run").split())
     assert "Would load 0 images" in said
-    assert "it takes 512 bytes, and pins before it leave 100 on gpu at most" in said
+    assert "it takes 512 bytes, and earlier pins leave at most 100 on gpu" in said
 
 
 def test_more_than_a_tenants_budget_is_refused_with_the_numbers(registered: Lorikeet) -> None:

@@ -47,7 +47,7 @@ def test_what_a_lost_replica_counted_fades():
 
 
 def test_only_the_most_used_are_remembered(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demand_module, "_REMEMBERED", 3)
+    monkeypatch.setattr(demand_module, "_MOST_ADAPTERS", 3)
     demand = Demand()
     demand.observe([used("p", **{f"a{n}": n + 1.0 for n in range(10)})], 0.0)
     assert uses_of(demand) == {"a9": 10.0, "a8": 9.0, "a7": 8.0}

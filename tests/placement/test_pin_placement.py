@@ -120,7 +120,7 @@ def test_what_has_no_room_says_how_much_there_is():
     ).shortfalls
     assert shortfall.pin.name == "legal"
     assert shortfall.reason == (
-        "it takes 8 bytes, and pins before it leave 5 on gpu at most: kept on 0 of 1 replicas"
+        "it takes 8 bytes, and earlier pins leave at most 5 on gpu: kept on 0 of 1 replicas"
     )
 
 
@@ -175,7 +175,7 @@ def test_a_tenants_budget_bounds_its_own_pins_by_priority():
     placement = place(*promises, budgets={"acme": 60})
     assert short(placement) == ["support"]
     assert placement.shortfalls[0].reason == (
-        "it takes 40 bytes, and pins before it leave 20 of the tenant's budget of 60"
+        "it takes 40 bytes, and earlier pins leave 20 of the tenant's budget of 60"
     )
 
 

@@ -1,4 +1,4 @@
-"""An engine that starts sooner: named by tests, built in an engine's own process."""
+"""Engine that starts faster: tests name its builder, the engine's process runs it."""
 
 from typing import TYPE_CHECKING
 

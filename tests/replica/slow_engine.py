@@ -1,4 +1,4 @@
-"""Engines that take their time, in another process."""
+"""Slow engines in another process."""
 
 import time
 
@@ -9,7 +9,7 @@ from lorikeet_engine.scheduling.request_queue import InputProcessor
 from tests.replica.quick_engine import quick_engine
 
 SLOW_S = 0.15
-"""How long each takes."""
+"""Seconds that a slow step takes."""
 
 
 def slow_to_submit(settings: Settings, base_model: str) -> Engine:

@@ -1,4 +1,4 @@
-"""What `auto` means on each device, and which settings reach the engine."""
+"""Values of `auto` on each device, and settings that reach the engine."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def told(**environ):
         ("cuda", "bfloat16", MemoryShare(0.9), MemoryShare(0.1), True),
     ],
 )
-def test_what_is_not_set_follows_from_the_device(device, dtype, kv, slot_pool, overlap):
+def test_unset_settings_follow_from_the_device(device, dtype, kv, slot_pool, overlap):
     settings = told(DEVICE=device)
     assert (settings.dtype, settings.adapter_dtype) == (dtype, dtype)
     assert (settings.kv_bytes, settings.adapter_gpu_bytes) == (kv, slot_pool)
@@ -27,12 +27,12 @@ def test_what_is_not_set_follows_from_the_device(device, dtype, kv, slot_pool, o
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_memory_that_is_set_is_the_same_on_every_device(device):
+def test_set_memory_is_the_same_on_every_device(device):
     settings = told(DEVICE=device, KV_CACHE_MEMORY="70%", ADAPTER_GPU_MEMORY="1GiB")
     assert (settings.kv_bytes, settings.adapter_gpu_bytes) == (MemoryShare(0.7), 2**30)
 
 
-def test_a_kv_cache_is_of_the_base_models_dtype_unless_it_is_to_be_fp8():
+def test_a_kv_cache_has_the_base_models_dtype_unless_set_to_fp8():
     assert told().kv_dtype == "auto"
     assert told(KV_DTYPE="fp8").kv_dtype == "fp8"
     two = {"BASE_MODELS": "other=/m/other,lorikeet-demo=demo/model"}
@@ -55,6 +55,6 @@ def test_the_gateway_knows_what_arenas_hold_as_far_as_settings_say(device, pool,
     assert memory.gpus == {"lorikeet-demo": 2}
 
 
-def test_an_inter_token_goal_is_given_in_milliseconds_and_there_is_none_unless_it_is():
+def test_an_inter_token_goal_is_set_in_milliseconds_and_off_by_default():
     assert told().inter_token_goal_s is None
     assert told(INTER_TOKEN_GOAL_MS="12.5").inter_token_goal_s == pytest.approx(0.0125)

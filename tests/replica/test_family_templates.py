@@ -1,4 +1,4 @@
-"""Chat templates as each family's are: how tools are shown, and what thinking looks like.
+"""Chat templates of each family: rendering of tools, and thinking.
 
 The templates are ours, and as short as they can be; each does what is said of its family's.
 """
@@ -39,7 +39,7 @@ EACH_TOOL = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 
 @dataclass(frozen=True, slots=True)
 class ToolTemplate:
-    """How a family's template shows tools, and how its model calls one."""
+    """A family's template with tools, its syntax, and a call in it."""
 
     text: str
     syntax: object
@@ -195,7 +195,7 @@ PARTS = (
 )
 
 
-def test_a_template_that_shows_parts_alone_is_given_parts(tmp_path: Path) -> None:
+def test_a_template_that_renders_only_parts_gets_parts(tmp_path: Path) -> None:
     """LLaVA's: of a string it would show nothing."""
     assert text_of(encoder(tmp_path, PARTS), CHAT) == "[user]hi"
 

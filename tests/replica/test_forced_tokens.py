@@ -1,4 +1,4 @@
-"""What schemas force comes in fewer steps, and is token for token what masks alone let be said."""
+"""Forced tokens take fewer steps, and are the tokens that masks alone would allow."""
 
 import asyncio
 import json
@@ -129,9 +129,7 @@ def mask_of(grammars: ModelGrammars, matcher: TextMatcher) -> list[int]:
 
 @pytest.mark.parametrize("model", ["demo", "words"], indirect=True)
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_masks_of_what_must_follow_are_those_of_matchers_that_were_not_asked_before(
-    model: Path, name: str
-) -> None:
+def test_masks_of_forced_tokens_equal_llguidances_own(model: Path, name: str) -> None:
     grammars, dice, forced = ModelGrammars(model), random.Random(0), 0
     compiled = grammars.compile(schema_grammar(json.dumps(SCHEMAS[name])))
     for _ in range(4):
@@ -165,7 +163,7 @@ class Counting:
         return getattr(self._state, name)
 
 
-def test_of_a_long_text_that_must_follow_llguidance_is_asked_once(words: Path) -> None:
+def test_llguidance_is_asked_once_for_a_long_forced_text(words: Path) -> None:
     text = "adapter of a base model, " * 200
     grammars = ModelGrammars(words)
     matcher = grammars.compile(schema_grammar(json.dumps({"const": text})))
@@ -216,7 +214,7 @@ CALLS = [
 def answered(
     folder: Path, batch_tokens: int, number: Callable[[str], object] = float
 ) -> dict[str, Answered]:
-    """Of each call what a client reads of text, token ids and log probabilities, and its usage."""
+    """Text, token ids, log probabilities and usage of each call."""
     given = {
         "LORIKEET_BASE_MODELS": f"demo={DEMO}",
         "LORIKEET_CATALOG": str(folder / "catalog"),
@@ -248,7 +246,7 @@ def read(call: Call, items: list[StreamItem], number: Callable[[str], object]) -
     return text, [told, choices[-1]["finish_reason"]], usage
 
 
-def test_clients_read_the_same_and_pay_the_same(tmp_path: Path) -> None:
+def test_forced_tokens_change_neither_answers_nor_usage(tmp_path: Path) -> None:
     at_once = answered(tmp_path, 64, lambda text: pytest.approx(float(text), abs=1e-3))
     masked = answered(tmp_path, 4)
     assert without_timings(at_once) == without_timings(masked)
@@ -264,5 +262,5 @@ def test_clients_read_the_same_and_pay_the_same(tmp_path: Path) -> None:
 
 
 def without_timings(answers: dict[str, Answered]) -> dict[str, Answered]:
-    """What does not depend on how many steps there were."""
+    """Parts of answers that do not depend on the number of steps."""
     return {name: (*said, replace(usage, timings=())) for name, (*said, usage) in answers.items()}

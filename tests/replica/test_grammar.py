@@ -1,4 +1,4 @@
-"""JSON schemas as grammars: what a model says under one is what the schema allows."""
+"""Answers under a JSON schema's grammar match the schema."""
 
 import asyncio
 import json
@@ -112,7 +112,7 @@ IDLE = [
     {"minItems": 0, "minLength": 0, "minProperties": 0, "required": [], "patternProperties": {}},
     {"readOnly": True, "deprecated": True, "$comment": "c", "examples": [1], "default": 1},
 ]
-"""What asks for nothing of any value."""
+"""Schemas that allow any value."""
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def sandbox():
 
 @pytest.fixture
 def says(grammars, tokenizer):
-    """Whether an answer may be this text, and no less."""
+    """Return a function that tells if a text is a whole allowed answer."""
 
     def says(schema, text):
         matcher = grammars.compile(schema_grammar(json.dumps(schema)))
@@ -177,7 +177,7 @@ class TestEngine:
 
         return answer
 
-    def test_what_fifty_seeds_say_is_what_the_schemas_allow(self, answer, tokenizer):
+    def test_answers_of_fifty_seeds_match_their_schemas(self, answer, tokenizer):
         prompt = tuple(tokenizer.encode("Tell me about it.").ids)
         bound, plain = [], []
         for seed in range(50):
@@ -214,7 +214,7 @@ class TestGrammars:
         for text in ("[]", "1", '"{}"', "null", "", "{", " {}", "{} "):
             assert not says({}, text), text
 
-    def test_a_model_writes_json_as_printers_do_and_no_endless_spaces(self, says):
+    def test_whitespace_in_json_is_limited(self, says):
         value = {"a": [1, {"b": "c"}], "d": True}
         for indent in (None, 4, "\t"):
             assert says({}, json.dumps(value, indent=indent))
@@ -223,9 +223,7 @@ class TestGrammars:
             assert not says({}, text), text
 
     @pytest.mark.parametrize("idle", IDLE, ids=json.dumps)
-    def test_a_keyword_whose_value_asks_for_nothing_is_no_reason_to_refuse(
-        self, says, sandbox, idle
-    ):
+    def test_a_keyword_without_effect_is_not_refused(self, says, sandbox, idle):
         closed = {"properties": {"a": {"type": "array"} | idle}, "additionalProperties": False}
         for schema in ({"type": "object"} | closed | idle, {"anyOf": [closed | idle, False]}):
             assert sandbox._problem(schema_grammar(json.dumps(schema))) is None
@@ -233,7 +231,7 @@ class TestGrammars:
             assert says(schema, '{"a": [1, 1]}')
             assert not says(schema, '{"b": 1}')
 
-    def test_what_only_has_such_a_keywords_name_stays(self, says):
+    def test_a_property_named_like_such_a_keyword_stays(self, says):
         named = {"uniqueItems": {"type": "integer"}, "not": {"const": {"uniqueItems": False}}}
         schema = {"type": "object", "properties": named, "additionalProperties": False}
         assert says(schema, '{"uniqueItems": 3, "not": {"uniqueItems": false}}')
@@ -243,11 +241,11 @@ class TestGrammars:
             assert says(form, '{"uniqueItems": false}')
             assert not says(form, "{}")
 
-    def test_a_schema_cannot_loosen_what_it_is_held_to(self, sandbox):
+    def test_a_schema_cannot_change_the_layout(self, sandbox):
         loose = {"x-guidance": {"lenient": True}, "type": "object", "not": {"required": ["a"]}}
         assert "not" in sandbox._problem(schema_grammar(json.dumps(loose)))
 
-    def test_a_schema_cannot_ask_for_what_is_no_json(self, says):
+    def test_a_schema_cannot_ask_for_invalid_json(self, says):
         schema = {"type": "object", "required": ["a", "b"], "additionalProperties": False}
         schema["properties"] = {"a": {"type": "integer"}, "b": {"type": "integer"}}
         schema["x-guidance"] = {"item_separator": ";", "key_separator": "="}
@@ -266,7 +264,7 @@ class TestGrammars:
         assert not matcher.must_end
         assert EOS not in digits
 
-    def test_a_copy_goes_its_own_way(self, grammars, tokenizer):
+    def test_a_copied_matcher_is_independent(self, grammars, tokenizer):
         first = grammars.compile(schema_grammar('{"enum": ["ab", "ac"]}'))
         for token in tokenizer.encode('"a', add_special_tokens=False).ids:
             first.accept(token)
@@ -285,7 +283,7 @@ class TestGrammars:
         matcher = grammars.compile(schema_grammar("{}"))
         assert possible(grammars, matcher, vocabulary) == possible(grammars, matcher)
 
-    def test_a_mask_where_a_text_may_have_few_more_characters_takes_no_longer(self, tmp_path):
+    def test_a_mask_near_a_max_length_takes_no_longer(self, tmp_path):
         size = 60_000
         words = random_vocabulary(size)
         words.save(str(tmp_path / "tokenizer.json"))
@@ -309,7 +307,7 @@ class TestGrammars:
         assert max(ending_s) < 3 * free_s, (free_s, ending_s)
 
     @pytest.mark.parametrize("schema", FORMS.values(), ids=FORMS)
-    def test_a_mask_has_the_tokens_that_it_has_where_all_are_walked(self, tmp_path, schema):
+    def test_a_mask_equals_one_without_slices(self, tmp_path, schema):
         size, dice = 4000, np.random.default_rng(7)
         random_vocabulary(size).save(str(tmp_path / "tokenizer.json"))
         write_config(tmp_path, {"eos_token_id": size - 1})
@@ -331,7 +329,7 @@ class TestGrammars:
             assert theirs.consume_token(token)
         assert texts > 0 or schema is FORMS["enums"]
 
-    def test_errors_do_not_say_what_was_said(self, grammars, tokenizer):
+    def test_errors_do_not_quote_sampled_text(self, grammars, tokenizer):
         matcher = grammars.compile(schema_grammar('{"enum": ["planted secret"]}'))
         for token in tokenizer.encode('"planted s', add_special_tokens=False).ids:
             matcher.accept(token)
@@ -403,7 +401,7 @@ class TestRefusals:
         form["properties"] = {f"field_{i}": {"type": "string"} for i in range(2000)}
         assert "too complex to follow on" in self.refused(sandbox, form).message
 
-    def test_it_works_under_a_limit_of_memory_that_it_must_not_raise(self):
+    def test_the_sandbox_works_under_a_hard_memory_limit(self):
         code = (
             "import resource, pathlib\n"
             "from lorikeet.replica.grammars.sandbox import GrammarSandbox\n"
@@ -428,7 +426,7 @@ class TestRefusals:
         finally:
             os.kill(sandbox._process.pid, signal.SIGCONT)
 
-    def test_a_machine_without_time_says_nothing_of_a_grammar(self, sandbox, monkeypatch):
+    def test_a_busy_machine_is_not_the_grammars_fault(self, sandbox, monkeypatch):
         asyncio.run(sandbox.check(self.CALL, "start: /c/"))  # starts its process
         with monkeypatch.context() as patch:
             patch.setattr(grammar_sandbox, "_WALL_S", 0.2)
@@ -452,7 +450,7 @@ class TestRefusals:
         asyncio.run(sandbox.check(self.CALL, "start: /b/"))
 
     @pytest.mark.parametrize(("schema", "reason"), BAD, ids=lambda value: str(value)[:20])
-    def test_the_reason_says_nothing_of_a_grammar_around_a_schema(self, sandbox, schema, reason):
+    def test_the_reason_does_not_mention_the_grammar_around_a_schema(self, sandbox, schema, reason):
         alone = self.refused(sandbox, schema).message
         with pytest.raises(InvalidInput) as refused:
             asyncio.run(sandbox.check(self.CALL, f"start: a\na: %json {json.dumps(schema)}\n"))
@@ -472,7 +470,7 @@ class TestRefusals:
             schema_grammar(text)
         assert refused.value.param == "response_format"
 
-    def test_so_is_a_schema_that_is_too_long(self):
+    def test_a_schema_that_is_too_long_is_refused(self):
         with pytest.raises(InvalidInput, match="characters"):
             schema_grammar(json.dumps({"enum": ["x" * 300_000]}))
 

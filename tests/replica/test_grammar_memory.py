@@ -1,4 +1,4 @@
-"""What compiled JSON schemas take of a process is bounded, and returns when nobody uses them."""
+"""Memory of compiled JSON schemas is bounded, and freed after use."""
 
 import ctypes
 import subprocess
@@ -39,7 +39,7 @@ print(at_most - before, resident_mib() - before)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
-def test_a_tenant_with_64_large_schemas_takes_its_share_and_the_memory_returns() -> None:
+def test_a_tenants_64_large_schemas_take_bounded_memory_and_free_it() -> None:
     command = [sys.executable, "-c", PROGRAM, str(DEMO)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     taken_mib, left_mib = map(float, ran.stdout.split())

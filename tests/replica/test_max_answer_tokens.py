@@ -1,4 +1,4 @@
-"""How long an answer may be: by the engine's context, a limit of the caller's, and its size."""
+"""Limits of an answer: the engine's context, the caller's limit, and the body's size."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def test_a_prompt_that_leaves_no_room_is_named(endpoint, param):
     assert raised.value.param == param
 
 
-def test_what_the_engine_cannot_hold_is_left_for_it_to_refuse():
+def test_requests_beyond_the_engines_context_are_left_to_the_engine():
     assert max_answer_tokens(call(None, None), ((1,) * 100,), ENGINE) == 1
 
 
@@ -76,7 +76,7 @@ def test_an_answer_without_max_tokens_is_cut_to_what_one_body_holds():
     assert max_tokens_in_body(with_logprobs(5), 1, 4096) == 4096
 
 
-def test_prompts_that_are_scored_take_their_part_of_a_body():
+def test_prompt_logprobs_count_toward_a_body():
     prompts = [(1,) * 1000] * 3
     echoing = replace(with_logprobs(1), echo=True, n=2, endpoint=Endpoint.COMPLETIONS)
     assert count_prompt_logprobs(echoing, prompts) == 3000 * 2 * 2
@@ -88,7 +88,7 @@ def test_prompts_that_are_scored_take_their_part_of_a_body():
     assert count_prompt_logprobs(with_logprobs(20), prompts) == 0
 
 
-def test_prompts_that_no_body_holds_are_refused():
+def test_prompt_logprobs_beyond_a_body_are_refused():
     telling = replace(with_logprobs(None), prompt_logprobs=20)
     assert count_prompt_logprobs(telling, [(1,) * 24_966]) == 24_966 * 21
     with pytest.raises(InvalidInput, match=r"24967 tokens with 21 .* 524288") as raised:
@@ -107,7 +107,7 @@ def test_a_streamed_response_repeats_its_logprobs_so_it_holds_a_quarter() -> Non
     assert max_tokens_in_body(replace(streamed, stream=False), 1, 131_072) == 2**19 // 6
 
 
-def test_prompts_that_each_choice_repeats_have_to_fit_into_one_body():
+def test_repeated_prompts_must_fit_one_body():
     asked = replace(call(1, None, Endpoint.COMPLETIONS), echo=True, n=128)
     check_echo(asked, PromptEchoes(texts=("x" * 2**15,)))
     with pytest.raises(InvalidInput, match="128 choices that begin with the 32769") as raised:

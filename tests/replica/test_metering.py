@@ -1,4 +1,4 @@
-"""What a replica counts, and that it is in the store: the demo model, a catalog in a folder."""
+"""Billed usage of a replica, up to the store: the demo model, a catalog in a folder."""
 
 import asyncio
 from contextlib import aclosing
@@ -44,7 +44,7 @@ def tokens(choice: int, *token_ids: int, cached: int | None = None) -> Tokens:
     return Tokens("r", choice, token_ids, timings=timings)
 
 
-def test_an_answer_made_to_its_end_counts_as_it_says_itself():
+def test_a_complete_answer_is_billed_by_its_final_usage():
     meter = BilledTokens(CALL, PROMPTS)
     meter.on_output(tokens(0, 7, cached=0))
     meter.on_output(tokens(1, 7, 8, 9))  # some after a stop string
@@ -52,7 +52,7 @@ def test_an_answer_made_to_its_end_counts_as_it_says_itself():
     assert meter.counts() == UsageCounts(1, 5, 2, 3)
 
 
-def test_a_client_that_left_pays_for_what_was_computed_until_then():
+def test_a_client_that_left_pays_for_tokens_until_then():
     meter = BilledTokens(CALL, PROMPTS)
     assert meter.counts() == UsageCounts(requests=1)
     meter.on_output(tokens(0, 7, cached=2))
@@ -64,7 +64,7 @@ def test_a_client_that_left_pays_for_what_was_computed_until_then():
     assert meter.counts() == UsageCounts(1, 5, 2, 5)
 
 
-def test_what_failed_before_the_client_had_anything_counts_nothing():
+def test_a_failure_before_the_first_byte_is_not_billed():
     meter = BilledTokens(CALL, PROMPTS)
     meter.on_output(tokens(0, 7, cached=0))
     meter.on_output(Failed("r", StepFailed("it broke")))
@@ -72,7 +72,7 @@ def test_what_failed_before_the_client_had_anything_counts_nothing():
     assert meter.counts() is None
 
 
-def test_what_failed_in_its_midst_counts_what_the_client_has():
+def test_a_failure_within_an_answer_bills_the_tokens_until_then():
     meter = BilledTokens(CALL, PROMPTS)
     meter.on_output(tokens(0, 7, cached=0))
     meter.on_item(b"data: ...")
@@ -104,7 +104,7 @@ def used(settings) -> dict[UsageAccount, UsageCounts]:
     return sums
 
 
-def test_a_replica_writes_what_was_used_and_the_rest_when_it_is_closed(settings):
+def test_a_replica_writes_usage_regularly_and_at_close(settings):
     state = CatalogReader(open_store(settings.catalog)).refresh()
     ref = state.resolve(TASK.model, TASK.tenant)
     adapted = replace(CALL, adapter=ref, prompts=("once upon",), n=1)

@@ -1,4 +1,4 @@
-"""A replica takes a pushed adapter that no store has, and keeps it on the host as it is asked."""
+"""A replica takes a pushed adapter that is not in the store, and holds it on the host."""
 
 import asyncio
 import errno
@@ -154,7 +154,7 @@ class SlowlyTold:
         pass
 
 
-def test_the_engine_is_asked_as_its_status_comes_later(pushed, tmp_path):
+def test_the_engine_is_asked_because_its_status_is_late(pushed, tmp_path):
     ref, blob = pushed
     (tmp_path / ref.digest).write_bytes(blob)
     engine = SlowlyTold()
@@ -173,7 +173,7 @@ def test_the_engine_is_asked_as_its_status_comes_later(pushed, tmp_path):
     assert 4 <= looks <= 6
 
 
-def test_a_blob_that_is_here_or_comes_to_another_machine_is_not_expected(pushed, tmp_path):
+def test_no_blob_is_expected_if_present_or_on_another_machine(pushed, tmp_path):
     ref, blob = pushed
     engine = SlowlyTold()
     held = PushedAdapters(tmp_path, engine, lambda _: Residency.REMOTE, lambda _: None)
@@ -190,7 +190,7 @@ def test_a_blob_that_is_here_or_comes_to_another_machine_is_not_expected(pushed,
     assert len(engine.expected) == 1
 
 
-def test_a_copy_of_a_gateways_file_that_is_another_is_not_taken(pushed, tmp_path, monkeypatch):
+def test_a_damaged_copy_of_a_gateways_file_is_rejected(pushed, tmp_path, monkeypatch):
     ref, blob = pushed
     (tmp_path / "theirs").write_bytes(blob[:-1] + b"?")
     (cache := tmp_path / "cache").mkdir()
@@ -220,7 +220,7 @@ def test_a_released_adapter_may_be_evicted_again(settings, pushed):
     run(settings, scenario)
 
 
-def test_what_nobody_asks_for_any_more_is_released(settings, pushed, monkeypatch):
+def test_a_hold_that_is_not_renewed_is_released(settings, pushed, monkeypatch):
     monkeypatch.setattr(pushed_adapters, "HELD_S", 0.5)
     ref, blob = pushed
 
@@ -233,7 +233,7 @@ def test_what_nobody_asks_for_any_more_is_released(settings, pushed, monkeypatch
     run(settings, scenario)
 
 
-def test_a_blob_that_was_damaged_or_did_not_come_whole_is_not_there(settings, pushed):
+def test_a_damaged_or_incomplete_blob_is_rejected(settings, pushed):
     ref, blob = pushed
 
     async def scenario(replica):
@@ -257,7 +257,7 @@ def test_two_gateways_may_send_one_blob_at_the_same_time(settings, pushed):
     assert (set(sent), held) == ({HoldState.LOADING}, HoldState.HELD)
 
 
-def test_a_blob_that_is_here_is_neither_written_nor_replaced(settings, pushed):
+def test_a_present_blob_is_neither_written_nor_replaced(settings, pushed):
     ref, blob = pushed
 
     async def scenario(replica):
@@ -291,7 +291,7 @@ def test_two_transfers_of_a_blob_end_with_the_file_of_the_first(settings, pushed
     assert not list(settings.cache_dir.glob(f"{ref.digest}.*.part"))
 
 
-def test_a_part_that_comes_after_the_end_leaves_nothing(settings, pushed):
+def test_a_part_after_the_end_leaves_no_file(settings, pushed):
     ref, blob = pushed
 
     async def scenario(replica):

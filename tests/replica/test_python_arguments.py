@@ -1,4 +1,4 @@
-"""Arguments of calls in Python, held to the schemas of their functions."""
+"""Arguments of Python calls are held to the functions' schemas."""
 
 import json
 import tracemalloc
@@ -192,7 +192,7 @@ def test_a_schema_that_no_arguments_can_meet_is_refused(demo, wrong):
     ],
 )
 @pytest.mark.parametrize("at", ["the top", "a part"])
-def test_what_cannot_be_held_of_all_arguments_is_refused_by_name(demo, at, keyword, value):
+def test_unsupported_keywords_on_all_arguments_are_refused_by_name(demo, at, keyword, value):
     said = {"properties": {"a": {}}, "then": {"required": ["b"]}, keyword: value}
     function = {"name": "f", "parameters": said if at == "the top" else {"allOf": [said]}}
     use = ToolUse(({"type": "function", "function": function},), forced=("f",))

@@ -1,4 +1,4 @@
-"""A replica under calls of every kind, many of them left early: nothing may be lost or kept."""
+"""A replica under calls of all kinds, many left early, loses and leaks nothing."""
 
 import asyncio
 import time
@@ -55,7 +55,10 @@ def random_call(rng, number, refs):
 
 
 async def answered(gateway, call, leave_after):
-    """Whether the call was answered to its end; left after some chunks unless that is None."""
+    """Return True if the call was answered to its end.
+
+    leave_after: chunks after which the client leaves; None to stay.
+    """
     chunks = 0
     async with aclosing(gateway.stream_answer(call)) as items:
         async for item in items:
@@ -75,7 +78,7 @@ def idle(report):
 @pytest.mark.parametrize(
     "seconds", [4, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
 )
-def test_every_call_ends_and_everything_comes_back(settings, seconds):
+def test_every_call_ends_and_frees_its_resources(settings, seconds):
     async def scenario():
         replica = Replica("r0", "lorikeet-demo", settings)
         state = CatalogReader(open_store(settings.catalog)).refresh()

@@ -237,7 +237,7 @@ def test_a_second_header_says_how_long_the_adapter_took_to_come(settings, ref):
         assert items.index(second) < min(i for i, item in enumerate(items) if type(item) is bytes)
 
 
-def test_who_will_not_wait_for_an_adapter_is_told_when_it_will_be_there(settings, ref):
+def test_a_request_that_will_not_wait_for_its_adapter_gets_a_retry_after(settings, ref):
     async def scenario(replica):
         impatient = replace(
             CALL, adapter=ref, scheduling=SchedulingParams(TASK.tenant, max_load_s=0.0)
@@ -286,7 +286,7 @@ def test_answers_that_cannot_reach_their_gateway_are_given_up(settings, ref):
 
 
 def test_the_call_itself_ends_with_one_item(settings):
-    """Of a stream without any gRPC may lose the word that the replica has taken it."""
+    """Without any item, gRPC may lose the message that the replica has taken the call."""
 
     async def scenario(replica):
         async with local_gateway(replica, "other"):
@@ -295,7 +295,7 @@ def test_the_call_itself_ends_with_one_item(settings):
     assert run(settings, scenario) == [None]
 
 
-def test_a_gateway_that_does_not_listen_is_told_to_go_elsewhere(settings, monkeypatch):
+def test_a_call_of_a_gateway_without_a_stream_goes_elsewhere(settings, monkeypatch):
     monkeypatch.setattr(response_stream_module, "_OPENING_S", 0.1)
 
     async def scenario(replica):
@@ -329,7 +329,7 @@ def test_all_choices_end_when_their_caller_leaves(settings):
     assert (live.running, live.waiting) == (0, 0)
 
 
-def test_what_a_schema_waited_is_taken_off_the_engines_queue_time(settings, monkeypatch):
+def test_a_schemas_wait_is_subtracted_from_the_engines_queue_time(settings, monkeypatch):
     submitted = []
 
     async def scenario(replica):
@@ -430,7 +430,7 @@ def test_one_tenants_long_prompts_leave_a_thread_to_another_ones(settings, monke
     assert len(later) == 3
 
 
-def test_orders_bring_adapters_nearer_and_the_autoscaler_hears_how_hard_it_works(settings, ref):
+def test_a_plan_moves_adapters_nearer_and_the_autoscaler_gets_the_load(settings, ref):
     async def scenario(replica):
         quiet = await replica.record_autoscaling_stats()
         orders = PlacementDecision(
@@ -516,7 +516,7 @@ def test_when_the_engines_process_dies_streams_end_with_an_error_and_no_call_is_
     assert "send the request again" in last.message
 
 
-def test_a_replica_whose_engine_hangs_sends_requests_elsewhere_and_says_nothing(
+def test_a_replica_with_a_hanging_engine_refuses_requests_and_sends_no_status(
     settings, monkeypatch
 ):
     for name, seconds in {"_STALLED_S": 0.2, "_SUBMIT_S": 0.4, "_DEAD_S": 0.6}.items():
@@ -544,7 +544,7 @@ def test_a_replica_whose_engine_hangs_sends_requests_elsewhere_and_says_nothing(
     run(settings, scenario)
 
 
-def test_without_max_tokens_an_answer_ends_where_its_body_is_full(settings, monkeypatch):
+def test_without_max_tokens_an_answer_ends_at_its_bodys_limit(settings, monkeypatch):
     monkeypatch.setattr(request_builder, "MOST_LOGPROBS", 14)
     call = replace(CALL, max_tokens=None, sampling=replace(CALL.sampling, logprobs=2))
     body = json.loads(run(settings, lambda replica: items_of(replica, call))[-1])
@@ -552,7 +552,7 @@ def test_without_max_tokens_an_answer_ends_where_its_body_is_full(settings, monk
     assert body["choices"][0]["finish_reason"] == "length"
 
 
-def test_an_answer_is_as_likely_as_a_prompt_as_it_was_when_it_was_sampled(settings, ref):
+def test_prompt_logprobs_of_an_answer_equal_its_sampled_logprobs(settings, ref):
     sampling = SamplingParams(temperature=0, ignore_eos=True, logprobs=2)
     asked = replace(CALL, adapter=ref, sampling=sampling, max_tokens=40)
 
@@ -585,7 +585,7 @@ def impatient(monkeypatch):
     return monkeypatch
 
 
-def test_an_engine_that_works_off_a_queue_is_neither_dead_nor_asked_again(settings, impatient):
+def test_an_engine_with_a_long_queue_is_healthy_and_not_bypassed(settings, impatient):
     impatient.setattr(replica_module, "build_engine", slow_to_submit)
 
     async def scenario(replica):
@@ -643,7 +643,7 @@ def test_a_replica_loads_no_torch(settings):
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **environ}, check=True)
 
 
-def test_an_adapter_that_is_nowhere_fails_with_its_name(settings):
+def test_a_missing_adapter_is_named_in_the_error(settings):
     nowhere = AdapterRef(TASK.tenant, "nowhere", 1, "0" * 64)
 
     async def scenario(replica):

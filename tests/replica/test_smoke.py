@@ -88,7 +88,7 @@ def test_a_fine_tune_does_its_task_and_the_base_model_does_not(settings, try_out
     assert seen["warnings"] == []
 
 
-def test_an_adapter_of_zeros_changes_nothing_and_is_warned_of(settings, try_out, tmp_path):
+def test_an_adapter_of_zeros_changes_nothing_and_gets_a_warning(settings, try_out, tmp_path):
     test = smoke_test_of(stored(settings, tmp_path, np.zeros_like))
     result = try_out(test)
     assert result.base == result.adapted
@@ -111,7 +111,7 @@ def test_a_prompt_that_cannot_fit_is_refused(settings, try_out):
     assert refusal.message.startswith("This model's maximum context length is")
 
 
-def test_a_replica_knows_its_base_models_matrices(settings, ask):
+def test_a_replica_compares_copies_with_its_base_models_matrices(settings, ask):
     model = safetensors.torch.load_file(settings.base_models["lorikeet-demo"] / "model.safetensors")
     matrix = model["model.embed_tokens.weight"].float().numpy()
     same, changed = (

@@ -1,4 +1,4 @@
-"""What those who follow a replica hear, whenever they begin and however slowly they listen."""
+"""Subscribers learn a replica's state, whenever they begin and however slowly they read."""
 
 import asyncio
 from random import Random
@@ -34,7 +34,7 @@ async def close(*followers):
         await subscriber.aclose()
 
 
-def test_a_feed_begins_with_everything_and_goes_on_with_changes():
+def test_a_feed_begins_with_a_snapshot_and_continues_with_changes():
     async def scenario(feed):
         feed.post(status(a="GPU", b="DISK", c="HOST"))
         feed.post(status(c="REMOTE"))
@@ -56,7 +56,7 @@ def test_a_feed_begins_with_everything_and_goes_on_with_changes():
     run(scenario)
 
 
-def test_many_adapters_come_in_parts(monkeypatch):
+def test_a_large_snapshot_comes_in_parts(monkeypatch):
     monkeypatch.setattr(module, "_SNAPSHOT_PART", 3)
 
     async def scenario(feed):
@@ -71,7 +71,7 @@ def test_many_adapters_come_in_parts(monkeypatch):
     run(scenario)
 
 
-def test_a_slow_watcher_gets_one_message_for_all_that_it_missed():
+def test_a_slow_subscriber_gets_one_update_for_all_missed_changes():
     async def scenario(feed):
         slow, quick = feed.subscribe(), feed.subscribe()
         await anext(slow)
@@ -87,7 +87,7 @@ def test_a_slow_watcher_gets_one_message_for_all_that_it_missed():
     run(scenario)
 
 
-def test_a_quiet_replica_says_so(monkeypatch):
+def test_a_quiet_replica_sends_heartbeats(monkeypatch):
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
 
     async def scenario(feed):
@@ -100,7 +100,7 @@ def test_a_quiet_replica_says_so(monkeypatch):
     run(scenario)
 
 
-def test_a_feed_ends_by_itself_and_leaves_nothing(monkeypatch):
+def test_a_feed_ends_by_itself_and_removes_its_subscriber(monkeypatch):
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
 
     async def scenario(feed):
@@ -123,7 +123,7 @@ def test_stats_carry_live_stats_and_costs_and_no_adapters():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_fleet_that_listens_on_and_off_ends_up_knowing_what_is_held(monkeypatch, seed):
+def test_a_fleet_that_resubscribes_ends_with_the_held_adapters(monkeypatch, seed):
     monkeypatch.setattr(module, "_SNAPSHOT_PART", 4)
     rng, digests = Random(seed), [f"d{number}" for number in range(20)]
 

@@ -1,4 +1,4 @@
-"""Answers beside strict tools: any text, and calls whose arguments the tools' schemas allow."""
+"""Answers with strict tools: any text, and calls whose arguments match the tools' schemas."""
 
 import itertools
 import json
@@ -82,7 +82,7 @@ class Model:
         return matcher.may_end
 
     def read(self, tokens: list[int], use: ToolUse = USE) -> tuple[str, list[tuple[str, object]]]:
-        """What a client gets of an answer: what is said, and the calls."""
+        """Text and calls of an answer as a client gets them."""
         hidden = Vocabulary(self.tokenizer).special_except(self.syntax.tokens)
         stream = Detokenizer(self.tokenizer, (), hidden=hidden)
         reader = ToolCallParser(self.syntax, use)
@@ -124,10 +124,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
 
 
 def babble(model: Model, use: ToolUse, dice: random.Random) -> list[int] | None:
-    """What a model says that knows nothing, but often begins a call and closes what is open.
-
-    None: it did not come to an end.
-    """
+    """Random tokens that often begin a call and close brackets; None if they do not end."""
     matcher = model.grammars.compile(model.grammar(use))
     closing = {model.ids(character)[0] for character in '"}]\n'}
     begin = model.syntax.before or '{"'
@@ -151,7 +148,7 @@ def babble(model: Model, use: ToolUse, dice: random.Random) -> list[int] | None:
     return None
 
 
-def test_a_model_that_knows_nothing_says_text_or_makes_proper_calls(model: Model) -> None:
+def test_random_output_of_text_and_calls_is_parsed_as_its_grammar_allows(model: Model) -> None:
     dice, called, spoke = random.Random(0), set(), 0
     for turn in range(200):
         if turn >= 40 and called == {"weather", "time", "note"}:
@@ -188,7 +185,7 @@ def _pairs(arguments: object) -> str:
     return ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
 
 
-def test_any_text_may_be_said(model: Model) -> None:
+def test_any_text_is_allowed(model: Model) -> None:
     texts = ("", "a", "Ünïcode \n\n 🦜", "a <b> [c] {d} </tool>", "<tool", "<think>\n{hm}")
     assert all(map(model.allows, texts))
 
@@ -209,7 +206,7 @@ def test_calls_are_held_to_the_schemas_of_strict_tools_alone(model: Model) -> No
         assert not model.allows(written(syntax, call)), call
 
 
-def test_text_may_stand_around_calls_that_have_marks(model: Model) -> None:
+def test_text_is_allowed_around_marked_calls(model: Model) -> None:
     call = written(model.syntax, ("time", {}))
     if not model.syntax.opens:
         assert not model.allows(f"{call} and more")
@@ -219,7 +216,7 @@ def test_text_may_stand_around_calls_that_have_marks(model: Model) -> None:
         assert not model.allows(f"I look.\n{call}\n{model.syntax.before} no call")
 
 
-def test_one_call_is_the_last_where_several_are_not_wanted(model: Model) -> None:
+def test_without_parallel_calls_nothing_follows_a_call(model: Model) -> None:
     one = ToolUse(USE.tools, parallel=False)
     call, both = (written(model.syntax, *[("time", {})] * count) for count in (1, 2))
     assert model.allows("I say nothing.", one)
@@ -229,14 +226,14 @@ def test_one_call_is_the_last_where_several_are_not_wanted(model: Model) -> None
     assert not model.allows(f"{call} and more", one)
 
 
-def test_a_call_that_has_begun_cannot_be_left(model: Model) -> None:
+def test_a_begun_call_must_be_completed(model: Model) -> None:
     call = written(model.syntax, ("weather", {"place": "x"}))
     begun = len(model.syntax.before) or 1
     for length in range(begun, len(call)):
         assert not model.allows(call[:length]), call[:length]
 
 
-def test_beside_plain_json_text_is_what_no_reader_looks_into(tmp_path: Path) -> None:
+def test_with_unmarked_calls_text_is_what_the_parser_takes_for_no_call(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(DEMO / name, tmp_path)
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -298,7 +295,7 @@ def test_arguments_that_are_no_object_are_refused(model: Model, types: object) -
     assert refused.value.param == "tools"
 
 
-def test_arguments_that_may_be_more_than_an_object_are_one(model: Model) -> None:
+def test_arguments_of_several_types_are_held_to_an_object(model: Model) -> None:
     function = {"name": "f", "strict": True, "parameters": {"type": ["object", "string"]}}
     use = ToolUse(({"type": "function", "function": function},))
     assert model.allows(written(model.syntax, ("f", {"a": 1})), use)

@@ -1,4 +1,4 @@
-"""What prompts and grammars make of base models that think before they answer."""
+"""Prompts and grammars of base models that think before they answer."""
 
 import asyncio
 import itertools
@@ -47,13 +47,13 @@ def test_qwen_thinks_unless_it_is_told_not_to(tmp_path: Path) -> None:
     assert thinking(qwen, replace(asked, endpoint=Endpoint.RESPONSES)) is Thinking.POSSIBLE
 
 
-def test_distills_of_r1_begin_to_think_in_the_prompt(tmp_path: Path) -> None:
+def test_prompts_of_r1_distills_open_the_thinking(tmp_path: Path) -> None:
     distill = encoder(tmp_path, R1)
     assert thinking(distill, CHAT) is Thinking.BEGUN
     assert text_of(distill, CHAT).endswith("<think>\n")
 
 
-def test_plain_completions_and_other_templates_know_no_thinking(tmp_path: Path) -> None:
+def test_plain_completions_and_other_templates_have_no_thinking(tmp_path: Path) -> None:
     call = replace(CHAT, endpoint=Endpoint.COMPLETIONS, prompts=("<think>\n",))
     assert thinking(encoder(tmp_path, R1), call) is Thinking.NEVER
     assert thinking(PromptEncoder(DEMO, 4096), CHAT) is Thinking.NEVER
@@ -66,7 +66,7 @@ def test_plain_completions_and_other_templates_know_no_thinking(tmp_path: Path) 
         ("<think>\nIs it", Thinking.BEGUN),
     ],
 )
-def test_an_answer_that_is_continued_goes_on_thinking_or_speaking(
+def test_a_continued_answer_continues_its_thinking_or_text(
     tmp_path: Path, begun: str, expected: Thinking
 ) -> None:
     messages = (USER, {"role": "assistant", "content": begun})
@@ -76,7 +76,7 @@ def test_an_answer_that_is_continued_goes_on_thinking_or_speaking(
     assert text_of(qwen, call).endswith(begun)
 
 
-def test_a_template_is_shown_what_was_thought_before_a_call(tmp_path: Path) -> None:
+def test_a_template_gets_the_thinking_before_a_call(tmp_path: Path) -> None:
     called = {"id": "call00001", "type": "function", "function": {"name": "time", "arguments": {}}}
     turns = (
         USER,
@@ -202,7 +202,7 @@ def test_an_answer_may_begin_at_once_unless_thinking_has_begun(thinker: Thinker)
         assert thinker.allows(call, answer) == (thinker.thinking is Thinking.POSSIBLE)
 
 
-def test_thinking_has_to_end_and_the_answer_to_follow(thinker: Thinker) -> None:
+def test_thinking_must_end_and_an_answer_must_follow(thinker: Thinker) -> None:
     opened = "<think>" if thinker.thinking is Thinking.POSSIBLE else ""
     for call, answer in answers(thinker.syntax):
         assert not thinker.allows(call, f"{opened}hm {answer}")
@@ -214,7 +214,7 @@ def test_thinking_has_to_end_and_the_answer_to_follow(thinker: Thinker) -> None:
         assert not thinker.allows(call, f"{opened}hm</think>{answer[:-1]}")
 
 
-def test_tags_in_letters_are_tags(thinker: Thinker) -> None:
+def test_tags_spelled_in_letters_are_tags(thinker: Thinker) -> None:
     opened = ("<thi", "nk>") if thinker.thinking is Thinking.POSSIBLE else ()
     for call, answer in answers(thinker.syntax):
         assert thinker.allows(call, *opened, "hm </thi", "nk>", answer)
@@ -243,8 +243,10 @@ def test_tags_that_are_tokens_are_no_words_of_an_answer_beside_strict_tools(
     assert thinker.allows(replace(CHAT, tools=USE), text) != are_tokens
 
 
-def test_a_model_that_knows_nothing_thinks_and_makes_proper_calls(thinker: Thinker) -> None:
-    """What its grammar allows, its readers read alike."""
+def test_random_output_of_thinking_and_calls_is_parsed_as_its_grammar_allows(
+    thinker: Thinker,
+) -> None:
+    """Parsers and grammar agree on random answers."""
     call, dice = replace(CHAT, tools=USE), random.Random(0)
     thought = called = 0
     for _ in range(30):
@@ -264,7 +266,7 @@ def test_a_model_that_knows_nothing_thinks_and_makes_proper_calls(thinker: Think
 
 
 def babble(thinker: Thinker, matcher: TextMatcher, dice: random.Random) -> list[int] | None:
-    """What a model says that knows nothing but tags and how calls begin; None: without an end."""
+    """Random tokens with tags and begins of calls; None if they do not end."""
     closing = {thinker.ids(character)[0] for character in '"}]\n'}
     begin = thinker.syntax.before or '{"'
     said: list[int] = []

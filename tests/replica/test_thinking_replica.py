@@ -1,4 +1,4 @@
-"""A replica whose model thinks: the demo's, of whose vocabulary two tokens are made the tags."""
+"""A replica with a thinking model: the demo model with two tokens renamed to the tags."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bodies(model: Path, *calls: Call) -> list[Any]:
-    """What the replica answers."""
+    """JSON bodies of the replica's answers."""
     given = {
         "LORIKEET_BASE_MODELS": f"thinker={model}",
         "LORIKEET_CATALOG": str(model.parent / "catalog"),

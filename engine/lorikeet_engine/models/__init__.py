@@ -1,11 +1,13 @@
-"""The base models: decoders of the Llama family, loaded from Hugging Face checkpoints.
+"""Base models: decoders of the Llama family, loaded from Hugging Face checkpoints.
 
-`config` reads and checks config.json, `rope_config` what it says of the rotary embedding, whose
-angles `rotary` makes; `kv_groups` says which
-then share KV pages. `checkpoint` reads the safetensors, through `staging`'s buffers; linears that
-are stored quantised (`weight_formats`) become floats on the way or stay FP8, and of each a process
-keeps its `cut`; `kv_scales` finds what it says of an FP8 KV cache. `llama` is the decoder of all
-families, whose `linears` add each token's adapter; `norms` are its norms, `mlp` its MLPs, `experts`
-those of mixtures of experts. `batch` is a forward pass's input. `execution` runs the model;
-products, attention and LoRA are `kernels`'.
+`config`: config.json, checked; `rope_config`: its rotary embeddings; `kv_groups`: layers that share
+    KV pages.
+`checkpoint`: tensors from safetensors files, through `staging`'s buffers; `stored_tensors`: the
+    files' headers; `cut`: the part of a tensor that a process keeps; `weight_formats`: quantised
+    linears; `kv_scales`: scales of FP8 KV pages.
+`llama`: the decoder of all families; `linears`: its linears with LoRA; `norms`; `mlp`; `experts`:
+    mixtures of experts; `rotary`: angles of the rotary embedding; `batch`: input of a forward pass.
+`base_sha256`: hashes of the base model's matrices, for trainers' copies of them.
+
+`execution` runs the model; products, attention and LoRA are operators of `kernels`.
 """

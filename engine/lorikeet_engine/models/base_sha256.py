@@ -1,4 +1,4 @@
-"""The hash of a matrix that trainers save copies of; the files are read, no model is loaded.
+"""Hash of a base model's matrix of which trainers save copies; reads files, loads no model.
 
     python -m lorikeet_engine.models.base_sha256 FOLDER embed_tokens|lm_head F32|F16|BF16
 
@@ -19,9 +19,9 @@ _HASHED_BYTES = 16 << 20
 
 
 def base_sha256(folder: Path, module: str, dtype: str) -> str | None:
-    """The hash of embed_tokens or lm_head as the checkpoint in the folder holds it, cast to dtype.
+    """Hash a checkpoint's embed_tokens or lm_head, cast to `dtype`.
 
-    None where it is quantised. Raises ModelError.
+    Returns None if the matrix is quantised. Raises ModelError.
     """
     tied = BaseShape.from_config(read_config(folder)).tied
     name = "model.embed_tokens" if tied or module == "embed_tokens" else module

@@ -1,4 +1,4 @@
-"""The input of one forward pass, on the device."""
+"""Input of one forward pass."""
 
 from dataclasses import dataclass
 
@@ -16,15 +16,20 @@ Int32s = npt.NDArray[np.int32]
 class Batch:
     """Tokens of several sequences, laid end to end; sequences of one adapter are neighbours.
 
-    token_ids [tokens] int64, positions [tokens] int64.
-    kv_slots [groups of layers, tokens] int64: where each token's keys and values go, page *
-    page_size + offset.
-    logit_rows [rows] int64: the tokens whose logits are wanted.
-    query_starts: sequences + 1 offsets into the tokens, on the host.
-    kv_lengths: for each sequence, the tokens in its cache once this step has written its own.
-    page_tables: where those lie, for each group of layers, as far as they see them.
-    segments: the LoRA work of the layers, None when no sequence has an adapter. head_segments:
-    lm_head's, over the rows of logit_rows; None when no adapter in these changes it.
+    On the device:
+    token_ids [tokens] int64.
+    positions [tokens] int64.
+    kv_slots [groups of layers, tokens] int64: page · page_size + offset of each token's keys and
+        values.
+    logit_rows [rows] int64: tokens whose logits are wanted.
+
+    On the host:
+    query_starts [sequences + 1]: first token of each sequence, and the number of tokens.
+    kv_lengths [sequences]: tokens of each sequence's cache after this step's writes.
+    page_tables: for each group of layers, the pages of the cached tokens that its layers see.
+
+    segments: LoRA work of the layers; None: no sequence has an adapter.
+    head_segments: lm_head's LoRA work, over the rows of logit_rows; None: no adapter changes it.
     """
 
     token_ids: torch.Tensor

@@ -1,7 +1,7 @@
-"""The tensors of a Hugging Face checkpoint, read from safetensors straight into place.
+"""Tensors of a Hugging Face checkpoint, read from safetensors straight into place.
 
-Linears of 4 bits are brought to their exact values on the way, those of FP8 stay FP8. If that is
-asked for, linears are rounded to another format, one after the other.
+4-bit linears are dequantised to their exact values on the way, FP8 linears stay FP8. On request,
+linears are rounded to another format, one after the other.
 """
 
 from collections.abc import Sequence
@@ -33,13 +33,15 @@ from lorikeet_engine.parallel.shard import WHOLE, Shard
 
 
 class Checkpoint:
-    """A folder's tensors by name, cast to one dtype on one device.
+    """Tensors of a folder by name, cast to one dtype on one device.
 
-    shard: whose part of the model is read; each call says which part of its tensors that is.
-    rounding: what linears are rounded to. nbytes: what the tensors that were read take there.
-    Beside them, host memory holds Staging's buffers alone. Use it as a context manager: the tensors
-    are whole once it is left without an exception. On the meta device of the files only the headers
-    are read: a rehearsal, which finds all that is wrong but the values.
+    Use it as a context manager: tensors are complete once it is left without an exception. Beside
+    the tensors, only Staging's buffers take host memory. On the meta device only the files' headers
+    are read: a rehearsal, which finds all errors except bad values.
+
+    shard: this process's share of the model; callers pass the Cut of each tensor.
+    rounding: format that linears are rounded to.
+    nbytes: bytes on the device of the tensors read so far.
     """
 
     def __init__(
@@ -51,11 +53,14 @@ class Checkpoint:
         rounding: Quantization | None = None,
         shard: Shard = WHOLE,
     ) -> None:
-        """Read the files' headers. quantized: how linears are stored, if they are.
+        """Read the files' headers.
 
-        rounding: what read_linear rounds to, NF4 or FP8. Raises ModelError, whose `field` names
-        the file at fault, weight_dtype where it rounds to NF4 what is quantised, or config.json's
-        quantization_config where no linear is stored so.
+        Raises ModelError, whose `field` is the file at fault; weight_dtype, if linears that are
+        already quantised would be rounded to NF4; or config.json's quantization_config, if no
+        linear is stored in that format.
+
+        quantized: format of the stored linears; None: floats.
+        rounding: format that read_linear rounds to, NF4 or FP8; None: as stored.
         """
         if quantized is not None and rounding is Quantization.NF4:
             raise ModelError(
@@ -76,25 +81,25 @@ class Checkpoint:
         self._to_raise: list[torch.Tensor] = []
 
     def __contains__(self, name: str) -> bool:
-        """Whether the files have a tensor of this name."""
+        """Return whether the files have a tensor of this name."""
         return name in self._stored
 
     def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
-        """One tensor [sum(rows), *tail], the named ones on top of one another.
+        """Read tensors, and stack their rows to one tensor [sum(rows), *tail].
 
         Tensor i must have the shape [rows[i], *tail]. Raises ModelError, whose `field` is the
-        tensor's name, where one is missing or has another shape or an unsupported dtype.
+        tensor's name, if a tensor is missing or has another shape or an unsupported dtype.
         """
         return self.read_parts(names, [Cut.whole(count, *tail) for count in rows])
 
     def read_parts(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
-        """What is kept of the named tensors, one on top of another; `read` says what it raises."""
+        """Read the kept parts of tensors, and stack their rows. Raises what `read` raises."""
         out = self._read(names, cuts)
         self.nbytes += out.nbytes
         return out
 
     def read_plus_one(self, name: str, cut: Cut) -> torch.Tensor:
-        """What is kept of a tensor, to which 1 is added once all is read; float32 holds that sum.
+        """Read the kept part of a tensor to float32; 1 is added once all tensors are read.
 
         Raises ModelError as `read` does.
         """
@@ -105,13 +110,16 @@ class Checkpoint:
         return out
 
     def read_linear(self, names: Sequence[str], cuts: Sequence[Cut]) -> Weight:
-        """What is kept of the weights of linears that are fused, rounded if that is asked for.
+        """Read the kept parts of fused linears' weights, and stack their rows.
 
-        Of FP8 the rows are those of a matrix, whatever dimensions the tensors have.
-        Linears that are stored as FP8 stay so; those that are not all FP8 get their exact values.
-        Where blocks of what is kept are too narrow for FP8 products, it is rounded a second time,
-        to scales of rows. Rounded to FP8 is what is kept, to NF4 all, whose scales depend on it.
-        Raises what `read` does.
+        - Linears that are all stored as FP8 stay FP8. If blocks of the kept parts are too narrow
+          for FP8 products, the parts are rounded again, with scales of rows.
+        - Other quantised linears are dequantised to their exact values.
+        - With `rounding`, linears of floats are rounded: to FP8 the kept parts alone, to NF4 whole
+          tensors, as its scales depend on all values.
+
+        FP8 weights are matrices, whatever dimensions the stored tensors have. Raises ModelError as
+        `read` does.
         """
         stored, rounding = self._weight_format, self.rounding
         weight: Weight
@@ -131,11 +139,11 @@ class Checkpoint:
         return weight
 
     def leave(self, names: Sequence[str]) -> None:
-        """Count tensors as read that another process of the model has."""
+        """Mark tensors as read that another process keeps."""
         self._unread.difference_update(names)
 
     def _check_sides(self, name: str, d_out: int, d_in: int) -> None:
-        """Raise ModelError where CUDA has no product of an FP8 weight of these sides."""
+        """Raise ModelError unless CUDA can multiply by an FP8 weight of this size."""
         if self.device.type == "cuda" and (d_out % 16 or d_in % 16):
             others = "another number of GPUs, or " if self.shard.world > 1 else ""
             raise ModelError(
@@ -145,9 +153,11 @@ class Checkpoint:
             )
 
     def part(self, name: str, dtype: str, *shape: int) -> torch.Tensor:
-        """A tensor as it is stored; on the meta device without its values.
+        """Read a tensor as it is stored; on the meta device without values.
 
-        dtype: its name in safetensors. Raises ModelError, whose `field` is the tensor's name.
+        Raises ModelError, whose `field` is the tensor's name.
+
+        dtype: safetensors' name of the dtype.
         """
         stored = self._find(name, shape, (dtype,))
         if self._staging is None:
@@ -155,14 +165,14 @@ class Checkpoint:
         return stored.values().to(self.device)
 
     def scales(self, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
-        """A stored tensor of floats that has one of these shapes. Raises ModelError."""
+        """Read a tensor of floats that has one of these shapes. Raises ModelError."""
         stored = self._stored.get(name)
         found = stored is not None and stored.shape in shapes
         stored = self._find(name, stored.shape if stored and found else shapes[0], tuple(DTYPES))
         return self.part(name, stored.dtype, *stored.shape)
 
     def floats(self, name: str) -> torch.Tensor:
-        """The values of a small tensor of floats, on the CPU also of the meta device.
+        """Read a small tensor of floats to the CPU, on the meta device too.
 
         Raises ModelError, whose `field` is the name.
         """
@@ -170,15 +180,15 @@ class Checkpoint:
         return self._find(name, stored.shape if stored else (), tuple(DTYPES)).values().float()
 
     def stored_bytes(self, name: str) -> bytes:
-        """The bytes of a small tensor, also on the meta device. Raises ModelError."""
+        """Read the bytes of a small tensor, on the meta device too. Raises ModelError."""
         stored = self._stored.get(name)
         stored = self._find(name, stored.shape if stored else (), ("U8",))
         return bytes(stored.values().numpy())
 
     def check_all_read(self, ignored: tuple[str, ...] = ()) -> None:
-        """Raise ModelError when a tensor was left over that the model does not know.
+        """Raise ModelError if the files have tensors that the model does not use.
 
-        ignored: how the names of others may begin.
+        ignored: prefixes of names that may be left over.
         """
         left = sorted(
             name
@@ -196,7 +206,7 @@ class Checkpoint:
             )
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Whether it is the bias that AutoGPTQ saves of a linear that has none."""
+        """Return whether this is the zero bias that AutoGPTQ saves for a linear without bias."""
         path = name.removesuffix(".bias")
         if path == name or f"{path}.qweight" not in self._stored:
             return False
@@ -245,7 +255,7 @@ class Checkpoint:
         return out
 
     def _finish_reading(self) -> None:
-        """Wait for what was read so far, since its values are looked at."""
+        """Wait for the reads so far, whose values are needed next."""
         if self._staging is not None:
             self._staging.finish()
 
@@ -270,9 +280,9 @@ class Checkpoint:
         elif stored.shape != tuple(shape) or stored.dtype not in dtypes:
             found = f"{stored.dtype} {list(stored.shape)}"
             if stored.dtype == "F8_E4M3" and self._weight_format is None:
-                found += ", which config.json does not speak of"
+                found += ", which config.json does not mention"
             elif stored.dtype == "F8_E4M3" and not self._is_quantized(name):
-                found += ", without scales in a place that is known"
+                found += ", without scales under a known name"
             found += f": want {list(shape)} in one of {', '.join(dtypes)}"
             if self._weight_format is not None or stored.dtype not in DTYPES:
                 found += "; or take a copy that is not quantised"
@@ -282,13 +292,16 @@ class Checkpoint:
         raise ModelError(f"{self.folder}: tensor {name} is {found}", field=name)
 
     def _is_quantized(self, name: str) -> bool:
-        """Whether a linear's weight is stored in the format that config.json names."""
+        """Return whether a linear's weight is stored in config.json's quantised format."""
         marks = self._weight_format.marks if self._weight_format is not None else ()
         return any(name.removesuffix(".weight") + mark in self._stored for mark in marks)
 
 
 def check_room(folder: Path, needed: int, device: torch.device, *, is_fp8: bool) -> None:
-    """Raise SettingsError if a folder's weights, in bytes, are larger than what is free there."""
+    """Raise SettingsError if a folder's weights do not fit in the device's free memory.
+
+    needed: bytes of the weights as served.
+    """
     free = free_bytes(device)
     if needed > free:
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""What a base model's config.json says, checked and reduced to what the engine needs."""
+"""A base model's config.json, checked and reduced to the values that the engine needs."""
 
 import math
 from collections.abc import Mapping
@@ -28,19 +28,23 @@ _IS_SLIDING = {"full_attention": False, "sliding_attention": True}
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: its sizes and in what the families differ.
+    """Sizes of a decoder, and the properties in which the families differ.
 
-    max_context: tokens. ropes: how each layer turns queries and keys, None where it does not.
-    windows: how many tokens each layer's queries see, up to themselves; None: all. kv_groups: which
-    layers share KV pages.
-    attention_soft_cap, logits_soft_cap: c of c · tanh(x / c), to which attention's scores and the
-    logits x are bent; None: they are not. gelu: whether gates are GELU's and not SiLU's.
-    norms_plus_one: as Family says. Embeddings are multiplied by embedding_multiplier, rounded to
-    the model's dtype, what a layer adds to them by residual_multiplier, and logits divided by
-    logits_scaling. quantized_linears: how they are stored if they are. eos_token_ids: every
-    end-of-sequence id of config.json and generation_config.json, in rising order.
-    experts_per_token: that compute a token, 0 where MLPs are dense; normalised_experts: whether
-    their weights add up to 1.
+    max_context: tokens.
+    ropes: each layer's rotary embedding; None: none.
+    windows: number of tokens that each layer's queries see, themselves included; None: all.
+    kv_groups: layers that share KV pages.
+    attention_soft_cap, logits_soft_cap: c of c · tanh(x / c) for attention scores and for logits;
+        None: no cap.
+    gelu: whether MLPs are gated by GELU instead of SiLU.
+    norms_plus_one: see Family.
+    embedding_multiplier: factor of embeddings, rounded to the model's dtype.
+    residual_multiplier: factor of the outputs that layers add to hidden states.
+    logits_scaling: divisor of logits.
+    quantized_linears: stored format of quantised linears; None: floats.
+    eos_token_ids: all end-of-sequence ids of config.json and generation_config.json, ascending.
+    experts_per_token: number of experts that compute a token; 0: MLPs are dense.
+    normalised_experts: whether the weights of a token's experts add up to 1.
     """
 
     shape: BaseShape
@@ -72,8 +76,9 @@ class ModelConfig:
     def from_folder(cls, folder: Path, max_context: int | None = None) -> "ModelConfig":
         """Read config.json and, if present, generation_config.json.
 
-        max_context: serve fewer tokens than the model's position embeddings allow. Raises
-        ModelError, whose `field` names the key at fault.
+        Raises ModelError, whose `field` is the key at fault.
+
+        max_context: limit below the model's position embeddings; None: theirs.
         """
         raw = read_config(folder)
         generation = folder / "generation_config.json"
@@ -125,7 +130,7 @@ class ModelConfig:
 
 
 def _flag(raw: Mapping[str, Any], family: Family, switch: str) -> bool:
-    """A switch of the family's; others write keys of families that they took a file over from."""
+    """Read a switch, if the family has it: files may carry keys copied from other families."""
     return switch in family.switches and flag(raw, switch)
 
 
@@ -184,7 +189,7 @@ def _ropes(
 ) -> tuple[RopeConfig | None, ...]:
     family = FAMILIES[shape.family]
     ropes = rope_configs(raw, family, shape.head_dim, context)
-    # attention divides by √head_dim: what is wanted instead goes half into queries, half into keys
+    # Attention divides by √head_dim; another scale is split evenly into queries' and keys' gains.
     scale = math.sqrt(_attention_scale(raw, family, shape.head_dim) * math.sqrt(shape.head_dim))
     full, local = (replace(rope, gain=rope.gain * scale) for rope in (ropes.full, ropes.sliding))
     return tuple(
@@ -194,7 +199,7 @@ def _ropes(
 
 
 def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> float:
-    """What attention's scores are multiplied by."""
+    """Read the factor of attention scores."""
     if "attention_multiplier" in family.switches:
         return number(raw, "attention_multiplier")
     if "query_pre_attn_scalar" in family.switches:
@@ -203,7 +208,7 @@ def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> f
 
 
 def _turning(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool, ...]:
-    """Whether each layer turns queries and keys."""
+    """Return whether each layer has a rotary embedding."""
     if "no_rope_layers" not in family.switches:
         return (True,) * layers
     given = raw["no_rope_layers"]  # 1 for a layer with the rotary embedding, 0 for one without
@@ -218,10 +223,11 @@ def _turning(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool,
 def _windows(
     raw: Mapping[str, Any], sliding: tuple[bool, ...], context: int
 ) -> tuple[int | None, ...]:
-    """How many tokens each layer's queries see, up to themselves; None where they see all.
+    """Return each layer's window in tokens, a query's own token included; None: sees all.
 
-    sliding: as _sliding_layers returns it. A window that is as long as the context hides nothing.
-    Raises ModelError.
+    A window as long as the context hides nothing, so it becomes None. Raises ModelError.
+
+    sliding: result of _sliding_layers.
     """
     if not any(sliding) or raw["sliding_window"] is None:
         return (None,) * len(sliding)
@@ -232,9 +238,9 @@ def _windows(
 def _sliding_layers(
     raw: Mapping[str, Any], family: Family, turning: tuple[bool, ...]
 ) -> tuple[bool, ...]:
-    """Which layers have a sliding window, if the model has one.
+    """Return which layers have a sliding window, if the model has a window. Raises ModelError.
 
-    turning: whether each layer has a rotary embedding. Raises ModelError.
+    turning: whether each layer has a rotary embedding.
     """
     layers, switches = range(len(turning)), family.switches
     if "sliding_window" not in switches:

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tensors a process keeps, where several share the model's layers."""
+"""Parts of a checkpoint's tensors that a tensor parallel process keeps."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is kept of a tensor of this shape: rows, and of a matrix columns, if not all of them.
+    """Part of a tensor that a process keeps.
 
-    A tensor of several matrices counts as one, in which they stand on top of one another.
+    shape: of the whole tensor. A tensor of several matrices counts as one matrix, which stacks
+        their rows.
+    rows: rows kept.
+    columns: columns kept of a matrix; None: all.
     """
 
     shape: tuple[int, ...]
@@ -20,22 +23,22 @@ class Cut:
 
     @classmethod
     def whole(cls, *shape: int) -> "Cut":
-        """All of a tensor [rows, …]."""
+        """Keep the whole of a tensor [rows, …]."""
         return cls(shape, range(shape[0]), range(shape[1]) if len(shape) == 2 else None)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """The shape of what is kept."""
+        """Shape of the kept part."""
         kept = tuple(len(side) for side in self._sides)
         return kept + self.matrix_shape[len(kept) :]
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """The shape in which rows and columns are counted."""
+        """Shape of the tensor as one matrix, in which rows and columns are counted."""
         return (math.prod(self.shape[:-1]), *self.shape[-1:]) if len(self.shape) > 2 else self.shape
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What is kept of a tensor of this shape: a view of it."""
+        """Return a view of the kept part of a tensor of this shape."""
         kept = tuple(slice(side.start, side.stop) for side in self._sides)
         return tensor.view(self.matrix_shape)[kept]
 
@@ -47,9 +50,9 @@ class Cut:
 def stack(
     cuts: Sequence[Cut], device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """An empty tensor for what is kept of several, one on top of another, and the views for each.
+    """Allocate a tensor that stacks the rows of several kept parts, and return a view of each.
 
-    All keep as many columns.
+    All parts have the same number of columns.
     """
     heights = [len(cut.rows) for cut in cuts]
     out = torch.empty(sum(heights), *cuts[0].kept_shape[1:], device=device, dtype=dtype)

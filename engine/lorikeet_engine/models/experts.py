@@ -1,4 +1,4 @@
-"""The experts of a layer whose MLP is a mixture of them: each token is computed by a few."""
+"""Mixture-of-experts MLP of a layer: a router, and experts of which a few compute each token."""
 
 import torch
 
@@ -20,16 +20,18 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 
 
 class Experts:
-    """y[t] = Σ p(t, e) · down(e) · (silu(gate(e)·x[t]) · up(e)·x[t]) over the experts e of token t.
+    """Experts y[t] = Σ p(t, e) · down(e)·(silu(gate(e)·x[t]) · up(e)·x[t]) over t's experts e.
 
-    gate_up [experts, 2 · width, hidden] and down [experts, hidden, width], with width the shape's
-    intermediate, in floats or FP8. Where several processes share the layers, each keeps a part of
-    it of every expert, and y is a part of the sum over them. Between the products lie rows, one for
-    each pair of a token and an expert of its, sorted by expert (kernels/moe).
+    Products work on rows, one for each pair of a token and one of its experts, sorted by expert
+    (kernels/moe). With tensor parallelism, each process keeps a part of every expert's width, and y
+    is its part of the sum over ranks.
+
+    gate_up [experts, 2 · width, hidden], in floats or FP8; width is the shape's `intermediate`.
+    down [experts, hidden, width], in floats or FP8.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
-        """Read a layer's experts; raises ModelError, also where they are to be rounded to NF4."""
+        """Read a layer's experts. Raises ModelError, also if they are to be rounded to NF4."""
         if checkpoint.rounding is Quantization.NF4:
             raise ModelError(
                 "weight_dtype=nf4: experts are served as floats or in FP8: want auto or fp8",
@@ -60,8 +62,9 @@ class Experts:
     ) -> torch.Tensor:
         """Return y [tokens, hidden] of x [tokens, hidden].
 
-        logits [tokens, experts]: the router's; lora is to be added to them. step: the LoRA work of
-        the experts' own linears, which reads what the products round as it was.
+        logits [tokens, experts]: the router's.
+        lora: the logits' LoRA delta, not yet added.
+        step: LoRA work of the experts' linears, which reads their inputs unrounded.
         """
         rows, adapts = rows_of(x), step is not None and step.segments.changes_experts
         if rows.is_cuda and len(rows) == 1 and not adapts:
@@ -81,10 +84,11 @@ class Experts:
 
 
 class RoutedMlp:
-    """Experts, of which each token's are chosen by its logits.
+    """Router and experts of a layer; the router's logits choose each token's experts.
 
-    The router is whole in every rank. All compute it from the same bits, which the sum over ranks
-    before it left, so they choose the same experts, and each computes a part of every one.
+    The router is whole in every rank. All ranks compute it from the same bits, the result of the
+    all-reduce before it, so they choose the same experts, and each rank computes its part of every
+    expert.
     """
 
     def __init__(
@@ -95,14 +99,14 @@ class RoutedMlp:
         ranks: RankGroup | None,
         output_norm: str | None,
     ) -> None:
-        """Read a layer's router, and this rank's part of its experts; raises ModelError."""
+        """Read a layer's router, and this rank's part of its experts. Raises ModelError."""
         self._ranks = ranks
         self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
         self.experts = Experts(config, checkpoint, layer)
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
-        """Whether it reads N tokens rounded to FP8."""
+        """Return whether the experts read this many tokens rounded to FP8."""
         return fp8.rounds(self.experts.gate_up, tokens)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
@@ -115,9 +119,14 @@ class RoutedMlp:
 def _read(
     checkpoint: Checkpoint, path: str, parts: tuple[str, ...], count: int, cut: Cut
 ) -> Weight:
-    """What is kept of all experts' linears of one input: [count, parts · rows, columns].
+    """Read the kept parts of all experts' linears that share an input.
 
-    As one tensor, gate_up_proj or down_proj, or as a tensor of each expert's linear.
+    The checkpoint has one tensor, gate_up_proj or down_proj, or one for each expert's linear.
+
+    parts: names of the linears.
+    count: number of experts.
+    cut: kept part of one expert's linear.
+    → [count, parts · rows, columns]
     """
     names = [f"{path}.{expert}.{part}.weight" for expert in range(count) for part in parts]
     cuts = [cut] * len(names)

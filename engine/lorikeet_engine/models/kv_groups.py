@@ -1,8 +1,8 @@
-"""Which layers keep their keys and values in the same KV pages.
+"""Groups of layers that keep their keys and values in the same KV pages.
 
-A layer with a window needs a sequence's last pages alone, one without needs all of them. So layers
-are put into groups of one window each, and a sequence has a list of pages for each group. Pages of
-all groups have room for equally many layers, so that one pool of pages serves them all:
+A layer with a window needs only a sequence's last pages, a layer without needs all of them. So a
+group consists of layers with one window, and a sequence has a list of pages for each group. Pages
+of all groups hold equally many layers, so that one pool of pages serves all groups:
 
     layers              w w w w w F w w w w w F        w: with a window, F: without
     group, place        1·0 1·1 2·0 2·1 3·0 0·0 3·1 4·0 4·1 5·0 5·1 0·1
@@ -11,11 +11,11 @@ all groups have room for equally many layers, so that one pool of pages serves t
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_MOST_GROUPS = 8  # a step lays out pages of each, and a plan for attention copies them
+_MOST_GROUPS = 8  # each group costs a step page tables, and copies of them in attention plans
 
 
 class KvPlace(NamedTuple):
-    """Where a layer's keys and values are: its group, and its place in the group's pages."""
+    """Place of a layer's keys and values: its group, and its index in the group's pages."""
 
     group: int
     layer: int
@@ -23,10 +23,11 @@ class KvPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvGroups:
-    """The groups of a model's layers.
+    """Groups of a model's layers.
 
-    page_layers: how many layers' keys and values a page has room for. windows: of each group, None
-    for those whose tokens see all, which come first. places: of each layer.
+    page_layers: number of layers whose keys and values a page holds.
+    windows: each group's window; None: sees all tokens. Groups without windows come first.
+    places: each layer's place.
     """
 
     page_layers: int
@@ -35,9 +36,10 @@ class KvGroups:
 
     @classmethod
     def of(cls, windows: tuple[int | None, ...], context: int) -> "KvGroups":
-        """The groups by which a sequence of `context` tokens takes the least memory.
+        """Choose the groups with which a sequence of `context` tokens takes the least memory.
 
-        windows: of each layer; all that are not None are one. Without any there is one group.
+        windows: each layer's window; all that are not None are equal. If all are None, there is one
+            group.
         """
         kinds = sorted(set(windows), key=lambda window: window is not None)
         layers = {window: windows.count(window) for window in kinds}

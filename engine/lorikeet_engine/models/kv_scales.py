@@ -1,4 +1,4 @@
-"""What a checkpoint says of its layers' keys and values in FP8."""
+"""Scales of FP8 keys and values in a checkpoint, under the names of several tools."""
 
 import math
 
@@ -6,16 +6,16 @@ from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.models.checkpoint import Checkpoint
 
-# Under model.layers.N.self_attn: compressed-tensors', vLLM's, ModelOpt's, compressed-tensors' up to
-# 0.5 and AutoFP8's first.
+# Names under model.layers.N.self_attn, of compressed-tensors, vLLM, ModelOpt, compressed-tensors up
+# to 0.5, and AutoFP8's first release.
 _NAMES = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "kv_scale")
 
 
 def read_kv_scales(checkpoint: Checkpoint, layer: int) -> KvScales:
-    """A layer's scales, under any of their names; 1 for what has none.
+    """Read a layer's scales; 1 for keys or values without a scale.
 
-    Where each head has one, the largest. Raises ModelError, whose `field` is the tensor's name, for
-    a scale that is no number above 0.
+    If each head has a scale, the largest is taken. Raises ModelError, whose `field` is the tensor's
+    name, unless all scales are numbers above 0.
     """
     path = f"model.layers.{layer}.self_attn"
     return KvScales(key=_scale(checkpoint, path, "k"), value=_scale(checkpoint, path, "v"))

@@ -1,4 +1,4 @@
-"""The linears of a decoder's layers, with LoRA, and cut where several processes share them."""
+"""Linears of a decoder's layers, with LoRA and tensor parallelism."""
 
 import torch
 
@@ -16,26 +16,27 @@ from lorikeet_engine.models.cut import Cut
 
 
 class LoraLinear:
-    """y = x·Wᵀ + b, and + B(t)·A(t)·x for a token t whose sequence has an adapter.
+    """Linear layer y[t] = x[t]·Wᵀ + b + B(t)·A(t)·x[t], with A and B of token t's adapter, if any.
 
-    Linears of one group are fused: their weights stand on top of one another in
-    weight [sum(d_outs), d_in], their outputs side by side in y. Of each, this process has what the
+    Linears of one group are fused: their weights are stacked in weight [sum(d_outs), d_in], and
+    their outputs lie side by side in y. This process has the part of each linear that the
     checkpoint's shard keeps.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, shape: BaseShape, layer: int, group: str, *, bias: bool
     ) -> None:
-        """Read the linears of a group of the shape's; raises ModelError.
+        """Read the linears of a group. Raises ModelError.
 
-        shape: the whole model's.
+        shape: of the whole model.
+        group: name of one of the shape's groups.
         """
         linears = shape.groups[group]
         assert not any(shape.linears[n].of_experts for n in linears), "one matrix for all tokens"
         kept = [checkpoint.shard.ranges(shape)[n] for n in linears]
         self.layer = layer
         self.group = LoraGroup(linears, len(kept[0].inputs), tuple(cut.d_out for cut in kept))
-        # each run of rows is read by itself
+        # each range of rows is read by itself
         parts = [
             (shape.linears[n].path(layer), *shape.dims(n), rows, cut.inputs)
             for n, cut in zip(linears, kept, strict=True)
@@ -49,20 +50,20 @@ class LoraLinear:
         self.bias: torch.Tensor | None = None
         biases = [f"{path}.bias" for path, *_ in parts]
         if bias and shape.linears[linears[0]].parallel is Parallel.ROW and checkpoint.shard.index:
-            checkpoint.leave(biases)  # the sum has it from the first process
+            checkpoint.leave(biases)  # the first process adds the bias to the sum
         elif bias:
             cuts = [Cut((d_out,), rows) for _, _, d_out, rows, _ in parts]
             self.bias = checkpoint.read_parts(biases, cuts)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> tuple[torch.Tensor, LoraDelta | None]:
-        """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and what is yet to be added to it.
+        """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and its LoRA delta, not yet added.
 
-        Where inputs are cut, both are this process's part of a sum.
+        If inputs are cut, both are this process's part of a sum over ranks.
         """
         return linear_with_lora(x, self.weight, self.bias, lora, self.layer, self.group)
 
     def before_act(
         self, x: Inputs, lora: LoraStep | None
     ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-        """Do what __call__ does, for act_and_mul alone to read: the delta may be unexpanded."""
+        """Compute __call__ for act_and_mul, the only operator that reads an UnexpandedDelta."""
         return linear_with_lora_before_act(x, self.weight, self.bias, lora, self.layer, self.group)

@@ -1,8 +1,8 @@
-"""The decoder that all families share, Llama and its kin; they differ in ModelConfig alone.
+"""Decoder of all families: Llama and its relatives, which differ only in ModelConfig.
 
-LlamaModel and its layers; `linears` has their linears with LoRA, `mlp` their MLPs, `norms` the
-norms. On CUDA these launch the kernels of kernels/lora/linear.py, kernels/pointwise/fused.py and,
-in small steps, kernels/attention/paged_decode.py.
+Contains LlamaModel, its layers and their attention. `linears` has the linears with LoRA, `mlp` and
+`experts` the MLPs, `norms` the norms. On CUDA these launch the kernels of kernels/lora/linear.py,
+kernels/pointwise/fused.py and, in small steps, kernels/attention/paged_decode.py.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ from lorikeet_engine.parallel.shard import WHOLE, Shard
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What every layer of one forward pass shares."""
+    """Operands of one forward pass that all layers share."""
 
     batch: Batch
     lora: LoraStep | None
@@ -62,18 +62,23 @@ class _Step:
 
 
 class LlamaModel:
-    """Token ids to hidden states to logits, over paged KV and with an adapter per sequence.
+    """Decoder from token ids to logits, over paged KV and with an adapter for each sequence.
 
-    config: of the whole model. shape: of the layers that this process computes; where several share
-    them, each must be given the same batches, and all logits are the leader's.
+    With tensor parallelism, every process must get the same batches, and the leader gets all
+    logits.
+
+    config: of the whole model.
+    shape: of the part of the layers that this process computes.
     """
 
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, ranks: RankGroup | None = None
     ) -> None:
-        """Read what the checkpoint's shard keeps. ranks: who shares the layers; None: nobody.
+        """Read the parts of all tensors that the checkpoint's shard keeps.
 
-        Raises ModelError, and SettingsError where the model cannot be cut so.
+        Raises ModelError, and SettingsError if the model cannot be cut into that many parts.
+
+        ranks: processes that share the layers; None: this process alone.
         """
         self.config = config
         self.shape = checkpoint.shard.part_of(config.shape)
@@ -96,20 +101,22 @@ class LlamaModel:
         outer = (HEAD, HEAD_ROWS, EMBEDDINGS, EMBEDDING_ROWS)
         head, rows, *embeddings = (_outer_group(each, shape, checkpoint.shard) for each in outer)
         self._head_group, self._head_rows, self._embeddings_groups = head, rows, embeddings
-        # rounded as transformers rounds Gemma's
+        # rounded to the dtype, as transformers does for Gemma
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
         self._rotary = RotaryEmbeddings(config.ropes, config.max_context, self.device)
 
     def forward(
         self, batch: Batch, kv: torch.Tensor, lora: LoraWeights | None, attention: AttentionBackend
     ) -> torch.Tensor:
-        """Last hidden states [tokens, hidden] of a batch, in the model's dtype.
+        """Compute the last hidden states of a batch, and write its keys and values to the cache.
 
-        kv [layers of a page, 2, pages, page_size, kv_heads, head_dim] receives the batch's keys and
-        values, where the config's KvGroups has each layer. lora may be None when batch.segments is.
+        kv [layers of a page, 2, pages, page_size, kv_heads, head_dim]: written, each layer at its
+          place in the config's KvGroups
+        lora: may be None if batch.segments is None
+        → [tokens, hidden] in the model's dtype
 
-        On CUDA this Python and the layers' run when graphs are captured at start; a step replays
-        the graphs (execution/cuda_graphs.py). Only a step that is too large for them runs it.
+        On CUDA, this code runs when graphs are captured at start, and in steps that are too large
+        for a graph; all other steps replay graphs (execution/cuda_graphs.py).
         """
         turns = self._rotary.at(batch.positions)
         slots = batch.kv_slots.unbind(0)
@@ -131,10 +138,12 @@ class LlamaModel:
     def logits(
         self, hidden: torch.Tensor, lora: LoraWeights | None, segments: Segments | None
     ) -> torch.Tensor:
-        """Logits [rows, vocab] of hidden [rows, hidden] as forward gives it, in its dtype.
+        """Compute logits of hidden states.
 
-        Of no rows where ranks share the model and this is not their leader. segments: runs of these
-        rows whose adapters change lm_head, None if no adapter does; lora may be None then.
+        hidden [rows, hidden]: rows of `forward`'s result
+        segments: runs of these rows whose adapters change lm_head; None: no adapter does
+        lora: may be None if segments is None
+        → [rows, vocab] in hidden's dtype; [0, vocab] in ranks other than the leader
         """
         logits, layer = linear(hidden, self._head), self.config.shape.outer_layer
         if segments is not None and segments.max_rank > 0:
@@ -161,11 +170,14 @@ def load_model(
 ) -> LlamaModel:
     """Load a Hugging Face checkpoint folder (config.json and safetensors) onto the device.
 
-    max_context as in ModelConfig.from_folder. rounding: NF4 or FP8, to which the layers' linears
-    are rounded, one after the other; None: as they are. ranks: who shares the layers; this process
-    loads its part. Raises ModelError, whose `field` names the config key, file or tensor at fault,
-    and SettingsError when the device has no room for the weights, or no products of FP8, or the
-    model cannot be cut so.
+    Raises ModelError, whose `field` is the config key, file or tensor at fault. Raises
+    SettingsError if the device has too little memory for the weights or no FP8 products for them,
+    or if the model cannot be cut into as many parts as there are ranks.
+
+    max_context: see ModelConfig.from_folder.
+    rounding: NF4 or FP8, to which the layers' linears are rounded one after the other; None: as
+        stored.
+    ranks: processes that share the layers, of which this one loads its part.
     """
     shard = WHOLE if ranks is None else ranks.shard
     config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard)
@@ -185,11 +197,12 @@ def rehearse_load(
     rounding: Quantization | None = None,
     shard: Shard = WHOLE,
 ) -> tuple[ModelConfig, int]:
-    """What load_model would find, by the files' headers: the config, and the weights in bytes.
+    """Check a load from the files' headers alone, and return the config and the weights' bytes.
 
-    The bytes are the shard's; no other's are more than the first's. Takes no memory and little
-    time, unless a head is stored beside the embeddings to which it is tied: it is compared. Raises
-    ModelError and SettingsError as load_model does.
+    Takes no memory and little time, except to compare a stored lm_head with the embeddings to which
+    it is tied. Raises ModelError and SettingsError as load_model does.
+
+    shard: whose bytes are returned; the first shard's are the most.
     """
     config, meta = ModelConfig.from_folder(folder, max_context), torch.device("meta")
     stored = config.quantized_linears
@@ -243,7 +256,7 @@ class _Layer:
     def __call__(
         self, x: torch.Tensor, delta: Product, layer_kv: torch.Tensor, step: _Step
     ) -> Product:
-        """Add delta, and attention's output, to x in place; return what is yet to be added."""
+        """Add delta and attention's output to x in place; return the MLP's output, not added."""
         rounded = fp8.rounds(self.attention.qkv.weight, len(x))
         inputs = self.attention_norm.inputs(x, delta, rounded=rounded)
         delta = self.attention(inputs, layer_kv, step)

@@ -1,4 +1,4 @@
-"""Gated MLP of a layer; experts.py has the mixtures of experts."""
+"""Gated, dense MLP of a layer; experts.py has mixtures of experts."""
 
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.lora.linear import Inputs, linear_act_and_mul, rows_of
@@ -12,7 +12,7 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 
 
 class Mlp:
-    """y = down(silu(gate(x)) · up(x)), or with GELU; cut over ranks, if there are any."""
+    """MLP y = down(silu(gate(x)) · up(x)), or with GELU instead of SiLU, cut over ranks."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Mlp:
         ranks: RankGroup | None,
         output_norm: str | None,
     ) -> None:
-        """Read a layer's part; raises ModelError."""
+        """Read this rank's part of a layer's MLP. Raises ModelError."""
         shape, bias = config.shape, config.mlp_bias
         self.gate_up = LoraLinear(checkpoint, shape, layer, "gate_up", bias=bias)
         self.down = LoraLinear(checkpoint, shape, layer, "down", bias=bias)
@@ -31,7 +31,7 @@ class Mlp:
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
-        """Whether it reads N tokens rounded to FP8."""
+        """Return whether the MLP reads this many tokens rounded to FP8."""
         return fp8.rounds(self.gate_up.weight, tokens)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:

@@ -1,4 +1,7 @@
-"""The norms of a decoder: of hidden states, of what is added to them, of queries and keys."""
+"""RMS norms of a decoder: of hidden states, of products added to them, of queries and keys.
+
+Also chooses how the parts of a product are summed over ranks (summed_product).
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,10 +27,12 @@ from lorikeet_engine.parallel.sums import RowExchange
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What is yet to be added to hidden states: y [tokens, width], and to it, what adapters add.
+    """Product of a linear that is not yet added to the hidden states.
 
-    norm_weight: of y's norm before it is added, [width]; None if it has none. exchange: through
-    which y and lora, which are this rank's part, are yet to be summed over ranks.
+    y [tokens, width].
+    lora: y's LoRA delta, not yet added to y.
+    norm_weight [width]: weight of a norm of y before it is added; None: no norm.
+    exchange: sums y and lora, which are this rank's parts, over ranks; None: y is summed already.
     """
 
     y: torch.Tensor
@@ -42,9 +47,12 @@ def summed_product(
     norm_weight: torch.Tensor | None,
     ranks: RankGroup | None,
 ) -> Product:
-    """What a linear computed, of which each of the ranks, if there are any, has a part.
+    """Sum a product over ranks: the all-reduce after o_proj and down_proj.
 
-    Small ones are summed by the norm that reads them, others here.
+    Small products are left to the kernel of the norm that reads them (RowExchange), others are
+    summed here by RankSums.all_reduce.
+
+    ranks: processes that have parts of the product; None: y is whole.
     """
     if ranks is None:
         return Product(y, lora, norm_weight)
@@ -58,9 +66,9 @@ def summed_product(
 
 
 class RmsNorm:
-    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; the inside is float32.
+    """RMS norm y = x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32.
 
-    Or y = x, where a family has no norm at this place.
+    y = x in families without a norm at this point of the layer.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, name: str | None) -> None:
@@ -69,11 +77,11 @@ class RmsNorm:
         self.weight = read_norm_weight(config, checkpoint, name)
 
     def add_and_norm(self, x: torch.Tensor, product: Product) -> torch.Tensor:
-        """Add the product, times the multiplier, to x in place, then normalise each row of x."""
+        """Add the product, times the multiplier, to x in place, and return the norm of each row."""
         return add_rms_norm(x, product.y, self.weight, *self._operands(product))
 
     def inputs(self, x: torch.Tensor, product: Product, *, rounded: bool) -> Inputs:
-        """Do what add_and_norm does; rounded: round what it gives to FP8 as well."""
+        """Compute add_and_norm as the input of a linear; rounded: with its FP8 rounding too."""
         if self.weight is None or not rounded:
             return self.add_and_norm(x, product)
         return add_rms_norm_fp8(x, product.y, self.weight, *self._operands(product))
@@ -86,13 +94,13 @@ class RmsNorm:
 def read_norm_weight(
     config: ModelConfig, checkpoint: Checkpoint, name: str | None
 ) -> torch.Tensor | None:
-    """A norm's weight [hidden], None where it has no name. Raises ModelError."""
+    """Read a norm's weight [hidden]; None if `name` is None. Raises ModelError."""
     cut = Cut.whole(config.shape.hidden)
     return None if name is None else _weight(config, checkpoint, name, cut)
 
 
 def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkNorm | None:
-    """A layer's norm of this process's queries and keys, None where it has none.
+    """Read a layer's norm of this process's queries and keys; None if the family has none.
 
     Raises ModelError.
     """
@@ -113,9 +121,9 @@ def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkN
 def shared_qk_norm(
     norm: QkNorm, ranks: RankGroup, qkv: torch.Tensor, kv_heads: int, lora: LoraDelta | None
 ) -> QkNorm:
-    """The norm of all heads together for this step, of which each process has some.
+    """Sum the mean squares of all heads over ranks, for a norm of all heads together.
 
-    qkv, kv_heads, lora: as rotary_and_store_kv is to get them.
+    qkv, kv_heads, lora: operands of the following rotary_and_store_kv.
     """
     squares = mean_squares(qkv, kv_heads, ranks.world, lora)
     ranks.sums.all_reduce(squares)

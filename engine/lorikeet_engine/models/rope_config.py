@@ -1,4 +1,4 @@
-"""How config.json says that queries and keys turn with their positions: the rotary embedding."""
+"""Rotary embeddings of config.json, checked and parsed."""
 
 import math
 from collections.abc import Mapping
@@ -11,18 +11,20 @@ from lorikeet_engine.adapter_format.base_config import flag, integer, number, nu
 
 @dataclass(frozen=True, slots=True)
 class LinearRopeScaling:
-    """Rotary frequencies that are all slowed by `factor`."""
+    """Rotary frequencies that are all divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3RopeScaling:
-    """Llama 3.1's stretched rotary frequencies: long waves are slowed, short ones kept.
+    """Llama 3.1's scaled rotary frequencies: low ones are divided by `factor`, high ones kept.
 
-    original_context: tokens of context before stretching. Waves longer than
-    original_context / low_freq_factor are slowed by `factor`, those shorter than
-    original_context / high_freq_factor are kept, those between are interpolated.
+    Frequencies with wavelengths above original_context / low_freq_factor are divided by `factor`,
+    those with wavelengths below original_context / high_freq_factor are kept, those between are
+    interpolated.
+
+    original_context: tokens of context before scaling.
     """
 
     factor: float
@@ -33,11 +35,13 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnRopeScaling:
-    """YaRN's stretched rotary frequencies (arXiv 2309.00071): slow ones are slowed, fast ones kept.
+    """YaRN's scaled rotary frequencies (arXiv 2309.00071): low ones are divided, high ones kept.
 
-    Frequencies that turn less than beta_slow times in original_context tokens are slowed by
-    `factor`, those that turn more than beta_fast times are kept, those between are interpolated
-    over their indices; truncate: from and to whole ones.
+    Frequencies with fewer than beta_slow rotations in original_context tokens are divided by
+    `factor`, those with more than beta_fast are kept, those between are interpolated over their
+    indices.
+
+    truncate: whether the interpolation's bounds are rounded to whole indices.
     """
 
     factor: float
@@ -49,13 +53,13 @@ class YarnRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE's rotary frequencies (arXiv 2402.13753): each is slowed by a factor of its own."""
+    """LongRoPE's rotary frequencies (arXiv 2402.13753): each is divided by its own factor."""
 
     factors: tuple[float, ...]
 
 
 _LOCAL_THETA = "rope_local_base_freq"
-"""The switch of families that turn by another rotary embedding in layers with windows."""
+"""Switch of families whose layers with sliding windows have another rotary embedding."""
 _PER_KIND = {"full_attention", "sliding_attention"}
 
 RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling
@@ -63,10 +67,12 @@ RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRope
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding of a head's first rotary_dim elements: frequencies theta ** (-2i / it).
+    """Rotary embedding of a head's first rotary_dim elements.
 
-    gain: what cosines and sines are multiplied by, and so the queries and keys. interleaved: as
-    Family says.
+    Unscaled frequencies are theta ** (-2i / rotary_dim).
+
+    gain: factor of cosines and sines, and so of queries and keys.
+    interleaved: see Family.
     """
 
     theta: float
@@ -78,16 +84,17 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerRopes:
-    """The rotary embeddings of layers that see all tokens, and of those with sliding windows."""
+    """Rotary embeddings of layers that see all tokens, and of layers with sliding windows."""
 
     full: RopeConfig
     sliding: RopeConfig
 
 
 def context_of_positions(raw: Mapping[str, Any], family: Family) -> int:
-    """Tokens that the rotary embedding is made for: with YaRN, factor times the original ones.
+    """Return the context of the rotary embedding, in tokens.
 
-    People switch YaRN on in config.json and leave max_position_embeddings as it was.
+    With YaRN this is at least `factor` times the original context, as many config.json files have
+    YaRN switched on and max_position_embeddings left at its original value.
     """
     positions = integer(raw, "max_position_embeddings")
     _, rope = _section(raw, family)
@@ -97,9 +104,9 @@ def context_of_positions(raw: Mapping[str, Any], family: Family) -> int:
 
 
 def rope_configs(raw: Mapping[str, Any], family: Family, head_dim: int, context: int) -> LayerRopes:
-    """Read what config.json says of rotary embeddings, for contexts of up to `context` tokens.
+    """Parse config.json's rotary embeddings. Raises ModelError.
 
-    Raises ModelError.
+    context: tokens of the longest context that the engine serves.
     """
     name, rope = _section(raw, family)
     theta = number(rope, "rope_theta", number(raw, "rope_theta", 10_000.0))
@@ -120,15 +127,16 @@ def _rope(
     head_dim: int,
     context: int,
 ) -> RopeConfig:
-    """Read a section of config.json with this name."""
+    """Parse one section of config.json; name: of the section, for errors."""
     theta = number(rope, "rope_theta")
     rotary_dim = _rotary_dim(raw, rope, family, head_dim)
     kind = _kind(rope)
     if kind in ("su", "yarn") and "original_max_position_embeddings" in family.switches:
-        kind = "longrope"  # as Phi's first checkpoints call it
+        kind = "longrope"  # Phi's first checkpoints call it su or yarn
     plain = RopeConfig(theta, rotary_dim, interleaved=family.interleaved_rope)
     match kind:
-        # of text, mrope's three positions are one; dynamic is plain up to max_position_embeddings
+        # for text, mrope's three positions are equal; dynamic is unscaled up to
+        # max_position_embeddings
         case "default" | "mrope" | "dynamic":
             return plain
         case "linear":
@@ -143,26 +151,26 @@ def _rope(
 
 
 def _section(raw: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, Any]]:
-    """What config.json says of the layers that see all tokens."""
-    # transformers 5 writes rope_parameters; before, rope_theta stood outside of rope_scaling
+    """Return name and content of config.json's RoPE section for layers that see all tokens."""
+    # transformers 5 writes rope_parameters; before, rope_theta was outside of rope_scaling
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(name) or {}
     if not isinstance(rope, Mapping):
         raise refusal(name, rope, "an object")
     beside = raw.get("rope_scaling")
     if name == "rope_parameters" and beside and beside != rope:
-        # transformers takes it instead of rope_parameters, and leaves out the theta written there
+        # transformers uses rope_scaling then, and ignores rope_parameters' theta
         raise refusal("rope_scaling", beside, "that within rope_parameters, which is there too")
     if _LOCAL_THETA in family.switches and _PER_KIND & {*rope}:
         name, rope = f"{name}.full_attention", rope.get("full_attention") or {}
     for key, value in rope.items():
-        if isinstance(value, Mapping):  # transformers 5 writes so what differs from layer to layer
+        if isinstance(value, Mapping):  # transformers 5 nests sections that differ between layers
             raise refusal(f"{name}.{key}", value, "one rotary embedding for all layers")
     return name, rope
 
 
 def _local_section(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """What config.json says of the layers with sliding windows, if it says so apart."""
+    """Return name and content of the RoPE section for sliding-window layers, empty if none."""
     parameters = raw.get("rope_parameters") or {}
     return "rope_parameters.sliding_attention", parameters.get("sliding_attention") or {}
 
@@ -187,7 +195,7 @@ def _rotary_dim(
 
 def _original_context(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
     field = "original_max_position_embeddings"
-    if raw.get(field) is not None:  # Phi's stands outside, and is the one that counts
+    if raw.get(field) is not None:  # Phi's is outside of the section, and takes precedence
         return integer(raw, field)
     return integer(rope, field, integer(raw, "max_position_embeddings"))
 
@@ -234,10 +242,10 @@ def _yarn_gain(name: str, rope: Mapping[str, Any]) -> float:
 def _longrope(
     raw: Mapping[str, Any], rope: Mapping[str, Any], plain: RopeConfig, context: int
 ) -> RopeConfig:
-    """Take the factors for long contexts where the engine serves any, those for short ones else.
+    """Parse LongRoPE, with the long factors if the engine serves more than the original context.
 
-    transformers changes from one to the other as a sequence grows, after which the keys that it
-    has computed before are turned otherwise than they would be.
+    transformers switches from short to long factors as a sequence grows, which leaves earlier keys
+    rotated by the short ones.
     """
     original, pairs = _original_context(raw, rope), plain.rotary_dim // 2
     short, long = (numbers(rope, f"{length}_factor", pairs) for length in ("short", "long"))

@@ -1,4 +1,4 @@
-"""The rotary embedding's angles: how far each pair of a head turns at each position."""
+"""Angles of the rotary embeddings, as cosines and sines of every position."""
 
 import math
 from collections.abc import Iterable
@@ -17,14 +17,17 @@ from lorikeet_engine.models.rope_config import (
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Cosines and sines of some positions, times the gain, [positions, rotary_dim / 2] float32."""
+    """Cosines and sines of positions, times RopeConfig.gain.
+
+    cos, sin [positions, rotary_dim / 2] float32.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 class RotaryEmbeddings:
-    """The angles of every position, by each rotary embedding that a layer has."""
+    """Angles of every position, for each rotary embedding of the layers."""
 
     def __init__(
         self, ropes: Iterable[RopeConfig | None], positions: int, device: torch.device
@@ -33,7 +36,10 @@ class RotaryEmbeddings:
         self._turns = {rope: _turns(rope, positions, device) for rope in distinct}
 
     def at(self, positions: torch.Tensor) -> dict[RopeConfig | None, Turns]:
-        """The angles of positions [tokens] int64; those of no rotary embedding have no columns."""
+        """Look up the angles of positions [tokens] int64, for each rotary embedding.
+
+        Angles for None, layers without rotary embedding, have no columns.
+        """
         nothing = torch.empty(len(positions), 0, device=positions.device)
         at: dict[RopeConfig | None, Turns] = {None: Turns(nothing, nothing)}
         for rope, turns in self._turns.items():
@@ -49,7 +55,7 @@ def _turns(rope: RopeConfig, positions: int, device: torch.device) -> Turns:
 def _frequencies(rope: RopeConfig) -> torch.Tensor:
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     waves = rope.theta**exponents  # [rotary_dim / 2]
-    # each in the order of the reference: a rounding here grows with the position
+    # computed in the reference's order: a rounding error here grows with the position
     match rope.scaling:
         case None:
             return 1.0 / waves
@@ -67,15 +73,15 @@ def _frequencies(rope: RopeConfig) -> torch.Tensor:
 def _stretch(frequencies: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Tensor:
     turns = scaling.original_context / (2 * math.pi / frequencies)  # in the original context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)  # 0: slowed by factor, 1: as it was
+    kept = kept.clamp(0.0, 1.0)  # 0: divided by factor, 1: unchanged
     return (1.0 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 def _kept(rope: RopeConfig, yarn: YarnRopeScaling) -> torch.Tensor:
-    """How much of each frequency is as it was, 0 to 1: [rotary_dim / 2]."""
+    """Return the share of each frequency that YaRN keeps unchanged, 0 to 1: [rotary_dim / 2]."""
 
     def index(turns: float) -> float:
-        """Which frequency turns so often in the original context, were there one between two."""
+        """Return the fractional index of the frequency with this many turns in original_context."""
         per_turn = yarn.original_context / (turns * 2 * math.pi)
         return rope.rotary_dim * math.log(per_turn) / (2 * math.log(rope.theta))
 

@@ -1,4 +1,4 @@
-"""Tensors from files to a device, through a few staging buffers that are used again and again."""
+"""Copies of tensors from files to a device, through a few reused staging buffers."""
 
 import math
 import threading
@@ -12,14 +12,14 @@ from lorikeet_engine.errors import ModelError
 from lorikeet_engine.models.cut import Cut
 
 READERS = 4
-STAGING_BYTES = 16 << 20  # of each reader
+STAGING_BYTES = 16 << 20  # of each reader's buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a tensor lies: from byte `begin` of the file on, rows of `width` elements.
+    """Position of a tensor in a file: rows of `width` elements from byte `begin` on.
 
-    columns: those of each row that are wanted. Where all are, each element is a row.
+    columns: wanted columns of each row. If all are wanted, each element counts as a row.
     """
 
     file: Path
@@ -30,7 +30,7 @@ class Span:
 
     @classmethod
     def of(cls, file: Path, begin: int, dtype: torch.dtype, cut: Cut) -> "Span":
-        """What a cut keeps of a tensor that begins at `begin`."""
+        """Return the span of the kept part of a tensor that starts at byte `begin`."""
         width = math.prod(cut.matrix_shape[1:])
         begin += cut.rows.start * width * dtype.itemsize
         if cut.kept_shape[1:] == cut.matrix_shape[1:]:  # dense, in pieces of any length
@@ -42,7 +42,7 @@ class Span:
 class Staging:
     """Threads that read files piece by piece, each into a buffer of its own.
 
-    While one waits for its copy to the device the others read on. On CUDA the buffers are pinned.
+    While a thread waits for its copy to the device, the others read. On CUDA buffers are pinned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class Staging:
         self._copies: list[Future[None]] = []
 
     def copy(self, span: Span, out: torch.Tensor) -> None:
-        """Begin to fill out, which is dense, with a span's elements, cast to its dtype."""
+        """Start to fill `out`, which is dense, with a span's elements, cast to out's dtype."""
         rows = out.view(-1, len(span.columns))
         most = STAGING_BYTES // (span.width * span.dtype.itemsize)
         for first in range(0, len(rows), most):
@@ -60,25 +60,25 @@ class Staging:
             self._copies.append(self._pool.submit(self._copy, span, first, piece))
 
     def finish(self) -> None:
-        """Wait until all that was begun is copied. Raises ModelError where a file ended early."""
+        """Wait for all copies. Raises ModelError if a file ended early."""
         for copy in self._copies:
             copy.result()
         self._copies.clear()
 
     def close(self) -> None:
-        """Give up what is not yet read."""
+        """Cancel all pieces that are not yet read."""
         self._pool.shutdown(cancel_futures=True)
 
     def _copy(self, span: Span, first: int, out: torch.Tensor) -> None:
         row_bytes, columns = span.width * span.dtype.itemsize, span.columns
         buffer = self._buffer()[: len(out) * row_bytes]
         read_bytes(span.file, span.begin + first * row_bytes, buffer)
-        # cut and cast where the copy is going, in that device's time
+        # cut and cast on the device, to spare the host's time
         rows = buffer.view(span.dtype).to(out.device, non_blocking=True).view(-1, span.width)
         out.copy_(rows[:, columns.start : columns.stop])
         if self._device.type == "cuda":
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            # this thread's own current stream is the first GPU's
+            # a new thread's current stream is the first GPU's
             copied.record(torch.cuda.current_stream(self._device))
             copied.synchronize()
 
@@ -91,7 +91,10 @@ class Staging:
 
 
 def read_bytes(file: Path, begin: int, out: torch.Tensor) -> None:
-    """Fill a tensor of bytes with a file's, from one of them on. Raises ModelError."""
+    """Fill a tensor of bytes from a file, from byte `begin` on.
+
+    Raises ModelError if the file ends early.
+    """
     left = out.numpy().data
     with file.open("rb", buffering=0) as stream:
         stream.seek(begin)

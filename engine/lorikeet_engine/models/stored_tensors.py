@@ -1,4 +1,4 @@
-"""Where the tensors of a Hugging Face checkpoint lie: what the headers of its files say."""
+"""Names, shapes and file positions of a Hugging Face checkpoint's tensors, from its headers."""
 
 import json
 import math
@@ -23,18 +23,23 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PART_DTYPES = {**DTYPES, "F8_E4M3": fp8.DTYPE, "U8": torch.uint8, "I32": torch.int32}
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Within vision-language models: model.language_model.layers…, language_model.model.layers…, or as
-# it is alone; and lm_head or language_model.lm_head.
+# Decoders within vision-language models: model.language_model.layers…,
+# language_model.model.layers…, or named as alone; and lm_head or language_model.lm_head.
 _DECODER = re.compile(r"(?:(?:language_)?model\.){1,2}((?:layers|embed_tokens|norm)\..+)")
 _HEAD = re.compile(r"(?:language_model\.)?(lm_head\..+)")
-# Mixtral's checkpoints call by names of their own what other mixtures of experts have, too.
+# Mixtral's checkpoints have their own names for the linears of other mixtures of experts.
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+)(?:\.(w[123]))?\.")
 _PROJECTIONS = {"w1": ".gate_proj", "w2": ".down_proj", "w3": ".up_proj", None: ""}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as its file describes it, by name; its bytes begin at `begin` of the file."""
+    """Tensor as its file's header describes it.
+
+    name: in the file.
+    begin: first byte in the file.
+    dtype: safetensors' name.
+    """
 
     name: str
     file: Path
@@ -43,16 +48,15 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def values(self) -> torch.Tensor:
-        """Read it whole, in its own dtype, one of PART_DTYPES. Raises ModelError."""
-        # not by safe_open, which parses the whole header: 4 ms where that has 5,000 experts'
-        # tensors
+        """Read the whole tensor in its stored dtype, one of PART_DTYPES. Raises ModelError."""
+        # not by safe_open, which parses the whole header: 4 ms if it has 5,000 experts' tensors
         values = torch.empty(self.shape, dtype=PART_DTYPES[self.dtype])
         read_bytes(self.file, self.begin, values.view(-1).view(torch.uint8))
         return values
 
 
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a folder's decoder, by the names that it has where it stands alone.
+    """Find the tensors of a folder's decoder, by their names in a checkpoint of the decoder alone.
 
     Raises ModelError, whose `field` is the file, or the key of config.json.
     """
@@ -63,9 +67,9 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def check_tied_head(folder: Path) -> None:
-    """Raise ModelError where an lm_head that config.json ties has other values than the embeddings.
+    """Raise ModelError if config.json ties an lm_head that differs from the embeddings.
 
-    transformers 5 does not tie it then; 4 left it unread.
+    In that case transformers 5 does not tie them; transformers 4 left lm_head unread.
     """
     stored = find_tensors(folder)
     head, embeddings = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
@@ -74,7 +78,10 @@ def check_tied_head(folder: Path) -> None:
 
 
 def instead_of(weight: str, stored: Iterable[str]) -> str:
-    """A clause on what there is where a linear's weight is missing; empty where nothing is."""
+    """Return a clause, for an error, on the tensors that are stored instead of a linear's weight.
+
+    Empty if there are none.
+    """
     path = weight.removesuffix("weight")
     others = sorted(name for name in stored if name.startswith(path)) if path != weight else []
     if not others:
@@ -114,7 +121,7 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _decoder_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a vision-language model's text part, by the names it has alone."""
+    """Select a vision-language model's decoder, with the names of a decoder alone."""
     found = {}
     for name, tensor in stored.items():
         if match := _DECODER.fullmatch(name):
@@ -131,7 +138,7 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
             field=path.name,
         )
     try:
-        with safe_open(path, framework="pt"):  # checks that the header is right for the file
+        with safe_open(path, framework="pt"):  # checks the header against the file's size
             pass
     except (SafetensorError, OSError) as error:
         raise ModelError(

@@ -22,11 +22,11 @@ from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.checksums import LayerSums, layer_sums
 from lorikeet_engine.residency.packed_image import PackedLayout
 
-_MOST_THREADS = 4
-_CORES_A_THREAD = 4
+_MAX_THREADS = 4
+_CORES_PER_THREAD = 4
 """Cores of the machine per packing thread; gateways, engines and replicas need the others."""
-_BYTES_A_THREAD = _BYTES_TOGETHER = 2**24
-_WIDEST = 4  # bytes of the largest dtype
+_BYTES_PER_THREAD = _BYTES_TOGETHER = 2**24
+_WIDEST_BYTES = 4  # of an element
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -92,8 +92,8 @@ def _threads(size_bytes: int) -> int:
     """Return a number of threads that suits the cores and the size."""
     # if torch has several threads, they already share each matrix
     cores = os.cpu_count() or 1
-    most = cores // _CORES_A_THREAD if torch.get_num_threads() == 1 else 1
-    return max(1, min(most, _MOST_THREADS, size_bytes // _BYTES_A_THREAD))
+    most = cores // _CORES_PER_THREAD if torch.get_num_threads() == 1 else 1
+    return max(1, min(most, _MAX_THREADS, size_bytes // _BYTES_PER_THREAD))
 
 
 def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer]:
@@ -107,17 +107,17 @@ def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer
 
 
 def _layers_together(
-    layers: Sequence[_StagedLayer], most_bytes: int
+    layers: Sequence[_StagedLayer], max_bytes: int
 ) -> Iterator[list[_StagedLayer]]:
     """Yield runs of layers to pack at once: alike, and equally spaced in the image.
 
-    most_bytes: largest size in the file of a run of several layers.
+    max_bytes: largest size in the file of a run of several layers.
     """
     run: list[_StagedLayer] = []
     for layer in layers:
         strides = {after.begin - one.begin for one, after in pairwise([*run, layer])}
         alike = not run or run[0].likeness == layer.likeness
-        fits = (len(run) + 1) * layer.size <= most_bytes
+        fits = (len(run) + 1) * layer.size <= max_bytes
         if run and not (alike and fits and len(strides) == 1 and min(strides) > 0):
             yield run
             run = []
@@ -132,7 +132,7 @@ def _staged(
     places, size = dict[TensorSpan, int](), 0
     for matrix in sorted({m for part in parts for m in (part.a, part.b)}, key=lambda m: m.begin):
         places[matrix] = size
-        size += -(-matrix.size_bytes // _WIDEST) * _WIDEST
+        size += -(-matrix.size_bytes // _WIDEST_BYTES) * _WIDEST_BYTES
     likeness = [
         (
             (part.linear, part.scaling, *(at - begin for at in rows[part.linear][:2])),

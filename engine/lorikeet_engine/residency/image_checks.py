@@ -57,9 +57,9 @@ class CheckedImage(NamedTuple):
     pieces: Sequence[Piece]
     unchanged: Callable[[], bool]
 
-    def slices(self, most_bytes: int) -> Iterator["ImageSlice"]:
+    def slices(self, max_bytes: int) -> Iterator["ImageSlice"]:
         """Yield the whole image in slices of at most this many bytes, but at least one layer."""
-        most, layout = most_bytes // self.memory.itemsize, self.layout
+        most, layout = max_bytes // self.memory.itemsize, self.layout
         layers = list(zip(pairwise((*layout.layers, layout.elements)), self.sums, strict=True))
         for piece in self.pieces:
             begin, sums = piece.begin, list[int]()

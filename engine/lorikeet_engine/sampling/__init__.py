@@ -1,9 +1,9 @@
-"""Samples tokens from logits; called by execution/steps.py.
+"""Sampling of tokens from logits, as execution/steps.py calls it. Unused features cost nothing.
 
-sampler applies temperature, top_k, top_p and min_p with a seed of each choice's own; before that,
-penalties, which keeps each sequence's counted tokens on the device, changes logits by penalties and
-biases, and a grammar (grammar.py is the interface, the platform implements it; grammar_worker
-compiles them, tenants in turn) restricts the tokens that may follow. logprob_readback reports log
-probabilities, the model's own; processed_logprobs those of what a token was drawn from.
-What no request asks for costs nothing.
+`sampler`: temperature, top_k, top_p and min_p, with a seed for each choice; `draws`: its operands.
+`penalties`: penalties and logit biases; each sequence's token counts stay on the device.
+`grammar`: interface of grammars, which the platform implements. `grammar_worker`: thread that
+    compiles them, tenants in turn.
+`logprob_readback`: log probabilities of the model's own distribution, and their copy to the host.
+`processed_logprobs`: log probabilities of the distribution that tokens are drawn from.
 """

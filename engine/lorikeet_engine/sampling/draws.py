@@ -1,4 +1,4 @@
-"""How the next token of each choice is drawn, and the numbers that kernels.sampling takes of it."""
+"""Sampling parameters of a step's rows, and their columns for kernels.sampling."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,20 @@ from lorikeet_engine.kernels.sampling import (
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.sampling.penalties import PenaltySlot
 
-LEAST_TEMPERATURE = 1e-30  # below it, its inverse is no float32; greedy long since
+LEAST_TEMPERATURE = 1e-30  # the inverse of lower ones overflows float32; greedy in effect
 _64_BITS = (1 << 64) - 1
 
 
 class SamplingRow(NamedTuple):
-    """How to sample the next token of one choice.
+    """Parameters of the next token of one choice.
 
-    seed: the choice's own, of any size. step: the length of its output. These two alone decide
-    which point of the distribution is taken. banned: ids that may not be sampled now, such as the
-    stop ids below min_tokens. slot: the choice's own of the sampler's Penalties, if params change
-    logits.
+    Seed and step alone determine the point at which the distribution is inverted.
+
+    params: the request's sampling parameters.
+    seed: the choice's own, any integer.
+    step: number of tokens of the choice's output.
+    banned: ids that may not be sampled now, such as stop ids before min_tokens.
+    slot: the choice's slot in the sampler's Penalties, if params change logits.
     """
 
     params: SamplingParams
@@ -43,7 +46,10 @@ class SamplingRow(NamedTuple):
 
 
 def draws_of(rows: Mapping[int, SamplingRow], vocab: int) -> npt.NDArray[np.int64]:
-    """Return the columns of kernels.sampling for rows that are not greedy."""
+    """Return kernels.sampling's `draws` [rows, DRAW_FIELDS] for rows that are not greedy.
+
+    rows: each row of the logits, with its parameters.
+    """
     draws = np.empty((len(rows), DRAW_FIELDS), np.int64)
     params = [row.params for row in rows.values()]
     temperatures = np.array([max(p.temperature, LEAST_TEMPERATURE) for p in params])
@@ -57,14 +63,14 @@ def draws_of(rows: Mapping[int, SamplingRow], vocab: int) -> npt.NDArray[np.int6
 
 
 def _uniforms(choices: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """64 random bits for each pair of seed and step."""
+    """Hash each pair of seed and step to 64 random bits."""
     seeds = np.array([seed & _64_BITS for seed, _ in choices], np.uint64)
     steps = np.array([step + 1 for _, step in choices], np.uint64)
     return _mix(_mix(seeds) + steps * np.uint64(NEXT_UNIFORM)).view(np.int64)
 
 
 def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's function: each bit depends on all 64."""
+    """Mix 64 bits as SplitMix64 does: each bit of the result depends on all 64."""
     for shift, factor in zip((30, 27), MIXERS, strict=True):
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
     return bits ^ (bits >> np.uint64(31))

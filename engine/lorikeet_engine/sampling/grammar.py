@@ -1,6 +1,6 @@
-"""The engine's interface to grammars, which restrict the tokens that may follow.
+"""Interface of grammars, which restrict the tokens that may follow an output.
 
-The engine knows no text and no grammar language; the program that builds it may pass it a Grammars
+The engine knows no text and no grammar language; the program that creates it may pass a Grammars
 that does.
 """
 
@@ -16,57 +16,65 @@ from lorikeet_engine.errors import EngineError, InvalidRequest
 log = logging.getLogger(__name__)
 
 TokenBitmask = npt.NDArray[np.uint8]
-"""A bit for each token: token t is bit t % 8, from the lowest, of byte t // 8."""
+"""Bitmask of tokens: token t is bit t % 8, counted from the lowest, of byte t // 8."""
 
 
 def octets_of(vocab: int) -> int:
-    """How many bytes a bitmask of this vocabulary has: whole words of 32 bits."""
+    """Return the bytes of a vocabulary's bitmask: whole words of 32 bits."""
     return 4 * -(-vocab // 32)
 
 
 class Matcher(Protocol):
-    """The state of one choice's output in its grammar."""
+    """State of one choice's output in its grammar."""
 
     @property
     def may_end(self) -> bool:
-        """Whether the output is complete as it is."""
+        """Whether the output so far is complete."""
 
     @property
     def must_end(self) -> bool:
         """Whether no token can follow."""
 
     def forced_tokens(self) -> Sequence[int]:
-        """Tokens of which each is the only one that may follow those before it.
+        """Return the next tokens as far as each is the only token that may follow.
 
-        The output cannot end before the last of them. None or fewer, where it is not certain. Asked
-        in every step, so what takes long to find has to be kept.
+        The output cannot end before the last of them. May return fewer than there are, or none.
+        Called in every step, so implementations cache results that take long to find.
         """
 
     def accept(self, token: int) -> None:
-        """Append a token to the output. Raises InvalidRequest if no output can begin like that."""
+        """Append a token to the output.
+
+        Raises InvalidRequest if no output of the grammar begins with these tokens.
+        """
 
     def copy(self) -> "Matcher":
-        """A matcher for another choice with the same output so far."""
+        """Copy the matcher for another choice with the same output so far."""
 
 
 class Grammars(Protocol):
-    """Compiles grammars, and finds the tokens that may follow."""
+    """Compiler of grammars, and source of the tokens that may follow."""
 
     def compile(self, text: str) -> Matcher:
-        """A matcher of an empty output. On any thread. Raises InvalidRequest for a bad grammar."""
+        """Compile a grammar to a matcher of an empty output.
+
+        May be called on any thread. Raises InvalidRequest for a bad grammar.
+        """
 
     def fill_bitmasks(
         self, matchers: Sequence[Matcher], bitmasks: TokenBitmask
     ) -> Sequence[InvalidRequest | None]:
-        """Set the bits of the tokens that may follow, and return what went wrong with each matcher.
+        """Set the bits of the tokens that may follow, and return each matcher's error or None.
 
-        matchers: made by `compile`. bitmasks [matchers, octets_of(vocab)], all 0. The bits of
-        end-of-sequence tokens are left to the engine, which knows them.
+        The engine sets the bits of end-of-sequence tokens itself.
+
+        matchers: results of `compile`.
+        bitmasks [matchers, octets_of(vocab)]: all 0.
         """
 
 
 def grammar_error(error: BaseException, request_id: str) -> EngineError:
-    """Return why a request fails whose grammar raised `error`; what only a bug raises is logged."""
+    """Convert an error of a request's grammar to the request's error. Bugs' errors are logged."""
     if isinstance(error, EngineError):
         return error
     log.error("grammar_failed", exc_info=error, extra={"request": request_id})

@@ -1,4 +1,4 @@
-"""Work on grammars, which may take long: on a thread of its own, in turns of the tenants."""
+"""Thread that compiles grammars, which may take long, tenants in turn."""
 
 import math
 import os
@@ -14,7 +14,7 @@ from weakref import WeakSet
 from lorikeet_engine.errors import EngineClosed, EngineOverloaded
 from lorikeet_engine.malloc_trim import trim_malloc
 
-# A compiled JSON schema takes 90 KiB and 70 to 120 bytes for each character, mostly 85.
+# A compiled JSON schema takes 90 KiB, and 70 to 120 bytes, mostly 85, for each character.
 _GRAMMAR_BYTES = 90 << 10
 _CHARACTER_BYTES = 85
 _KEPT_BYTES = 128 << 20
@@ -24,13 +24,13 @@ _UNUSED_S = 60.0
 _MAX_WAITING = 32
 _MIN_RETRY_AFTER_S = 1.0
 _NICENESS = 5
-"""A third of a step's share where all cores are taken: steps do not wait for schemas."""
+"""Gives the worker a third of a step's CPU share if all cores are busy: schemas delay no step."""
 
 Result = TypeVar("Result")
 
 
 class _Work(Future[Result]):
-    """What comes of a grammar, which cannot be cancelled, and the tenant in whose turn."""
+    """Result of one grammar, which cannot be cancelled, with the tenant that asked first."""
 
     def __init__(self, grammar: str, tenant: str) -> None:
         super().__init__()
@@ -41,33 +41,39 @@ class _Work(Future[Result]):
 
 
 class GrammarWorker(Generic[Result]):
-    """Works on each grammar once and keeps what came of the last ones. Thread-safe.
+    """Worker thread that processes each grammar once, and caches the latest results. Thread-safe.
 
-    Tenants take turns, and of each so many grammars may wait: one with many, or with costly ones,
-    delays itself. What is kept is bounded by the memory that it is expected to take, for each
-    tenant and for all: then the tenant that has most loses its oldest. What nobody has used for a
-    minute goes, and its memory returns to the system. A replica tries grammars with one of these
-    and its engine compiles them with another: both keep the same ones. The thread is nicer than
-    others, and may be: work lets go of the interpreter while it computes.
+    Tenants take turns, each with a limited queue: a tenant with many or costly grammars delays only
+    itself. The cache is bounded by the results' expected memory, for each tenant and for all; over
+    a bound, the tenant with the most memory loses its oldest result. Results unused for a minute
+    are dropped, and their memory returns to the system.
+
+    A replica tries grammars with one GrammarWorker, and its engine compiles them with another; both
+    cache the same grammars. The thread runs with a higher niceness, which cannot make others wait
+    for it: `work` releases the GIL while it computes.
     """
 
     def __init__(self, work: Callable[[str], Result]) -> None:
-        """work: called on the worker's thread; what raises is not kept."""
+        """Create the worker; the thread starts with the first grammar.
+
+        work: called with each grammar on the worker's thread. Errors are not cached.
+        """
         self._work = work
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         self._changed = threading.Condition()  # guards all below
         self._kept: dict[str, _Work[Result]] = {}  # by grammar, the last used last
-        # By tenant and grammar; the tenant whose turn is next comes first.
+        # By tenant and grammar; the tenant that is next comes first.
         self._waiting: dict[str, dict[str, _Work[Result]]] = {}
-        self._living = WeakSet[_Work[Result]]()  # kept, waiting, or held by who asked for it
-        self._usual_s = 0.0  # a moving average
+        self._living = WeakSet[_Work[Result]]()  # cached, waiting, or held by a caller
+        self._usual_s = 0.0  # moving average of the time of one grammar
         self._closed = False
 
     def result(self, grammar: str, tenant: str) -> "Future[Result]":
-        """What comes of a grammar: there already if it is kept. The future cannot be cancelled.
+        """Return the future of a grammar's result, done at once if it is cached.
 
-        Hold the future while the result is in use: it counts for its tenant until then. Raises
-        EngineOverloaded if too many of the tenant's wait or are in use, and EngineClosed.
+        The future cannot be cancelled. Hold it while the result is in use: its memory counts for
+        the tenant until then. Raises EngineOverloaded if too many of the tenant's grammars wait or
+        are in use, and EngineClosed.
         """
         with self._changed:
             if self._closed:
@@ -89,7 +95,7 @@ class GrammarWorker(Generic[Result]):
             return queue[grammar]
 
     def close(self) -> None:
-        """Finish the work at hand and fail the rest with EngineClosed. Safe to call twice."""
+        """Finish the current grammar, and fail all others with EngineClosed. Safe to call twice."""
         with self._changed:
             self._closed = True
             waiting, self._waiting = self._waiting, {}
@@ -101,7 +107,7 @@ class GrammarWorker(Generic[Result]):
             self._thread.join()
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # elsewhere it would be the whole process
+        if sys.platform == "linux":  # elsewhere niceness is the whole process's
             os.nice(_NICENESS)  # of this thread, and of processes that it starts
         while not self._closed:
             with self._changed:
@@ -110,7 +116,7 @@ class GrammarWorker(Generic[Result]):
             self._work_on_next()
 
     def _used_for_s(self) -> float | None:
-        """Seconds until something that is kept must go unless it is used; None if nothing is."""
+        """Return the seconds until the oldest result expires if unused; None: nothing is cached."""
         for kept in self._kept.values():
             return max(0.0, kept.used_s + _UNUSED_S - time.monotonic())
         return None
@@ -133,7 +139,7 @@ class GrammarWorker(Generic[Result]):
             del self._waiting[tenant]
             if queue:
                 self._waiting[tenant] = queue  # behind the others
-            kept = self._kept.get(work.grammar)  # another tenant's, meanwhile
+            kept = self._kept.get(work.grammar)  # meanwhile cached for another tenant
         if kept is not None:
             work.set_result(kept.result())
             return
@@ -142,7 +148,7 @@ class GrammarWorker(Generic[Result]):
             result = self._work(work.grammar)
         except BaseException as error:
             with self._changed:
-                self._living.discard(work)  # its traceback would keep it there
+                self._living.discard(work)  # the traceback would keep it alive
             work.set_exception(error)
         else:
             self._keep(work)
@@ -167,7 +173,7 @@ class GrammarWorker(Generic[Result]):
 
     def _check_bounds(self, new: _Work[Result], waiting: int) -> None:
         if waiting == _MAX_WAITING:
-            # One of the tenant's is taken in each round of those that wait.
+            # One of the tenant's grammars is taken in each round of the waiting tenants.
             round_s = len(self._waiting) * self._usual_s
             raise _refusal(f"{_MAX_WAITING} other JSON schemas wait to be compiled", round_s)
         living = sum(work.bytes for work in self._living if work.tenant == new.tenant)

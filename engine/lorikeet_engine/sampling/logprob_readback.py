@@ -1,4 +1,4 @@
-"""Log probabilities of sampled tokens, and of the most likely ones at each step."""
+"""Log probabilities of sampled and most likely tokens, and their copy to the host."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,10 +11,11 @@ from lorikeet_engine.request import TokenLogprobs
 
 
 class LogprobReadback:
-    """The log_softmax of some rows of logits, for the sampled and the most likely tokens.
+    """log_softmax of some rows of logits at the sampled and the most likely tokens.
 
-    Made before sampling, which may change the logits of tokens that cannot be sampled; of what
-    they were sampled from, afterwards (processed_logprobs.py).
+    For the model's own log probabilities, created before sampling, which sets logits of banned
+    tokens to -inf; for those of the distribution drawn from, after sampling
+    (processed_logprobs.py).
     """
 
     def __init__(
@@ -23,10 +24,11 @@ class LogprobReadback:
         counts: Mapping[int, int],
         temperatures: Sequence[float] | None = None,
     ) -> None:
-        """Take logits [rows, vocab] of any dtype. counts: row → how many of its most likely tokens.
+        """Launch the search for the most likely tokens.
 
-        Rows that are not in counts get no log probabilities. temperatures: by which these rows'
-        logits are divided before; 1 without.
+        logits [rows, vocab], any dtype.
+        counts: number of most likely tokens of each row; rows without get no log probabilities.
+        temperatures: divisors of the logits of these rows; None: 1.
         """
         self._counts = {row: min(count, logits.shape[1]) for row, count in counts.items()}
         wanted = np.empty((len(counts), FIELDS), np.int64)
@@ -37,12 +39,15 @@ class LogprobReadback:
         self._found = likeliest(logits, self._wanted, max(self._counts.values()))
 
     def download(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
-        """Start the copy to the host. sampled [rows] int64: the tokens sampled from the logits."""
+        """Start the copy to the host.
+
+        sampled [rows] int64: tokens sampled from the logits.
+        """
         set_given(self._found, logits, self._wanted, sampled)
         self._download = Download(self._found.packed)
 
     def read(self) -> dict[int, TokenLogprobs]:
-        """The log probabilities by row, once they are on the host."""
+        """Wait for the copy, and return the log probabilities by row."""
         packed, begin = self._download.wait(), 1 + self._found.most
         ids = packed[:, begin:].view(torch.int32).tolist()
         results = zip(self._counts.items(), packed[:, :begin].tolist(), ids, strict=True)

@@ -1,8 +1,8 @@
-"""Logit biases and penalties: what they need of each sequence stays on the device.
+"""Logit biases and penalties, with each sequence's token counts on the device.
 
-OpenAI's frequency and presence penalties are over a sequence's output, the repetition penalty, as
-transformers and vLLM have it, over prompt and output. A step counts the tokens that it samples
-where it samples them, so the host tells the device nothing of them again.
+OpenAI's frequency and presence penalties cover a sequence's output; the repetition penalty covers
+prompt and output, as in transformers and vLLM. A step counts its sampled tokens on the device, so
+the host does not upload them again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,28 +25,28 @@ V = TypeVar("V")
 
 
 class PenaltySlot:
-    """A sequence's place in Penalties, from its first sampled token until it is released."""
+    """Slot of a sequence in Penalties, held from its first sampled token until `release`."""
 
     def __init__(self, pool: "Penalties", index: int) -> None:
         self.index = index
         self._pool: Penalties | None = pool
 
     def release(self) -> None:
-        """Give it back; a second time does nothing."""
+        """Return the slot to the pool. Safe to call twice."""
         if self._pool is not None:
             self._pool._take_back(self.index)
             self._pool = None
 
 
 class Penalties:
-    """The biases, penalties and counted tokens of sequences, with a slot for each.
+    """Biases, penalties and token counts of sequences, with a slot for each sequence.
 
-    The device works in the order of launches: what a step in flight still counts in a slot that
-    was released comes before the slot is filled for its next owner.
+    The device works in the order of launches. So a step in flight that still counts tokens in a
+    released slot does so before the slot is filled for its next sequence.
     """
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
-        """Allocate 8 bytes for each slot and token of the vocabulary."""
+        """Allocate 8 bytes for each pair of a slot and a token of the vocabulary."""
         self._state = PenaltyState(
             torch.zeros((slots, vocab), dtype=torch.int32, device=device),
             torch.zeros((slots, vocab), dtype=torch.float32, device=device),
@@ -57,15 +57,16 @@ class Penalties:
 
     @property
     def free(self) -> int:
-        """How many slots have no owner."""
+        """Number of free slots."""
         return len(self._free)
 
     def begin(
         self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
     ) -> PenaltySlot:
-        """A slot for a sequence of these tokens, filled before its logits are changed.
+        """Take a slot for a sequence of these tokens. The next `change` fills it.
 
-        The choices of a request have the very same params and prompt, which are read once for all.
+        Choices of one request pass the identical params and prompt objects, which are then uploaded
+        once for all of them.
         """
         assert self._free, "more sequences are sampled at once than there are slots"
         index = self._free.pop()
@@ -73,19 +74,19 @@ class Penalties:
         return PenaltySlot(self, index)
 
     def change(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Copies of some rows of logits, changed by their slots; see kernels.penalties."""
+        """Copy some rows of logits, and apply their slots' penalties: see kernels.penalties."""
         if self._new:
             self._fill()
         return penalise(logits, rows, slots, self._state)
 
     def count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Note that these tokens [slots] int64, below 0 for none, were sampled for the slots."""
+        """Count sampled tokens [slots] int64 in their slots; below 0: none was sampled."""
         seen = self._state.seen
         places = slots * seen.shape[1] + tokens.clamp(min=0)
         seen.view(-1).scatter_add_(0, places, IN_OUTPUT * (tokens >= 0).to(seen.dtype))
 
     def release_all(self) -> None:
-        """Take all slots back. The handles of their owners must not be used any more."""
+        """Free all slots. PenaltySlots taken before must not be used any more."""
         self._free = list(reversed(range(self._slots)))
         self._new: dict[int, tuple[SamplingParams, Sequence[int], Sequence[int]]] = {}
 
@@ -94,7 +95,7 @@ class Penalties:
         self._free.append(index)
 
     def _fill(self) -> None:
-        """Write what the new slots begin with: all of them at once."""
+        """Write the initial state of all new slots at once."""
         new, self._new = self._new, {}
         device, seen, biases = self._state.seen.device, self._state.seen, self._state.biases
         slots = upload(np.array(list(new), np.int64), device)
@@ -108,7 +109,7 @@ class Penalties:
         prompts = {slot: prompt for slot, (p, prompt, _) in new.items() if p.has_repetition_penalty}
         if prompts:
             own, others = _alike(prompts)
-            # on the device: the host would wait until a number of its own is copied there
+            # a tensor on the device: the host would wait for the copy of a number
             seen.index_put_(_places(own, device), seen.new_full((), IN_PROMPT))
             _copy_rows(seen, others)
         outputs = {slot: output for slot, (p, _, output) in new.items() if p.has_penalties}
@@ -122,13 +123,13 @@ class Penalties:
             ids = {slot: [t for t, _ in each] for slot, each in own_biases.items()}
             at, tokens = _places(ids, device)
             added = upload(np.array(values, np.float32), device)
-            # index_put_ would sort them, and let the host wait in some releases of torch
+            # index_put_ would sort the indices, and in some releases of torch block the host
             biases.view(-1).scatter_add_(0, at * biases.shape[1] + tokens, added)
             _copy_rows(biases, others)
 
 
 def _alike(values: Mapping[int, V]) -> tuple[dict[int, V], dict[int, list[int]]]:
-    """The values of slots, each once; and by slot, which others have the very same value."""
+    """Group slots by identical values: the first slot's value, and the first slot's other slots."""
     first: dict[int, int] = {}
     own, others = dict[int, V](), dict[int, list[int]]()
     for slot, value in values.items():
@@ -140,7 +141,7 @@ def _alike(values: Mapping[int, V]) -> tuple[dict[int, V], dict[int, list[int]]]
 
 
 def _copy_rows(state: torch.Tensor, others: Mapping[int, list[int]]) -> None:
-    """Write the rows of some slots to others."""
+    """Copy each owner's row to other slots."""
     for owner, slots in others.items():
         at = upload(np.array(slots, np.int64), state.device)
         state[at] = state[owner].clone()
@@ -149,7 +150,7 @@ def _copy_rows(state: torch.Tensor, others: Mapping[int, list[int]]) -> None:
 def _places(
     tokens: Mapping[int, Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots and tokens [all tokens] int64, both on the device."""
+    """Upload the pairs of slot and token: slots, tokens [all tokens] int64."""
     lengths = [len(some) for some in tokens.values()]
     slots = np.repeat(np.array(list(tokens), np.int64), lengths)
     ids = np.concatenate([np.array(some, np.int64) for some in tokens.values()])

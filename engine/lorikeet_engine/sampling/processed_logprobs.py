@@ -1,4 +1,4 @@
-"""Log probabilities of the distribution that tokens are drawn from (vLLM's processed_logprobs)."""
+"""Log probabilities of the distributions that tokens are drawn from (vLLM's processed_logprobs)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,17 @@ _PIECE_ROWS = 16  # with 128,256 tokens in the vocabulary, some 130 MB at once
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some rows of a step, and their log probabilities in this order."""
+    """Some rows of a step, and their log probabilities in the order of `rows`."""
 
     rows: tuple[int, ...]
     logprobs: LogprobReadback
 
 
 class ProcessedLogprobs:
-    """What a step's sampler says of some of its rows. counts: row → how many of its likeliest."""
+    """Log probabilities of the distributions that some rows of a step were drawn from.
+
+    counts: number of most likely tokens of each wanted row.
+    """
 
     def __init__(self, counts: Mapping[int, int]) -> None:
         self._counts = counts
@@ -37,10 +40,12 @@ class ProcessedLogprobs:
         row_at: Mapping[int, int],
         rows: Sequence[SamplingRow],
     ) -> None:
-        """Launch what gives those of tokens just drawn, and the copy to the host.
+        """Compute the log probabilities of tokens just drawn, and start their copy to the host.
 
-        logits [n, vocab]: with penalties and biases, -inf at what is banned. tokens [n] int64.
-        row_at: the step's row of each of the n that counts. rows: the step's.
+        logits [n, vocab]: after penalties and biases, -inf at banned tokens.
+        tokens [n] int64: tokens drawn from these logits.
+        row_at: row of the step of each of the n rows that are valid.
+        rows: sampling parameters of the step's rows.
         """
         wanted = [(at, row) for at, row in row_at.items() if row in self._counts]
         if plain := [(at, row) for at, row in wanted if not _has_filters(rows[row].params)]:
@@ -63,7 +68,7 @@ class ProcessedLogprobs:
         self._pieces.append(_Piece(rows, of))
 
     def read(self) -> dict[int, TokenLogprobs]:
-        """Return the log probabilities by row, once they are on the host."""
+        """Wait for the copies, and return the log probabilities by row."""
         return {
             row: logprobs
             for piece in self._pieces
@@ -72,7 +77,7 @@ class ProcessedLogprobs:
 
 
 def _filtered(x: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return logits x [rows, vocab] float32 by temperature, -inf where the filters keep none."""
+    """Divide logits x [rows, vocab] float32 by temperature, and set filtered tokens to -inf."""
     fields = {i: SamplingRow(p, 0, 0) for i, p in enumerate(params)}
     draws = upload(draws_of(fields, x.shape[-1]), x.device)
     ranked = any(p.top_k or p.top_p < 1.0 for p in params)
@@ -82,11 +87,11 @@ def _filtered(x: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor
 
 
 def _has_filters(params: SamplingParams) -> bool:
-    """Whether some tokens cannot be drawn for their ranks or weights; a greedy row has none."""
+    """Return whether top_k, top_p or min_p may exclude tokens; not in a greedy row."""
     filters = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
     return filters and params.temperature > 0.0
 
 
 def _temperature(params: SamplingParams) -> float:
-    """1 where it is 0: then the token was not drawn."""
+    """Return the temperature, or 1 for a greedy row, which divides by none."""
     return max(params.temperature, LEAST_TEMPERATURE) if params.temperature > 0.0 else 1.0

@@ -1,4 +1,8 @@
-"""Samples the next token of each choice from its logits: temperature, top_k, top_p, min_p."""
+"""Sampler that promises the same token for the same logits, seed and step, in any batch.
+
+The promise holds for every row of every batch and on every device. kernels.sampling defines the
+draws to the last bit to keep it.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,15 +16,17 @@ from lorikeet_engine.sampling.penalties import Penalties
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 
 NOT_FINITE = -1
-"""What stands for a token id where a row's logits are not finite."""
+"""Token id of a row whose largest logit is not finite."""
 
 
 class Sampler:
-    """Samples one token for each row.
+    """Sampler of one token for each row, by temperature, top_k, top_p, min_p and a seed.
 
-    The cumulative distribution is inverted at a number in [0, 1) that is a hash of seed and step.
-    So a row costs a few numbers whatever the vocabulary, and equal logits give the same token in
-    every row of every batch and on every device. penalties: of the choices whose logits change.
+    The cumulative distribution is inverted at a number in [0, 1) that is a hash of the row's seed
+    and step. So a row needs only a few numbers whatever the vocabulary, and equal logits, seed and
+    step give the same token.
+
+    penalties: penalties and biases of the choices whose params change logits.
     """
 
     def __init__(self, penalties: Penalties) -> None:
@@ -33,15 +39,21 @@ class Sampler:
         rows: Sequence[SamplingRow],
         processed: ProcessedLogprobs | None = None,
     ) -> torch.Tensor:
-        """Tokens [rows] int64 for logits [rows, vocab] of any dtype, counted in the rows' slots.
+        """Sample a token for each row, and count it in the row's slot.
 
-        The repetition penalty comes first, then biases and the other penalties, in float32 copies
-        of the rows that have any. What may not be sampled is set to -inf, in place. Then
-        temperature, then top_k, then top_p of what top_k left (the most likely tokens whose
-        probabilities together reach top_p), then min_p of what that left, as kernels.sampling
-        defines it. Temperature 0 takes the first of the largest logits.
-        NOT_FINITE where the largest is no number. The host waits for nothing. processed: takes the
-        log probabilities of what was drawn from, for its rows.
+        In this order:
+        1. The repetition penalty, then biases and the other penalties, in float32 copies of the
+           rows that have any.
+        2. Banned tokens are set to -inf, in place.
+        3. Temperature, top_k, top_p of the tokens that top_k keeps (the most likely tokens whose
+           probabilities together reach top_p), min_p of the tokens that top_p keeps, as
+           kernels.sampling defines them. Temperature 0 takes the first of the largest logits.
+
+        logits [rows, vocab], any dtype
+        processed: takes log probabilities of the distributions drawn from, for the rows it wants
+        → tokens [rows] int64; NOT_FINITE if a row's largest logit is not finite
+
+        The host does not wait for the device.
         """
         changed = {i: row.slot.index for i, row in enumerate(rows) if row.slot is not None}
         plain = {i: row for i, row in enumerate(rows) if row.slot is None}
@@ -49,7 +61,7 @@ class Sampler:
         if processed is not None:
             processed.add(logits, tokens, {i: i for i in plain}, rows)
         if changed:
-            # apart: kernels are compiled anew for a tensor that begins in the middle of another
+            # uploaded apart: Triton compiles anew for a tensor that starts inside another
             at, slots = (
                 upload(np.array(list(some), np.int64), logits.device)
                 for some in (changed, changed.values())
@@ -64,7 +76,7 @@ class Sampler:
 
 
 def _choose(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> torch.Tensor:
-    """Tokens [all rows of logits] int64; arbitrary in those that are not among `rows`."""
+    """Return tokens [all rows of logits] int64; those of rows not in `rows` are undefined."""
     _mask_banned(logits, rows)
     best, tokens = logits.max(dim=-1)
     finite = best.isfinite()
@@ -79,5 +91,5 @@ def _mask_banned(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
     bans = [(i, token) for i, row in rows.items() for token in row.banned]
     if bans:
         at, tokens = upload(np.array(bans, np.int64).T.copy(), logits.device)
-        # on the device: the host would wait until a number of its own is copied there
+        # a tensor on the device: the host would wait for the copy of a number
         logits.index_put_((at, tokens), logits.new_full((), -torch.inf))

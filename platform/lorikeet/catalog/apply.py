@@ -1,4 +1,4 @@
-"""Applies log entries to a state, which gives the next one: a pure function."""
+"""Application of log entries to a state: pure functions that return the next state."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -52,9 +52,9 @@ V = TypeVar("V")
 
 
 def apply_entries(state: CatalogState, entries: Iterable[Entry]) -> CatalogState:
-    """The state after these entries, which follow on `state.seq` without a gap.
+    """Return the state after these entries, the first of which is entry `state.seq` + 1.
 
-    Costs what they touch, however large the state is: the rest is shared with `state`.
+    Copies only the partitions that the entries change; the others are shared with `state`.
     """
     seq, time = state.seq, state.time
     touching: dict[int, list[Entry]] = {}
@@ -74,13 +74,16 @@ def apply_entries(state: CatalogState, entries: Iterable[Entry]) -> CatalogState
 
 
 def apply_changes(state: CatalogState, changes: Iterable[Change], time: float) -> CatalogState:
-    """The state as these changes would leave it, were they made at `time`, Unix seconds."""
+    """Return the state that these changes would produce, without committing them.
+
+    time: of the changes, Unix seconds.
+    """
     imagined = Entry(seq=state.seq + 1, nonce="", actor="", time=time, changes=tuple(changes))
     return apply_entries(state, [imagined])
 
 
 def apply_to_partition(partition: Partition, number: int, entries: Iterable[Entry]) -> Partition:
-    """Partition `number` after what these entries change in it."""
+    """Return partition `number` with its part of these entries' changes applied."""
     draft = _Draft(partition, number)
     for entry in entries:
         for change in entry.changes:
@@ -90,15 +93,15 @@ def apply_to_partition(partition: Partition, number: int, entries: Iterable[Entr
 
 
 def _partitions_of(change: Change) -> Collection[int]:
-    """The numbers of the partitions that a change changes."""
+    """Return the numbers of the partitions that a change affects."""
     match change:
         case CatalogCreated():
             return ()
         case TenantCreated():
             return (partition_of(change.name),)
         case KeyCreated():
-            whose = COMMON if change.tenant is None else partition_of(change.tenant)
-            return (partition_of(change.id), partition_of(change.sha256), whose)
+            owner = COMMON if change.tenant is None else partition_of(change.tenant)
+            return (partition_of(change.id), partition_of(change.sha256), owner)
         case KeyOptionsSet() | KeyReplaced() | KeyRevoked():
             return (partition_of(change.id), COMMON)
         case AdapterShared() | AdapterRetired():
@@ -110,13 +113,13 @@ def _partitions_of(change: Change) -> Collection[int]:
 
 
 class _Draft:
-    """A partition being changed: a copy of each of its tables, and of each touched tenant's."""
+    """Mutable copy of a partition's tables, and of the adapter tables of changed tenants."""
 
     def __init__(self, partition: Partition, number: int) -> None:
         self._partition = partition
         self._number = number
         self._tenants = dict(partition.tenants)
-        self._own: dict[str, dict[str, AdapterRecord]] = {}  # tenants whose table is copied
+        self._own: dict[str, dict[str, AdapterRecord]] = {}  # copied tables of changed tenants
         self._keys = dict(partition.keys)
         self._key_ids = dict(partition.key_ids)
         self._shared = set(partition.shared)
@@ -239,19 +242,20 @@ class _Draft:
 def _apply_to_adapter(
     record: AdapterRecord, change: AnyAdapterChange, entry: Entry
 ) -> AdapterRecord:
-    """Return the adapter after one of its changes, which this entry holds."""
+    """Return the adapter after a change of the entry."""
     match change:
         case VersionRegistered():
             version = _version(change, entry.time)
             return replace(record, versions=(*record.versions, version))
         case AdapterShared(shared=shared):
             return replace(record, shared=shared)
-        case AliasMoved(alias=alias, version=number):  # what it pointed to joins its history
+        case AliasMoved(alias=alias, version=number):  # the previous version joins the history
             history = record.alias_history.get(alias, ())
             if alias in record.aliases:
                 history = (*history, record.aliases[alias])
             return _pointed(record, alias, number, history)
-        case AliasRolledBack(alias=alias, version=number):  # up to its last place in the history
+        case AliasRolledBack(alias=alias, version=number):
+            # the history ends before the version's last occurrence in it
             history = record.alias_history[alias]
             at = len(history) - 1 - history[::-1].index(number)
             return _pointed(record, alias, number, history[:at])

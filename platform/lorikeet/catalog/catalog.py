@@ -1,8 +1,8 @@
 """The catalog: every operation that changes tenants, keys, adapters and pins.
 
-A change is one optimistic loop: read the log's tail, check against the state, append. When
-someone else appended first, the loop starts over, so no update is lost and nothing is decided on
-stale knowledge. A crash leaves at most a blob that no entry names, or parts of a snapshot.
+Every change is one optimistic loop: read the log's tail, check the change against the state, append
+an entry. If another writer appended first, the loop starts over: no update is lost, and no decision
+rests on a stale state. A crash leaves at most a blob that no entry names, or parts of a snapshot.
 """
 
 import random
@@ -48,36 +48,38 @@ from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
 
 LONGEST_OVERLAP_S = 90 * 86400
+"""Longest time that a rotated key stays valid beside its successor, in seconds."""
 _SECRET_PREFIX = "lk_"
-_ATTEMPTS = 60  # with sixteen writers at once, one in fifty would give up
+_ATTEMPTS = 60  # with 16 concurrent writers, 1 in 50 gives up
 _LONGEST_PAUSE_S = 1.0
 
 T = TypeVar("T")
 
 
 def blob_key(digest: str) -> str:
-    """Where the blob with this SHA-256 (64 hex digits) lies in the store."""
+    """Return the key in the store of the blob with this SHA-256 (64 hex digits)."""
     return f"blobs/{digest[:2]}/{digest}"
 
 
 class AdapterCatalog:
-    """The catalog in one store, for any number of threads; other processes may write too.
+    """The catalog in one store. Thread-safe; other processes may write to the store too.
 
-    Each change refreshes first, names its `actor` for the audit trail, and raises Conflict if too
-    many others keep changing the catalog meanwhile.
+    Each operation refreshes `reader` first, records its `actor` for the audit trail, and raises
+    Conflict if other writers appended first in every attempt.
+    clock: Unix seconds.
     """
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
         self.store = store
         self.reader = CatalogReader(store)
         self._clock = clock
-        self._writing = threading.Lock()  # one process need not race with itself
+        self._writing = threading.Lock()  # spares races between threads of this process
 
     @classmethod
     def init(
         cls, store: ObjectStore, *, actor: str = "init", clock: Callable[[], float] = time.time
     ) -> Self:
-        """Make the catalog of an empty store. Raises Conflict when there is one."""
+        """Create the catalog in an empty store. Raises Conflict if the store holds one."""
         catalog = cls(store, clock)
         try:
             entry = catalog.reader.log.append(0, actor, clock(), [CatalogCreated()])
@@ -89,7 +91,7 @@ class AdapterCatalog:
     def create_tenant(
         self, name: str, *, actor: str, **options: Unpack[TenantOptions]
     ) -> TenantRecord:
-        """Make a tenant. Raises InvalidInput, and Conflict when there is one."""
+        """Create a tenant. Raises InvalidInput, and Conflict if the name is taken."""
         check_name(name, "tenant")
         check_options(options)
         after = self._commit(actor, lambda state: tenant_rules.create_tenant(state, name, options))
@@ -98,10 +100,10 @@ class AdapterCatalog:
     def limit_tenant(
         self, name: str, *, actor: str, **options: Unpack[TenantOptions]
     ) -> TenantRecord:
-        """Change some of a tenant's options; the others stay. Raises InvalidInput, UnknownTenant.
+        """Change the given options of a tenant. Raises InvalidInput, UnknownTenant.
 
-        What it has beyond a new limit stays: pins, though a plan keeps no more than fits, and
-        adapters.
+        Adapters and pins beyond a new limit stay registered, but placement keeps only the pins that
+        fit the budget.
         """
         check_options(options)
         change = TenantOptionsSet(tenant=name, options=options)
@@ -117,14 +119,15 @@ class AdapterCatalog:
         actor: str,
         **options: Unpack[KeyOptions],
     ) -> tuple[KeyRecord, str]:
-        """Make a key; its secret is in this answer and nowhere else.
+        """Create a key and return it with its secret, which is stored nowhere.
 
-        tenant None: an administrator's key. Raises InvalidInput, UnknownTenant.
+        tenant: owner of the key; None makes an admin's key.
+        Raises InvalidInput, UnknownTenant.
         """
         if not scopes:
             raise InvalidInput("scopes=[]: want at least one scope", param="scopes")
         if tenant is None and Scope.INFER in scopes:
-            raise InvalidInput("scope 'infer' is for a tenant's key: name one", param="scopes")
+            raise InvalidInput("scope 'infer' is for a tenant's key: name a tenant", param="scopes")
         check_key_options(tenant, options, self._clock())
         check_publish_options(tenant, scopes, options.get("adapters", ()))
         secret = _new_secret()
@@ -140,20 +143,21 @@ class AdapterCatalog:
     def limit_key(
         self, key_id: str, *, actor: str, **options: Unpack[KeyLimitOptions]
     ) -> KeyRecord:
-        """Change some of a key's own limits; the others stay.
+        """Change the given limits of a key.
 
-        Raises InvalidInput, UnknownKey, and Conflict for a revoked key.
+        Raises InvalidInput, UnknownKey, and Conflict if the key is revoked.
         """
         check_options(options)
         change = KeyOptionsSet(id=key_id, options=cast("KeyOptions", options))
         return self._commit(actor, lambda state: tenant_rules.limit_key(state, change)).key(key_id)
 
     def rotate_key(self, key_id: str, overlap_s: float, *, actor: str) -> tuple[KeyRecord, str]:
-        """Make a key with the owner, scopes, limits, name and lifetime of another, in its place.
+        """Replace a key by a new one with the same owner, scopes, limits, name and lifetime.
 
-        The old key works for `overlap_s` seconds more, 0 to LONGEST_OVERLAP_S. The new secret is in
-        this answer and nowhere else. Raises InvalidInput, UnknownKey, and Conflict for a key that
-        is valid no more or was rotated before.
+        Returns the new key with its secret, which is stored nowhere.
+        overlap_s: seconds for which the old key stays valid, 0 to LONGEST_OVERLAP_S.
+        Raises InvalidInput, UnknownKey, and Conflict if the old key is no longer valid or was
+        rotated before.
         """
         if not 0 <= overlap_s <= LONGEST_OVERLAP_S:
             raise InvalidInput(
@@ -168,7 +172,7 @@ class AdapterCatalog:
         return self.reader.ask(lambda state: state.key(new_id)), secret
 
     def revoke_key(self, key_id: str, *, actor: str) -> KeyRecord:
-        """Make a key invalid for ever; again is fine.
+        """Make a key invalid for ever. Idempotent.
 
         Raises UnknownKey, and Conflict for the last admin's key that never expires.
         """
@@ -189,11 +193,15 @@ class AdapterCatalog:
     ) -> VersionRecord:
         """Upload a validated blob and make it the adapter's next version.
 
-        The first version becomes prod, later ones with `promote`, or get another `alias`. A blob
-        that already is a usable version of this adapter gives that version. shared None leaves it
-        as it is (at first not shared). since: the entry of the log after which it was decided.
-        Raises InvalidInput, UnknownTenant, and Conflict beyond the tenant's limits, or where the
-        adapter was retired since.
+        A blob that is a usable version of this adapter already returns that version. The first
+        version becomes prod.
+        blob: file with the validated bytes.
+        shared: open the adapter to every tenant; None keeps the present setting, False at first.
+        promote: point prod to the version.
+        alias: alias to point to the version, unless `promote` is set.
+        since: number of the log entry that the caller's decision was based on; None: the newest.
+        Raises InvalidInput, UnknownTenant, and Conflict beyond the tenant's limits, or if the
+        adapter was retired after `since`.
         """
         check_name(tenant, "tenant")
         check_name(name, "name")
@@ -205,7 +213,7 @@ class AdapterCatalog:
             )
 
         self.reader.refresh()
-        self.reader.ask(decide)  # before a long upload
+        self.reader.ask(decide)  # raises before a long upload
         key = blob_key(facts.digest)
         protect(self.store, key, lambda: self.store.put_file(key, blob))
         after = self._commit(actor, decide)
@@ -223,9 +231,10 @@ class AdapterCatalog:
         *,
         actor: str,
     ) -> AdapterRecord:
-        """Point an alias, new or not, to a version.
+        """Point an alias to a version; creates the alias if needed.
 
-        expect: the version it must point to until now. Raises UnknownModel, Conflict.
+        expect: version that the alias must point to now; None: any.
+        Raises InvalidInput, UnknownModel, Conflict.
         """
         check_alias(alias)
         after = self._commit(
@@ -244,9 +253,12 @@ class AdapterCatalog:
         *,
         actor: str,
     ) -> AdapterRecord:
-        """Give a fraction of an alias's requests, 0 < fraction < 1, to a second version.
+        """Route a fraction of an alias's requests to a second version.
 
-        Promoting either version ends it. Raises InvalidInput, UnknownModel, NotFound, Conflict.
+        Promoting either version ends the share.
+        fraction: 0 < fraction < 1.
+        expect: version that the alias must point to now; None: any.
+        Raises InvalidInput, UnknownModel, NotFound, Conflict.
         """
         check_alias(alias)
         if not 0 < fraction < 1:
@@ -260,10 +272,11 @@ class AdapterCatalog:
     def rollback(
         self, tenant: str, name: str, alias: str = DEFAULT_ALIAS, *, actor: str
     ) -> AdapterRecord:
-        """Take an alias's share back, or point it to what it pointed to before; again goes on.
+        """End an alias's share, or else point the alias to its previous version that is usable.
 
-        Retired versions are passed over. Raises UnknownModel, NotFound, and Conflict when there
-        is nothing to go back to or someone moves the alias at the same moment.
+        A repeated rollback goes back further.
+        Raises UnknownModel, NotFound, and Conflict if there is no version to go back to or another
+        writer moves the alias at the same moment.
         """
         self.reader.refresh()
         seen = self.reader.ask(lambda state: state.adapter(tenant, name)).aliases.get(alias)
@@ -275,11 +288,12 @@ class AdapterCatalog:
     def retire(
         self, tenant: str, name: str, version: int | None = None, *, actor: str
     ) -> AdapterRecord:
-        """End the use of one version, or with None of the adapter, its aliases and its pin.
+        """Retire one version, or the whole adapter with its aliases and its pin.
 
         Requests in flight finish. An adapter that is registered again later is private unless it
-        is shared anew. A version that an alias points to is refused with Conflict.
-        Raises UnknownModel.
+        is shared anew.
+        version: version to retire; None retires the adapter.
+        Raises UnknownModel, and Conflict if an alias points to the version.
         """
         after = self._commit(
             actor, lambda state: adapter_rules.retire(state, tenant, name, version)
@@ -289,10 +303,11 @@ class AdapterCatalog:
     def restore(
         self, tenant: str, name: str, version: int | None = None, *, actor: str
     ) -> AdapterRecord:
-        """Undo the retirement of one version, or with None of the adapter as it was before.
+        """Undo the retirement of one version, or of the whole adapter with its aliases and pin.
 
-        Raises UnknownModel, and Conflict when the adapter is not retired, or so long ago that a
-        blob was collected.
+        version: version to restore; None restores the adapter as it was before its retirement.
+        Raises UnknownModel, and Conflict if the adapter is not retired or a blob has been garbage
+        collected since.
         """
         self.reader.refresh()
         record = self.reader.ask(lambda state: state.adapter(tenant, name))
@@ -311,8 +326,9 @@ class AdapterCatalog:
     def pin(
         self, tenant: str, name: str | None, *, actor: str, **options: Unpack[PinOptions]
     ) -> PinRecord:
-        """Promise that an adapter, or with None all of a tenant, stays resident; replaces its pin.
+        """Pin an adapter, or all adapters of a tenant, to a tier; replaces an earlier pin.
 
+        name: adapter to pin; None pins all of the tenant's.
         Raises InvalidInput, UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
         """
         now = self._clock()
@@ -329,25 +345,28 @@ class AdapterCatalog:
         question: Callable[[CatalogState, CatalogState], T],
         **options: Unpack[PinOptions],
     ) -> T:
-        """The answer of the states now and as such a pin would leave it, which is not made.
+        """Ask a question about the states before and after a pin, without making the pin.
 
-        Raises what `pin` raises.
+        Raises the errors of `pin`.
         """
         now = self._clock()
         change = pin_change(tenant, name, now, **options)
 
-        def ask(state: CatalogState) -> T:
+        def compare(state: CatalogState) -> T:
             return question(state, apply_changes(state, pin_rules.pin(state, change, now), now))
 
         self.reader.refresh()
-        return self.reader.ask(ask)
+        return self.reader.ask(compare)
 
     def unpin(self, tenant: str, name: str | None, *, actor: str) -> None:
-        """Take the pin of an adapter, or with None of a tenant, away. Raises NotFound."""
+        """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound."""
         self._commit(actor, lambda state: pin_rules.unpin(state, tenant, name))
 
     def _commit(self, actor: str, decide: Callable[[CatalogState], Changes]) -> CatalogState:
-        """Append what `decide` answers; the state right after it, or as it is without changes."""
+        """Append the changes that `decide` makes of the newest state; return the state after them.
+
+        Without changes nothing is appended. Raises Conflict after _ATTEMPTS lost races.
+        """
         asked_s = time.monotonic()
         with self._writing:
             for attempt in range(_ATTEMPTS):
@@ -372,16 +391,16 @@ class AdapterCatalog:
                 protect(self.store, blob_key(version.digest))
             except ObjectNotFound as error:
                 raise Conflict(
-                    f"the blob of version {version.version}, {version.digest}, was retired so "
-                    "long ago that it is collected: register it again"
+                    f"version {version.version} was retired, and its blob {version.digest} is "
+                    "garbage collected: register it again"
                 ) from error
 
 
 def _new_secret() -> str:
-    """Make a secret that is safe in a header and easy to find in a leaked file."""
+    """Make a secret that is valid in a header and easy to find in a leaked file."""
     return _SECRET_PREFIX + secrets.token_urlsafe(32)
 
 
 def _new_key_id() -> str:
-    """Make an id to name a key by; it is no secret."""
+    """Make a key's id, which is not secret."""
     return "key-" + secrets.token_hex(8)

@@ -1,6 +1,6 @@
-"""What one log entry can change.
+"""Changes of the catalog, and the log entry that commits some of them together.
 
-A change holds what its author decided; when and by whom stands once in the entry.
+A change holds its author's decision; the entry holds time and author once for all of its changes.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
 from lorikeet_engine.adapter import Residency, TouchedModules
 
 SCHEMA = 1
-"""Raised whenever an older reader could misread what is written."""
+"""Format version; increased whenever an older reader could misread new entries."""
 
 
 def _parse_tier(value: object) -> object:
@@ -26,14 +26,14 @@ Tier = Annotated[Residency, BeforeValidator(_parse_tier), PlainSerializer(str, r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogCreated:
-    """The first change of every log."""
+    """Creation of the catalog: the first change of every log."""
 
     type: Literal["catalog_created"] = "catalog_created"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantCreated:
-    """A tenant was made."""
+    """Creation of a tenant."""
 
     name: str
     type: Literal["tenant_created"] = "tenant_created"
@@ -41,7 +41,7 @@ class TenantCreated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantOptionsSet:
-    """Some of a tenant's options were set; the others stay."""
+    """Change of the given options of a tenant."""
 
     tenant: str
     options: TenantOptions
@@ -50,7 +50,7 @@ class TenantOptionsSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyCreated:
-    """A key became valid."""
+    """Creation of a key. tenant: owner; None for an admin's key."""
 
     id: str
     tenant: str | None
@@ -61,7 +61,7 @@ class KeyCreated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyOptionsSet:
-    """Some of a key's options were set; the others stay. Once set, an expiry is never lifted."""
+    """Change of the given options of a key. An expiry, once set, is never removed."""
 
     id: str
     options: KeyOptions
@@ -70,7 +70,12 @@ class KeyOptionsSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyReplaced:
-    """A key was rotated: the key `by` takes its place. expires: its own end, Unix seconds."""
+    """Rotation of a key.
+
+    id: the old key.
+    by: id of the new key.
+    expires: end of the old key, Unix seconds.
+    """
 
     id: str
     by: str
@@ -80,7 +85,7 @@ class KeyReplaced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRevoked:
-    """A key is valid no more, for ever."""
+    """Revocation of a key, for ever."""
 
     id: str
     type: Literal["key_revoked"] = "key_revoked"
@@ -88,7 +93,7 @@ class KeyRevoked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterChange:
-    """What all changes of one adapter say first."""
+    """Base of all changes of one adapter."""
 
     tenant: str
     name: str
@@ -96,7 +101,7 @@ class AdapterChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRegistered(AdapterChange):
-    """An adapter has one more version; the first one makes the adapter."""
+    """Registration of a version; the first version creates the adapter."""
 
     version: int
     digest: str
@@ -111,7 +116,7 @@ class VersionRegistered(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShared(AdapterChange):
-    """An adapter was opened to every tenant, or closed again."""
+    """Change of an adapter's visibility: to every tenant, or to its own tenant alone."""
 
     shared: bool
     type: Literal["adapter_shared"] = "adapter_shared"
@@ -119,7 +124,7 @@ class AdapterShared(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasMoved(AdapterChange):
-    """An alias points to another version, for all requests; the one before joins its history."""
+    """Move of an alias to a version. Ends its share; the previous version joins its history."""
 
     alias: str
     version: int
@@ -128,7 +133,7 @@ class AliasMoved(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasRolledBack(AdapterChange):
-    """An alias went back along its history to this version."""
+    """Move of an alias back along its history to a version."""
 
     alias: str
     version: int
@@ -137,7 +142,7 @@ class AliasRolledBack(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareGiven(AdapterChange):
-    """A second version gets this fraction of an alias's requests; 0 < fraction < 1."""
+    """Share of an alias's requests for a second version; 0 < fraction < 1."""
 
     alias: str
     version: int
@@ -147,7 +152,7 @@ class ShareGiven(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareEnded(AdapterChange):
-    """An alias gives all its requests to the version it points to."""
+    """End of an alias's share: all requests get the version that the alias points to."""
 
     alias: str
     type: Literal["share_ended"] = "share_ended"
@@ -155,7 +160,7 @@ class ShareEnded(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRetired(AdapterChange):
-    """One version can be used no more."""
+    """Retirement of one version."""
 
     version: int
     type: Literal["version_retired"] = "version_retired"
@@ -163,7 +168,7 @@ class VersionRetired(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRestored(AdapterChange):
-    """A retired version can be used again."""
+    """Restoration of a retired version."""
 
     version: int
     type: Literal["version_restored"] = "version_restored"
@@ -171,14 +176,14 @@ class VersionRestored(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRetired(AdapterChange):
-    """No version so far can be used any more; aliases and pin are gone, and it is private."""
+    """Retirement of an adapter: all versions retired, aliases, pin and sharing removed."""
 
     type: Literal["adapter_retired"] = "adapter_retired"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """The pin of an adapter, or with name None of a tenant, was set or replaced; see PinRecord."""
+    """Pin of an adapter, or of a tenant if name is None, set or replaced; see PinRecord."""
 
     tenant: str
     name: str | None
@@ -193,7 +198,7 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpinned:
-    """The pin of an adapter, or with name None of a tenant, was taken away."""
+    """Removal of the pin of an adapter, or of a tenant if name is None."""
 
     tenant: str
     name: str | None
@@ -228,7 +233,12 @@ Change = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One commit: changes that happen together. time: Unix seconds; nonce: its writer's mark."""
+    """One commit: changes that take effect together.
+
+    seq: number of the entry, from 1.
+    nonce: random mark by which a writer recognizes its own entry.
+    time: Unix seconds, by the writer's clock.
+    """
 
     seq: int
     nonce: str

@@ -1,10 +1,10 @@
-"""Garbage collection: what nothing needs any more, found and deleted.
+"""Garbage collection of objects in the store that nothing needs any more.
 
-Needed are the blobs of versions that can be used, or that were retired within the grace period and
-can therefore be restored; what uploads in flight will name; the newest snapshots; and whatever is
-younger than the grace period. Nothing here locks anything: store/gc_protection.py spares what a
-writer is about to name. Killed anywhere, a collection leaves garbage and marks, which the next one
-takes away; any number may run at once.
+Kept are the blobs of usable versions, and of versions retired within the grace period, which can
+still be restored; the blobs that uploads in flight will name; the newest snapshots; and every
+object younger than the grace period. No locks are taken: store/gc_protection.py spares objects that
+a writer is about to name. A collection that is killed leaves garbage and marks for the next one to
+delete. Any number of collections may run at once.
 """
 
 import time
@@ -34,10 +34,10 @@ from lorikeet.errors import InvalidInput, ObjectNotFound
 
 BLOBS = "blobs/"
 LEAST_GRACE_S = 86400.0
-"""Twice what may lie between protecting an object and the entry that names it."""
+"""Shortest grace period: twice the longest time from protecting an object to naming it."""
 
-_NEWEST_KEPT = 4  # readers begin at the newest and stay with it for some snapshots more
-_ONE_IN = 2**14  # entries: of older snapshots one is kept, for questions about the past
+_NEWEST_KEPT = 4  # snapshots; readers keep using one while a few newer ones appear
+_OLD_KEPT_EVERY = 2**14  # entries between the older snapshots that are kept, for history
 _PAGE = 1000
 _BATCH = 64
 
@@ -45,7 +45,7 @@ Adapters = Set[tuple[str, str]]
 
 
 class GarbageCollector:
-    """Finds and deletes garbage in a catalog's store, a kind after the other."""
+    """Garbage collector of a catalog's store: uploads, then blobs, then snapshots."""
 
     def __init__(
         self,
@@ -55,7 +55,12 @@ class GarbageCollector:
         dry_run: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """grace_s: seconds since something was written or retired. Raises InvalidInput."""
+        """Prepare one collection. Raises InvalidInput if the grace period is too short.
+
+        grace_s: seconds that an object is kept after it was written or its version retired.
+        dry_run: delete nothing.
+        clock: Unix seconds.
+        """
         if grace_s < LEAST_GRACE_S:
             raise InvalidInput(f"a grace period of {grace_s:g} s: want a day or more")
         self._catalog = catalog
@@ -66,7 +71,10 @@ class GarbageCollector:
         self._run = uuid.uuid4().hex
 
     def collect(self) -> Iterator[StoredObject]:
-        """Yield everything that is deleted, or would be. Raises StoreError."""
+        """Delete garbage and yield each deleted object; in a dry run only yield it.
+
+        Raises StoreError.
+        """
         self._catalog.refresh()
         self._remove_dead_marks()
         uploads = list(self._uploads.in_flight())
@@ -84,7 +92,7 @@ class GarbageCollector:
         return (found for name, found in blobs if name not in needed and name not in in_flight)
 
     def _lately_retired(self) -> Adapters:
-        """The adapters some version of which was retired within the grace period."""
+        """Return the adapters with a version that was retired within the grace period."""
         adapters: set[tuple[str, str]] = set()
         before: int | None = None
         while True:
@@ -100,7 +108,7 @@ class GarbageCollector:
                 return adapters
 
     def _snapshots(self) -> Iterator[StoredObject]:
-        """Old snapshots, then the partitions that only they named."""
+        """Delete old snapshots, then the partitions that only they name."""
         manifests = list(self._store.scan(MANIFESTS))
         kept = _kept(manifests, self._before)
         yield from self._sweep(found for found in manifests if found not in kept)
@@ -116,7 +124,7 @@ class GarbageCollector:
         return (found for found in self._store.scan(prefix) if found.modified < self._before)
 
     def _sweep(self, garbage: Iterable[StoredObject]) -> Iterator[StoredObject]:
-        """Delete these, but for those that were written again meanwhile."""
+        """Delete objects that were not written again meanwhile, and yield each deleted one."""
         left = iter(garbage)
         while batch := list(islice(left, _BATCH)):
             yield from batch if self._dry_run else self._delete(batch)
@@ -145,7 +153,7 @@ class GarbageCollector:
 
 
 def _needed(state: CatalogState, lately_retired: Adapters) -> Set[str]:
-    """The digests of what can be used or restored."""
+    """Return the digests of versions that can be used or restored."""
     return {
         version.digest
         for record in state.adapters()
@@ -155,14 +163,14 @@ def _needed(state: CatalogState, lately_retired: Adapters) -> Set[str]:
 
 
 def _kept(manifests: list[StoredObject], before: float) -> Set[StoredObject]:
-    """The snapshots to keep: the newest, the young, and now and then one of the others."""
-    of_range = {manifest_seq(found.key) // _ONE_IN: found for found in reversed(manifests)}
+    """Return the snapshots to keep: the newest, the young, and a few of the older ones."""
+    of_range = {manifest_seq(found.key) // _OLD_KEPT_EVERY: found for found in reversed(manifests)}
     young = (found for found in manifests if found.modified >= before)
     return {*manifests[:_NEWEST_KEPT], *young, *of_range.values()}
 
 
 def _stored(upload: Upload) -> StoredObject:
-    """The upload as an object, of the size that was to arrive."""
+    """Return the upload as an object, with the size that was to arrive."""
     arrives = 0 if upload.token is None else upload.size_bytes
     return StoredObject(upload.key, arrives, upload.created)
 

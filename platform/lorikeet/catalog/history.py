@@ -1,4 +1,4 @@
-"""The catalog's history: entries of the log, and the catalog as of one of them."""
+"""History of the catalog: searches of the log, and views as of an earlier entry."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,14 +12,18 @@ from lorikeet.errors import InvalidInput
 
 _STRIDE = 16 * BLOCK
 _MOST_READ = 10 * _STRIDE
-"""Entries that one search reads before it says how far it came: some 160 objects."""
+"""Most entries that one search reads before it returns a page: some 160 objects."""
 _CLOCKS_DIFFER_S = 3600.0
-"""Times are the writers' own, so entries are in the order of their numbers, almost of times."""
+"""Largest difference between the clocks of two writers, whose times the entries hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryQuery:
-    """Which changes to find: None is any. since: Unix seconds. name: only with its tenant."""
+    """Filter for changes; None matches any.
+
+    name: adapter of `tenant`, which must be given too.
+    since: earliest time of an entry, Unix seconds.
+    """
 
     tenant: str | None = None
     name: str | None = None
@@ -27,7 +31,7 @@ class HistoryQuery:
     since: float | None = None
 
     def matching(self, entry: Entry) -> Entry | None:
-        """The entry with those of its changes that match; None if none does."""
+        """Return the entry with its matching changes only, or None if no change matches."""
         if self.actor not in (None, entry.actor):
             return None
         if self.since is not None and entry.time < self.since:
@@ -47,14 +51,17 @@ class HistoryQuery:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPage:
-    """Found entries, newest first. before: where to go on; None if nothing is older."""
+    """Entries found, newest first.
+
+    before: argument of the search for the next page; None if there are no older entries.
+    """
 
     entries: tuple[Entry, ...]
     before: int | None
 
 
 class History:
-    """The log up to entry `newest`, backwards."""
+    """History up to entry `newest`."""
 
     def __init__(self, log: Log, snapshots: Snapshots, newest: int) -> None:
         self._log = log
@@ -62,7 +69,11 @@ class History:
         self._newest = newest
 
     def find(self, wanted: HistoryQuery, limit: int, before: int | None = None) -> HistoryPage:
-        """Find the newest `limit` entries that match, of those before entry `before`."""
+        """Return the newest matching entries before entry `before`, `limit` at most.
+
+        A page may hold fewer, even none, although older entries match: see HistoryPage.before.
+        Raises StoreError.
+        """
         found: list[Entry] = []
         start = min(before or self._newest + 1, self._newest + 1)
         seq = start
@@ -77,7 +88,7 @@ class History:
         return HistoryPage(tuple(found), seq if seq > 1 else None)
 
     def as_of(self, seq: int) -> CatalogView:
-        """The catalog right after entry `seq`. Raises InvalidInput, StoreError."""
+        """Return a view of the catalog right after entry `seq`. Raises InvalidInput, StoreError."""
         if not 1 <= seq <= self._newest:
             raise InvalidInput(f"as of {seq}: want an entry from 1 to {self._newest}")
         manifest = self._snapshots.newest(up_to=seq)
@@ -86,8 +97,11 @@ class History:
         return view
 
     def as_of_time(self, time: float) -> CatalogView:
-        """The catalog at a time, Unix seconds, by its writers' clocks. Raises InvalidInput."""
-        first, last = 0, self._newest  # entry `first` was written by then, what follows `last` not
+        """Return a view of the catalog at a time, Unix seconds, by the clocks of its writers.
+
+        Raises InvalidInput, StoreError.
+        """
+        first, last = 0, self._newest  # entry `first` was written by then, entry `last` + 1 was not
         while first < last:
             middle = (first + last + 1) // 2
             (entry,) = self._log.between(middle - 1, middle)
@@ -99,7 +113,7 @@ class History:
         return self.as_of(first)
 
     def _backwards(self, before: int) -> Iterator[Entry]:
-        """Every entry before that one, newest first: a block, then many blocks at a time."""
+        """Yield every entry before `before`, newest first: reads one block, then 16 at a time."""
         more = 0
         while before > 1:
             after = max((before - 1) // BLOCK * BLOCK - more, 1) - 1

@@ -1,10 +1,10 @@
-"""The catalog as this machine's gateways last saw it, in a file: the view to begin with while the
-store is away.
+"""File on local disk with the newest view of the catalog, for starts while the store is away.
 
-The first line is the number of the last entry; the rest is compressed. Its own first line is JSON:
-that entry's time, and for each partition how many of the bytes behind that line are its own. They
-are the partition (snapshots/snapshots.py), or, where it was not read, the log entries since
-the snapshot that holds it under the digest given.
+All gateways of a machine share the file. Its first line is the number of the newest entry; the rest
+is compressed. The first line of the compressed part is JSON: the entry's time and, for each
+partition, a digest and the number of its bytes after that line. Bytes without a digest are the
+partition (snapshots.py). Bytes with a digest are the log entries since the snapshot that holds the
+unread partition under that digest.
 """
 
 import hashlib
@@ -28,24 +28,27 @@ _SCHEMA = 1
 
 
 class KeptState(NamedTuple):
-    """A state that was kept. age_s: how long ago the store last said that it was the newest."""
+    """A state read from the file.
+
+    age_s: seconds since the store last confirmed that the state was the newest.
+    """
 
     state: CatalogState
     age_s: float
 
 
 class KeptView:
-    """The newest state of the catalog at `url`, in a folder that all gateways of a machine share.
+    """File of the newest state of the catalog at `url`, shared by all gateways of a machine.
 
-    A file that is written appears whole. The last to write wins; where that was a slow one, which
-    wrote an older state, the next to confirm its own finds out.
+    Writes are atomic and the last one wins. If a slow gateway has overwritten a newer state, the
+    next `confirm` of the newer state returns False.
     """
 
     def __init__(self, folder: Path, url: str) -> None:
         self.path = folder / f"catalog-{hashlib.sha256(url.encode()).hexdigest()[:16]}.view"
 
     def write(self, state: CatalogState) -> None:
-        """Keep a state that the store has just confirmed. Raises OSError."""
+        """Write a state that the store has just confirmed. Raises OSError."""
         records = [_to_record(partition) for partition in state.partitions]
         sizes = [(digest, len(data)) for digest, data in records]
         head = {"schema": _SCHEMA, "time": state.time, "partitions": sizes}
@@ -60,9 +63,9 @@ class KeptView:
             part.unlink(missing_ok=True)
 
     def confirm(self, seq: int) -> bool:
-        """Note that the store has nothing newer than entry `seq`; False if another state is kept.
+        """Record that entry `seq` is the store's newest. Raises OSError.
 
-        Raises OSError.
+        Returns False, and records nothing, if the file holds another state.
         """
         with self.path.open("rb") as file:
             if file.readline() != b"%d\n" % seq:
@@ -71,7 +74,7 @@ class KeptView:
         return True
 
     def read(self) -> KeptState | None:
-        """Return what was kept; None without it, and where it is damaged, which is logged."""
+        """Return the state in the file; None without a file. Logs a damaged file, returns None."""
         try:
             seq, _, data = self.path.read_bytes().partition(b"\n")
             age_s = time.time() - self.path.stat().st_mtime
@@ -84,7 +87,7 @@ class KeptView:
 
 
 def _to_record(partition: Partition | UnreadPartition) -> tuple[str | None, bytes]:
-    """A partition's bytes; with a digest they are what is to be applied to that one."""
+    """Return a partition's bytes; or an unread one's digest and the entries to apply to it."""
     if isinstance(partition, UnreadPartition):
         pending = partition.pending
         return partition.digest, object_to_json(pending) if pending else b""

@@ -1,8 +1,8 @@
-"""The append-only log: one numbered object for each commit, written if absent.
+"""The catalog's append-only log: one numbered object for each entry, written if absent.
 
-That write is the only commit point. Numbers have no gaps, because a writer takes number n + 1
-only after it has read number n. An object repeats the entries before its own that are of the same
-block, so that a reader fetches one object for each block and not one for each entry.
+The conditional write is the only commit point. Numbers have no gaps, because a writer writes number
+n + 1 only after it has read number n. Each object repeats the earlier entries of its block, so that
+a reader fetches one object per block instead of one per entry.
 """
 
 import re
@@ -16,26 +16,29 @@ from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import Conflict, ObjectNotFound, StoreError
 
 BLOCK = 128
-"""Entries of a block: those with the same seq // BLOCK."""
+"""Entries per block; entries with the same seq // BLOCK form one."""
 
 _KEY = re.compile(r"log/([0-9]{12})\.json")
 _MOST_BYTES = 2**17
-"""The size above which an object repeats no earlier entries."""
+"""Bytes above which an object repeats no earlier entries."""
 
 
 class Log:
-    """The log in one store, for any number of threads."""
+    """Log in one store. Thread-safe."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._held: Sequence[Entry] = ()  # the newest object that was read or written
+        self._held: Sequence[Entry] = ()  # by the newest object read or written here
         self._holding = threading.Lock()
 
     def append(self, after: int, actor: str, time: float, changes: Sequence[Change]) -> Entry:
-        """Commit these changes, together, as entry `after` + 1.
+        """Commit changes together as entry `after` + 1.
 
-        time: Unix seconds. Raises Conflict when someone else took that number first, StoreError
-        when the store failed and holds no such entry.
+        after: number of the newest entry, on whose state the changes were decided.
+        actor: author, for the audit trail.
+        time: Unix seconds.
+        Raises Conflict if another writer has taken that number, StoreError if the store failed and
+        does not hold the entry.
         """
         entry = Entry(
             seq=after + 1,
@@ -52,16 +55,17 @@ class Log:
             data = object_to_json(entries)
         try:
             self._store.put_if_absent(key, data)
-        except StoreError as error:  # perhaps only the answer to our own success was lost
+        except StoreError as error:  # the write may have succeeded although its answer was lost
             if self._read_back(key, error).nonce != entry.nonce:
                 raise Conflict(f"{key} was written by someone else first") from error
         self._hold(entries)
         return entry
 
     def read(self, after: int) -> list[Entry]:
-        """Every entry after that number, in order: one LIST, then the objects in parallel.
+        """Return every entry after entry `after`, in order: one LIST, then parallel GETs.
 
-        Raises StoreError, also when entry `after` is gone: an emptied store has no news.
+        Raises StoreError, also if entry `after` is missing: an emptied store must not look up to
+        date.
         """
         listed = self._store.list("log/", _key(after - 1) if after else "")
         found = {int(match[1]) for match in map(_KEY.fullmatch, listed) if match}
@@ -70,17 +74,17 @@ class Log:
         return self.between(after, max(found, default=after))
 
     def between(self, after: int, last: int) -> list[Entry]:
-        """The entries after that number up to `last`, which is there. Raises StoreError."""
+        """Return the entries from `after` + 1 to `last`, which exists. Raises StoreError."""
         wanted = range(after + 1, last + 1)
         if not wanted:
             return []
         entries = self._get_all({min(seq | (BLOCK - 1), last) for seq in (*wanted[::BLOCK], last)})
-        # an object that would be too large repeats less than its block
+        # an object that would exceed _MOST_BYTES repeats fewer entries than its block has
         entries |= self._get_all({seq for seq in wanted if seq not in entries})
         return [entries[seq] for seq in wanted]
 
     def _get_all(self, numbers: Collection[int]) -> dict[int, Entry]:
-        """What these objects hold, by number."""
+        """Return all entries in these objects, by number."""
         objects = in_parallel(self._get, numbers)
         return {entry.seq: entry for entries in objects for entry in entries}
 
@@ -102,7 +106,7 @@ class Log:
             raise error from None
 
     def _before(self, seq: int) -> Sequence[Entry]:
-        """What object `seq` is to repeat: what object `seq` - 1 holds of the same block."""
+        """Return the earlier entries of its block, which object `seq` is to repeat."""
         if seq % BLOCK == 0 or seq == 1:
             return ()
         held = self._held

@@ -1,6 +1,6 @@
-"""The JSON of one object of the log: an entry, and in `before` the entries that it repeats.
+"""JSON format of a log object: an entry, with the earlier entries that it repeats in `before`.
 
-A reader that meets a schema or a change that it does not know stops: guessing would serve a wrong
+A reader stops at a schema or a change that it does not know, rather than guess and serve a wrong
 state.
 """
 
@@ -17,15 +17,16 @@ _ENTRIES = TypeAdapter(tuple[Entry, ...])
 
 
 def object_to_json(entries: Sequence[Entry]) -> bytes:
-    """The object of the last of these entries, which follow on each other."""
+    """Serialize consecutive entries as the object of the last one."""
     *before, own = _ENTRIES.dump_python(tuple(entries), mode="json")
     return json.dumps({**own, "before": before}, ensure_ascii=False).encode()
 
 
 def object_from_json(data: bytes, key: str) -> tuple[Entry, ...]:
-    """The entries that an object holds, its own last; `key` names it in errors.
+    """Parse the entries in an object, its own last.
 
-    Raises StoreError, with the remedy, for damage and for what a newer release wrote.
+    key: name of the object in error messages.
+    Raises StoreError if the object is damaged, StoreRefused if a newer release wrote it.
     """
     try:
         own = json.loads(data)

@@ -1,4 +1,4 @@
-"""What tenants, adapters and aliases may be called."""
+"""Rules for the names of tenants, adapters and aliases, and for selectors of versions."""
 
 import re
 
@@ -15,14 +15,17 @@ _NAME_RULE = (
 
 
 def check_name(value: str, param: str) -> str:
-    """Return a tenant's or an adapter's name as it is. Raises InvalidInput."""
+    """Return a valid name of a tenant or an adapter. Raises InvalidInput.
+
+    param: name of the parameter in the error.
+    """
     if not _is_name(value):
         raise InvalidInput(f"{param}={_shown(value)}: {_NAME_RULE}", param=param)
     return value
 
 
 def check_alias(value: str, param: str = "alias") -> str:
-    """Return an alias as it is. Raises InvalidInput."""
+    """Return a valid alias. Raises InvalidInput."""
     if not _is_name(value) or value.isdecimal() or is_digest(value):
         raise InvalidInput(
             f"{param}={_shown(value)}: {_NAME_RULE}; digits alone would be a version, 64 "
@@ -33,7 +36,7 @@ def check_alias(value: str, param: str = "alias") -> str:
 
 
 def check_digest(value: str) -> None:
-    """Check a blob's SHA-256. Raises InvalidInput."""
+    """Raise InvalidInput unless the value is a blob's SHA-256."""
     if not is_digest(value):
         raise InvalidInput(
             f"digest={_shown(value)}: want a SHA-256, 64 lower-case hexadecimal digits",
@@ -42,17 +45,17 @@ def check_digest(value: str) -> None:
 
 
 def is_digest(value: str) -> bool:
-    """Whether this is a blob's SHA-256, 64 lower-case hexadecimal digits."""
+    """Whether the value is a SHA-256: 64 lower-case hexadecimal digits."""
     return _DIGEST.fullmatch(value) is not None
 
 
 def check_selector(value: str, param: str = "selector") -> str:
-    """Return an alias or a version number as it is. Raises InvalidInput."""
+    """Return a valid alias or version number. Raises InvalidInput."""
     return value if _VERSION.fullmatch(value) else check_alias(value, param)
 
 
 def is_selector(value: str) -> bool:
-    """Whether this may be an alias, a version number or a digest."""
+    """Whether the value could be an alias, a version number or a digest."""
     is_version = _VERSION.fullmatch(value) is not None
     return is_version or is_digest(value) or (_is_name(value) and not value.isdecimal())
 

@@ -1,8 +1,8 @@
-"""The rows of which a partition's bytes are made, and tenants read back from them.
+"""JSON rows of a partition's bytes, and the cache of decoded tenants.
 
-Those bytes (snapshots.py) are a line of JSON for keys, pins and what is shared, then one line a
-tenant: its name, a space, and JSON. A reader takes lines apart without reading them, so one tenant
-costs one tenant's JSON. Equal partitions have equal bytes.
+A partition's bytes (snapshots.py) are one line of JSON for keys, pins and shared adapters, then one
+line per tenant: its name, a space, and its JSON. A reader splits the lines without decoding them,
+so reading one tenant decodes only that tenant's JSON. Equal partitions have equal bytes.
 """
 
 import json
@@ -27,16 +27,18 @@ from lorikeet.catalog.rules.limits import options_of, with_options
 from lorikeet_engine.adapter import Residency, TouchedModules
 
 PARTITION_SCHEMA = 4
-# A version of schema 2 says nothing of what it touches, one of 3 nothing of trained tokens and of
-# what it was trained on.
+"""Format version; increased whenever an older reader could misread new partitions."""
 READ_SCHEMAS = (2, 3, 4)
-"""Raised whenever an older reader could misread what is written."""
+"""Format versions that this release reads.
+
+Versions of adapters lack `touches` in schema 2; trained tokens and `trained_on` in schema 3.
+"""
 
 Json = Any
 
 
 def encode_tenant(tenant: TenantState) -> bytes:
-    """A tenant's JSON, without its name."""
+    """Encode a tenant as JSON, without its name."""
     adapters = tenant.adapters
     return compact(
         [
@@ -49,7 +51,7 @@ def encode_tenant(tenant: TenantState) -> bytes:
 
 
 def decode_tenant(tenant: str, data: bytes) -> TenantState:
-    """What encode_tenant wrote."""
+    """Decode a tenant's JSON from encode_tenant."""
     options, created, key_ids, adapters = json.loads(data)
     return TenantState(
         with_options(TenantRecord(tenant, created), options),
@@ -59,20 +61,20 @@ def decode_tenant(tenant: str, data: bytes) -> TenantState:
 
 
 class TenantStateCache:
-    """An LRU cache of decoded tenants, so that a request does not decode their JSON again.
+    """LRU cache of decoded tenants, which spares requests decoding the same JSON again.
 
-    Holds up to `most_bytes` of JSON. Records take some eight times as much memory as their JSON.
-    For any number of threads.
+    Holds up to `most_bytes` of JSON; the decoded records take some eight times as much memory.
+    Thread-safe.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._held: dict[tuple[str, bytes], TenantState] = {}  # the least recently used first
+        self._held: dict[tuple[str, bytes], TenantState] = {}  # least recently used first
         self._held_bytes = 0
         self._changing = threading.Lock()
 
     def decode(self, tenant: str, data: bytes) -> TenantState:
-        """Return a tenant's state from its JSON."""
+        """Return a tenant's state, from the cache or decoded from its JSON."""
         key = (tenant, data)
         with self._changing:
             found = self._held.pop(key, None)
@@ -95,14 +97,14 @@ RECENTLY_DECODED = TenantStateCache(most_bytes=16 * 2**20)  # some 80,000 adapte
 
 
 def key_row(key: KeyRecord) -> Json:
-    """A key without its id."""
+    """Encode a key as a JSON row, without its id."""
     scopes = sorted(scope.value for scope in key.scopes)
     once = [key.tenant, scopes, key.sha256, key.created]
     return [*once, int(key.revoked), key.replaced_by, options_of(key)]
 
 
 def key_of(key_id: str, row: Json) -> KeyRecord:
-    """What key_row wrote."""
+    """Decode a key's row from key_row."""
     tenant, scopes, sha256, created, revoked, replaced_by, options = row
     if "adapters" in options:
         options["adapters"] = tuple(options["adapters"])
@@ -111,19 +113,19 @@ def key_of(key_id: str, row: Json) -> KeyRecord:
 
 
 def pin_row(pin: PinRecord) -> Json:
-    """A pin as a row of JSON."""
+    """Encode a pin as a JSON row."""
     promise = [pin.selector, str(pin.tier), pin.replicas, pin.priority, pin.reason, pin.expires]
     return [pin.tenant, pin.name, *promise, pin.created, pin.actor]
 
 
 def pin_of(row: Json) -> PinRecord:
-    """The pin in a row that pin_row wrote."""
+    """Decode a pin's row from pin_row."""
     tenant, name, selector, tier, *rest = row
     return PinRecord(tenant, name, selector, Residency[tier.upper()], *rest)
 
 
 def compact(value: Json) -> bytes:
-    """JSON without spaces, and without a line break."""
+    """Encode a value as JSON without spaces and line breaks."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
@@ -170,7 +172,7 @@ def _version(number: int, row: Json) -> VersionRecord:
     return VersionRecord(*once, touches=touches, trained_on=trained_on)
 
 
-@cache  # of the few sets of linears that there are, all versions share theirs
+@cache  # versions share the few different sets of linears
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 

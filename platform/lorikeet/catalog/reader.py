@@ -14,37 +14,39 @@ from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import NoCatalog, ObjectNotFound, StoreError
 
 SNAPSHOT_EVERY = 256
-"""Entries between snapshots: two blocks of the log for a reader that starts."""
+"""Entries between two snapshots; a starting reader reads at most two blocks of the log."""
 
 
 class CatalogReader(CatalogView):
-    """A view that follows the catalog in a store; empty until the first refresh."""
+    """View that follows the catalog in a store. Empty until the first refresh. Thread-safe."""
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(Snapshots(store))
         self.store = store
         self.log = Log(store)
-        self._snapshot_seq = 0  # of the newest snapshot known here
-        self._asked_seq = 0  # when a newer one was last asked for
+        self._snapshot_seq = 0  # of the newest snapshot that this reader knows
+        self._asked_seq = 0  # state's seq at the last request for a newer snapshot
         self._reading = threading.Lock()
-        self._failure: StoreError | None = None  # of the last refresh that failed
+        self._failure: StoreError | None = None  # of the last refresh, if it failed
         self._failed_s = -math.inf
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read these partitions, if they are not read yet. Raises StoreError."""
+        """Read the unread among these partitions. Raises StoreError."""
         try:
             super().read(numbers)
-        except ObjectNotFound:  # of a snapshot so old that it was collected
+        except ObjectNotFound:  # the snapshot was garbage collected: use the newest
             self.refresh()
             with self._reading:
                 self._rebase()
             super().read(numbers)
 
     def refresh(self, asked_s: float | None = None) -> CatalogState:
-        """Read what was appended since, and return the new state. Raises StoreError.
+        """Read the entries appended since the last refresh, and return the new state.
 
-        asked_s: when the caller was asked, by time.monotonic(). A store that has failed another
-        refresh since then is not asked again: callers that wait for each other fail together.
+        Callers that wait for each other fail together: if another refresh has failed since
+        `asked_s`, the store is not asked again.
+        asked_s: time.monotonic() of the caller's request; None: now.
+        Raises StoreError.
         """
         asked_s = time.monotonic() if asked_s is None else asked_s
         with self._reading:
@@ -62,18 +64,19 @@ class CatalogReader(CatalogView):
 
     @property
     def history(self) -> History:
-        """The catalog's history up to the state as last read."""
+        """History of the catalog up to the last refresh."""
         return History(self.log, self._snapshots, self.state.seq)
 
     @property
     def snapshot_due(self) -> bool:
-        """Whether so much was appended since the newest snapshot that another is worth making."""
+        """Whether SNAPSHOT_EVERY entries have been appended since the newest snapshot."""
         return self.state.seq >= self._snapshot_seq + SNAPSHOT_EVERY
 
     def snapshot(self) -> int:
-        """Make a snapshot, unless there is one of the newest entry; the number of that entry.
+        """Make a snapshot of the newest entry if there is none, and return the entry's number.
 
-        Anybody may, at any time, while others write and make snapshots. Raises StoreError.
+        Safe at any time in any process, also while others append and make snapshots.
+        Raises StoreError.
         """
         self.refresh()
         manifest = self._snapshots.newest()
@@ -98,7 +101,7 @@ class CatalogReader(CatalogView):
             self._snapshot_seq = manifest.seq
 
     def _rebase(self) -> None:
-        """Use the newest snapshot from here on: fewer entries are kept for unread partitions."""
+        """Read partitions from the newest snapshot from now on: unread ones hold fewer entries."""
         self._asked_seq = self.state.seq
         manifest = self._snapshots.newest()
         if manifest is not None and self._snapshot_seq < manifest.seq <= self.state.seq:
@@ -107,7 +110,7 @@ class CatalogReader(CatalogView):
 
 
 def _settled(state: CatalogState) -> CatalogState:
-    """The state, once no unread partition has pending entries."""
+    """Return the state. Raises PartitionsNotRead for unread partitions with pending entries."""
     partitions = enumerate(state.partitions)
     pending = frozenset(
         at

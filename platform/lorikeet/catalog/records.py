@@ -1,4 +1,4 @@
-"""What the catalog knows: tenants, keys, adapters with their versions, and pins."""
+"""Records of the catalog: tenants, keys, adapters with their versions, and pins."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,10 +11,12 @@ from lorikeet_engine.adapter import AdapterRef, Residency, TouchedModules
 
 
 class Scope(Enum):
-    """What a key allows.
+    """Permission of a key.
 
-    READ_ONLY: to look at all that an admin or its tenant may look at. PUBLISH: to push versions of
-    a tenant's adapters, and nothing else.
+    INFER: send a tenant's requests to models.
+    ADMIN: change the catalog.
+    READ_ONLY: read everything that an admin, or the key's tenant, may read.
+    PUBLISH: push versions of a tenant's adapters, and nothing else.
     """
 
     INFER = "infer"
@@ -25,12 +27,15 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a tenant, or of one key beside its tenant's. None is no limit.
+    """Limits of a tenant, or of one key in addition to its tenant's. None: no limit.
 
-    requests_per_min, tokens_per_min: on the average; burst_s: how many seconds' worth may come at
-    once. A prompt's tokens and an answer's count alike. max_concurrent: requests at once.
-    max_context: tokens of prompt and answer. tokens_per_month: the budget, by UTC's calendar.
-    bytes_per_min: of pushed adapters, averaged as the first two.
+    requests_per_min: average rate of requests.
+    tokens_per_min: average rate of tokens; prompt and answer count alike.
+    burst_s: seconds of an average rate that may arrive at once.
+    max_concurrent: requests at once.
+    max_context: tokens of one prompt with its answer.
+    tokens_per_month: budget of a calendar month, UTC.
+    bytes_per_min: average rate of pushed adapters' bytes.
     """
 
     requests_per_min: int | None = None
@@ -44,13 +49,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:
-    """Who is authenticated and limited. created: Unix seconds.
+    """A tenant: owner of adapters and keys, to which limits apply.
 
-    weight: how much of a busy replica it gets beside others, > 0; 1 is the common one.
-    max_adapters: of its own that are usable at once; max_total_bytes: of the blobs of all their
-    usable versions. pin_budget_bytes: what the images of its pinned adapters may take on one
-    replica. None is no limit. max_rank, max_adapter_bytes: of one adapter of its own; None is the
-    service's limit, which holds besides.
+    created: Unix seconds.
+    weight: relative part of a busy replica, > 0; 1 by default.
+    max_adapters: usable adapters of its own; None: no limit.
+    max_total_bytes: blobs of all usable versions of its adapters; None: no limit.
+    pin_budget_bytes: images of its pinned adapters on one replica; None: no limit.
+    max_rank: rank of one of its adapters; None: the service's limit, which applies in any case.
+    max_adapter_bytes: size of one of its adapters; None: likewise.
     """
 
     name: str
@@ -66,13 +73,17 @@ class TenantRecord:
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """An API key without its secret, of which only the SHA-256 is kept (64 hex digits).
+    """An API key. Its secret is not stored.
 
-    tenant None: an administrator's key that belongs to no tenant. limits: hold beside the tenant's,
-    and are of one key all but tokens_per_month. priority: of its tenant's requests those of the
-    higher one begin first. name: what people call it, "" is nothing. expires: Unix seconds, None is
-    never. replaced_by: the id of the key that a rotation put into its place. adapters: patterns of
-    the names that a publish key may push, in which * stands for any characters.
+    tenant: owner; None for an admin's key.
+    sha256: SHA-256 of the secret, 64 hex digits.
+    created: Unix seconds.
+    name: label for display; "" for none.
+    limits: apply in addition to the tenant's; a key has no tokens_per_month.
+    priority: among a tenant's requests, those with the highest priority begin first.
+    expires: end of the key, Unix seconds; None: never.
+    replaced_by: id of the key that a rotation made.
+    adapters: patterns of the adapter names that a publish key may push; * matches any characters.
     """
 
     id: str
@@ -89,32 +100,33 @@ class KeyRecord:
     adapters: tuple[str, ...] = ()
 
     def may_push(self, name: str) -> bool:
-        """Whether it is a publish key for adapters of this name."""
+        """Whether the key may push versions of the adapter of this name."""
         allowed = any(fnmatchcase(name, pattern) for pattern in self.adapters)
         return Scope.PUBLISH in self.scopes and allowed
 
     def expired(self, now: float) -> bool:
-        """Whether it ended at or before `now`, Unix seconds."""
+        """Whether the key ended at or before `now`, Unix seconds."""
         return self.expires is not None and self.expires <= now
 
 
 def secret_sha256(secret: str) -> str:
-    """64 hex digits by which the catalog finds the key of a secret.
+    """Return the SHA-256 (64 hex digits) under which the catalog finds the key of a secret.
 
-    A secret holds 256 random bits, so a plain SHA-256 protects it: there is nothing to guess that a
-    slow hash would make dearer.
+    A secret holds 256 random bits, so a plain SHA-256 protects it: guessing is hopeless without the
+    cost of a slow hash.
     """
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class BlobFacts:
-    """What was found out about an adapter's blob when it was validated.
+    """Facts about an adapter's blob, found when it was validated.
 
-    digest: SHA-256 of its bytes, 64 lower-case hex digits. gpu_bytes: what it takes on a GPU, in
-    the adapter dtype that the service had then. base_model: as it is served here; trained_on: as
-    the blob calls it, "" if it does not. touches, trained_on: None of what was registered by a
-    release that did not record them.
+    digest: SHA-256 of the bytes, 64 lower-case hex digits.
+    base_model: served name of the base model.
+    gpu_bytes: size on a GPU, in the service's adapter dtype of that time.
+    touches: linears and tokens that the adapter changes; None if an older release registered it.
+    trained_on: base model's name in the blob, "" if absent; None if an older release registered it.
     """
 
     digest: str
@@ -128,7 +140,11 @@ class BlobFacts:
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord(BlobFacts):
-    """One immutable version of an adapter. created: Unix seconds."""
+    """One immutable version of an adapter.
+
+    version: number, from 1.
+    created: Unix seconds.
+    """
 
     version: int
     created: float
@@ -137,7 +153,7 @@ class VersionRecord(BlobFacts):
 
 @dataclass(frozen=True, slots=True)
 class AliasShare:
-    """The fraction of an alias's requests that a second version gets: 0 < fraction < 1."""
+    """Share of an alias's requests that a second version gets: 0 < fraction < 1."""
 
     version: int
     fraction: float
@@ -147,10 +163,13 @@ class AliasShare:
 class AdapterRecord:
     """An adapter with every version it ever had.
 
-    versions[i].version is i + 1. An alias always points to a version that is not retired, and so
-    does its share. alias_history: what each alias pointed to before, oldest first; a rollback goes
-    back along it. shared: every tenant may use it. retired_at: the number of the log entry that
-    last retired the whole adapter.
+    Aliases and their shares always point to usable versions.
+    shared: every tenant may use the adapter.
+    versions: versions[i].version is i + 1.
+    aliases: version number by alias.
+    alias_history: earlier version numbers of each alias, oldest first; rollbacks go back along it.
+    shares: share of a second version, by alias.
+    retired_at: number of the log entry that last retired the whole adapter.
     """
 
     tenant: str
@@ -164,27 +183,28 @@ class AdapterRecord:
 
     @property
     def label(self) -> str:
-        """The adapter as people write it: tenant/name."""
+        """Label of the adapter: tenant/name."""
         return f"{self.tenant}/{self.name}"
 
     @property
     def retired(self) -> bool:
-        """Whether no version is left to use; registering a new one brings the adapter back."""
+        """Whether no version is usable; registering a new version brings the adapter back."""
         return all(version.retired for version in self.versions)
 
     def retired_since(self, seq: int) -> bool:
-        """Whether the whole adapter was retired after this entry of the log."""
+        """Whether the whole adapter was retired after entry `seq` of the log."""
         return self.retired_at is not None and self.retired_at > seq
 
     def version(self, number: int) -> VersionRecord | None:
-        """The version of this number, retired or not."""
+        """Return the version with this number, retired or not; None if there is none."""
         return self.versions[number - 1] if 1 <= number <= len(self.versions) else None
 
     def select(self, selector: str, session: str | None = None) -> VersionRecord | None:
-        """The usable version that an alias, a version number or a digest names.
+        """Return the usable version that an alias, a version number or a digest selects, or None.
 
-        session: where an alias shares its requests, the same session always gets the same version,
-        and one that is with the second stays there while its share grows. None: the first.
+        session: key that decides between the two versions of an alias with a share. A session
+            always gets the same version, and keeps the second one while its share grows. None: the
+            version that the alias points to.
         """
         if is_digest(selector):
             return self.with_digest(selector)
@@ -196,29 +216,29 @@ class AdapterRecord:
         return None if version is None or version.retired else version
 
     def selected(self, selector: str) -> tuple[VersionRecord, ...]:
-        """Every usable version that requests for this selector get."""
+        """Return every usable version that requests for this selector may get."""
         numbers = [share.version] if (share := self.shares.get(selector)) else []
         found = (self.select(selector), *map(self.version, numbers))
         return tuple(version for version in found if version is not None)
 
     def with_digest(self, digest: str) -> VersionRecord | None:
-        """The newest usable version that holds this blob."""
+        """Return the newest usable version with this blob, or None."""
         found = (v for v in reversed(self.versions) if v.digest == digest and not v.retired)
         return next(found, None)
 
     def aliases_of(self, number: int) -> tuple[str, ...]:
-        """The aliases that point to this version or give it a share, sorted."""
+        """Return the aliases that point to this version or give it a share, sorted."""
         shared = (alias for alias, share in self.shares.items() if share.version == number)
         return tuple(sorted({*shared, *(a for a, at in self.aliases.items() if at == number)}))
 
     def ref(self, version: VersionRecord) -> AdapterRef:
-        """What this version is called everywhere else."""
+        """Return the reference to this version."""
         return AdapterRef(self.tenant, self.name, version.version, version.digest)
 
 
 @dataclass(frozen=True, slots=True)
 class TenantState:
-    """A tenant with its adapters by name, retired ones too, and the ids of its keys."""
+    """A tenant with all its adapters by name, retired or not, and the ids of its keys."""
 
     record: TenantRecord
     adapters: Mapping[str, AdapterRecord] = field(default_factory=dict)
@@ -227,24 +247,26 @@ class TenantState:
 
 @dataclass(frozen=True, slots=True)
 class PinKey:
-    """What there is one pin of: an adapter, or with name None all of a tenant."""
+    """Key of a pin: one adapter, or all adapters of a tenant if name is None."""
 
     tenant: str
     name: str | None
 
     def __lt__(self, other: "PinKey") -> bool:
-        """Order by tenant and name; all of a tenant comes before each of its adapters."""
+        """Order by tenant and name; a tenant's own key precedes those of its adapters."""
         return (self.tenant, self.name or "") < (other.tenant, other.name or "")
 
 
 @dataclass(frozen=True, slots=True)
 class PinRecord:
-    """A promise that an adapter stays at least as near to the GPU as `tier`.
+    """A promise that an adapter stays at `tier` or nearer to the GPU.
 
-    name None: every adapter of the tenant, now and later. selector: an alias, which is followed as
-    it moves, or a version number. replicas None: on all replicas of its base model. priority:
-    where not all pins fit, the higher one is kept, then the older one. expires: Unix seconds, None
-    is never. created: since when there was a pin, however often its options have changed.
+    name: adapter; None: every adapter of the tenant, now and later.
+    selector: an alias, which the pin follows as it moves, or a version number.
+    replicas: number of replicas; None: all replicas of the base model.
+    priority: if not all pins fit, higher priorities are kept first, then older pins.
+    expires: Unix seconds; None: never.
+    created: Unix seconds; changed options keep it.
     """
 
     tenant: str
@@ -260,19 +282,19 @@ class PinRecord:
 
     @property
     def key(self) -> PinKey:
-        """What there is one pin for: an adapter, or a tenant."""
+        """Key of the pin."""
         return PinKey(self.tenant, self.name)
 
     @property
     def label(self) -> str:
-        """tenant/name@selector, or the tenant alone."""
+        """Label of the pin: tenant/name@selector, or the tenant alone."""
         return self.tenant if self.name is None else f"{self.tenant}/{self.name}@{self.selector}"
 
     def expired(self, now: float) -> bool:
-        """Whether the promise ended at or before `now`, Unix seconds."""
+        """Whether the pin ended at or before `now`, Unix seconds."""
         return self.expires is not None and self.expires <= now
 
 
 def _hash_fraction(name: str) -> float:
-    """A fraction in [0, 1) that is always the same for one name."""
+    """Hash a name to a fraction in [0, 1)."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48

@@ -1,10 +1,10 @@
-"""Uploads in progress: blobs that are not validated yet, and that nobody serves.
+"""Resumable uploads of adapters' blobs, in parts, before validation.
 
-An upload is known by the digest that its sender names and by the admin's key that sends it: any
-gateway can go on with it, and no key can touch another's. All of it lies under
-uploads/<digest>/<key id>/: a record, and the parts as the store keeps them. The record is there
-from the beginning to the end, also when the blob is in the store already, so that garbage
-collection can spare a blob whose digest it finds here.
+An upload is identified by the blob's digest, as its sender states it, and by the admin key that
+sends it: any gateway can continue the upload, and no key can touch another key's. An upload's
+objects are under uploads/<digest>/<key id>/: a record, and the parts as the store keeps them. The
+record exists from the beginning to the end, even if the blob is in the store already, so that
+garbage collection spares the blob of every digest with a record.
 """
 
 import json
@@ -28,15 +28,21 @@ from lorikeet.errors import (
 
 PREFIX = "uploads/"
 PART_BYTES = 8 * 2**20
-_MOST_PARTS = 1000  # one page of a listing; S3 itself takes ten times as many
+_MOST_PARTS = 1000  # one page of a listing; S3 itself allows 10,000
 _RECORD = "upload.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One upload. owner: the id of the admin's key. created: Unix seconds.
+    """One upload.
 
-    token None: the blob was in the store when the upload began, and nothing need arrive.
+    digest: SHA-256 of the blob, as the sender states it.
+    owner: id of the admin's key.
+    size_bytes: size of the blob.
+    part_bytes: size of every part but the last.
+    created: Unix seconds.
+    nonce: random last component of `key`.
+    token: the store's id of the parts; None if the blob was in the store when the upload began.
     """
 
     digest: str
@@ -49,30 +55,30 @@ class Upload:
 
     @property
     def key(self) -> str:
-        """Where its bytes lie. No other upload ever writes there, whatever came before it."""
+        """Key of the upload's bytes in the store, which no other upload ever uses."""
         return f"{_folder(self.digest, self.owner)}{self.nonce}"
 
     @property
     def numbers(self) -> range:
-        """The numbers of its parts."""
+        """Numbers of the parts, from 1."""
         return range(1, -(-self.size_bytes // self.part_bytes) + 1)
 
     def part_size(self, number: int) -> int:
-        """Bytes of one part; only the last may be smaller than part_bytes."""
+        """Return the bytes of one part; only the last may be smaller than part_bytes."""
         return min(self.part_bytes, self.size_bytes - (number - 1) * self.part_bytes)
 
 
 class ResumableUploads:
-    """The uploads of one store. Safe from any thread of any process."""
+    """Uploads of one store. Safe in any thread of any process."""
 
     def __init__(self, store: ObjectStore, part_bytes: int = PART_BYTES) -> None:
         self._store = store
         self._part_bytes = part_bytes
 
     def begin(self, digest: str, size_bytes: int, owner: str) -> tuple[Upload, tuple[int, ...]]:
-        """Resume an upload or begin a new one; return it with the parts that are missing.
+        """Resume an upload or begin a new one; return it with the numbers of its missing parts.
 
-        Raises Conflict when this key began it with another size.
+        Raises Conflict if this key began the upload with another size.
         """
         stored = self.stored(digest)
         upload = self._found(digest, owner) or self._create(digest, size_bytes, owner, stored)
@@ -85,34 +91,38 @@ class ResumableUploads:
             return upload, ()
         try:
             return upload, self._missing(upload)
-        except ObjectNotFound:  # given up, or its blob was collected: it starts over
+        except ObjectNotFound:  # parts deleted or blob garbage collected: start over
             self.discard(upload)
             upload = self._create(digest, size_bytes, owner, stored=False)
             return upload, self._missing(upload)
 
     def find(self, digest: str, owner: str) -> Upload:
-        """The upload as it was begun. Raises NotFound."""
+        """Return the upload of a digest by a key. Raises NotFound."""
         upload = self._found(digest, owner)
         if upload is None:
             raise NotFound(f"this key has begun no upload of {digest}")
         return upload
 
     def url(self, upload: Upload, number: int) -> str | None:
-        """Where its sender may PUT a part; None: it goes through the gateway."""
+        """Return the URL to PUT a part to; None: the part goes through the gateway."""
         if upload.token is None:
             return None
         return self._store.parts.url(upload.key, upload.token, number, upload.part_size(number))
 
     def put(self, upload: Upload, number: int, part: Path) -> None:
-        """Write a part from a file of its size. Raises ObjectNotFound once they are joined."""
+        """Write a part from a file of its size.
+
+        Raises ObjectNotFound if the parts are joined already.
+        """
         if upload.token is not None:
             self._store.parts.put(upload.key, upload.token, number, part)
 
     def download(self, digest: str, owner: str, path: Path) -> None:
-        """Write the whole blob into a file, from the store's blobs if it is there already.
+        """Write the whole blob into a file and verify its digest.
 
-        Verifies the digest; bytes with another one are thrown away. Raises NotFound, Conflict
-        while parts are missing, InvalidAdapter.
+        The bytes come from the store's blobs if the blob is stored already, else from the parts.
+        Raises NotFound, Conflict if parts are missing, and InvalidAdapter if the digest differs;
+        the upload is then discarded.
         """
         found = (
             self._store.download(blob_key(digest), path)
@@ -127,28 +137,28 @@ class ResumableUploads:
             )
 
     def keep(self, digest: str, owner: str, blob: Path) -> None:
-        """Make what was downloaded a blob: inside the store, or else from the file."""
+        """Store a downloaded blob: copies the parts inside the store, or else writes the file."""
         upload = self._found(digest, owner)
         if upload is not None and upload.token is not None and not self.stored(digest):
-            with suppress(ObjectNotFound):  # a register of the same upload was quicker
+            with suppress(ObjectNotFound):  # another registration of the upload has ended it
                 self._store.parts.copy(upload.key, blob_key(digest))
         if not self.stored(digest):
             self._store.put_file(blob_key(digest), blob)
 
     def end(self, digest: str, owner: str) -> None:
-        """Discard an upload that has done its work; none there is fine."""
+        """Discard an upload, if it exists."""
         upload = self._found(digest, owner)
         if upload is not None:
             self.discard(upload)
 
     def discard(self, upload: Upload) -> None:
-        """Remove an upload and its bytes."""
+        """Delete an upload's record and bytes."""
         if upload.token is not None:
             self._store.parts.delete(upload.key, upload.token)
         self._store.delete(_record_key(upload.digest, upload.owner))
 
     def in_flight(self) -> Iterator[Upload]:
-        """Every upload that was begun and neither ended nor discarded."""
+        """Yield every upload that was begun and not discarded."""
         for key in self._store.list(PREFIX):
             if key.endswith("/" + _RECORD):
                 _, digest, owner, _ = key.split("/")
@@ -157,9 +167,9 @@ class ResumableUploads:
                     yield upload
 
     def sweep(self, before: float) -> int:
-        """Remove what was begun before, Unix seconds, and has not ended; how many uploads.
+        """Discard uploads begun before `before` (Unix seconds); return their number.
 
-        Also what a crash left without a record.
+        Also deletes older bytes that a crash left without a record.
         """
         old = [upload for upload in self.in_flight() if upload.created < before]
         for upload in old:
@@ -181,7 +191,7 @@ class ResumableUploads:
         return True
 
     def _create(self, digest: str, size_bytes: int, owner: str, stored: bool) -> Upload:
-        """A new upload, or the one that another request of this key made at the same moment."""
+        """Begin an upload, or return the one that a concurrent request of this key has begun."""
         least = -(-size_bytes // _MOST_PARTS)
         nonce = uuid.uuid4().hex
         folder = _folder(digest, owner)
@@ -197,7 +207,7 @@ class ResumableUploads:
         record = {k: v for k, v in asdict(upload).items() if k not in ("digest", "owner")}
         try:
             self._store.put_if_absent(_record_key(digest, owner), json.dumps(record).encode())
-        except ObjectExists:  # also this one's own success, when its answer was lost
+        except ObjectExists:  # or the write succeeded and its answer was lost
             first = self.find(digest, owner)
             if first != upload and upload.token is not None:
                 self._store.parts.delete(upload.key, upload.token)
@@ -211,7 +221,7 @@ class ResumableUploads:
         except ObjectNotFound:
             return None
         except (ValueError, TypeError) as error:
-            raise StoreError(f"{self._store.url}: {key} is not what it was: delete it") from error
+            raise StoreError(f"{self._store.url}: {key} is damaged: delete it") from error
 
     def _missing(self, upload: Upload) -> tuple[int, ...]:
         if upload.token is None:
@@ -219,7 +229,7 @@ class ResumableUploads:
         try:
             sizes = self._store.parts.sizes(upload.key, upload.token)
         except ObjectNotFound:
-            self._store.size(upload.key)  # joined, if this is there
+            self._store.size(upload.key)  # raises unless the parts are joined
             return ()
         return tuple(n for n in upload.numbers if sizes.get(n) != upload.part_size(n))
 
@@ -227,7 +237,7 @@ class ResumableUploads:
         try:
             return self._join(self.find(digest, owner), path)
         except (NotFound, ObjectNotFound):
-            if not self.stored(digest):  # else a register of the same upload has just ended it
+            if not self.stored(digest):  # else another registration has ended the upload
                 raise
             return self._store.download(blob_key(digest), path)
 

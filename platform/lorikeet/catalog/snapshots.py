@@ -1,9 +1,10 @@
-"""Snapshots: what the log says up to one entry, so that nobody need read it from its start.
+"""Snapshots of the catalog's state after one entry, which spare readers the whole log.
 
-A snapshot is a manifest that names its partitions by the SHA-256 of their bytes. Partitions are
-written first and the manifest last, if absent, so there is no half of a snapshot, anybody may make
-one at any time, and a partition that did not change is not written again. Nothing is ever
-replaced: old snapshots stay readable.
+A snapshot is a manifest that names 257 partitions by the SHA-256 of their bytes. The controller
+makes one every 256 entries; readers read a partition when a question needs it. Partitions are
+written first and the manifest last, each if absent: a snapshot is complete or does not exist, any
+process may make one at any time, and an unchanged partition is not written again. No object is ever
+replaced, so old snapshots stay readable.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError, StoreRefused
 
 SCHEMA = 1
-"""Raised whenever an older reader could misread what is written."""
+"""Format version; increased whenever an older reader could misread new manifests."""
 
 MANIFESTS = "snapshots/"
 PARTITIONS_PREFIX = "snapshot-partitions/"
@@ -38,35 +39,45 @@ _LAST = 10**12 - 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A snapshot of entry `seq`, written at `time`. partitions: the SHA-256 of each, in order."""
+    """Manifest of the snapshot of entry `seq`.
+
+    time: of the entry, Unix seconds.
+    partitions: SHA-256 of each partition, in order.
+    """
 
     seq: int
     time: float
     partitions: tuple[str, ...]
 
     def state(self) -> CatalogState:
-        """The state then, with no partition read."""
+        """Return the state of the snapshot, with all partitions unread."""
         return CatalogState(self.seq, self.time, tuple(map(UnreadPartition, self.partitions)))
 
 
 class Snapshots:
-    """The snapshots in one store."""
+    """Snapshots in one store."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     def newest(self, up_to: int | None = None) -> Manifest | None:
-        """The newest snapshot, of no entry after `up_to`, if there is one: a LIST and a GET."""
+        """Return the newest snapshot, or None if there is none: one LIST and one GET.
+
+        up_to: newest entry whose snapshot is allowed; None: any.
+        """
         after = "" if up_to is None else _key(up_to + 1)
         key = self._store.first(MANIFESTS, after)
         return None if key is None else _manifest(self._store.get(key), key)
 
     def read(self, digests: Collection[str]) -> Mapping[str, Partition]:
-        """Read partitions in parallel. Raises ObjectNotFound, and StoreError for damaged ones."""
+        """Read partitions in parallel. Raises ObjectNotFound, and StoreError if one is damaged."""
         return dict(zip(digests, in_parallel(self._read, digests), strict=True))
 
     def write(self, state: CatalogState) -> Manifest:
-        """Keep a state whose partitions without pending entries may be unread. Again is fine."""
+        """Write a snapshot of a state and return its manifest. Idempotent.
+
+        state: a partition of it may be unread if it has no pending entries.
+        """
         partitions = tuple(in_parallel(self._write, state.partitions))
         manifest = Manifest(state.seq, state.time, partitions)
         body = {"schema": SCHEMA, "seq": state.seq, "time": state.time, "partitions": partitions}
@@ -87,7 +98,7 @@ class Snapshots:
 
     def _write(self, partition: Partition | UnreadPartition) -> str:
         if isinstance(partition, UnreadPartition):
-            assert not partition.pending, "a partition with news is read before a snapshot"
+            assert not partition.pending, "read partitions with pending entries first"
             return partition.digest
         if partition.digest is not None:
             return partition.digest
@@ -96,12 +107,12 @@ class Snapshots:
         key, packed = _partition_key(digest), zlib.compress(data)
         try:
             self._store.put_if_absent(key, packed)
-        except ObjectExists:  # perhaps of long ago, and about to be collected
+        except ObjectExists:  # it may be old and about to be garbage collected
             protect(self._store, key, lambda: self._put(key, packed))
         return digest
 
     def _put(self, key: str, data: bytes) -> None:
-        with suppress(ObjectExists):  # the same, by somebody who made this snapshot too
+        with suppress(ObjectExists):  # a concurrent writer stored identical bytes
             self._store.put_if_absent(key, data)
 
 
@@ -109,14 +120,15 @@ _REMEDY = "restore it, or delete the newest object under snapshots/ so that an o
 
 
 def partition_to_bytes(partition: Partition) -> bytes:
-    """The partition's canonical bytes."""
+    """Serialize a partition; equal partitions have equal bytes."""
     return b"\n".join(_lines(partition))
 
 
 def partition_from_bytes(data: bytes, digest: str) -> Partition:
-    """Read a partition back; `digest` is the SHA-256 of `data`, which somebody has checked.
+    """Parse a partition's bytes.
 
-    Raises StoreError for what another release wrote.
+    digest: SHA-256 of `data`, which the caller has verified.
+    Raises StoreError if another release wrote the bytes.
     """
     first, *tenants = data.split(b"\n")
     head = json.loads(first)
@@ -158,7 +170,7 @@ def _lines(partition: Partition) -> Iterator[bytes]:
 
 
 def manifest_seq(key: str) -> int:
-    """The entry whose snapshot a key under MANIFESTS names."""
+    """Return the number of the entry in a manifest's key."""
     return int(key.removesuffix(".json").rpartition("-")[2])
 
 
@@ -180,7 +192,10 @@ def _manifest(data: bytes, key: str) -> Manifest:
 
 
 def _key(seq: int) -> str:
-    """Counted down, so that the newest comes first in a LIST; the number itself is for people."""
+    """Return a manifest's key: counted down, so that a LIST begins with the newest snapshot.
+
+    The entry's number follows, for readers of the listing.
+    """
     return f"{MANIFESTS}{_LAST - seq:012d}-{seq:012d}.json"
 
 

@@ -1,9 +1,9 @@
-"""The catalog at one moment: an immutable value that every request is answered from.
+"""State of the catalog after one log entry: an immutable value that answers every request.
 
-Its parts are partitions: tenants are spread over PARTITIONS of them by a hash of their names, keys
-by hashes of their ids, and the way from a secret's SHA-256 to its key's id by a hash of that. One
-more holds what concerns all tenants. A snapshot stores each by itself (snapshots/), so that a
-process holds only those it needs.
+The state consists of partitions. Tenants are spread over PARTITIONS of them by a hash of the name,
+keys by a hash of the id, and the mapping from a secret's SHA-256 to its key's id by a hash of that
+SHA-256. One more partition, COMMON, holds data of all tenants. A snapshot (snapshots.py) stores
+each partition separately, so that a process holds only the partitions it needs.
 """
 
 import hashlib
@@ -27,20 +27,25 @@ from lorikeet_engine.adapter import AdapterRef
 
 PARTITIONS = 256
 COMMON = PARTITIONS
-"""The number of the partition that concerns all tenants: what is shared, pins, admins' keys."""
+"""Number of the partition of all tenants: shared adapters, pins and admins' keys."""
 
 
 def partition_of(name: str) -> int:
-    """The number of the partition that holds this tenant, key id or secret's SHA-256."""
+    """Return the number of the partition of a tenant, key id or secret's SHA-256."""
     return hashlib.sha256(name.encode()).digest()[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A part of the state, never changed. tenants: as their JSON until somebody changes them.
+    """An immutable part of the state.
 
-    key_ids: by SHA-256 of the secret. admin_keys: ids of admins' keys that work and never expire.
-    digest: of its bytes in the store while it is as it was read; comparisons ignore it.
+    tenants: by name; as JSON until an entry changes the tenant.
+    keys: by id.
+    key_ids: by SHA-256 of the secret.
+    shared: tenant and name of every shared adapter.
+    admin_keys: ids of admins' keys that are valid and never expire.
+    digest: SHA-256 of the partition's bytes in the store, None once it differs from them;
+        comparisons ignore it.
     """
 
     tenants: Mapping[str, TenantState | bytes] = field(default_factory=dict)
@@ -52,21 +57,21 @@ class Partition:
     digest: str | None = field(default=None, compare=False)
 
     def tenant_state(self, tenant: str) -> TenantState | None:
-        """A tenant's state; None without such a tenant."""
+        """Return a tenant's state, or None if there is no such tenant."""
         held = self.tenants.get(tenant)
         return RECENTLY_DECODED.decode(tenant, held) if isinstance(held, bytes) else held
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadPartition:
-    """A partition that lies in the store, and the entries that changed it since."""
+    """A partition that is only in the store, and the later entries that change it."""
 
     digest: str
     pending: tuple[Entry, ...] = ()
 
 
 class PartitionsNotRead(Exception):
-    """A question needs these partitions, by number: whoever asked reads them and asks again."""
+    """Raised by a question that needs unread partitions: read them by number and ask again."""
 
     def __init__(self, numbers: frozenset[int]) -> None:
         super().__init__(f"{len(numbers)} partitions of the catalog are not read yet")
@@ -75,11 +80,11 @@ class PartitionsNotRead(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CatalogState:
-    """Everything the log says up to entry `seq`. Shared between threads and never changed.
+    """State after entry `seq` of the log. Immutable and shared between threads.
 
-    time: when that entry was written, Unix seconds. Every method raises PartitionsNotRead when it
-    needs a partition that was not read; `ask` of a CatalogView, or of a gateway's follower, reads
-    it.
+    Every method raises PartitionsNotRead if it needs an unread partition; `ask` of CatalogView or
+    GatewayCatalogView reads the partition and asks again.
+    time: of the entry, Unix seconds.
     """
 
     seq: int = 0
@@ -89,11 +94,13 @@ class CatalogState:
     )
 
     def resolve(self, model: str, tenant: str, session: str | None = None) -> AdapterRef:
-        """The version that `model` names for this tenant: its own adapter's or a shared one's.
+        """Return the version that `model` names for a tenant: its own adapter's or a shared one's.
 
-        model: owner/name, owner/name@alias, @version or @digest; without any, the alias prod.
-        session: whose request it is, for aliases that share theirs; see AdapterRecord.select.
-        Raises UnknownModel, alike for what is absent, retired, misspelt or another tenant's.
+        model: owner/name, owner/name@alias, owner/name@version or owner/name@digest; without @,
+            the alias prod.
+        session: key of the request's session, for aliases with a share; see AdapterRecord.select.
+        Raises UnknownModel, with the same message for absent, retired, misspelt and other tenants'
+        models.
         """
         path, at, selector = model.partition("@")
         owner, _, name = path.partition("/")
@@ -111,19 +118,19 @@ class CatalogState:
         )
 
     def version_of(self, ref: AdapterRef) -> VersionRecord:
-        """The record of this version. Raises UnknownModel."""
+        """Return the record of a version. Raises UnknownModel."""
         version = self.adapter(ref.tenant, ref.name).version(ref.version)
         if version is None:
             raise UnknownModel(f"There is no adapter {ref}.", param="model")
         return version
 
     def find(self, tenant: str, name: str) -> AdapterRecord | None:
-        """One adapter, retired or not, if it is there."""
+        """Return an adapter, retired or not; None if there is none."""
         held = self.tenant_state(tenant)
         return held.adapters.get(name) if held else None
 
     def adapter(self, tenant: str, name: str) -> AdapterRecord:
-        """One adapter, retired or not. Raises UnknownModel."""
+        """Return an adapter, retired or not. Raises UnknownModel."""
         record = self.find(tenant, name)
         if record is None:
             raise UnknownModel(f"There is no adapter {f'{tenant}/{name}'!r}: register it first.")
@@ -132,9 +139,10 @@ class CatalogState:
     def adapters(
         self, tenant: str | None = None, after: tuple[str, str] = ("", "")
     ) -> Iterator[AdapterRecord]:
-        """Every adapter, or one tenant's, retired ones too; by tenant and name.
+        """Return adapters in order of tenant and name, retired ones too.
 
-        after: the tenant and name after which to begin.
+        tenant: owner of the adapters; None: every tenant.
+        after: tenant and name after which to begin.
         """
         tenants = self._tenant_names() if tenant is None else [tenant]
         self._need(map(partition_of, tenants))
@@ -147,7 +155,7 @@ class CatalogState:
         )
 
     def visible_to(self, tenant: str) -> tuple[AdapterRecord, ...]:
-        """What this tenant may use now: its own adapters and shared ones, none retired."""
+        """Return the usable adapters of a tenant: its own and shared ones, none retired."""
         shared = self._partition(COMMON).shared
         self._need(map(partition_of, {tenant, *(owner for owner, _ in shared)}))
         held = self.tenant_state(tenant)
@@ -156,26 +164,26 @@ class CatalogState:
         return tuple(record for record in records if not record.retired)
 
     def tenant_state(self, tenant: str) -> TenantState | None:
-        """One tenant with its adapters and key ids; None if there is no such tenant."""
+        """Return a tenant with its adapters and key ids; None if there is no such tenant."""
         return self._partition(partition_of(tenant)).tenant_state(tenant)
 
     def tenant_as_held(self, tenant: str) -> TenantState | bytes:
-        """A tenant, decoded or as its JSON: one object as long as nothing changes the tenant."""
+        """Return a tenant, decoded or as JSON: the same object until an entry changes it."""
         return self._partition(partition_of(tenant)).tenants[tenant]
 
     def tenant(self, name: str) -> TenantRecord:
-        """One tenant. Raises UnknownTenant."""
+        """Return a tenant's record. Raises UnknownTenant."""
         held = self.tenant_state(name)
         if held is None:
             raise UnknownTenant(f"There is no tenant {name!r}: create it first.", param="tenant")
         return held.record
 
     def tenants(self) -> tuple[TenantRecord, ...]:
-        """Every tenant, by name."""
+        """Return every tenant, by name."""
         return tuple(map(self.tenant, self._tenant_names()))
 
     def key(self, key_id: str) -> KeyRecord:
-        """One key, revoked or not. Raises UnknownKey."""
+        """Return a key, revoked or not. Raises UnknownKey."""
         record = self._partition(partition_of(key_id)).keys.get(key_id)
         if record is None:
             problem = f"There is no key {key_id!r}: `lorikeet keys list` shows their ids."
@@ -183,7 +191,10 @@ class CatalogState:
         return record
 
     def keys(self, tenant: str | None = None) -> tuple[KeyRecord, ...]:
-        """Every key, or one tenant's, revoked ones too; oldest first. Raises UnknownTenant."""
+        """Return keys, oldest first, revoked ones too. Raises UnknownTenant.
+
+        tenant: owner of the keys; None: every key, admins' too.
+        """
         if tenant is None:
             found = [key for partition in self._all() for key in partition.keys.values()]
         else:
@@ -195,25 +206,25 @@ class CatalogState:
         return tuple(sorted(found, key=lambda key: (key.created, key.id)))
 
     def key_by_sha256(self, sha256: str) -> KeyRecord | None:
-        """The key whose secret has this SHA-256 (64 hex digits), revoked or not."""
+        """Return the key whose secret has this SHA-256 (64 hex digits), revoked or not; or None."""
         key_id = self._partition(partition_of(sha256)).key_ids.get(sha256)
         return None if key_id is None else self.key(key_id)
 
     def admin_keys(self) -> frozenset[str]:
-        """The ids of admins' keys that work, never expire and may change things."""
+        """Return the ids of keys with scope ADMIN that are valid and never expire."""
         return self._partition(COMMON).admin_keys
 
     def pin_of(self, tenant: str, name: str | None) -> PinRecord | None:
-        """The pin of an adapter, or with None of a tenant, expired or not, if it has one."""
+        """Return the pin, expired or not, of an adapter, or of a tenant if `name` is None."""
         return self._partition(COMMON).pins.get(PinKey(tenant, name))
 
     def pins(self, now: float) -> tuple[PinRecord, ...]:
-        """The pins that have not expired at `now` (Unix seconds), by tenant and name."""
+        """Return the pins that are in force at `now` (Unix seconds), by tenant and name."""
         pins = self._partition(COMMON).pins
         return tuple(pin for at in sorted(pins) if not (pin := pins[at]).expired(now))
 
     def require(self, tenants: Iterable[str]) -> None:
-        """Raise PartitionsNotRead for all of these tenants together, not one after the other."""
+        """Raise PartitionsNotRead once for all unread partitions of these tenants."""
         self._need(map(partition_of, tenants))
 
     def _may_use(self, tenant: str, owner: str, name: str) -> bool:
@@ -227,7 +238,7 @@ class CatalogState:
         return [self._partition(number) for number in range(PARTITIONS)]
 
     def _need(self, numbers: Iterable[int]) -> None:
-        """Raise PartitionsNotRead for all of these at once that are not read."""
+        """Raise PartitionsNotRead once for all unread partitions among these numbers."""
         missing = frozenset(
             at for at in set(numbers) if isinstance(self.partitions[at], UnreadPartition)
         )

@@ -1,4 +1,4 @@
-"""One process's view of the catalog: a snapshot, the log's tail, and new entries as they come."""
+"""View of the catalog: a state whose partitions are read when a question needs them."""
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,25 +15,26 @@ T = TypeVar("T")
 
 
 class CatalogView:
-    """The newest state that this process knows, for any number of threads; it never goes back.
+    """A catalog state that only moves forward, entry by entry. Thread-safe.
 
-    Questions are functions of a CatalogState (state.py). A partition that one needs is read from
-    the snapshot that the view began with or was rebased to; the entries since are kept until then.
+    Questions are functions of a CatalogState (state.py). A partition that a question needs is read
+    from the view's snapshot, the one that the view began with or was rebased to. An unread
+    partition keeps the entries after that snapshot until it is read.
     """
 
     def __init__(self, snapshots: Snapshots, state: CatalogState | None = None) -> None:
         self._snapshots = snapshots
         self._state = state or CatalogState()
-        self._base_seq = self._state.seq  # of the snapshot that unread partitions lie in
+        self._base_seq = self._state.seq  # of the snapshot that holds the unread partitions
         self._changing = threading.Lock()  # held while computing, never while reading the store
 
     @property
     def state(self) -> CatalogState:
-        """The newest state, some of its partitions perhaps unread; never blocks."""
+        """Newest state, perhaps with unread partitions. Never blocks."""
         return self._state
 
     def ask(self, question: Callable[[CatalogState], T]) -> T:
-        """Return a question's answer by the newest state; reads the partitions it needs.
+        """Answer a question from the newest state, reading the partitions that it needs.
 
         Raises StoreError.
         """
@@ -44,7 +45,7 @@ class CatalogView:
                 self.read(missing.numbers)
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read these partitions, if they are not read yet. Raises StoreError."""
+        """Read the unread among these partitions. Raises StoreError."""
         held = [self._state.partitions[number] for number in numbers]
         partitions = self._snapshots.read(
             {partition.digest for partition in held if isinstance(partition, UnreadPartition)}
@@ -56,34 +57,35 @@ class CatalogView:
             self._state = replace(self._state, partitions=tuple(now))
 
     def advance(self, entries: Sequence[Entry]) -> None:
-        """Apply those of these entries that are new; they leave no gap."""
+        """Apply the new ones among these entries, which follow each other without a gap."""
         with self._changing:
             new = [entry for entry in entries if entry.seq > self._state.seq]
             if new:
                 self._state = apply_entries(self._state, new)
 
     def begin(self, manifest: Manifest) -> None:
-        """Show this snapshot, before anything else was shown."""
+        """Begin with a snapshot. Does nothing if the view holds a state already."""
         with self._changing:
             if self._state.seq == 0:
                 self._state = manifest.state()
                 self._base_seq = manifest.seq
 
     def begin_with(self, state: CatalogState) -> None:
-        """Show a state that was kept, before anything else was shown."""
+        """Begin with a state read from disk. Does nothing if the view holds a state already."""
         with self._changing:
             if self._state.seq == 0:
                 self._state = state
 
     def rebase(self, manifest: Manifest, written: CatalogState | None = None) -> None:
-        """From now on read partitions from this snapshot, which covers no more than the state.
+        """Read partitions from this snapshot from now on.
 
-        written: the state that the snapshot was made of, if it was made here.
+        manifest: snapshot of an entry that the state already covers.
+        written: state that the snapshot was made of; None if another process made the snapshot.
         """
         with self._changing:
             assert manifest.seq <= self._state.seq
             if manifest.seq < self._base_seq:
-                return  # another thread came first, with a newer one
+                return  # another thread has rebased to a newer snapshot
             self._base_seq = manifest.seq
             partitions = list(
                 map(partial(_rebased, manifest.seq), self._state.partitions, manifest.partitions)
@@ -98,7 +100,7 @@ def _caught_up(
     partition: Partition | UnreadPartition, number: int, read: Mapping[str, Partition]
 ) -> Partition | UnreadPartition:
     if not isinstance(partition, UnreadPartition) or partition.digest not in read:
-        return partition  # read by somebody else, or rebased meanwhile
+        return partition  # another thread has read or rebased it meanwhile
     return (
         apply_to_partition(read[partition.digest], number, partition.pending)
         if partition.pending

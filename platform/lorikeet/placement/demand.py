@@ -1,4 +1,4 @@
-"""How often adapters are requested: the uses that all replicas of a base model report."""
+"""Demand for adapters: decayed counts of the uses that all replicas of a base model report."""
 
 import math
 from collections import defaultdict
@@ -9,16 +9,17 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef
 
 HALF_LIFE_S = 45.0
-"""The half-life of a use, here as in the engines."""
-_REMEMBERED = 32_768
-_FORGOTTEN = 0.01  # uses: one, five minutes ago
+"""Half-life of a use, the same as in the engines."""
+_MOST_ADAPTERS = 32_768
+_FORGOTTEN = 0.01  # uses below which an adapter is dropped: one use five minutes ago
 
 
 @dataclass(slots=True)
 class AdapterDemand:
-    """An adapter and its uses by all replicas, each halved every HALF_LIFE_S.
+    """Demand for one adapter.
 
-    image_bytes: what it takes on a GPU; None while no replica knows.
+    uses: uses by all replicas, halved every HALF_LIFE_S.
+    image_bytes: bytes on a GPU; None while no replica reports them.
     """
 
     ref: AdapterRef
@@ -27,10 +28,10 @@ class AdapterDemand:
 
 
 class Demand:
-    """An exponentially weighted count of uses by adapter; at most 32,768 adapters, the most used.
+    """Exponentially decayed count of uses by adapter, of the 32,768 most used adapters.
 
-    Replicas count, and the counts of one that has gone are halved on, so its adapters are not
-    forgotten with it.
+    Replicas count the uses. Counts of a replica that has gone keep decaying here, so its adapters
+    are not forgotten with it.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,10 @@ class Demand:
         self._observed_s = -math.inf
 
     def observe(self, reports: Iterable[ReplicaReport], now_s: float) -> None:
-        """Update the counts with what every replica reports now."""
+        """Update the counts from the reports of every replica.
+
+        now_s: seconds of the caller's clock.
+        """
         kept = math.exp2((self._observed_s - now_s) / HALF_LIFE_S)
         self._observed_s = now_s
         for each in self.adapters.values():
@@ -59,6 +63,6 @@ class Demand:
 
     def _forget(self) -> None:
         known = [(digest, w) for digest, w in self.adapters.items() if w.uses >= _FORGOTTEN]
-        if len(known) > _REMEMBERED:
+        if len(known) > _MOST_ADAPTERS:
             known.sort(key=lambda each: -each[1].uses)
-        self.adapters = dict(known[:_REMEMBERED])
+        self.adapters = dict(known[:_MOST_ADAPTERS])

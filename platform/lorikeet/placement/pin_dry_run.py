@@ -1,4 +1,4 @@
-"""The dry run of a pin: what the controller's plan with it moves, against that without it."""
+"""Dry run of a pin: difference between the controller's placement plans with and without it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,11 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """A replica loads an adapter: an image of image_bytes, from the tier where it is now."""
+    """Load of an adapter on a replica.
+
+    now: nearest tier that has the adapter now.
+    to: tier that the plan requires.
+    """
 
     replica: str
     ref: AdapterRef
@@ -24,7 +28,7 @@ class PlannedLoad:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRelease:
-    """A replica need no longer keep an adapter at this tier."""
+    """Release of an adapter: the replica no longer has to keep it at this tier."""
 
     replica: str
     ref: AdapterRef
@@ -33,9 +37,10 @@ class PlannedRelease:
 
 @dataclass(frozen=True, slots=True)
 class PinDryRun:
-    """What a new pin changes, in the replicas' order.
+    """Changes that a new pin would cause, in the order of replicas.
 
-    unmet: what of the new pin cannot be kept. lost: of other pins, what can be kept no longer.
+    unmet: shortfalls of the new pin.
+    lost: new shortfalls of other pins.
     """
 
     loads: tuple[PlannedLoad, ...]
@@ -50,7 +55,12 @@ def dry_run_pin(
     after: ResolvedPins,
     reports: Sequence[ReplicaReport],
 ) -> PinDryRun:
-    """What changes from `before` to `after`, which has a new pin with this key."""
+    """Compare the placement plans of two sets of pins.
+
+    key: key of the new pin.
+    before: pins without the new pin.
+    after: pins with the new pin.
+    """
     old, new = place_pins(before, reports), place_pins(after, reports)
     known = {(each.pin.key, each.ref) for each in old.shortfalls}
     return PinDryRun(

@@ -1,8 +1,8 @@
-"""Which replicas keep each pinned adapter, and which pins cannot be met: a pure function.
+"""Placement of pinned adapters on replicas: a pure function, which also finds unmet pins.
 
-Pins are served by priority, older ones first among equals, so a new pin takes no place from its
-equals. Where a pin goes depends on the replicas' names and on the room for pins, not on what is
-loaded: whoever computes a plan, and whenever, gets the same one.
+Pins are placed by priority, older ones first among equals, so a new pin displaces none of equal
+priority. The plan depends on the replicas' names and on their bytes for pins, not on the adapters
+that are loaded: every process computes the same plan at any time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from lorikeet.rendezvous import preferred
 from lorikeet_engine.adapter import AdapterRef
 
 PinTargets = Mapping[str, Mapping[str, PinTarget]]
-"""replica → digest → pin target. By digest: two names may share one adapter's weights."""
+"""Pin target by replica and digest; two adapters may have the same weights, so one digest."""
 
 
 class Cause(Enum):
-    """Why a pin is not met."""
+    """Reason for a shortfall."""
 
     NO_VERSION = "no_version"
     BUDGET = "budget"
@@ -33,7 +33,11 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A pin that is not fully met, and why: for one of its versions, or for all (ref None)."""
+    """A pin that is not fully met.
+
+    ref: version that falls short; None: the pin as a whole.
+    reason: explanation for the operator.
+    """
 
     pin: PinRecord
     ref: AdapterRef | None
@@ -43,18 +47,18 @@ class Shortfall:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """What replicas must keep, and the pins that cannot be met."""
+    """Placement plan: the adapters that replicas must keep, and the pins that cannot be met."""
 
     targets: PinTargets
     shortfalls: tuple[Shortfall, ...]
 
 
 def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> PlacementPlan:
-    """Give each pin its replicas, the ones its requests are routed to first.
+    """Assign replicas to each pin: those that its requests are routed to first.
 
-    Every replica has an entry, if only an empty one. Where two pins name one adapter's weights on
-    one replica the nearer tier holds, and its bytes count once. No replica is promised more at any
-    tier than it says that pins can take there.
+    Every replica has an entry in the plan, perhaps an empty one. If two pins select the same
+    weights on one replica, the tier nearer to the GPU wins and the bytes count once. The targets of
+    a replica and tier never exceed the bytes that the replica reports as pinnable there.
     """
     draft = _Draft(pins.budgets, sorted(reports, key=lambda report: report.replica))
     shortfalls = [
@@ -66,7 +70,7 @@ def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> Placemen
 
 
 def image_sizes(reports: Iterable[ReplicaReport]) -> dict[str, int]:
-    """The bytes of adapters that are on a GPU now, by digest."""
+    """Return the image bytes, by digest, of adapters that are on a GPU now."""
     adapters = (adapter for report in reports for adapter in report.adapters)
     return {each.digest: each.gpu_bytes for each in adapters if each.pieces}
 
@@ -76,7 +80,7 @@ def _precedence(resolved: ResolvedPin) -> tuple[int, float, PinKey]:
 
 
 class _Draft:
-    """A plan in the making: what was given, and what is left of replicas and budgets."""
+    """Plan under construction: targets so far, and bytes left of replicas and budgets."""
 
     def __init__(self, budgets: Mapping[str, int], reports: Sequence[ReplicaReport]) -> None:
         self.targets: dict[str, dict[str, PinTarget]] = {report.replica: {} for report in reports}
@@ -84,7 +88,7 @@ class _Draft:
             report.replica: {tier: report.pinnable_bytes(tier) for tier in report.status.tiers}
             for report in reports
         }
-        self._sizes = image_sizes(reports)  # a catalog may be older than the engines' dtype
+        self._sizes = image_sizes(reports)  # a catalog's sizes may predate the engines' dtype
         self._serving: dict[str, list[str]] = {}
         for report in reports:
             self._serving.setdefault(report.base_model, []).append(report.replica)
@@ -93,9 +97,9 @@ class _Draft:
         self._charged: set[tuple[str, str]] = set()  # tenant and digest
 
     def place(self, resolved: ResolvedPin) -> Iterator[Shortfall]:
-        """Place what fits, and yield what does not."""
+        """Place the versions of a pin, and yield a shortfall for each that does not fit."""
         if not resolved.versions and resolved.pin.name is not None:
-            none = "it names no version that can be used"
+            none = "it selects no usable version"
             yield Shortfall(resolved.pin, None, Cause.NO_VERSION, none)
         for version in resolved.versions:
             shortfall = self._charge(version, resolved.pin) or self._place_version(
@@ -105,7 +109,7 @@ class _Draft:
                 yield shortfall
 
     def _charge(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
-        """Charge the version's tenant; the shortfall if that is beyond the budget."""
+        """Charge the version to its tenant's budget, or return a shortfall if it does not fit."""
         tenant, image = version.ref.tenant, (version.ref.tenant, version.ref.digest)
         if tenant not in self._budgets or image in self._charged:
             return None
@@ -115,7 +119,7 @@ class _Draft:
                 pin,
                 version.ref,
                 Cause.BUDGET,
-                f"it takes {version.image_bytes} bytes, and pins before it leave {left} of the "
+                f"it takes {version.image_bytes} bytes, and earlier pins leave {left} of the "
                 f"tenant's budget of {self._budgets[tenant]}",
             )
         self._budgets_left[tenant] -= version.image_bytes
@@ -123,7 +127,7 @@ class _Draft:
         return None
 
     def _place_version(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
-        """Keep the version on as many replicas as its pin wants; the shortfall if on fewer."""
+        """Place the version on as many replicas as its pin wants, or return a shortfall."""
         serving = self._serving.get(version.base_model, [])
         wanted = len(serving) if pin.replicas is None else pin.replicas
         if not serving:
@@ -145,8 +149,8 @@ class _Draft:
             pin,
             version.ref,
             Cause.NO_ROOM,
-            f"it takes {size} bytes, and pins before it leave {left} on {pin.tier} at most: kept on"
-            f" {kept} of {wanted} replicas",
+            f"it takes {size} bytes, and earlier pins leave at most {left} on {pin.tier}: kept on "
+            f"{kept} of {wanted} replicas",
         )
 
     def _reserve(self, replica: str, target: PinTarget, size: int) -> bool:

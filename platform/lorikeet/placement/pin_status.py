@@ -1,4 +1,4 @@
-"""The status of pins: whether each is met, loading, or cannot be met."""
+"""Status of pins: met, loading or unmet."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,12 @@ from lorikeet_engine.adapter import Residency
 
 
 class PinState(Enum):
-    """MET: all is where the pin wants it. LOADING: it will be. UNMET: not all of it can be."""
+    """State of a pin.
+
+    MET: every version is at the pin's tier on enough replicas.
+    LOADING: every version has a place in the plan, and some are not loaded yet.
+    UNMET: the plan has shortfalls.
+    """
 
     MET = "met"
     LOADING = "loading"
@@ -23,7 +28,11 @@ class PinState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PinStatus:
-    """One pin, how many versions it keeps and their bytes on one replica, and its shortfalls."""
+    """Status of one pin.
+
+    versions: number of versions that the pin selects.
+    image_bytes: bytes of these versions on one replica.
+    """
 
     pin: PinRecord
     state: PinState
@@ -33,10 +42,10 @@ class PinStatus:
 
 
 class AdapterTiers:
-    """The tiers of adapters on each replica, as replicas report them."""
+    """Tiers of adapters on each replica, from the replicas' reports."""
 
     def __init__(self, reports: Sequence[ReplicaReport]) -> None:
-        self._replicas: dict[str, int] = defaultdict(int)  # of each base model
+        self._replicas: dict[str, int] = defaultdict(int)  # number of replicas by base model
         self._held: dict[str, dict[str, Residency]] = defaultdict(dict)  # digest → replica → tier
         for report in reports:
             self._replicas[report.base_model] += 1
@@ -44,11 +53,11 @@ class AdapterTiers:
                 self._held[adapter.digest][report.replica] = adapter.residency
 
     def tier(self, digest: str, replica: str) -> Residency:
-        """The nearest tier of that replica that has the adapter."""
+        """Return the tier nearest to the GPU at which the replica has the adapter."""
         return self._held.get(digest, {}).get(replica, Residency.REMOTE)
 
     def meets(self, version: PinnedVersion, pin: PinRecord) -> bool:
-        """Whether a version is on as many replicas as its pin wants."""
+        """Whether a version is at the pin's tier on as many replicas as the pin wants."""
         wanted = self._replicas[version.base_model] if pin.replicas is None else pin.replicas
         held = self._held.get(version.ref.digest, {}).values()
         return sum(tier >= pin.tier for tier in held) >= wanted
@@ -57,9 +66,9 @@ class AdapterTiers:
 def pin_statuses(
     pins: ResolvedPins, reports: Sequence[ReplicaReport], placement: PlacementPlan | None = None
 ) -> Iterator[PinStatus]:
-    """The status of each pin, in their order, by the plan that the controller makes.
+    """Yield the status of each pin, in the order of `pins.all`.
 
-    placement: that plan, where it was made already.
+    placement: placement plan of these pins and reports; None: it is computed here.
     """
     tiers = AdapterTiers(reports)
     short: dict[PinKey, list[Shortfall]] = defaultdict(list)

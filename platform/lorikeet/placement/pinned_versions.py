@@ -1,4 +1,4 @@
-"""The catalog's pins that are in force, resolved to versions."""
+"""Resolution of the catalog's pins in force to versions."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from lorikeet.catalog.state import CatalogState
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPin:
-    """A pin and the versions that it names now, in the order in which they are kept."""
+    """A pin and the versions that it selects now, in the order in which they are placed."""
 
     pin: PinRecord
     versions: tuple[PinnedVersion, ...]
@@ -19,9 +19,11 @@ class ResolvedPin:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPins:
-    """All pins in force, and the tenants' budgets in bytes of images on one replica.
+    """All pins in force.
 
-    until: when the next pin ends, Unix seconds; till then the same state resolves to the same.
+    budgets: bytes of pinned images on one replica, by tenant; a tenant without budget is absent.
+    until: end of the next pin to expire, Unix seconds; until then the result stays valid for the
+        same state.
     """
 
     all: tuple[ResolvedPin, ...] = ()
@@ -31,7 +33,7 @@ class ResolvedPins:
 
 @dataclass(frozen=True, slots=True)
 class _Cached:
-    """A resolved pin, and the tenant's holdings from which it was resolved."""
+    """A resolved pin, with the tenant's state that it was resolved from."""
 
     held: TenantState | bytes
     resolved: ResolvedPin
@@ -39,16 +41,13 @@ class _Cached:
 
 
 class PinResolver:
-    """Resolves the pins of a catalog that moves on; only tenants that changed cost anything.
-
-    For any number of threads.
-    """
+    """Resolver of pins that recomputes only changed pins and tenants. Thread-safe."""
 
     def __init__(self) -> None:
-        self._cached: Mapping[PinKey, _Cached] = {}  # by the pin's key; never changed
+        self._cached: Mapping[PinKey, _Cached] = {}  # replaced as a whole, never mutated
 
     def resolve(self, state: CatalogState, now: float) -> ResolvedPins:
-        """The pins of this state and their versions at `now`, Unix seconds."""
+        """Return a state's pins in force at `now` (Unix seconds), with their versions."""
         pins = state.pins(now)
         state.require({pin.tenant for pin in pins})
         cached = {pin.key: self._resolve_one(state, pin) for pin in pins}

@@ -1,9 +1,10 @@
-"""Which adapters to prefetch, and where: a pure function of demand and of what replicas hold.
+"""Plan of prefetches: a pure function of demand and of the adapters that replicas hold.
 
-Requests alone already load adapters. Prefetches are for what requests are slow at: a replica that
-has just joined, adapters whose replica has died, arenas with free room. They fill free room, and
-evict only for what is used at least twice as much; so a steady fleet gets none, and two equal
-adapters never swap. The function takes plain values: the simulator calls it as well.
+Requests load adapters by themselves. Prefetches serve cases in which requests are slow to do so: a
+replica that has just joined, adapters whose replica has died, arenas with free space. A prefetch
+fills free space, or evicts adapters with at most half the uses of its own adapter. A steady fleet
+therefore gets no prefetches, and two equally used adapters never swap. The function takes plain
+values, so that the simulator can call it too.
 """
 
 import math
@@ -17,28 +18,29 @@ from lorikeet.rendezvous import preferred
 from lorikeet_engine.adapter import Residency
 
 POPULAR = 0.5
-"""Uses from which an adapter counts as in use: one in the last 45 s, or one every 130 s."""
+"""Uses from which an adapter is in use: one in the last 45 s, or one every 130 s."""
 MOST_PREFETCHES = 16
-"""Prefetches of one replica at one time, of MOST_BYTES in all if there are several."""
+"""Most prefetches of one replica in one plan; several take MOST_BYTES in all at most."""
 MOST_BYTES = 10**9  # a link to the store carries them in a second
-# Uses of each copy that make another one worthwhile: one use every 8 s.
-_USES_PER_COPY = 8.0
-# Of a replica's share of all uses: what one copy may have, and below which a replica has too few.
+_USES_PER_COPY = 8.0  # uses that each copy must keep if another is made: one every 8 s
+# Fraction of a replica's equal share of all uses: the most that one copy may carry before another
+# is made, and the least that a replica must carry so that it is not underused.
 _FULL_SHARE = 0.8
-# Of a tier, what must be free before it is filled: less is what sizes leave over, and moves on.
+# Fraction of a tier that must be free before it is filled; less is fragmentation.
 _FREE_SHARE = 0.1
-# What is evicted for an adapter has at most half its uses, and it has at least this many itself.
-_ADVANTAGE = 2.0
-_USES_TO_EVICT = 4.0
+_ADVANTAGE = 2.0  # least ratio of an adapter's uses to those of all adapters evicted for it
+_USES_TO_EVICT = 4.0  # least uses of an adapter for which others are evicted
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
     """A replica, as placement sees it.
 
-    gpu_bytes, host_bytes: what adapters without a pin can take there. held: where adapters are.
-    uses: how often each was used there; the least used for its size is evicted first. pinned: at
-    which tier adapters are pinned; those take nothing of the bytes above.
+    gpu_bytes: bytes for adapters without a pin on the GPU.
+    host_bytes: bytes for adapters without a pin on the host.
+    held: nearest tier of each adapter, by digest.
+    uses: decayed uses on the replica, by digest; the least used for its size is evicted first.
+    pinned: tier of each pinned adapter, by digest; pinned adapters take none of the bytes above.
     """
 
     gpu_bytes: int
@@ -49,7 +51,10 @@ class ReplicaView:
 
 
 class Prefetch(NamedTuple):
-    """An adapter to load to a tier at low priority. uses: how many it should draw there."""
+    """An adapter to load to a tier at low priority.
+
+    uses: uses that the copy is expected to draw.
+    """
 
     digest: str
     tier: Residency
@@ -63,13 +68,15 @@ def plan_prefetches(
     *,
     spares: bool = False,
 ) -> dict[str, list[Prefetch]]:
-    """The prefetches of each replica; replicas without any are left out.
+    """Return the prefetches of each replica that has any.
 
-    demand: uses by digest, over all replicas of one base model. sizes: bytes of images by digest;
-    an adapter of unknown size stays where it is. Copies on GPUs come first: one of each adapter in
-    use, as many of a hot one as its share of all uses asks for, and more of the hottest where a
-    replica with free room has less than its share. Then what is on no GPU comes to a host. spares:
-    every adapter in use comes to GPU or host of a second replica, so that any one can go.
+    Copies on GPUs come first: one of each adapter in use, more of a hot adapter according to its
+    share of all uses, and more of the hottest on replicas that have free space and less than their
+    share of uses. Adapters in use without a copy on any GPU or host then come to a host.
+    demand: uses by digest, over all replicas of one base model.
+    sizes: bytes of images by digest; adapters of unknown size are not moved.
+    replicas: replicas by name.
+    spares: give every adapter in use a second replica, on GPU or host, so that any replica can go.
     """
     draft = _Draft(demand, sizes, replicas)
     draft.copy_by_demand()
@@ -81,7 +88,7 @@ def plan_prefetches(
 def sole_copies(
     demand: Mapping[str, float], replicas: Mapping[str, ReplicaView]
 ) -> dict[str, float]:
-    """The share of the adapters in use that only one replica has on GPU or host, by replica."""
+    """Return, by replica, the fraction of adapters in use that no other has on GPU or host."""
     holder: dict[str, str | None] = {}
     for name, replica in replicas.items():
         for digest, tier in replica.held.items():
@@ -92,7 +99,7 @@ def sole_copies(
 
 
 class _Draft:
-    """Prefetches in the making, and the fleet as it will be once they are done."""
+    """Plan under construction, and the state of the fleet once its prefetches are done."""
 
     def __init__(
         self,
@@ -109,11 +116,11 @@ class _Draft:
             Residency.HOST: {name: _TierBudget(replicas[name].host_bytes) for name in self._names},
         }
         self._on_gpu: dict[str, list[str]] = {}  # digest → replicas
-        self._holders: dict[str, list[str]] = {}  # those with it on the GPU or the host
+        self._holders: dict[str, list[str]] = {}  # digest → replicas, on GPU or host
         self._evicted: set[str] = set()
         for name in self._names:
             self._add_replica(name, replicas[name])
-        self._roomy = {
+        self._fillable = {
             tier: {name for name, budget in budgets.items() if budget.free_share >= _FREE_SHARE}
             for tier, budgets in self._budgets.items()
         }
@@ -122,10 +129,10 @@ class _Draft:
         self._share = sum(demand.values()) / max(1, len(replicas))
 
     def copy_by_demand(self) -> None:
-        """Plan copies on GPUs by demand, the most useful first."""
+        """Plan copies on GPUs in order of the uses that each will draw."""
         queue = [copy for digest in self._wanted if (copy := self._next_copy(digest)) is not None]
         heapify(queue)
-        refused = float("inf")  # what has no room anywhere leaves none for what is used less
+        refused = float("inf")  # size that fits nowhere: a less used adapter of that size neither
         while queue:
             loss, digest = heappop(queue)
             if self._sizes[digest] >= refused:
@@ -138,7 +145,7 @@ class _Draft:
                 refused = self._sizes[digest]
 
     def balance(self) -> None:
-        """Plan copies of the hottest for replicas with free room and less than their share."""
+        """Plan copies of the hottest adapters on underused replicas with free space."""
         uses = dict.fromkeys(self._names, 0.0)
         for digest, holders in self._on_gpu.items():
             for name in holders:
@@ -150,10 +157,10 @@ class _Draft:
                 self._take_share(name, uses, hottest)
 
     def copy_to_hosts(self, copies: int) -> None:
-        """Plan until `copies` replicas have each adapter in use on GPU or host."""
-        uses_to_evict = _USES_TO_EVICT if copies == 1 else 0.0  # spares are for moments of calm
+        """Plan copies until `copies` replicas have each adapter in use on GPU or host."""
+        uses_to_evict = _USES_TO_EVICT if copies == 1 else 0.0  # spares are made in calm times only
         for digest in self._wanted:
-            if digest in self._evicted:  # whether it is truly evicted is known next time
+            if digest in self._evicted:  # only the next reports show whether it was evicted
                 continue
             for before in range(len(self._holders.get(digest, ())), min(copies, len(self._names))):
                 uses = self._demand[digest] / (before + 1)
@@ -168,7 +175,7 @@ class _Draft:
             if tier > replica.pinned.get(digest, Residency.REMOTE):
                 size, uses = self._sizes.get(digest, 0), replica.uses.get(digest, 0.0)
                 self._budgets[tier][name].hold(digest, size, uses)
-                if tier is Residency.GPU:  # the host keeps its copy, and is soon full of them
+                if tier is Residency.GPU:  # the host keeps a copy too
                     self._budgets[Residency.HOST][name].free_bytes -= size
         for digest, tier in replica.pinned.items():
             if tier >= Residency.HOST and replica.held.get(digest, Residency.REMOTE) < tier:
@@ -182,7 +189,10 @@ class _Draft:
             holders.append(name)
 
     def _next_copy(self, digest: str) -> tuple[float, str] | None:
-        """The uses that one more copy would draw, negative for a heap; None if it should not be."""
+        """Return an entry for the heap if one more copy is worthwhile, else None.
+
+        The entry is the uses that the copy would draw, negative for the heap, and the digest.
+        """
         uses, copies = self._demand[digest], len(self._on_gpu.get(digest, ()))
         another = uses / (copies + 1)
         if copies and (uses / copies <= _FULL_SHARE * self._share or another < _USES_PER_COPY):
@@ -199,8 +209,8 @@ class _Draft:
             if name in holders or after < _USES_PER_COPY:
                 continue
             if min(uses[holder] for holder in holders) - less < _FULL_SHARE * self._share:
-                continue  # or they would soon want copies in turn
-            if self._has_room(name, digest, Residency.GPU):
+                continue  # the holders would soon be underused themselves
+            if self._fits(name, digest, Residency.GPU):
                 self._add(name, Prefetch(digest, Residency.GPU, after), [])
                 uses[name] += after
                 for holder in holders:
@@ -209,9 +219,12 @@ class _Draft:
     def _plan(
         self, digest: str, tier: Residency, uses: float, uses_to_evict: float = _USES_TO_EVICT
     ) -> bool:
-        """Plan a copy where it is nearest already, else where requests for it would go first.
+        """Plan a copy of an adapter if one fits; return whether it does.
 
-        uses_to_evict: from as many uses on, others may be evicted for it.
+        Replicas that hold the adapter at a nearer tier come first, then those that its requests are
+        routed to first.
+        uses: uses that the copy will draw.
+        uses_to_evict: least uses for which other adapters may be evicted.
         """
         order = [
             name
@@ -220,7 +233,7 @@ class _Draft:
         ]
         order.sort(key=lambda name: -self._replicas[name].held.get(digest, Residency.REMOTE))
         for name in order:
-            if self._has_room(name, digest, tier):
+            if self._fits(name, digest, tier):
                 self._add(name, Prefetch(digest, tier, uses), [])
                 return True
         if uses >= uses_to_evict:
@@ -240,10 +253,10 @@ class _Draft:
         fits = self._planned_bytes[name] + size <= MOST_BYTES
         return not planned or (fits and planned < MOST_PREFETCHES)
 
-    def _has_room(self, name: str, digest: str, tier: Residency) -> bool:
-        size, roomy = self._sizes[digest], name in self._roomy[tier]
+    def _fits(self, name: str, digest: str, tier: Residency) -> bool:
+        size, fillable = self._sizes[digest], name in self._fillable[tier]
         fits = size <= self._budgets[tier][name].free_bytes
-        return roomy and fits and self._may_add(name, size)
+        return fillable and fits and self._may_add(name, size)
 
     def _victims(self, name: str, digest: str, tier: Residency, uses: float) -> list[str] | None:
         size = self._sizes[digest]
@@ -267,34 +280,38 @@ class _Draft:
 
 
 class _TierBudget:
-    """The free bytes of a tier, and which adapters are evicted for more.
+    """Free bytes of one tier of one replica, and the adapters to evict for more.
 
-    They go in the engines' own order: the least used for its size first.
+    Adapters are evicted in the engines' own order: the least used for its size first.
     """
 
-    def __init__(self, room_bytes: int) -> None:
-        self.free_bytes = self._room_bytes = room_bytes
+    def __init__(self, capacity_bytes: int) -> None:
+        self.free_bytes = self._capacity_bytes = capacity_bytes
         self._sizes: dict[str, int] = {}
         self._scores: dict[str, float] = {}
-        self._order: list[str] | None = None  # the first to be evicted is last
+        self._order: list[str] | None = None  # first to be evicted comes last
 
     @property
     def free_share(self) -> float:
-        """The share of the tier's room that is free."""
-        return self.free_bytes / max(1, self._room_bytes)
+        """Free fraction of the tier."""
+        return self.free_bytes / max(1, self._capacity_bytes)
 
     def hold(self, digest: str, size: int, uses: float) -> None:
-        """Count an adapter that is there and may be evicted."""
+        """Count an adapter that the tier holds and that may be evicted."""
         self.free_bytes -= size
         self._sizes[digest] = size
         self._scores[digest] = uses / math.sqrt(max(1, size))
 
     def victims(self, size: int, uses: float, loss: Callable[[str], float]) -> list[str] | None:
-        """The adapters to evict for `size` bytes; None where that would lose more than `uses`."""
+        """Return the adapters to evict for `size` bytes; None if they have too many uses.
+
+        uses: most uses that all evicted adapters may lose.
+        loss: uses that are lost with an adapter.
+        """
         if self._order is None:
             self._order = sorted(self._sizes, key=lambda d: (self._scores[d], d), reverse=True)
         victims: list[str] = []
-        free = max(0, self.free_bytes)  # copies of what is on the GPU may take more than there is
+        free = max(0, self.free_bytes)  # below 0: host copies of GPU adapters may exceed the tier
         for digest in reversed(self._order):
             if free >= size:
                 break
@@ -306,7 +323,10 @@ class _TierBudget:
         return victims if free >= size else None
 
     def put(self, size: int, victims: list[str]) -> None:
-        """Evict victims, the first to go, and take in what this plan never evicts."""
+        """Evict `victims`, from this class's `victims`, and add an image that stays.
+
+        size: bytes of the image, which this plan never evicts.
+        """
         for digest in victims:
             self.free_bytes += self._sizes.pop(digest)
         if victims and self._order is not None:

@@ -1,4 +1,4 @@
-"""Decides, survey by survey, what the replicas of one base model prefetch."""
+"""Prefetcher of one base model: plans prefetches from the reports of each survey."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,30 +12,40 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 
 SURVEY_S = 3.0
-"""How often replicas are asked what they hold; an answer costs an engine milliseconds."""
+"""Seconds between surveys of replicas; a report costs an engine milliseconds."""
 _SETTLES_S = 30.0
-"""A prefetch counts as done for so long: it may take a while, or have been refused."""
+"""Seconds for which a prefetch that was sent counts as done: it may be slow or be refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchList:
-    """The prefetches of each replica, and the share of adapters in use that only it has."""
+    """Decision on all replicas.
+
+    prefetches: by replica; replicas without any are absent.
+    sole_copies: fraction of adapters in use that no other replica has on GPU or host, by replica.
+    """
 
     prefetches: Mapping[str, tuple[PrefetchTarget, ...]]
     sole_copies: Mapping[str, float]
 
 
 class Prefetcher:
-    """Keeps demand and recent prefetches, so that none is sent twice."""
+    """Demand and recent prefetches of one base model; no prefetch is sent twice."""
 
     def __init__(self) -> None:
         self._demand = Demand()
-        self._sent: dict[tuple[str, str], tuple[Prefetch, float]] = {}  # replica, digest: when
+        # by replica and digest: the prefetch, and the time when it was sent
+        self._sent: dict[tuple[str, str], tuple[Prefetch, float]] = {}
 
     def decide(
         self, reports: Sequence[ReplicaReport], targets: PinTargets, now_s: float, *, spares: bool
     ) -> PrefetchList:
-        """Decide from new reports. targets: what pins keep on these replicas."""
+        """Decide the prefetches from new reports.
+
+        targets: pin targets of these replicas.
+        now_s: seconds of the caller's clock.
+        spares: give every adapter in use a second replica; see plan_prefetches.
+        """
         self._demand.observe(reports, now_s)
         adapters = self._demand.adapters
         demand = {digest: each.uses for digest, each in adapters.items()}
@@ -56,7 +66,7 @@ class Prefetcher:
         return PrefetchList(prefetches, sole_copies(demand, replicas))
 
     def _as_if_done(self, replicas: dict[str, ReplicaView], now_s: float) -> dict[str, ReplicaView]:
-        """The replicas as if their recent prefetches were done."""
+        """Return the replicas as if their recent prefetches were done."""
         late: dict[str, list[Prefetch]] = defaultdict(list)
         for (name, digest), (prefetch, sent_s) in list(self._sent.items()):
             if now_s - sent_s > _SETTLES_S:

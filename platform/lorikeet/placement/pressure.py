@@ -1,4 +1,4 @@
-"""The pressure on one replica, as an object and as the numbers that Serve's autoscaler takes."""
+"""Pressure on one replica, as an object and as the statistics for Serve's autoscaler."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -6,18 +6,20 @@ from dataclasses import asdict, dataclass, fields
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 
-# Uses from which an adapter belongs to the working set: more than one recently.
-_IN_USE = 1.0
+_IN_USE = 1.0  # decayed uses from which an adapter belongs to the working set
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPressure:
-    """One replica at one moment.
+    """Pressure on one replica at one moment.
 
-    working_bytes: adapters in use there, wherever they are, and pinned ones. oldest_wait_s: of the
-    requests without a token. running_share: sequences that run or wait, of max_running. kv_share:
-    KV pages in use. sole_copies: share of the adapters in use that no other replica has on GPU
-    or host; None while unknown.
+    working_bytes: images of adapters in use on the replica, at any tier, and of pinned ones.
+    arena_bytes: capacity for images on the GPU.
+    oldest_wait_s: longest wait of a request without a token.
+    running_share: running and waiting sequences, as a fraction of max_running; may exceed 1.
+    kv_share: fraction of KV pages in use.
+    sole_copies: fraction of the adapters in use that no other replica has on GPU or host; None
+        while unknown.
     """
 
     working_bytes: float
@@ -34,7 +36,7 @@ _NAMES = {each.name for each in fields(ReplicaPressure)}
 def measure_pressure(
     report: ReplicaReport, max_running: int, sole_copies: float | None
 ) -> ReplicaPressure:
-    """A replica's pressure, from its report."""
+    """Compute a replica's pressure from its report."""
     live = report.status.live
     working = (
         adapter.image_bytes or 0
@@ -52,11 +54,11 @@ def measure_pressure(
 
 
 def to_stats(pressure: ReplicaPressure) -> dict[str, float]:
-    """The pressure as numbers by name; what is unknown is left out."""
+    """Return the pressure as numbers by name, without unknown values."""
     return {name: value for name, value in asdict(pressure).items() if value is not None}
 
 
 def from_stats(stats: Mapping[str, float]) -> ReplicaPressure | None:
-    """The pressure from such numbers; None if some are missing, as from another version."""
+    """Parse numbers from to_stats; None if some are missing, as from another release."""
     known = {name: stats[name] for name in _NAMES if name in stats}
     return ReplicaPressure(**known) if known.keys() | {"sole_copies"} == _NAMES else None

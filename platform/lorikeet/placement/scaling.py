@@ -1,8 +1,9 @@
-"""How many replicas there should be: a pure function of the pressure on each.
+"""Number of replicas of a base model: a pure function of the pressure on each replica.
 
-Grows after seconds of pressure, by as many as it takes. Shrinks one by one, after minutes in which
-one replica fewer would have been far from pressure, and only when adapters in use have been
-brought to second replicas: which replica goes is not ours to say.
+The fleet grows after seconds of pressure, by as many replicas as the pressure needs. It shrinks one
+by one, after minutes in which one replica fewer would have been far from pressure, and after
+adapters in use have been copied to second replicas, because Ray Serve chooses the replica that
+goes.
 """
 
 import math
@@ -12,22 +13,22 @@ from typing import NamedTuple
 
 from lorikeet.placement.pressure import ReplicaPressure
 
-# What one replica should bear, and what of that each may bear after one has gone.
-_WORKING = 0.9  # adapters in use, of the arena
+# Bounds per replica, above which the fleet is under pressure.
+_WORKING = 0.9  # images of adapters in use, as a fraction of the arena
 _RUNNING = 0.85
 _KV = 0.9
 _WAIT_S = 1.0
-_RELAXED = 0.75
-# Of the adapters in use, what may go with a replica; some have always just come into use.
-_SOLE_COPIES = 0.05
+_RELAXED = 0.75  # fraction of the bounds that may remain after a replica has gone
+_SOLE_COPIES = 0.05  # fraction of adapters in use that may be lost; some have just come into use
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingDelays:
     """Seconds that a condition must last before the fleet is scaled.
 
-    upscale_s: of pressure. downscale_s: in which one replica fewer would have been enough.
-    sole_copies_s: how much longer, at most, to wait for second copies of adapters in use.
+    upscale_s: seconds of pressure.
+    downscale_s: seconds in which one replica fewer would have been enough.
+    sole_copies_s: most seconds to wait beyond downscale_s for second copies of adapters in use.
     """
 
     upscale_s: float = 10.0
@@ -36,14 +37,19 @@ class ScalingDelays:
 
 
 class ScalingState(NamedTuple):
-    """Since when, in seconds of the caller's clock, there has been pressure, or calm."""
+    """Beginning of the present pressure or calm, in seconds of the caller's clock."""
 
     pressed_since_s: float | None = None
     calm_since_s: float | None = None
 
 
 class ScalingDecision(NamedTuple):
-    """How many replicas there should be, why, and what to hand in next time."""
+    """Decision on the number of replicas.
+
+    replicas: number that there should be.
+    reason: explanation of a change; None without a change.
+    state: argument of the next call.
+    """
 
     replicas: int
     reason: str | None
@@ -60,10 +66,13 @@ def scale(
     now_s: float,
     delays: ScalingDelays,
 ) -> ScalingDecision:
-    """How many replicas there should be, from min_replicas to max_replicas.
+    """Decide the number of replicas, from min_replicas to max_replicas.
 
-    pressures: of the replicas that reported recently. running: how many there are; target: how many
-    were asked for last. While nothing is to be done the answer is the target.
+    pressures: pressures of the replicas that reported recently.
+    running: number of running replicas.
+    target: number last requested, which is the decision if nothing is to change.
+    state: state in the previous decision.
+    now_s: seconds of the caller's clock.
     """
     wanted, reason = _wanted(pressures)
     if min(wanted, max_replicas) > target:
@@ -94,7 +103,10 @@ def could_shrink(pressures: Collection[ReplicaPressure]) -> bool:
 
 
 def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
-    """Replicas that the pressure asks for, and why; a queue alone asks for one more."""
+    """Return the number of replicas that the pressure needs, and the reason.
+
+    A queue alone needs one more replica.
+    """
     count = len(pressures)
     if not count:
         return 0, None
@@ -107,7 +119,10 @@ def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
 
 
 def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
-    """The highest load of the replicas against its bound, and why; more replicas lower it."""
+    """Return the highest ratio of a mean load to its bound, and the reason.
+
+    More replicas lower the ratio.
+    """
     count = len(pressures)
     arenas = max(1.0, sum(each.arena_bytes for each in pressures))
     working = sum(each.working_bytes for each in pressures) / arenas
@@ -121,6 +136,9 @@ def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
 
 
 def _queue(pressures: Collection[ReplicaPressure]) -> float:
-    """The mean wait against its bound; one replica's queue counts little: others could take it."""
+    """Return the ratio of the mean wait to its bound.
+
+    One replica's queue counts little, because other replicas can take its requests.
+    """
     waits = [min(each.oldest_wait_s, 4 * _WAIT_S) for each in pressures]
     return sum(waits) / len(waits) / _WAIT_S

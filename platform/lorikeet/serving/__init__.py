@@ -18,6 +18,6 @@ In Serve's own processes:
 Everywhere:
   replica_calls.py         broadcasts to replicas, and streams kept open from each
 
-A client that hangs up is noticed in gateway/replica_response.py. That cancels
+A client that hangs up is noticed in gateway/client_disconnect.py. That cancels
 `ServeEngineClient.stream_answer`, which cancels the call to the replica.
 """

@@ -79,7 +79,7 @@ class ServeEngineClient:
           any replica if the cause was a full disk.
 
         Closing this generator cancels the call, and the replica aborts the request. The client's
-        disconnect is noticed in gateway/replica_response.py.
+        disconnect is noticed in gateway/client_disconnect.py.
 
         Raises Unavailable if no replica answers; GenerationFailed if the replica's code failed, or
         if the answer or its end was lost on the way from a replica that is alive.

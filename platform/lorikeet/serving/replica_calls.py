@@ -1,7 +1,7 @@
 """Building blocks for calls to replicas: broadcasts, and a stream kept open from each replica.
 
 The calls of clients' requests are in engine_client.py, and so is their cancellation when a client
-hangs up, which gateway/replica_response.py notices.
+hangs up, which gateway/client_disconnect.py notices.
 """
 
 import asyncio

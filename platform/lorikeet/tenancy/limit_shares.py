@@ -1,13 +1,13 @@
-"""Which part of a tenant's limits this gateway enforces: agreed with the other gateways.
+"""Shares of limits that this gateway enforces, agreed with the other gateways.
 
-A share follows demand, and the shares of one limit never add up to more than the whole, however
-late answers are: a gateway first makes known what it claims, then asks the others what they claim,
-and takes only what they leave. Of two that claim the same at once at least one sees the other's
-claim (as in Dekker's mutual exclusion: raise the flag, then look). Shares fall at once.
+A share follows demand. The shares of one limit never add up to more than 1, however late answers
+are: a gateway first announces its claim, then asks the others for their claims, and takes only the
+remainder. If two gateways claim the same part at once, at least one sees the other's claim (as in
+Dekker's mutual exclusion: raise the flag, then look). Shares fall at once.
 
-What may add to the whole: a gateway that has not agreed with anybody yet has a small share that
-the others do not know of, and one that nobody answers takes the even share after a while. A
-gateway that is silent, but not known to be gone, keeps its part: the others only hold theirs.
+Two cases may exceed 1: a gateway that has not agreed with any other yet has a small share that the
+others do not know of, and a gateway that gets no answers takes the even share after a while. A
+gateway that is silent, but not known to be gone, keeps its share; the others cannot grow meanwhile.
 """
 
 import math
@@ -16,26 +16,31 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FLOOR = 0.1
-"""The least share, as a part of the even one."""
-_RECENT_S = 5.0  # a request counts as demand for about so long
-_GRACE = 5.0  # requests that every gateway is taken to have: few requests do not move shares
+"""Least share, as a fraction of the even share."""
+_RECENT_S = 5.0  # time constant with which a request fades from demand
+_GRACE = 5.0  # requests added to every gateway's demand, so that few requests do not move shares
 GONE_S = 5.0
-"""A gateway that was not heard for so long, and is not among those asked, is gone."""
+"""Seconds of silence after which a gateway that is not among those asked counts as gone."""
 DOUBT_S = 10.0
-"""After so long without an agreement a new gateway takes the even share."""
-_IDLE_S = 120.0  # then demand has faded to nothing, and shares are even
+"""Seconds without an agreement after which a new gateway takes the even share."""
+_IDLE_S = 120.0  # by then demand has faded to nothing, and shares are even
 _EXACT = 1e-9
 
 
 class Subject(NamedTuple):
-    """Who has limits: a key of a tenant; with key_id None the tenant, all its keys together."""
+    """Subject of limits: a key of a tenant, or the whole tenant if key_id is None."""
 
     tenant: str
     key_id: str | None = None
 
 
 class ShareClaim(NamedTuple):
-    """What a gateway says of a subject: demand, the share it claims, requests that run."""
+    """A gateway's statement on one subject.
+
+    demand: recent and running requests.
+    share: fraction of the limits that the gateway claims.
+    running: running requests.
+    """
 
     demand: float
     share: float
@@ -44,7 +49,10 @@ class ShareClaim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GatewayClaims:
-    """What one gateway says to another. gateway: its name, new at every start."""
+    """Message of a gateway to another.
+
+    gateway: sender's name, new at every start.
+    """
 
     gateway: str
     claims: Mapping[Subject, ShareClaim]
@@ -52,7 +60,14 @@ class GatewayClaims:
 
 @dataclass(slots=True)
 class LimitShare:
-    """What one gateway has of one subject. running: requests; others_run: in other gateways."""
+    """One gateway's share of one subject's limits.
+
+    share: fraction that the gateway enforces.
+    claimed: fraction that the gateway claims in this round.
+    at: time of the last request, seconds.
+    running: running requests in this gateway.
+    others_run: running requests in other gateways.
+    """
 
     share: float
     claimed: float
@@ -62,16 +77,16 @@ class LimitShare:
     _recent: float = 0.0
 
     def count_request(self, now: float) -> None:
-        """Count a request, whether it is let in or not."""
+        """Count a request as demand, admitted or not."""
         self._recent = self._left(now) + 1.0
         self.at = now
 
     def demand(self, now: float) -> float:
-        """Requests that came lately, and those that run."""
+        """Return the number of recent requests, faded, plus the running ones."""
         return self._left(now) + self.running
 
     def idle(self, now: float) -> bool:
-        """Whether nobody has asked for a while."""
+        """Whether no request runs and none has come for _IDLE_S."""
         return not self.running and now - self.at > _IDLE_S
 
     def _left(self, now: float) -> float:
@@ -85,10 +100,12 @@ class _Peer:
 
 
 class LimitShares:
-    """One gateway's end of the agreement. For one event loop; `now` is in seconds.
+    """One gateway's shares of all subjects' limits. Single event loop.
 
-    gateways: how many there should be. A round is `claim`, asking everyone with it, then `agree`
-    with the answers; rounds of one gateway do not overlap.
+    A round is `claim`, sending the claims to every other gateway, then `agree` with the answers.
+    Rounds of one gateway do not overlap. Every `now` is in seconds.
+    name: this gateway's name, new at every start.
+    gateways: configured number of gateways.
     """
 
     def __init__(self, name: str, gateways: int, now: float) -> None:
@@ -100,7 +117,7 @@ class LimitShares:
         self._peers: dict[str, _Peer] = {}
 
     def share_of(self, subject: Subject, now: float) -> LimitShare:
-        """What this gateway has of a subject; at first the even share, in a new one the least."""
+        """Return the share of a subject; it begins even, or with the least in a new gateway."""
         own = self._own.get(subject)
         if own is None:
             share = self.even() if self.settled_s(now) else self.least()
@@ -108,36 +125,39 @@ class LimitShares:
         return own
 
     def even(self) -> float:
-        """The share of each gateway where none asks for more than another."""
+        """Return the equal share per gateway: 1/N."""
         return 1 / max(self._gateways, 1 + len(self._peers))
 
     def least(self) -> float:
-        """What a new gateway begins with."""
+        """Return the share that a new gateway begins with."""
         return FLOOR / self._gateways
 
     def settled_s(self, now: float) -> float:
-        """How long this gateway has had shares that are more than a beginning; 0: it has not.
+        """Return the seconds since this gateway agreed with the others, or gave up waiting.
 
-        It has when it has agreed with the others, or when that takes too long.
+        0 before either.
         """
         doubted = self._started + DOUBT_S
         since = doubted if self._agreed is None else min(self._agreed, doubted)
         return max(0.0, now - since)
 
     def claim(self, now: float) -> GatewayClaims:
-        """Begin a round: claim what this gateway should have."""
+        """Begin a round: return this gateway's claims, by its demand."""
         self._forget(now)
         for subject, own in self._own.items():
             own.claimed = max(own.share, self._target(subject, own, now))
         return self._own_claims(now)
 
     def answer(self, received: GatewayClaims, now: float) -> GatewayClaims:
-        """What another gateway is told that begins a round with this statement."""
+        """Return this gateway's claims to a gateway that begins a round with its own."""
         self._receive(received, now)
         return self._own_claims(now)
 
     def agree(self, answers: Iterable[GatewayClaims], *, complete: bool, now: float) -> None:
-        """End a round. complete: everyone answered who may be there; else all shares stay."""
+        """End a round: set the shares from the claims of the other gateways.
+
+        complete: every gateway that may exist has answered; if not, all shares stay.
+        """
         for answer in answers:
             self._receive(answer, now)
         if complete and self._agreed is None:
@@ -153,7 +173,7 @@ class LimitShares:
             own.others_run = sum(claim.running for claim in self._claims_of_peers(subject))
 
     def _target(self, subject: Subject, own: LimitShare, now: float) -> float:
-        """What demand gives this gateway: never less than FLOOR of the even share."""
+        """Return this gateway's share by demand, at least FLOOR of the even share."""
         demand = own.demand(now)
         total = demand + sum(claim.demand for claim in self._claims_of_peers(subject))
         count = 1 + len(self._peers)
@@ -161,7 +181,7 @@ class LimitShares:
         return (demand + grace) / (total + count * grace)
 
     def _claims_of_peers(self, subject: Subject) -> Iterable[ShareClaim]:
-        """What each peer said last; one that said nothing may have the even share."""
+        """Yield each peer's last claim; a peer without one is assumed to have the even share."""
         default = ShareClaim(0.0, self.even(), 0)
         return (peer.claims.get(subject, default) for peer in self._peers.values())
 
@@ -180,7 +200,7 @@ class LimitShares:
         return GatewayClaims(self._name, claims)
 
     def _forget(self, now: float) -> None:
-        """Peers that are gone, and subjects that nobody asks for, whose shares are even."""
+        """Drop peers that are gone, and idle subjects with even shares."""
         gone = [name for name, peer in self._peers.items() if now - peer.received_s > GONE_S]
         for name in gone:
             del self._peers[name]

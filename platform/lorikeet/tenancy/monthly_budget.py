@@ -1,4 +1,4 @@
-"""What tenants have left of the month's tokens."""
+"""Monthly token budgets of tenants, checked in one gateway."""
 
 from collections import Counter
 from typing import Protocol
@@ -7,27 +7,28 @@ from lorikeet.errors import InsufficientQuota
 from lorikeet.retry_after import until_next_month
 
 READ_S = 30.0
-"""Seconds between two readings of recorded usage, while tenants with a budget send requests."""
+"""Seconds between reads of recorded usage, while tenants with a budget send requests."""
 
 
 class RecordedUsage(Protocol):
-    """The usage of this month, by UTC's calendar, as far as it is recorded."""
+    """Recorded usage of the current calendar month, UTC."""
 
     def of(self, tenant: str) -> int:
-        """Tokens, as of the last refresh."""
+        """Return a tenant's tokens as of the last refresh."""
         ...
 
     def refresh(self) -> None:
-        """Read what is new. Blocks. Raises StoreError; then what was read stays."""
+        """Read new usage. Blocks. Raises StoreError and then keeps the old values."""
         ...
 
 
 class MonthlyBudget:
-    """The tokens used this month: what was recorded, and what this gateway has settled since.
+    """Tokens used this month: recorded usage plus the tokens that this gateway settled since.
 
-    unseen_s: usage of the last seconds before a reading that it may lack. What other gateways
-    have settled since is not known here. `now` is in Unix seconds. For one event loop; only `read`
-    is for a thread.
+    Tokens that other gateways have settled since the last read are unknown here. Single event loop,
+    except `read`, which runs in a thread. Every `now` is in Unix seconds.
+    recorded: source of recorded usage; None: none is recorded.
+    unseen_s: seconds before a read whose usage the read may miss.
     """
 
     def __init__(self, recorded: RecordedUsage | None, unseen_s: float = 30.0) -> None:
@@ -38,7 +39,7 @@ class MonthlyBudget:
         self._settled: dict[str, Counter[int]] = {}  # by tenant and second
 
     def check(self, tenant: str, tokens_per_month: int, now: float) -> None:
-        """Raises InsufficientQuota when the tenant has used that much."""
+        """Raise InsufficientQuota if the tenant has used `tokens_per_month` tokens."""
         self._asked = True
         used = self._settled[tenant].total() if tenant in self._settled else 0
         if self._recorded is not None:
@@ -51,21 +52,24 @@ class MonthlyBudget:
             )
 
     def settle(self, tenant: str, tokens: int, now: float) -> None:
-        """A tenant with a budget has used this."""
+        """Count tokens that a tenant with a budget has used."""
         self._settled.setdefault(tenant, Counter())[int(now)] += tokens
 
     def due(self, now: float) -> bool:
-        """Whether to read again."""
+        """Whether recorded usage should be read again."""
         recently = self._read_at is not None and now < self._read_at + READ_S
         return self._recorded is not None and self._asked and not recently
 
     def read(self) -> None:
-        """Read what was recorded. Raises StoreError."""
+        """Read recorded usage. Blocks. Raises StoreError."""
         assert self._recorded is not None
         self._recorded.refresh()
 
     def was_read(self, began: float) -> None:
-        """A reading that began then is over: it holds what was settled long before."""
+        """Drop settled tokens that a finished read includes.
+
+        began: time at which the read began, Unix seconds.
+        """
         self._asked, self._read_at = False, began
         seen = int(began - self._unseen_s)
         for tenant, settled in list(self._settled.items()):

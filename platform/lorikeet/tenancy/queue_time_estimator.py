@@ -1,4 +1,4 @@
-"""How long requests wait for their first token, as one gateway sees it."""
+"""Estimator of the time that requests wait for their first token, in one gateway."""
 
 import math
 
@@ -6,59 +6,63 @@ from lorikeet.errors import Overloaded
 from lorikeet.retry_after import until_queue_is_short, whole_seconds
 
 _SPAN_S = 30.0
-"""First tokens count with a weight that fades to 1/e after this time."""
+"""Time constant, in seconds, with which first tokens fade from the rate."""
 _ENOUGH_S = 5.0
-"""Seconds at full capacity below which there is no estimate."""
+"""Faded seconds at full capacity that an estimate needs."""
 
 
 class QueueTimeEstimator:
-    """The requests for one base model that a gateway has let in. For one event loop.
+    """Estimator of the queue time of one base model, from the requests that a gateway has admitted.
 
-    Those without a first token, divided by the first tokens of a second, are how long one more
-    would wait (Little, Operations Research 9, 1961). Engines give tenants their turns by weight,
-    so those of one tenant wait no longer than they would alone at its part of that rate: who floods
-    the service lengthens nobody's wait but its own. The rate is counted while as many requests are
-    under way as max_running. With fewer it tells what is asked and not what is possible, and
-    nobody is refused.
+    The estimate is the number of requests without a first token divided by the rate of first tokens
+    (Little's law, Operations Research 9, 1961). Engines schedule tenants by weight, so a tenant's
+    requests wait no longer than they would alone at the tenant's part of that rate: a tenant that
+    floods the service lengthens only its own wait. The rate is measured only while max_running
+    requests are under way. With fewer, the rate shows demand instead of capacity, and no request is
+    refused. Single event loop.
 
-    max_running: requests that the engines may run at once, this gateway's part of them.
-    max_queue_s: how long one may wait. None: no bound.
+    max_running: requests that the engines run at once, this gateway's part; None: no estimate.
+    max_queue_s: longest allowed wait; None: no bound.
+    now: seconds, as in every method.
     """
 
     def __init__(self, max_running: int | None, max_queue_s: float | None, now: float) -> None:
         self._max_running, self._max_queue_s = max_running, max_queue_s
         self._under_way = 0
-        self._waiting: dict[str, int] = {}  # by tenant, who has one that waits
-        self._weights: dict[str, float] = {}  # of the same
+        self._waiting: dict[str, int] = {}  # number by tenant, without zeros
+        self._weights: dict[str, float] = {}  # of the tenants in _waiting
         self._first_tokens = self._full_s = 0.0
         self._now = now
 
     def check(self, tenant: str, weight: float, now: float) -> None:
-        """Raise Overloaded where one more of this tenant would wait for too long."""
+        """Raise Overloaded if one more request of the tenant would wait longer than max_queue_s."""
         wait_s = self._wait_s(tenant, weight, now)
         if self._max_queue_s is not None and wait_s > self._max_queue_s:
             retry_after_s = until_queue_is_short(wait_s, self._max_queue_s)
             raise Overloaded(
-                f"the request could not begin within the {self._max_queue_s:g} s that it may "
-                f"wait: send it again in {whole_seconds(retry_after_s)} s",
+                f"the request would wait longer than the {self._max_queue_s:g} s that are allowed: "
+                f"send it again in {whole_seconds(retry_after_s)} s",
                 retry_after_s=retry_after_s,
             )
 
     def enter(self, tenant: str, weight: float, now: float) -> None:
-        """Count a request of this tenant, which begins to wait."""
+        """Count a request that begins to wait."""
         self._pass_until(now)
         self._under_way += 1
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
         self._weights[tenant] = weight
 
     def begin(self, tenant: str, now: float) -> None:
-        """End the wait of a request whose first token is there."""
+        """Count a request's first token, which ends its wait."""
         self._pass_until(now)
         self._first_tokens += self._full
         self._wait_no_more(tenant)
 
     def leave(self, tenant: str, now: float, *, begun: bool) -> None:
-        """Count a request no more, which has ended."""
+        """Remove a request that has ended.
+
+        begun: the request got a first token.
+        """
         self._pass_until(now)
         self._under_way -= 1
         if not begun:
@@ -69,14 +73,14 @@ class QueueTimeEstimator:
         return self._max_running is not None and self._under_way >= self._max_running
 
     def _wait_s(self, tenant: str, weight: float, now: float) -> float:
-        """How long one more of this tenant would wait, as far as that is known."""
+        """Estimate the wait of one more request of the tenant; 0 without an estimate."""
         self._pass_until(now)
         if not self._full or self._full_s < _ENOUGH_S:
             return 0.0
-        everybodys, own = sum(self._waiting.values()) + 1, self._waiting.get(tenant, 0) + 1
+        of_all, own = sum(self._waiting.values()) + 1, self._waiting.get(tenant, 0) + 1
         weights = sum(self._weights.values()) - self._weights.get(tenant, 0.0) + weight
         per_s = (self._first_tokens + 1) / self._full_s
-        return min(everybodys, own * weights / weight) / per_s
+        return min(of_all, own * weights / weight) / per_s
 
     def _wait_no_more(self, tenant: str) -> None:
         self._waiting[tenant] -= 1

@@ -229,8 +229,8 @@ class RateLimiter:
         most = max(1, self._max_requests // _READING_PART)
         if self.reading[tenant] >= most:
             raise RateLimited(
-                f"the bodies of {most} requests of this tenant have not come yet, as many as a "
-                "gateway waits for: send bodies without delay",
+                f"{most} requests of this tenant have sent no body yet, the most that a gateway "
+                "allows: send bodies without delay",
                 retry_after_s=FULL_GATEWAY_S,
             )
 

@@ -1,8 +1,8 @@
-"""Compacts a day's many small usage objects into one, and deletes those that it supersedes.
+"""Compaction of a day's small usage objects into one, and deletion of the superseded objects.
 
-Nothing is locked and a crash leaves nothing wrong: a compacted object is written whole or not at
-all, and says which objects it holds, so that readers of both count them once (object_format.py).
-What it supersedes is deleted in a later run, when nobody can still be reading it.
+No locks are taken, and a crash does no harm: a compacted object is written whole or not at all, and
+lists the objects that it includes, so that a reader of both counts each once (object_format.py).
+Superseded objects are deleted in a later run, when no reader can still be reading them.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,28 +26,34 @@ from lorikeet.usage.object_format import (
 
 _DAY_S = 86400.0
 SPARED_S = 3600.0
-"""Seconds for which objects stay once compacted, for readers who listed them before."""
+"""Seconds for which compacted objects stay, for readers that have listed them before."""
 
 
 def compact_day(store: ObjectStore, day: date) -> None:
-    """Write one object with all of a day, unless there is one. Raises StoreError."""
+    """Write one object with all of a day's usage, unless it exists. Raises StoreError."""
     read = DayReader[UsageAccount](store, day, key=lambda account: account)
     use = read.read()
     if not read.objects:
         return
     key = compacted_key(day, 1 if read.compacted is None else read.compacted + 1)
-    with suppress(ObjectExists):  # somebody else joins them too
+    with suppress(ObjectExists):  # a concurrent process has compacted the day
         store.put_if_absent(key, to_json(UsageContent(use, read.marks)))
 
 
 def compact_recent_days(store: ObjectStore, now: float) -> None:
-    """What was written for today and yesterday, until now, in Unix seconds. Raises StoreError."""
+    """Compact the usage so far of today and yesterday. Raises StoreError.
+
+    now: Unix seconds.
+    """
     for at in (now - _DAY_S, now):
         compact_day(store, day_of(at))
 
 
 def superseded(store: ObjectStore, day: date, before: float) -> Iterator[StoredObject]:
-    """Yield the objects that one compacted before then (Unix seconds) holds. Raises StoreError."""
+    """Yield a day's objects that an older compacted object includes. Raises StoreError.
+
+    before: Unix seconds before which the compacted object must have been written.
+    """
     found = list(store.scan(day_prefix(day)))
     compacted = {
         n: one for one in found if (n := compacted_number(one.key)) and one.modified < before
@@ -68,13 +74,13 @@ def superseded(store: ObjectStore, day: date, before: float) -> Iterator[StoredO
 
 
 def days_with_usage(store: ObjectStore) -> Iterator[date]:
-    """Yield days in order, with one question to the store for each. Raises StoreError."""
+    """Yield the days that have usage, in order: one LIST per day. Raises StoreError."""
     key = store.first(PREFIX)
     while key is not None:
         try:
             day = date.fromisoformat(key.removeprefix(PREFIX).partition("/")[0])
         except ValueError as error:
-            raise StoreError(f"{store.url}: {key} is no day's usage: remove it") from error
+            raise StoreError(f"{store.url}: {key} belongs to no day of usage: remove it") from error
         yield day
         key = store.first(PREFIX, f"{day_prefix(day)}~")
 
@@ -82,9 +88,11 @@ def days_with_usage(store: ObjectStore) -> Iterator[date]:
 def clean_up(
     store: ObjectStore, now: Callable[[], float], *, dry_run: bool
 ) -> Iterator[StoredObject]:
-    """Join the days that are over, and delete what is superseded by now.
+    """Compact finished days and delete superseded objects; yield each deleted object.
 
-    now: Unix seconds. The answer is what is deleted, or would be. Raises StoreError.
+    now: clock, Unix seconds.
+    dry_run: write and delete nothing; yield the objects that would be deleted.
+    Raises StoreError.
     """
     today = day_of(now())
     for day in days_with_usage(store):

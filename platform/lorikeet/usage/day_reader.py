@@ -1,4 +1,4 @@
-"""One day's usage, read from the store as it grows."""
+"""Reader of one day's usage, incrementally as the day grows."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -22,14 +22,17 @@ K = TypeVar("K")
 
 _ATTEMPTS = 5
 _BACK_S = 120.0
-"""A object may be written so long after another whose name says that it was made later."""
+"""Seconds by which an object may be written later than another with a later time in its name."""
 
 
 class DayReader(Generic[K]):
-    """Reads each object once, and sums by what `key` makes of an account. For one thread.
+    """Sums of one day's usage, which reads each object once. Single thread.
 
-    marks: the number of the last object read of each writer. compacted: the number of the compacted
-    object that it began with, if there is one.
+    key: maps an account to the key of its sum.
+    sums: usage read so far, by key.
+    marks: number of the last object read, by writer.
+    compacted: number of the compacted object that the reader began with; None without one.
+    objects: objects read besides the compacted one.
     """
 
     def __init__(self, store: ObjectStore, day: date, key: Callable[[UsageAccount], K]) -> None:
@@ -38,14 +41,16 @@ class DayReader(Generic[K]):
         self._restart()
 
     def read(self) -> dict[K, UsageCounts]:
-        """All that is there. Raises StoreError."""
+        """Read every new object of the day and return the sums. Raises StoreError."""
         return self._retry("")
 
     def read_new(self, now: float) -> dict[K, UsageCounts]:
-        """Read like `read`, but look for objects made minutes before `now` only if one is missed.
+        """Read new objects made in the last minutes and return the sums; cheaper than `read`.
 
-        An object that was written much later than it was made is missed only until the next one of
-        its writer, or `read`. Raises StoreError.
+        Lists older objects only if a writer's numbers show a gap. An object that was written much
+        later than it was made is missed until its writer's next object, or until `read`.
+        now: Unix seconds.
+        Raises StoreError.
         """
         return self._retry(object_prefix(self.day, now - _BACK_S) if self._whole else "")
 
@@ -53,7 +58,7 @@ class DayReader(Generic[K]):
         self.sums: dict[K, UsageCounts] = {}
         self.marks: dict[str, int] = {}
         self.compacted: int | None = None
-        self.objects = 0  # read beside the compacted object
+        self.objects = 0
         self._whole = False
 
     def _retry(self, start_after: str) -> dict[K, UsageCounts]:
@@ -62,13 +67,13 @@ class DayReader(Generic[K]):
                 if self._read(start_after):
                     self._whole = True
                     return self.sums
-            except ObjectNotFound:  # it was compacted and deleted since it was listed
+            except ObjectNotFound:  # compacted and deleted since the listing
                 self._restart()
             start_after = ""
         raise StoreError(f"{self._store.url}: {day_prefix(self.day)} changes too fast to be read")
 
     def _read(self, start_after: str) -> bool:
-        """Read what is new among these; False if others that could be listed are missing."""
+        """Read the new objects after a key; return whether the sums are complete."""
         keys = list(self._store.list(day_prefix(self.day), start_after))
         compacted = {number: key for key in keys if (number := compacted_number(key))}
         newest = max(compacted, default=None)
@@ -80,7 +85,7 @@ class DayReader(Generic[K]):
         following, missed = self._following(found)
         for content in self._contents([found[written] for written in following]):
             self._add(content)
-        self.marks.update(following)  # in order, so that each writer's last one stays
+        self.marks.update(following)  # in order, so that each writer's last number stays
         self.objects += len(following)
         return not (missed and start_after)
 
@@ -91,7 +96,7 @@ class DayReader(Generic[K]):
         self.marks, self.compacted = dict(content.marks), number
 
     def _following(self, found: Iterable[UsageObjectId]) -> tuple[list[UsageObjectId], bool]:
-        """Each writer's objects from the one after its mark on, and whether some are missing."""
+        """Return each writer's consecutive objects after its mark, and whether any is missing."""
         numbers = defaultdict(set)
         for written in found:
             numbers[written.writer].add(written.number)

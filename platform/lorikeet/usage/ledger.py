@@ -1,4 +1,4 @@
-"""What is counted, for whom, and what of it a process has not written yet."""
+"""Usage counts, the accounts they belong to, and a process's ledger of unwritten counts."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +11,10 @@ K = TypeVar("K")
 
 
 class UsageAccount(NamedTuple):
-    """Whose use it is, and of what. adapter: tenant/name, None for the base model alone."""
+    """Account of usage: a tenant and the model that it used.
+
+    adapter: tenant/name; None for the base model alone.
+    """
 
     tenant: str
     base_model: str
@@ -20,12 +23,17 @@ class UsageAccount(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UsageCounts:
-    """Sums. requests: that a replica took. cached_tokens: of the prompts', found computed.
+    """Sums of usage.
 
-    slot_s: the adapter's slot on some GPU was leased for the tenant's requests; leases of the same
-    time on one replica count once, and tenants who share an adapter share the time. loads,
-    load_bytes: onto a GPU, because the tenant's requests asked for the adapter. pushes,
-    pushed_bytes: versions of the adapter that a gateway has checked and taken.
+    requests: requests that a replica accepted.
+    cached_tokens: prompt tokens found in the prefix cache.
+    slot_s: seconds for which the adapter's slot on a GPU was leased for the tenant's requests.
+        Concurrent leases on one replica count once; tenants with leases of the same adapter share
+        the time.
+    loads: loads of the adapter onto a GPU that the tenant's requests caused.
+    load_bytes: bytes of these loads.
+    pushes: pushed versions of the adapter that a gateway has validated and accepted.
+    pushed_bytes: bytes of these versions.
     """
 
     requests: int = 0
@@ -53,20 +61,20 @@ class UsageCounts:
 
     @property
     def tokens(self) -> int:
-        """Prompt and output."""
+        """Prompt and output tokens."""
         return self.prompt_tokens + self.output_tokens
 
 
 NOTHING = UsageCounts()
 
 UsageByAccount = Mapping[UsageAccount, UsageCounts]
-"""What was used, by account."""
+"""Usage by account."""
 
 
 class UsageLedger:
-    """What one process has counted and not written yet: sums by day and account.
+    """Usage that one process has counted and not written yet, by day and account. Thread-safe.
 
-    For any thread. clock: Unix seconds.
+    clock: Unix seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -75,23 +83,23 @@ class UsageLedger:
         self._days: dict[date, dict[UsageAccount, UsageCounts]] = {}
 
     def add(self, account: UsageAccount, counts: UsageCounts) -> None:
-        """Add what was used now."""
+        """Add usage to the present day."""
         day = day_of(self._clock())
         with self._lock:
             add_to(self._days.setdefault(day, {}), account, counts)
 
     def take(self) -> dict[date, UsageByAccount]:
-        """Everything since the call before."""
+        """Return and clear the usage since the last call, by day."""
         with self._lock:
             taken, self._days = self._days, {}
         return dict(taken)
 
 
 def add_to(sums: dict[K, UsageCounts], key: K, counts: UsageCounts) -> None:
-    """Add counts to those of this key."""
+    """Add counts to the sum of a key."""
     sums[key] = sums.get(key, NOTHING) + counts
 
 
 def day_of(unix_s: float) -> date:
-    """The day of this time, which begins at midnight UTC."""
+    """Return the day, UTC, of a time in Unix seconds."""
     return datetime.fromtimestamp(unix_s, UTC).date()

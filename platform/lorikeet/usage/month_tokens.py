@@ -1,4 +1,4 @@
-"""What each tenant has used in the present month, kept up to date cheaply."""
+"""Tokens of each tenant in the present month, refreshed incrementally."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -11,9 +11,9 @@ from lorikeet.usage.reader import WHOLE_S, days
 
 
 class MonthTokens:
-    """Prompt and output tokens by tenant since the month began, UTC, as far as replicas wrote them.
+    """Prompt and output tokens by tenant in the present month, UTC, as far as they are written.
 
-    `refresh` is for one thread at a time, `of` for any.
+    `of` is thread-safe; `refresh` may run in one thread at a time.
     """
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
@@ -23,11 +23,11 @@ class MonthTokens:
         self._tokens: Mapping[str, int] = {}
 
     def of(self, tenant: str) -> int:
-        """A tenant's tokens as of the last refresh; 0 before the first."""
+        """Return a tenant's tokens as of the last refresh; 0 before the first."""
         return self._tokens.get(tenant, 0)
 
     def refresh(self) -> None:
-        """Read what is new, as a rule with one LIST. Raises StoreError; what was read stays."""
+        """Read new usage, usually with one LIST. Raises StoreError, keeping the old."""
         now = self._clock()
         today = day_of(now)
         month = days(today.replace(day=1), today)

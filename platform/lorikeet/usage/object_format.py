@@ -1,10 +1,10 @@
-"""The objects that hold usage: their names and what is in them.
+"""Format of usage objects: their keys and their content.
 
-A process writes one object after the other for each day: number n once n − 1 is there, under a
-name that holds the process's own id, and if absent, so that a repeated write changes nothing. In
-the order of names come a day's objects by the time at which they were made, then the compacted
-ones. A compacted object holds all that is in the one before it, and for each writer the number of
-the last object that it holds: what it holds counts no more where it still lies about.
+A process writes numbered objects for each day: number n after number n − 1, under a key that holds
+the process's id, and if absent, so that a repeated write changes nothing. Keys order a day's
+objects by the time at which they were made; compacted objects come last. A compacted object
+includes the previous one, and a mark for each writer: the number of the writer's last included
+object. Objects up to a mark do not count again while they still exist.
 """
 
 import json
@@ -23,69 +23,80 @@ SCHEMA = 1
 
 _NUMBERS = tuple(each.name for each in fields(UsageCounts))
 _COLUMNS = (*UsageAccount._fields, *_NUMBERS)
-_numbers = attrgetter(*_NUMBERS)  # astuple copies deeply
+_numbers = attrgetter(*_NUMBERS)  # astuple would copy deeply
 _OBJECT = re.compile(r"usage/[0-9-]{10}/[0-9]{6}-([0-9a-f]{16})-([0-9]{6,})\.json")
 _COMPACTED = re.compile(r"usage/[0-9-]{10}/compacted-([0-9]{6,})\.json")
 
 
 class UsageObjectId(NamedTuple):
-    """The object with this number, from 0, of those that a process wrote for a day."""
+    """Identity of one process's object for a day.
+
+    writer: id of the process.
+    number: from 0.
+    """
 
     writer: str
     number: int
 
 
 Marks = Mapping[str, int]
-"""The number of each writer's last object."""
+"""Number of the last object of each writer."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageContent:
-    """What an object holds. marks: a compacted object's."""
+    """Content of an object.
+
+    marks: last included object of each writer, for compacted objects; else empty.
+    """
 
     use: UsageByAccount
     marks: Marks = field(default_factory=dict)
 
 
 def day_prefix(day: date) -> str:
-    """What the names of a day's objects begin with."""
+    """Return the prefix of the keys of a day's objects."""
     return f"{PREFIX}{day.isoformat()}/"
 
 
 def object_key(day: date, written: UsageObjectId, made: float) -> str:
-    """The key of an object that was made at this time, Unix seconds.
+    """Return the key of an object.
 
-    A day may be over when an object of it is made, which then comes last.
+    made: time at which the object was made, Unix seconds. Objects made after the end of `day` come
+        last.
     """
     return f"{object_prefix(day, made)}{written.writer}-{written.number:06d}.json"
 
 
 def object_prefix(day: date, made: float) -> str:
-    """What the names of objects begin with that were made at this second, Unix seconds."""
+    """Return the prefix of the keys of objects made in the second `made`, Unix seconds."""
     at = datetime.fromtimestamp(made, UTC)
     clock = at.strftime("%H%M%S") if at.date() == day else "240000"
     return f"{day_prefix(day)}{clock}-"
 
 
 def object_id(key: str) -> UsageObjectId | None:
-    """The writer and number in an object's key; None if this is no usage object's."""
+    """Parse an object's key; None if the key is of another kind."""
     match = _OBJECT.fullmatch(key)
     return UsageObjectId(match[1], int(match[2])) if match else None
 
 
 def compacted_key(day: date, number: int) -> str:
-    """The key of a day's compacted object. number: from 1; the highest holds all the others do."""
+    """Return the key of a day's compacted object.
+
+    number: from 1; each object includes those with lower numbers.
+    """
     return f"{day_prefix(day)}compacted-{number:06d}.json"
 
 
 def compacted_number(key: str) -> int | None:
-    """The number of a compacted object; None for other keys."""
+    """Parse the number in a compacted object's key; None if the key is of another kind."""
     match = _COMPACTED.fullmatch(key)
     return int(match[1]) if match else None
 
 
 def to_json(content: UsageContent) -> bytes:
-    """The bytes of a usage object."""
+    """Serialize the content of a usage object."""
     rows = [[*account, *_numbers(counts)] for account, counts in content.use.items()]
     return json.dumps(
         {"schema": SCHEMA, "columns": _COLUMNS, "rows": rows, "marks": dict(content.marks)},
@@ -94,11 +105,11 @@ def to_json(content: UsageContent) -> bytes:
 
 
 def from_json(data: bytes, key: str) -> UsageContent:
-    """What to_json was given. Raises StoreError, with the remedy, for anything else."""
+    """Parse a usage object. Raises StoreError, with the remedy, if it is damaged or newer."""
     try:
         raw = json.loads(data)
         if raw["schema"] > SCHEMA:
-            raise StoreError(f"{key}: a newer release wrote this, upgrade this one")
+            raise StoreError(f"{key}: a newer release wrote this object, upgrade this one")
         return UsageContent(dict(_rows(raw["columns"], raw["rows"])), raw["marks"])
     except (ValueError, TypeError, KeyError) as error:
         raise StoreError(f"{key} is damaged ({error!r}): restore the object") from error

@@ -1,4 +1,4 @@
-"""What was used in a period."""
+"""Reader of usage over a period of days."""
 
 import time
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from lorikeet.usage.ledger import UsageAccount, UsageByAccount, day_of
 
 MOST_DAYS = 400
 WHOLE_S = 900.0
-"""Seconds between two full readings of a day that grows: objects may be late, above all where the
-store was away."""
+"""Seconds between two full reads of a growing day, which find late objects, for example after an
+outage of the store."""
 _AT_ONCE = 8
 _DAY_S = 86400.0
 
 
 def days(first: date, last: date) -> list[date]:
-    """The days from first to last. Raises InvalidInput if there are too many or none."""
+    """List the days from first to last. Raises InvalidInput if there are none or too many."""
     count = (last - first).days + 1
     if count < 1:
         problem = f"{first} is after {last}: want the first day, then the last"
@@ -31,19 +31,22 @@ def days(first: date, last: date) -> list[date]:
 
 
 class UsageReader:
-    """Reads days from the store; of those that grow, what is new. For any thread.
+    """Reader of usage by day, which reads growing days incrementally. Thread-safe.
 
     An object that was written late is missed for WHOLE_S at most.
     """
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = store, clock
-        self._lock = Lock()  # guards what follows
+        self._lock = Lock()  # guards the attributes below
         self._growing: dict[date, DayReader[UsageAccount]] = {}
         self._whole_at: dict[date, float] = {}
 
     def read(self, first: date, last: date) -> dict[date, UsageByAccount]:
-        """Every day of the period that has any. Raises InvalidInput, StoreError."""
+        """Return the usage of each day of the period that has any.
+
+        Raises InvalidInput, StoreError.
+        """
         wanted = days(first, last)
         found = in_parallel(self._read, wanted, _AT_ONCE)
         return {day: use for day, use in zip(wanted, found, strict=True) if use}

@@ -1,4 +1,4 @@
-"""Usage in rows, by what one wants to see it."""
+"""Summary of usage in rows, grouped by day, tenant or adapter."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from lorikeet.usage.ledger import UsageByAccount, UsageCounts, add_to
 
 
 class GroupBy(StrEnum):
-    """What has a row of its own."""
+    """Dimension of the rows."""
 
     DAY = "day"
     TENANT = "tenant"
@@ -27,9 +27,11 @@ _NAMES = {
 def rows(
     days: Mapping[date, UsageByAccount], by: Iterable[GroupBy], tenant: str | None = None
 ) -> list[dict[str, Any]]:
-    """Sums, in order, with the names of what they are of; tenant: only this one's.
+    """Sum usage into sorted rows.
 
-    A row by adapter names its base model too; there adapter None is the base model alone.
+    Rows by adapter hold the base model too; adapter None is the base model alone.
+    by: dimensions of the rows.
+    tenant: the only tenant to include; None: every tenant.
     """
     wanted = list(dict.fromkeys(by))
     names = [name for each in wanted for name in _NAMES[each]]

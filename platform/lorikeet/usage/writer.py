@@ -1,4 +1,4 @@
-"""The thread that writes what a process has counted."""
+"""Writer thread that stores the usage which a process has counted."""
 
 import logging
 import secrets
@@ -18,11 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class UsageWriter:
-    """Writes a ledger's counts into the store every interval_s, and at the end.
+    """Thread that writes a ledger to the store every interval_s, and once more at the end.
 
-    A write whose answer was lost is repeated under its own name until the store has it; what is
-    counted meanwhile waits in the ledger. A process that is killed loses what it has counted since
-    its last write. gather: called first each time, to add to the ledger what is counted elsewhere.
+    A write whose answer was lost is repeated under the same key until the store has the object;
+    newer counts wait in the ledger. A process that is killed loses the counts since its last write.
+    interval_s: seconds between writes.
+    gather: called before each write, to add counts from elsewhere to the ledger.
+    clock: Unix seconds.
     """
 
     def __init__(
@@ -36,27 +38,30 @@ class UsageWriter:
         self._store, self._ledger, self._gather, self._clock = store, ledger, gather, clock
         self._interval_s = interval_s
         self._writer = secrets.token_hex(8)
-        self._numbers: Counter[date] = Counter()  # of the next object
+        self._numbers: Counter[date] = Counter()  # number of the day's next object
         self._unwritten: deque[tuple[str, bytes]] = deque()
         self._failing = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lorikeet-usage", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, within_s: float) -> None:
-        """Write what there is and end; a store that takes longer does not get it."""
+        """Write the remaining counts and stop the thread.
+
+        within_s: seconds to wait; the counts are lost if the store takes longer.
+        """
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(within_s)
 
     def flush(self) -> bool:
-        """Write what was counted until now; False if the store did not take it. For one thread."""
+        """Write all counts so far; return False if the store failed. Single thread."""
         self._gather()
         try:
-            self._write()  # what an earlier flush could not
+            self._write()  # objects that an earlier flush failed to write
             self._unwritten += [self._encoded(*day_use) for day_use in self._ledger.take().items()]
             self._write()
         except StoreError as error:
@@ -89,5 +94,5 @@ class UsageWriter:
             self._unwritten.popleft()
 
     def _put(self, key: str, data: bytes) -> None:
-        with suppress(ObjectExists):  # an earlier try's answer was lost: nobody else has this name
+        with suppress(ObjectExists):  # by an earlier attempt: the key is this writer's own
             self._store.put_if_absent(key, data)

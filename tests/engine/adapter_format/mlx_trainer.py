@@ -20,7 +20,7 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads"
 
 
 def of_llama():
-    """A model of tests/engine/tiny_llama's shape, and what of it is trained."""
+    """A model of tests/engine/tiny_llama's shape, and its trained modules."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
     model = llama.Model(llama.ModelArgs("llama", rms_norm_eps=1e-5, **sizes, **SIZES))
     return model, {"keys": ["self_attn.q_proj", "mlp.up_proj"]}
@@ -64,7 +64,7 @@ def main(folder: Path, family: str) -> None:
 
 
 def delta(module):
-    """What a module adds to each unit vector; of experts to each for each expert."""
+    """Delta of a module: its output for each unit vector, separately for each expert."""
     if isinstance(module, LoRALinear):
         eye = mx.eye(module.lora_a.shape[0])
         return np.array(module(eye) - module.linear(eye)).T

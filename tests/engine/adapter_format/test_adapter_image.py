@@ -1,4 +1,4 @@
-"""What registration says of an adapter's image is what packing then finds."""
+"""Registration predicts an adapter's image: its size, and values that do not fit."""
 
 import itertools
 
@@ -26,7 +26,7 @@ NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bf
 
 
 def spoilt(shelf: Shelf, side: str, value: float, alpha: float, stored: torch.dtype):
-    """The blob of an adapter that is zero but for one value, and its spec."""
+    """Blob and spec of an adapter that is zero except one value."""
     shelf.make("x", {(1, 4): 2}, alpha=alpha, dtype=stored)
     folder = shelf.blob("x-peft")
     tensors = {n: t.zero_() for n, t in load_file(folder / "adapter_model.safetensors").items()}
@@ -48,7 +48,7 @@ def refusal(work) -> str | None:
 @pytest.mark.parametrize("side", ["A", "B"])
 @pytest.mark.parametrize("scaling", [1.0, 2.0, -0.5, 1e5])
 @pytest.mark.parametrize(("dtype", "stored"), itertools.product(DTYPES, DTYPES))
-def test_values_are_let_in_exactly_when_they_can_be_packed(side, scaling, dtype, stored, tmp_path):
+def test_values_are_accepted_exactly_if_they_can_be_packed(side, scaling, dtype, stored, tmp_path):
     below = torch.tensor(EDGES[dtype]).nextafter(torch.tensor(0.0))
     values = [below, EDGES[dtype], -EDGES[dtype], below / scaling, 1.0, torch.nan, -torch.inf]
     for number, value in enumerate(values):
@@ -62,7 +62,7 @@ def test_values_are_let_in_exactly_when_they_can_be_packed(side, scaling, dtype,
         assert said in (None, f"layers.1.gate_proj.lora_{side}")
 
 
-def test_a_value_that_only_the_image_cannot_hold_is_told_apart(tmp_path):
+def test_a_value_that_only_overflows_in_the_image_has_its_own_error(tmp_path):
     blob, spec = spoilt(Shelf(tmp_path), "B", 40_000.0, alpha=4.0, stored=torch.float32)
     check_values(blob, spec, "bfloat16")
     with pytest.raises(AdapterRejected, match=r"lora_B holds 80000, which float16 cannot hold"):
@@ -71,7 +71,7 @@ def test_a_value_that_only_the_image_cannot_hold_is_told_apart(tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [everywhere(5), {(0, 0): 3, (1, 6): 1}])
-def test_the_bytes_are_those_of_the_packed_layout(dtype, ranks, tmp_path):
+def test_the_predicted_bytes_are_those_of_the_packed_layout(dtype, ranks, tmp_path):
     shelf = Shelf(tmp_path)
     shelf.make("x", ranks)
     spec = read_spec(shelf.blob("x"), SHAPE, LIMITS)
@@ -85,7 +85,9 @@ def test_the_bytes_are_those_of_the_packed_layout(dtype, ranks, tmp_path):
             AdapterMemory(name, *room).image_bytes(elements)
 
 
-def test_the_bytes_of_shared_adapters_are_those_of_one_gpus_part_and_of_all(tmp_path):
+def test_the_predicted_bytes_of_divided_adapters_are_one_gpus_on_the_gpu_and_all_on_the_host(
+    tmp_path,
+):
     world, shelf = 2, Shelf(tmp_path)
     outer = {(SHAPE.outer_layer, SHAPE.index(name)): 3 for name in ("lm_head", "embed_tokens")}
     shelf.make("x", everywhere(5) | outer)
@@ -100,7 +102,7 @@ def test_the_bytes_of_shared_adapters_are_those_of_one_gpus_part_and_of_all(tmp_
         AdapterMemory("float32", host_bytes=on_host - 1).image_bytes(elements, world)
 
 
-def test_a_spec_says_what_the_adapter_touches(tmp_path):
+def test_a_spec_lists_the_modules_that_the_adapter_changes(tmp_path):
     shelf = Shelf(tmp_path)
     shelf.make("x", {(1, 4): 8, (0, 0): 3, (1, 0): 3})
     touches = read_spec(shelf.blob("x"), SHAPE, LIMITS).touches

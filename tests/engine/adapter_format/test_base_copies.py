@@ -1,4 +1,4 @@
-"""What trainers save of the base model itself stays out of a blob, which says what it was."""
+"""Copies of the base model's matrices are left out of a blob, which has their hashes."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ HEAD, EMBEDDINGS = "base_model.model.lm_head.weight", "base_model.model.model.em
 MATRIX = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
 
 
-def test_the_head_that_peft_saves_beside_its_lora_is_left_out(tmp_path):
+def test_the_head_that_peft_saves_beside_lora_is_left_out(tmp_path):
     model = trained(r=4, target_modules=["q_proj", "lm_head"])
     model.save_pretrained(tmp_path)
     head = model.get_base_model().lm_head.base_layer.weight.detach().numpy()
@@ -28,7 +28,7 @@ def test_the_head_that_peft_saves_beside_its_lora_is_left_out(tmp_path):
     assert len(read_spec(tmp_path / "blob", SHAPE, LIMITS).linears) == 3
 
 
-def test_both_matrices_are_left_out_whatever_they_are_called(folder):
+def test_head_and_embeddings_are_left_out_under_any_name(folder):
     alone = write_blob(folder, folder / "alone")
     edit_weights(folder, lambda t: t.update({HEAD: MATRIX, EMBEDDINGS: MATRIX.astype(np.float16)}))
     assert write_blob(folder, folder / "blob") != alone
@@ -70,7 +70,7 @@ def test_two_copies_of_one_matrix_are_refused(folder):
         '{"copies": [{"module": [], "dtype": "F32", "shape": [64, 32], "sha256": "%s"}]}',
     ],
 )
-def test_a_blob_that_speaks_of_no_copies_is_refused(text, folder):
+def test_a_blob_with_malformed_copies_is_refused(text, folder):
     write_blob(folder, folder / "blob")
     data = (folder / "blob").read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")

@@ -1,4 +1,4 @@
-"""Which names are of the same base model."""
+"""Names of the same base model."""
 
 import pytest
 

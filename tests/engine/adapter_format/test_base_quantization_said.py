@@ -1,4 +1,4 @@
-"""What is said of served weights, by their checkpoint and the dtype that they are asked for in."""
+"""Descriptions of the rounding of served weights, by checkpoint and weight_dtype."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_a_quantised_checkpoint_is_called_by_its_format(stored: Quantization) ->
     assert is_nf4(said) is (stored is Quantization.NF4)
 
 
-def test_weights_that_are_rounded_while_they_are_loaded_are_said_to_be() -> None:
+def test_rounding_while_loading_is_described() -> None:
     assert served_quantization(None, "nf4") == "rounded to nf4"
     assert is_nf4("rounded to nf4")
     assert served_quantization(QuantizedLinears(Quantization.NF4), "fp8") == "nf4, rounded to fp8"

@@ -1,4 +1,4 @@
-"""Which linears a base model has, by its config."""
+"""Shapes of base models, by their configs."""
 
 import pytest
 import transformers

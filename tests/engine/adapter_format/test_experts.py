@@ -1,4 +1,4 @@
-"""Adapters on experts, in every form that they come in, change each expert as PEFT's do."""
+"""Adapters on experts, in all saved forms, change each expert as PEFT's do."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def specified(checkpoint: Path, folder: Path) -> AdapterSpec:
 
 
 def packed_deltas(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """B A of every linear in the adapter's image, by the linear's path; of experts stacked."""
+    """B A of every linear in the adapter's image, by path; stacked for experts."""
     shape, spec = shape_of(checkpoint), specified(checkpoint, folder)
     layout = PackedLayout.of(spec, shape)
     assert layout.elements == spec.packed_elements(shape.dims)
@@ -120,7 +120,7 @@ def test_experts_may_be_targeted_all_at_once_or_each_by_its_name(
 def test_adapters_of_mlx_change_each_expert_as_in_mlx(
     family: str, block: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Of the router and of SwitchGLU's linears, as mlx_lm.lora trains them by default."""
+    """Adapters of the router and SwitchGLU's linears, as mlx_lm.lora trains by default."""
     shape, generator, tensors, wanted = (
         shape_of(tiny_checkpoints[family]),
         torch.Generator(),
@@ -151,7 +151,7 @@ def test_adapters_on_parameters_change_each_expert_as_in_peft(
 
 
 @pytest.mark.parametrize("family", MOE)
-def test_an_a_that_gate_and_up_share_is_held_once(
+def test_an_a_that_gate_and_up_share_is_stored_once(
     family: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint, shape = tiny_checkpoints[family], shape_of(tiny_checkpoints[family])
@@ -186,7 +186,7 @@ def test_an_image_with_a_shared_a_is_read_as_it_was_packed(
 
 
 @pytest.mark.parametrize("missing", ["gate_proj.lora_A", "gate_proj.lora_B"])
-def test_other_halves_of_a_blob_must_be_there(
+def test_a_blob_may_lack_no_other_matrix_than_a_shared_a(
     missing: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint = tiny_checkpoints["mixtral"]
@@ -214,7 +214,7 @@ def test_matrices_of_each_expert_change_it_as_in_peft(
 def test_matrices_of_each_expert_are_scaled_as_they_were_trained(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """PEFT makes parameters of them, scales gate and up by √2 more, and forgets their pattern."""
+    """PEFT converts to parameters, scales gate and up by √2, and drops their pattern."""
     checkpoint, alphas = tiny_checkpoints["qwen3_moe"], {"up_proj": 5}
     folder = save_numbered(checkpoint, tmp_path / "old", 4, use_rslora=True, alpha_pattern=alphas)
     gate, up, down = specified(checkpoint, folder).linears[:3]
@@ -222,7 +222,7 @@ def test_matrices_of_each_expert_are_scaled_as_they_were_trained(
 
 
 @pytest.mark.parametrize("family", MOE)
-def test_what_peft_converted_is_split_back_to_the_rank_it_was_trained_with(
+def test_an_adapter_that_peft_converted_is_split_back_to_its_trained_rank(
     family: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint = tiny_checkpoints[family]
@@ -234,7 +234,7 @@ def test_what_peft_converted_is_split_back_to_the_rank_it_was_trained_with(
     assert_as_peft(checkpoint, converted)
 
 
-def test_a_matrix_that_all_experts_share_is_each_ones(
+def test_a_shared_matrix_applies_to_every_expert(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint = tiny_checkpoints["mixtral"]
@@ -256,7 +256,7 @@ def test_a_blob_of_many_experts_has_few_tensors(
     assert len(load_file(tmp_path / "blob")) == 2 * layers * linears_of_experts
 
 
-def test_parameters_that_the_config_leaves_open_are_refused(
+def test_parameters_that_the_config_leaves_ambiguous_are_refused(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = save_adapter(tiny_checkpoints["mixtral"], tmp_path / "one", **PARAMETERS["down"])
@@ -265,7 +265,7 @@ def test_parameters_that_the_config_leaves_open_are_refused(
         write_blob(folder, tmp_path / "blob")
 
 
-def test_a_targeted_parameter_without_weights_is_missed(
+def test_a_targeted_parameter_without_weights_is_refused(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = save_adapter(tiny_checkpoints["mixtral"], tmp_path / "router", **PARAMETERS["router"])
@@ -274,7 +274,7 @@ def test_a_targeted_parameter_without_weights_is_missed(
         write_blob(folder, tmp_path / "blob")
 
 
-def test_an_expert_without_weights_is_missed(
+def test_an_expert_without_weights_is_refused(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "old", 3)
@@ -287,7 +287,7 @@ def test_an_expert_without_weights_is_missed(
         write_blob(folder, tmp_path / "blob")
 
 
-def test_linears_of_experts_are_told_from_those_of_a_dense_mlp(
+def test_linears_of_experts_are_distinguished_from_a_dense_mlps(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "dense", target_modules=["up_proj"])
@@ -296,7 +296,7 @@ def test_linears_of_experts_are_told_from_those_of_a_dense_mlp(
 
 
 @pytest.mark.parametrize("only", [0, 2])
-def test_a_single_experts_matrices_are_not_taken_for_every_experts(
+def test_a_single_experts_matrices_are_not_applied_to_all(
     only: int, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "old", 3)
@@ -343,7 +343,7 @@ def test_the_scaling_of_a_split_parameter_is_that_of_the_whole(
     assert math.isclose(gate.scaling, 16 / math.sqrt(8), rel_tol=1e-6)
 
 
-def test_a_wrapped_parameter_is_never_taken_for_one_matrix_of_all_experts(
+def test_a_wrapped_parameter_is_never_read_as_a_shared_matrix(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint = tiny_checkpoints["mixtral"]
@@ -354,7 +354,7 @@ def test_a_wrapped_parameter_is_never_taken_for_one_matrix_of_all_experts(
         write_blob(folder, tmp_path / "blob")
 
 
-def test_an_experts_number_is_written_in_one_way(
+def test_an_experts_number_has_one_spelling(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "old", 3)
@@ -364,7 +364,7 @@ def test_an_experts_number_is_written_in_one_way(
 
 
 @pytest.mark.parametrize("other", [".experts.3.gate_proj.", ".experts.gate_up_proj."])
-def test_a_blob_has_no_other_names_than_write_blob_gives(
+def test_a_blob_with_other_names_than_write_blobs_is_refused(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, other: str
 ) -> None:
     checkpoint = tiny_checkpoints["qwen3_moe"]

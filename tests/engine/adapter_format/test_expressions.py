@@ -1,4 +1,4 @@
-"""Expressions of adapter_config.json: what they match, and what they may cost."""
+"""Expressions in adapter_config.json: matches, and limits of time and memory."""
 
 import subprocess
 
@@ -15,7 +15,7 @@ def run():
         yield run
 
 
-def test_the_first_expression_that_matches_all_of_a_text_counts(run):
+def test_the_first_expression_with_a_full_match_counts(run):
     asked = [r".*\.v_proj", r"(.*\.)?(q_proj)", r".*_proj", "o_proj"]
     texts = ["a.v_proj", "a.q_proj", "aq_proj", "o_proj", "q_proj.a"]
     found = run.first_matches(asked, texts, "rank_pattern")
@@ -30,14 +30,14 @@ def test_a_name_for_each_of_a_thousand_modules_is_within_the_budget(run):
     assert [names[number] for number in found.values()] == names
 
 
-def test_one_that_takes_too_much_memory_is_refused(run, monkeypatch):
+def test_an_expression_that_takes_too_much_memory_is_refused(run, monkeypatch):
     monkeypatch.setattr(expressions, "_MEMORY_BYTES", 1 << 20)
     with pytest.raises(AdapterRejected, match="too much memory") as refused:
         run.first_matches([f"(a|b){{{'9' * 3}}}" * 9], ["a" * 9000], "target_modules")
     assert refused.value.field == "target_modules"
 
 
-def test_the_process_ends_with_the_context(monkeypatch):
+def test_the_child_process_ends_with_the_context(monkeypatch):
     started = []
     popen = subprocess.Popen
     monkeypatch.setattr(

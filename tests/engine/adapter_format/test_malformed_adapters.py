@@ -25,7 +25,7 @@ MOST_S, MOST_BYTES = 1.0, 200 * 10**6
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What was said of each case, and what it cost, by name."""
+    """Result and cost of each case, by name."""
     folder = tmp_path_factory.mktemp("malformed")
     for number, case in enumerate(CASES):
         (folder / f"{number:03}").mkdir()

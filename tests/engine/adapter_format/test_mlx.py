@@ -28,7 +28,7 @@ TRAINER = Path(__file__).with_name("mlx_trainer.py")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What mlx_lm.lora 0.32.2 saves of one layer, in its names, shapes and keys."""
+    """One layer as mlx_lm.lora 0.32.2 saves it: names, shapes and keys."""
     draw = np.random.default_rng(0)
     tensors = {
         f"model.layers.1.{module}.lora_{side}": draw.normal(size=size).astype(np.float32)
@@ -58,7 +58,7 @@ def with_null_metadata(file: Path) -> None:
 
 
 def deltas(folder: Path) -> dict[str, np.ndarray]:
-    """What the packed adapter adds to each module, [d_out, d_in]."""
+    """Delta of each module by the packed adapter, [d_out, d_in]."""
     write_blob(folder, folder / "blob")
     data, spec = (folder / "blob").read_bytes(), read_spec(folder / "blob", SHAPE, LIMITS)
     found = {}
@@ -69,7 +69,7 @@ def deltas(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def test_an_adapter_of_mlx_adds_what_mlx_adds(folder: Path) -> None:
+def test_an_mlx_adapter_has_the_deltas_of_mlx(folder: Path) -> None:
     saved, got = load_file(folder / "adapters.safetensors"), deltas(folder)
     assert set(got) == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
     for module, found in got.items():
@@ -80,7 +80,7 @@ def test_an_adapter_of_mlx_adds_what_mlx_adds(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_matrices_of_any_dtype_are_turned(folder: Path, dtype: type[np.generic]) -> None:
+def test_matrices_of_any_dtype_are_transposed(folder: Path, dtype: type[np.generic]) -> None:
     want = deltas(folder)
     tensors = load_file(folder / "adapters.safetensors")
     save_file({n: t.astype(dtype) for n, t in tensors.items()}, folder / "adapters.safetensors")
@@ -104,7 +104,7 @@ def test_matrices_of_any_dtype_are_turned(folder: Path, dtype: type[np.generic])
         ({"lora_parameters": {"rank": 8, "scale": 20}}, "model.layers.1.mlp.up_proj"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
+def test_unsupported_options_are_refused_by_name(
     folder: Path, changes: dict[str, Any], field: str
 ) -> None:
     edit_config(folder, **changes)
@@ -113,7 +113,7 @@ def test_what_is_not_served_is_refused_by_name(
     assert refused.value.field == field
 
 
-def test_an_adapter_of_embeddings_and_head_adds_what_mlx_adds(folder: Path) -> None:
+def test_an_adapter_of_embeddings_and_head_has_the_deltas_of_mlx(folder: Path) -> None:
     draw = np.random.default_rng(3)
     sizes = {"model.embed_tokens": (64, 32), "lm_head": (32, 64)}
     for module, (d_in, d_out) in sizes.items():
@@ -131,7 +131,7 @@ def test_an_adapter_of_embeddings_and_head_adds_what_mlx_adds(folder: Path) -> N
 
 
 @pytest.mark.soak
-def test_what_mlx_itself_saves_adds_what_it_adds(
+def test_an_adapter_saved_by_mlx_itself_has_its_deltas(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     try:

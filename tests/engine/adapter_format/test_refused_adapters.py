@@ -1,4 +1,4 @@
-"""Whatever is not a plain LoRA adapter of the base model is refused with its name and a remedy."""
+"""Adapters that are no plain LoRA of the base model are refused by name, with a remedy."""
 
 import copy
 import json
@@ -206,7 +206,7 @@ def test_a_module_that_the_base_model_lacks_is_refused_by_name(module, reason, f
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (4,), (4, 32, 1), (5, 32)])
-def test_halves_that_do_not_fit_each_other_are_refused(shape, folder):
+def test_a_and_b_that_do_not_fit_each_other_are_refused(shape, folder):
     edit_weights(folder, lambda t: t.update({Q0: np.zeros(shape, np.float32)}))
     assert rejection(folder).field == "model.layers.0.self_attn.q_proj"
 
@@ -280,7 +280,9 @@ def test_a_blob_made_by_hand_is_checked_like_any_other(change, field, folder):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_peft_can_train_and_nobody_serves_here_is_refused_by_name(config, says, tmp_path):
+def test_options_that_peft_can_train_and_no_engine_serves_are_refused_by_name(
+    config, says, tmp_path
+):
     model = LlamaForCausalLM(copy.deepcopy(CONFIG))  # PEFT writes into it
     peft.get_peft_model(model, config).save_pretrained(tmp_path)
     with pytest.raises(AdapterRejected, match=says):

@@ -1,4 +1,4 @@
-"""What it costs to resolve the targets of a PEFT config."""
+"""Cost of resolving a PEFT config's targets."""
 
 import time
 
@@ -22,7 +22,7 @@ def test_a_long_list_of_layers_is_not_searched_for_every_module():
     assert time.thread_time() - began_s < 0.5  # a search of the list for each takes 4 s
 
 
-def test_experts_of_one_layer_are_not_looked_for_in_all_without_end():
+def test_the_number_of_expected_expert_linears_is_limited():
     experts = [f"model.layers.0.mlp.experts.{number}.gate_proj" for number in range(2_000)]
     modules = [*experts, "model.layers.999.mlp.experts.0.gate_proj"]
     with Expressions() as run, pytest.raises(AdapterRejected, match="over 200000 linears"):

@@ -1,4 +1,4 @@
-"""A target that is no linear of the base model is no lack of weights; one that is, is."""
+"""Targets by family: a target that the base model lacks needs no weights; any other does."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,10 @@ INCOMPLETE = "that have no weights: the file is incomplete"
 def packed(
     checkpoint: Path, folder: Path, trained: list[str], targets: list[str] | str | None = None
 ) -> Path:
-    """The blob of what PEFT trains by these targets; targets: others that its config names then."""
+    """Blob of an adapter that PEFT trains.
+
+    targets: written to its config afterwards.
+    """
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=trained)).save_pretrained(folder)
     if targets is not None:
@@ -51,7 +54,7 @@ def spec_on(checkpoint: Path, blob: Path) -> AdapterSpec:
         ("qwen3_moe", USUAL),
     ],
 )
-def test_the_usual_targets_are_those_of_the_base_models_linears(
+def test_usual_targets_select_the_linears_that_the_base_model_has(
     family: str, found: list[str], tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     blob = packed(tiny_checkpoints[family], tmp_path, USUAL)
@@ -59,7 +62,7 @@ def test_the_usual_targets_are_those_of_the_base_models_linears(
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4", "qwen3_moe"])
-def test_a_file_of_attention_alone_is_incomplete_where_the_rest_is_there(
+def test_a_file_with_attention_only_is_incomplete_if_the_base_model_has_the_other_targets(
     family: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     blob = packed(tiny_checkpoints["llama"], tmp_path, ATTENTION, USUAL)
@@ -77,7 +80,7 @@ def test_a_file_of_attention_alone_is_incomplete_where_the_rest_is_there(
         ("phi3", ["o_proj"], ["o_proj", "gate_up_proj"]),
     ],
 )
-def test_linears_are_missed_by_the_names_that_the_family_gives_them(
+def test_missing_linears_are_named_as_in_their_family(
     family: str,
     trained: list[str],
     targets: list[str] | str,
@@ -89,7 +92,7 @@ def test_linears_are_missed_by_the_names_that_the_family_gives_them(
         spec_on(tiny_checkpoints[family], blob)
 
 
-def test_a_blob_names_families_only_where_not_all_will_do(
+def test_a_blob_lists_families_only_if_some_are_excluded(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     for name, targets, families in (("all", ATTENTION, None), ("some", USUAL, ["mixtral"])):

@@ -1,4 +1,4 @@
-"""Trained tokens, as PEFT saves them: what of them is let in, and what is refused by name."""
+"""Trained tokens as PEFT saves them: accepted, or refused by name."""
 
 import copy
 from dataclasses import replace
@@ -21,7 +21,7 @@ ROWS = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta
 
 
 def save(folder, tokens, **options):
-    """A PEFT folder whose rows are random; the rows that its model has."""
+    """A PEFT folder with random rows, and the rows of its model."""
     options = {"r": 4, "target_modules": ["q_proj"]} | options
     model = peft.get_peft_model(
         LlamaForCausalLM(copy.deepcopy(CONFIG)),
@@ -43,7 +43,7 @@ def accept(folder, shape=SHAPE):
     return spec
 
 
-def test_rows_and_ids_lie_in_the_image_and_are_said_to_be_touched(tmp_path):
+def test_rows_and_ids_are_in_the_image_and_count_as_changed(tmp_path):
     saved = save(tmp_path, {"embed_tokens": [40, 3, 17], "lm_head": [5]})
     spec = accept(tmp_path)
     assert {part.name: part.ids for part in spec.token_rows} == {
@@ -63,7 +63,7 @@ def test_rows_and_ids_lie_in_the_image_and_are_said_to_be_touched(tmp_path):
         assert (digits @ torch.tensor([1.0, 256.0, 65536.0])).tolist() == list(part.ids)
 
 
-def test_a_tied_head_has_the_embeddings_rows_which_lie_there_once(tmp_path):
+def test_a_tied_head_uses_the_embeddings_rows_which_are_stored_once(tmp_path):
     save(tmp_path, [40, 3])
     spec = accept(tmp_path, TIED)
     layout = PackedLayout.of(spec, TIED)
@@ -98,7 +98,7 @@ def test_a_listed_head_may_be_without_rows_if_it_is_tied(tmp_path):
         ({"embed_tokens": [1, 2], "lm_head": [4]}, "rows of lm_head are not in the file"),
     ],
 )
-def test_what_the_config_says_of_tokens_must_be_true_of_the_file(tokens, says, tmp_path):
+def test_the_configs_tokens_must_match_the_file(tokens, says, tmp_path):
     save(tmp_path, [40, 3])
     edit_config(tmp_path, trainable_token_indices=tokens)
     with pytest.raises(AdapterRejected, match=says):
@@ -117,7 +117,7 @@ def test_rows_that_are_not_finite_are_refused(value, tmp_path):
         accept(tmp_path)
 
 
-def test_what_would_be_changed_twice_is_refused(tmp_path):
+def test_modules_changed_twice_are_refused(tmp_path):
     save(tmp_path, [40, 3], target_modules=["lm_head"])
     assert accept(tmp_path).token_rows
     with pytest.raises(AdapterRejected, match="of lm_head: it has LoRA, too"):

@@ -1,4 +1,4 @@
-"""Folders as trainers save them: other files, names and dtypes, and the same adapter."""
+"""Folders of other trainers: other files, names and dtypes give the same adapter."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def rename(folder: Path, change: Callable[[str], str]) -> None:
 
 
 def cut(folder: Path, shards: int = 2) -> dict[str, str]:
-    """Spread the weights over files with an index; return which tensor is where."""
+    """Spread the weights over files with an index; return each tensor's file."""
     tensors = load_torch(folder / WEIGHTS)
     places = {}
     for number in range(shards):
@@ -72,13 +72,15 @@ def cut(folder: Path, shards: int = 2) -> dict[str, str]:
         *("vlm", "older vlm", "headless"),
     ],
 )
-def test_a_tensor_by_another_name_is_the_same(folder: Path, change: Callable[[str], str]) -> None:
+def test_a_tensor_under_a_variant_of_its_name_is_accepted(
+    folder: Path, change: Callable[[str], str]
+) -> None:
     want = digest(folder)
     rename(folder, change)
     assert digest(folder) == want
 
 
-def test_a_configs_expressions_speak_of_the_names_that_were_saved(tmp_path: Path) -> None:
+def test_a_configs_expressions_match_the_saved_names(tmp_path: Path) -> None:
     linears = r"(?:self_attn\.(?:q_proj|v_proj)|mlp\.up_proj)"
     options = {"r": 4, "rank_pattern": {r"layers\.0\..*\.q_proj": 2}, "alpha_pattern": {}}
     plain = trained(**options, target_modules=rf"model\.layers\.\d+\.{linears}")
@@ -96,7 +98,7 @@ def test_a_configs_expressions_speak_of_the_names_that_were_saved(tmp_path: Path
         digest(tmp_path)
 
 
-def test_layers_are_counted_under_the_name_that_was_saved(tmp_path: Path) -> None:
+def test_layers_are_counted_under_their_saved_name(tmp_path: Path) -> None:
     options = {"target_modules": ["q_proj"], "layers_to_transform": [1]}
     trained(r=4, **options, layers_pattern="layers").save_pretrained(tmp_path)
     want = digest(tmp_path)
@@ -133,9 +135,7 @@ def test_two_adapters_in_one_file_are_refused(folder: Path) -> None:
     ],
     ids=lambda harmless: next(iter(harmless)),
 )
-def test_what_a_config_says_besides_changes_nothing(
-    folder: Path, harmless: dict[str, object]
-) -> None:
+def test_options_without_effect_change_nothing(folder: Path, harmless: dict[str, object]) -> None:
     want = digest(folder)
     edit_config(folder, **harmless)
     assert digest(folder) == want
@@ -205,7 +205,7 @@ def test_every_float8_becomes_the_same_bfloat16(folder: Path, dtype: torch.dtype
         assert torch.equal(torch.signbit(got), torch.signbit(want))
 
 
-def test_a_float8_adapter_is_read_as_any_other(folder: Path) -> None:
+def test_a_float8_adapter_is_accepted(folder: Path) -> None:
     tensors = load_torch(folder / WEIGHTS)
     save_torch({n: t.to(torch.float8_e4m3fn) for n, t in tensors.items()}, folder / WEIGHTS)
     digest(folder)
@@ -213,7 +213,7 @@ def test_a_float8_adapter_is_read_as_any_other(folder: Path) -> None:
     assert {part.a.dtype for part in spec.linears} == {"BF16"}
 
 
-def test_the_blob_is_what_the_plain_folders_is(folder: Path) -> None:
+def test_the_blob_equals_the_plain_folders_blob(folder: Path) -> None:
     rename(folder, lambda name: f"module._orig_mod.{name}")
     digest(folder)
     assert all(

@@ -1,4 +1,4 @@
-"""Values looked at while a blob comes: found is what its file says, which is not read again."""
+"""Scans of values while a blob comes, which save reading the file again."""
 
 import io
 import itertools
@@ -17,7 +17,7 @@ WHOLE = 1 << 20
 
 
 def scanned(data: bytes, step: int, size: int | None = None) -> ValueScan:
-    """A scan that was given the header, and then so many bytes at a time."""
+    """A scan of the header, then of `step` bytes at a time."""
     scan = ValueScan(len(data) if size is None else size)
     header = 8 + int.from_bytes(data[:8], "little")
     cuts = [0, *range(-(-header // 8) * 8, len(data), step), len(data)]
@@ -48,7 +48,7 @@ def test_a_scanned_blob_need_not_be_read(dtype, step, tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, 70_000.0])
-def test_what_a_scan_finds_is_refused_in_the_words_of_the_file(dtype, value, tmp_path):
+def test_a_scan_and_the_file_give_the_same_error(dtype, value, tmp_path):
     shelf = Shelf(tmp_path)
     shelf.make("x", everywhere(3), dtype=dtype)
     blob = shelf.blob("x")
@@ -67,7 +67,7 @@ def test_what_a_scan_finds_is_refused_in_the_words_of_the_file(dtype, value, tmp
     assert said[0][1]["field"] == f"{spec.linears[5].name}.lora_B"
 
 
-def test_a_tensor_whose_neighbour_holds_more_is_looked_at_by_itself(tmp_path):
+def test_a_tensor_beside_one_with_larger_values_is_read_separately(tmp_path):
     shelf = Shelf(tmp_path)
     shelf.make("x", {(0, 0): 3, (0, 1): 3}, alpha=12.0)
     blob = shelf.blob("x")
@@ -79,7 +79,7 @@ def test_a_tensor_whose_neighbour_holds_more_is_looked_at_by_itself(tmp_path):
     check_values(blob, spec, "float16", scanned(bytes(data), WHOLE))  # B, times four, holds less
 
 
-def test_nothing_is_said_of_a_blob_that_has_not_come_whole(tmp_path):
+def test_an_incomplete_blob_has_no_bounds(tmp_path):
     shelf = Shelf(tmp_path)
     shelf.make("x", everywhere(3))
     data = shelf.blob("x").read_bytes()
@@ -90,7 +90,7 @@ def test_nothing_is_said_of_a_blob_that_has_not_come_whole(tmp_path):
     assert None not in found(data, scan)
 
 
-def test_values_that_pieces_cut_are_read_from_the_file(tmp_path):
+def test_unaligned_values_are_read_from_the_file(tmp_path):
     shelf = Shelf(tmp_path)
     shelf.make("x", everywhere(3))
     blob, data = shelf.blob("x"), shelf.blob("x").read_bytes()

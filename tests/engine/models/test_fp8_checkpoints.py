@@ -383,7 +383,7 @@ def test_other_schemes_are_refused_by_name(edited, quantization, field):
 def test_what_modelopt_says_in_a_file_of_its_own_is_read(tiny_checkpoints, tmp_path):
     folder, _ = written(tiny_checkpoints["llama"], tmp_path, "modelopt")
     alone = saved(tiny_checkpoints["llama"], tmp_path / "alone", load_file(folder / SINGLE))
-    with pytest.raises(ModelError, match=r"F8_E4M3 .* which config\.json does not speak of"):
+    with pytest.raises(ModelError, match=r"F8_E4M3 .* which config\.json does not mention"):
         rehearse_load(alone, torch.float32)
     said = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
     file = {"producer": {"name": "modelopt", "version": "0.19.0"}, "quantization": said}
@@ -397,7 +397,7 @@ def test_a_weight_without_its_scales_is_named(tiny_checkpoints, tmp_path):
     del tensors[f"{name}_scale"]
     save_file(tensors, folder / SINGLE)
     with pytest.raises(
-        ModelError, match=r"F8_E4M3 .*, without scales in a place that is known"
+        ModelError, match=r"F8_E4M3 .*, without scales under a known name"
     ) as refused:
         rehearse_load(folder, torch.float32)
     assert refused.value.field == name

@@ -1,4 +1,4 @@
-"""A shelf of adapters, and tiers and disk caches that fetch from it."""
+"""Fixtures: a shelf of adapters, and tiers and disk caches that fetch from it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

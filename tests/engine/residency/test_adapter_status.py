@@ -1,4 +1,4 @@
-"""Who lies where on the GPU, as any thread may ask at any time."""
+"""Status of adapters on the GPU, as any thread may read it at any time."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ def blocks(b: TiersDriver) -> dict[str, AdapterStatus]:
 
 
 def begin_of(b: TiersDriver, slot: int) -> int:
-    """Where the table finds the first matrix of an image, bytes."""
+    """Offset in bytes of an image's first matrix, by the table."""
     rows = b.tiers.weights.table[slot].view(-1, 3)
     return int(rows[rows[:, 2] > 0, :2].min()) * ITEMSIZE
 
@@ -38,7 +38,7 @@ def disjoint(spans: Sequence[Span]) -> bool:
     return all(one + size <= two for (one, size), (two, _) in itertools.pairwise(sorted(spans)))
 
 
-def test_each_adapter_lies_where_the_table_finds_it(shelf, bench):
+def test_the_status_places_each_adapter_where_the_table_finds_it(shelf, bench):
     wide, narrow = shelf.make("wide", everywhere(8)), shelf.make("narrow", {(0, 0): 2, (1, 6): 4})
     b = bench()
     with b.lease(wide) as one, b.lease(narrow) as two, b.lease(narrow):
@@ -53,7 +53,7 @@ def test_each_adapter_lies_where_the_table_finds_it(shelf, bench):
     assert [block.leases for block in blocks(b).values()] == [0, 0]
 
 
-def test_an_image_in_pieces_is_shown_in_pieces(shelf, bench):
+def test_the_status_of_a_split_image_lists_its_pieces(shelf, bench):
     ranks = {"a": 4, "b": 4, "c": 4, "d": 4}
     refs = {name: shelf.make(name, everywhere(rank)) for name, rank in ranks.items()}
     large = shelf.make("large", everywhere(8))
@@ -68,7 +68,7 @@ def test_an_image_in_pieces_is_shown_in_pieces(shelf, bench):
         assert disjoint([piece for block in blocks(b).values() for piece in block.pieces])
 
 
-def test_what_may_not_be_evicted_is_shown_as_pinned(shelf, bench):
+def test_the_status_shows_adapters_that_may_not_be_evicted_as_pinned(shelf, bench):
     ref = shelf.make("a", everywhere(4))
     b = bench()
     b.tiers.pin(ref)
@@ -79,7 +79,7 @@ def test_what_may_not_be_evicted_is_shown_as_pinned(shelf, bench):
 
 @pytest.fixture
 def restless() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+    """Let threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -88,7 +88,7 @@ def restless() -> Iterator[None]:
 
 @contextmanager
 def watching(look: Callable[[], Any]) -> Iterator[list[Any]]:
-    """What `look` sees on a thread of its own meanwhile, again and again."""
+    """Results of repeated calls of `look` on a separate thread, while `meanwhile` runs."""
     seen, over = [], threading.Event()
 
     def run() -> None:
@@ -118,7 +118,7 @@ def spans(image: PlacedImage) -> list[Span]:
 
 
 def churn(pool: Pool, steps: int) -> None:
-    """Images that cannot be cut come and go, so that others move for them."""
+    """Place and free images that cannot be split, so that others move for them."""
     chance, live = random.Random(7), []
     for seed in range(steps):
         layout = whole(16 * chance.randint(1, 6))
@@ -129,7 +129,7 @@ def churn(pool: Pool, steps: int) -> None:
         pool.free(slot)
 
 
-def test_at_no_moment_do_two_images_lie_in_one_place(restless):
+def test_two_images_never_overlap_for_a_concurrent_reader(restless):
     pool = pool_of(elements=20 * TOTAL, count=200)
     with watching(pool.placed) as seen:
         enough(seen, 500, meanwhile=lambda: churn(pool, 300))
@@ -140,7 +140,7 @@ def test_at_no_moment_do_two_images_lie_in_one_place(restless):
             assert sum(size for _, size in spans(image)) == image.layout.elements
 
 
-def test_while_adapters_come_and_go_each_is_shown_as_itself(shelf, bench):
+def test_a_concurrent_reader_never_sees_one_adapter_in_the_slot_of_another(shelf, bench):
     ranks = {f"r{rank}": rank for rank in (1, 2, 3, 5, 8)}
     refs = [shelf.make(name, everywhere(rank)) for name, rank in ranks.items()]
     b = bench(gpu=2.5)

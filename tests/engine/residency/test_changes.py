@@ -1,4 +1,4 @@
-"""Whoever reads every move knows where all adapters are."""
+"""Changes of tiers: a reader of all changes always knows every adapter's tier."""
 
 import statistics
 import threading
@@ -22,7 +22,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 7)), min_siz
 
 
 class Mirror:
-    """What follows from all moves so far."""
+    """State that follows from all reported changes."""
 
     def __init__(self, b: TiersDriver) -> None:
         self._bench = b
@@ -51,7 +51,9 @@ def stocked(tmp_path_factory) -> tuple[Shelf, list[AdapterRef]]:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_after_any_moves_the_mirror_is_the_truth(steps, gpu, host, stocked, tmp_path_factory):
+def test_a_reader_of_changes_knows_every_tier_after_any_operations(
+    steps, gpu, host, stocked, tmp_path_factory
+):
     shelf, refs = stocked
     folder = tmp_path_factory.getbasetemp() / "moves"
     blobs = [shelf.blob(ref.name).stat().st_size for ref in refs]
@@ -98,7 +100,7 @@ def apply(b: TiersDriver, action: str, ref: AdapterRef, leases: list, mirror: Mi
 
 
 def step_until_it_is_there(b: TiersDriver, ref: AdapterRef) -> None:
-    """Or for 20 ms: others may have all the room."""
+    """Return after 20 ms at the latest, since other adapters may fill the memory."""
     for _ in range(10):
         if b.tiers.residency(ref) is Residency.GPU:
             return
@@ -107,7 +109,7 @@ def step_until_it_is_there(b: TiersDriver, ref: AdapterRef) -> None:
         b.tiers.advance()
 
 
-def test_one_who_reads_meanwhile_misses_nothing(shelf, bench):
+def test_a_concurrent_reader_misses_no_change(shelf, bench):
     refs = make(shelf, "abcdefgh")
     b = bench(gpu=2, host=3, disk_bytes=6 * shelf.blob("a").stat().st_size)
     mirror, over = Mirror(b), threading.Event()
@@ -129,7 +131,7 @@ def test_one_who_reads_meanwhile_misses_nothing(shelf, bench):
     assert [mirror.of(ref) for ref in refs] == [b.tiers.residency(ref) for ref in refs]
 
 
-def test_the_first_moves_name_what_the_disk_holds_at_start(shelf, bench):
+def test_the_first_changes_list_the_content_of_the_disk(shelf, bench):
     a, b_, c = make(shelf, "abc")
     before = bench()
     before.load(a, b_, to=Residency.HOST)
@@ -153,7 +155,7 @@ class SlowCopies(DeviceArena):
         self.gate.wait(10)
 
 
-def test_an_adapter_that_is_being_copied_is_on_its_way_and_not_there(shelf, bench, monkeypatch):
+def test_an_adapter_that_is_being_copied_is_loading_and_not_on_the_gpu(shelf, bench, monkeypatch):
     monkeypatch.setattr(rank_arenas, "DeviceArena", SlowCopies)
     (a,) = make(shelf, "a")
     b = bench()
@@ -170,8 +172,8 @@ def test_an_adapter_that_is_being_copied_is_on_its_way_and_not_there(shelf, benc
     assert b.tiers.loading_bytes == 0
 
 
-def test_what_another_process_adds_and_removes_is_seen(shelf, bench, monkeypatch):
-    monkeypatch.setattr(watcher, "_LOOK_S", 0.02)
+def test_files_that_another_process_adds_and_removes_are_reported(shelf, bench, monkeypatch):
+    monkeypatch.setattr(watcher, "_POLL_S", 0.02)
     (a,) = make(shelf, "a")
     b, other = bench(), bench()
     mirror = Mirror(b)
@@ -189,7 +191,7 @@ def test_what_another_process_adds_and_removes_is_seen(shelf, bench, monkeypatch
     until_it_is(Residency.REMOTE)
 
 
-def test_a_file_that_came_and_went_between_two_looks_is_not_believed_to_be_there(shelf, bench):
+def test_a_file_added_and_removed_between_two_listings_is_not_reported(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
     mirror = Mirror(b)
@@ -203,7 +205,7 @@ def test_a_file_that_came_and_went_between_two_looks_is_not_believed_to_be_there
     assert mirror.of(a) is Residency.REMOTE
 
 
-def test_moves_among_thousands_of_adapters_are_told_in_microseconds(bench):
+def test_changes_among_thousands_of_adapters_are_read_in_microseconds(bench):
     layout = PackedLayout.of_ranks({(0, 0): 1}, SHAPE)
     refs = [AdapterRef("acme", f"x{n}", 1, f"{n:064x}") for n in range(2303)]
     gpu = 2300.5 * layout.elements / SIZE

@@ -1,4 +1,4 @@
-"""Sums of images: alike on every way of adding them up, and different after any one change."""
+"""Checksums of images: the same for every way of adding, and different after any change."""
 
 import random
 
@@ -16,7 +16,7 @@ def image_of(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_layers_add_up_to_the_whole_however_it_is_cut(dtype):
+def test_sums_of_layers_add_up_to_the_sum_of_the_image(dtype):
     image = image_of(dtype)
     sums = layer_sums(image, LAYERS)
     assert sums[1] == 0, "a layer without anything"
@@ -25,14 +25,14 @@ def test_layers_add_up_to_the_whole_however_it_is_cut(dtype):
     assert (added(sums[:3]), added(sums[3:])) == (int(word_sum(front)), int(word_sum(back)))
 
 
-def test_the_sum_is_that_of_64_bit_integers_modulo_2_to_the_64():
+def test_the_sum_is_modulo_2_to_the_64():
     words = torch.full((3,), 2**62, dtype=torch.int64)
     assert int(word_sum(words)) == 3 * 2**62 - 2**64
     assert added([2**63 - 1, 1]) == -(2**63)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_flipped_bit_anywhere_changes_the_sum_of_its_layer_alone(dtype):
+def test_a_flipped_bit_changes_only_the_sum_of_its_layer(dtype):
     image, chance = image_of(dtype), random.Random(1)
     good = layer_sums(image, LAYERS)
     data = image.view(torch.uint8)
@@ -46,6 +46,6 @@ def test_a_flipped_bit_anywhere_changes_the_sum_of_its_layer_alone(dtype):
 
 
 @pytest.mark.gpu
-def test_a_gpu_adds_up_to_the_same():
+def test_a_gpu_computes_the_same_sum():
     image = image_of(torch.bfloat16)
     assert int(word_sum(image.cuda())) == int(word_sum(image))

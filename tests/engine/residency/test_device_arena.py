@@ -1,4 +1,4 @@
-"""The streams' order: whatever is loaded, leased, evicted and moved, nobody reads a torn image."""
+"""Order of streams: no step, copy or move ever sees a torn image."""
 
 import random
 
@@ -29,10 +29,10 @@ ARENA, LAYERS, SIZES = 640, 4, (16, 32, 48, 64)
 
 
 class Engine:
-    """GpuAdapters under steps that nobody waits for; each reads what is leased when it is launched.
+    """GpuAdapters under asynchronous steps, each of which reads the images leased at its launch.
 
-    Loads arrive when the host has waited for their events: only the host's waiting and launching
-    order the streams, as on a device.
+    A load is over when the host has waited for its event: as on a device, only waits and launches
+    of the host order the streams.
     """
 
     def __init__(self, monkeypatch) -> None:
@@ -80,13 +80,13 @@ def set_part_bytes(monkeypatch, part_bytes: int) -> None:
 
 @pytest.fixture(params=[1 << 20, 64])
 def part_bytes(request, monkeypatch):
-    """Of the parts in which images are copied: more than an image has, and a fraction."""
+    """Part sizes for copies: larger than an image, and a fraction of one."""
     set_part_bytes(monkeypatch, request.param)
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.usefixtures("part_bytes")
-def test_no_copy_meets_a_step_or_a_move(seed, monkeypatch):
+def test_no_copy_overlaps_a_step_or_a_move(seed, monkeypatch):
     chance, engine = random.Random(seed), Engine(monkeypatch)
     with engine.streams:
         for engine.now in range(400):
@@ -108,7 +108,7 @@ def test_no_copy_meets_a_step_or_a_move(seed, monkeypatch):
     assert engine.pool.moved_elements
 
 
-def test_two_parts_of_an_image_are_under_way_at_a_time(monkeypatch):
+def test_at_most_two_parts_of_an_image_are_in_flight(monkeypatch):
     set_part_bytes(monkeypatch, 64)
     engine = Engine(monkeypatch)
     first, second = torch.full((160,), 1.0), torch.full((96,), 2.0)
@@ -133,7 +133,7 @@ def test_two_parts_of_an_image_are_under_way_at_a_time(monkeypatch):
     assert engine.weights.arena[64:160].eq(2).all()
 
 
-def test_a_small_image_is_given_at_once(monkeypatch):
+def test_a_small_image_is_launched_at_once(monkeypatch):
     monkeypatch.setattr(image_copies, "_PART_BYTES", 64)
     engine = Engine(monkeypatch)
     with engine.streams:
@@ -142,7 +142,7 @@ def test_a_small_image_is_given_at_once(monkeypatch):
 
 
 def test_images_move_after_all_parts_of_copies(monkeypatch):
-    """What moves may be on its way: the rest of it is given to the device first."""
+    """A moved image may still be copied: its remaining parts are launched first."""
     set_part_bytes(monkeypatch, 64)
     engine = Engine(monkeypatch)
     image = torch.arange(1.0, 161.0)
@@ -154,8 +154,8 @@ def test_images_move_after_all_parts_of_copies(monkeypatch):
     assert int(copy.total.wait()) == int(word_sum(image))
 
 
-def test_a_copy_waits_for_no_step_that_cannot_read_what_it_overwrites(monkeypatch):
-    """Two adapters come and go beside a third's steps, which are not waited for."""
+def test_a_copy_does_not_wait_for_steps_that_cannot_read_the_evicted_image(monkeypatch):
+    """Two adapters come and go beside asynchronous steps with a third."""
     chance, engine = random.Random(1), Engine(monkeypatch)
     streams = engine.streams
     with streams:
@@ -177,7 +177,7 @@ def test_a_copy_waits_for_no_step_that_cannot_read_what_it_overwrites(monkeypatc
     assert waited >= launched[0], "and with them those of the steps were waited for"
 
 
-def test_a_copy_waits_for_the_last_of_an_adapters_leases(monkeypatch):
+def test_a_copy_waits_for_the_last_lease_of_the_evicted_adapter(monkeypatch):
     chance, engine = random.Random(1), Engine(monkeypatch)
     with engine.streams:
         engine.load(chance)
@@ -191,7 +191,7 @@ def test_a_copy_waits_for_the_last_of_an_adapters_leases(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_device_a_copy_passes_steps_and_waits_for_reads():
+def test_on_a_device_a_copy_overtakes_steps_but_waits_for_reads():
     image, size = torch.arange(1 << 22).pin_memory(), 1 << 22
     memory = torch.zeros(2 << 22, dtype=torch.int64, device="cuda")
     table = torch.zeros(1, dtype=torch.int64, device="cuda")

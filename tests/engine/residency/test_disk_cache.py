@@ -1,4 +1,4 @@
-"""The disk cache: files appear whole, the least recently used go, pins hold, processes share it."""
+"""The disk cache: whole files, removal of the least recently used, pins, shared by processes."""
 
 import os
 import threading
@@ -26,14 +26,14 @@ def fetch(cache: DiskCache, ref: AdapterRef) -> None:
 
 
 def pin(cache: DiskCache, digest: str) -> bool:
-    """Pin an adapter, as the watcher does once a second; whether its file is kept now."""
+    """Pin an adapter as the watcher does once a second; return whether its file is kept now."""
     cache.pin(digest)
     cache.apply_pins()
     return cache.pin(digest)
 
 
 def kinds(cache: DiskCache, refs: list[AdapterRef], folder) -> list[str]:
-    """For each adapter, b for its blob and i for its image."""
+    """Files by adapter: b for a blob, i for an image."""
     names = {path.name for path in (folder / "disk").iterdir()}
     cache.changed()  # as the watcher asks, once a second
     assert all(cache.holds(ref.digest) == bool(_kinds(ref, names)) for ref in refs)
@@ -44,7 +44,7 @@ def _kinds(ref: AdapterRef, names: set[str]) -> str:
     return "b" * (ref.digest in names) + "i" * (f"{ref.digest}.{KIND}" in names)
 
 
-def test_the_least_recently_used_blob_beyond_the_budget_goes(cache, refs, tmp_path):
+def test_the_least_recently_used_blob_beyond_the_budget_is_removed(cache, refs, tmp_path):
     disk = cache(room=2)
     for ref in (refs[0], refs[1], refs[0], refs[2]):
         fetch(disk, ref)
@@ -55,7 +55,7 @@ def test_the_least_recently_used_blob_beyond_the_budget_goes(cache, refs, tmp_pa
     assert kinds(disk, refs, tmp_path) == ["b", "b", "", ""]
 
 
-def test_images_count_and_blobs_that_have_one_go_first(cache, refs, shelf, tmp_path):
+def test_images_count_and_blobs_with_an_image_are_removed_first(cache, refs, shelf, tmp_path):
     disk, size = cache(room=3), shelf.blob("a").stat().st_size
     for ref in refs[:2]:
         fetch(disk, ref)
@@ -93,7 +93,9 @@ def test_images_of_another_fingerprint_are_not_used_and_age(cache, refs, shelf, 
     assert not other.holds(refs[0].digest)
 
 
-def test_what_others_put_there_beyond_the_budget_makes_older_ones_go(cache, refs, shelf, tmp_path):
+def test_files_that_others_add_beyond_the_budget_cause_removal_of_older_ones(
+    cache, refs, shelf, tmp_path
+):
     disk = cache(room=2)
     fetch(disk, refs[0])
     assert pin(disk, refs[0].digest)
@@ -113,7 +115,7 @@ def test_what_others_put_there_beyond_the_budget_makes_older_ones_go(cache, refs
     assert disk.status().evictions == 2
 
 
-def test_only_what_is_remote_is_fetched(cache, refs, shelf):
+def test_only_remote_adapters_are_fetched(cache, refs, shelf):
     disk = cache(room=8)
     for _ in range(2):
         disk.fetch(refs[0])
@@ -121,7 +123,7 @@ def test_only_what_is_remote_is_fetched(cache, refs, shelf):
     assert disk.blob(refs[0].digest).read_bytes() == shelf.blob("a").read_bytes()
 
 
-def test_an_image_is_not_there_before_all_of_it_is(cache, refs, tmp_path):
+def test_an_image_appears_only_once_it_is_complete(cache, refs, tmp_path):
     disk = cache(room=8)
     with disk.adding_image(refs[0].digest) as part:
         part.write_bytes(b"half")
@@ -130,7 +132,7 @@ def test_an_image_is_not_there_before_all_of_it_is(cache, refs, tmp_path):
     assert disk.image(refs[0].digest).read_bytes() == b"whole"
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(cache, refs, monkeypatch):
+def test_a_file_is_synced_before_it_gets_its_name(cache, refs, monkeypatch):
     disk, synced, fsync = cache(room=8), [], os.fsync
 
     def watched(descriptor: int) -> None:
@@ -156,7 +158,7 @@ def test_an_image_whose_writing_failed_leaves_nothing(cache, refs, tmp_path):
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_what_a_crash_left_is_no_image_and_removed_when_it_is_old(cache, refs, tmp_path):
+def test_a_partial_file_of_a_crash_is_no_image_and_is_removed_once_old(cache, refs, tmp_path):
     disk = cache(room=8)
     add_image(disk, refs[0], 10)
     for age, kind in [(1, ""), (time.time(), f".{KIND}")]:
@@ -195,7 +197,7 @@ def test_a_pin_keeps_the_image_and_lets_the_blob_go(cache, refs, shelf, tmp_path
     assert kinds(disk, refs, tmp_path) == ["i", "", "b", ""]
 
 
-def test_what_is_pinned_is_not_replaced_by_a_process_that_adds_it_too(cache, refs, tmp_path):
+def test_a_pinned_file_is_not_replaced_by_a_process_that_adds_it_too(cache, refs, tmp_path):
     one, two = cache(room=1), cache(room=1)
     with two.adding_image(refs[0].digest) as part:
         part.write_bytes(b"second")
@@ -208,7 +210,7 @@ def test_what_is_pinned_is_not_replaced_by_a_process_that_adds_it_too(cache, ref
     assert one.image(refs[0].digest).read_bytes() == b"first"
 
 
-def test_a_pin_whose_image_was_damaged_holds_the_blob_or_says_that_nothing_is_left(cache, refs):
+def test_a_pin_whose_image_was_damaged_keeps_the_blob_or_is_unmet(cache, refs):
     disk = cache(room=8)
     for ref in refs[:2]:
         add_image(disk, ref, 10)
@@ -219,7 +221,7 @@ def test_a_pin_whose_image_was_damaged_holds_the_blob_or_says_that_nothing_is_le
     assert not pin(disk, refs[1].digest)
 
 
-def test_what_is_asked_of_the_memory_costs_no_look_at_the_disk(cache, refs, monkeypatch):
+def test_queries_of_the_index_do_not_touch_the_disk(cache, refs, monkeypatch):
     disk, other = cache(room=8), cache(room=8)
     disk.fetch(refs[0])
     add_image(disk, refs[1], 10)
@@ -233,7 +235,7 @@ def test_what_is_asked_of_the_memory_costs_no_look_at_the_disk(cache, refs, monk
     assert [other.holds(ref.digest) for ref in refs] == [True, True, False, False]
 
 
-def test_a_file_that_is_found_gone_or_there_is_known_at_once(cache, refs):
+def test_a_file_found_missing_or_present_updates_the_index_at_once(cache, refs):
     disk, other = cache(room=8), cache(room=8)
     disk.fetch(refs[0])
     assert not other.holds(refs[0].digest)
@@ -244,7 +246,7 @@ def test_a_file_that_is_found_gone_or_there_is_known_at_once(cache, refs):
     assert not other.holds(refs[0].digest)
 
 
-def test_what_is_not_a_digest_never_becomes_a_path(cache, shelf, tmp_path):
+def test_an_invalid_digest_never_becomes_a_path(cache, shelf, tmp_path):
     disk = cache(room=8)
     outside = AdapterRef("acme", "a", 1, "../" * 3 + "x" * 55)
     (tmp_path / "secret").write_bytes(b"s")

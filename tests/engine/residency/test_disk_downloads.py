@@ -1,4 +1,4 @@
-"""Downloads to the disk cache: one for all who want a blob, also across threads and processes."""
+"""Downloads to the disk cache: one per blob, across threads and processes."""
 
 import hashlib
 import subprocess
@@ -13,7 +13,7 @@ from lorikeet_engine.residency.disk.cache import DiskCache
 from tests.engine.residency.conftest import KIND, OTHER
 
 
-def test_of_many_that_want_a_blob_one_fetches_it_and_the_others_wait(refs, shelf, tmp_path):
+def test_one_of_many_callers_fetches_a_blob_and_the_others_wait(refs, shelf, tmp_path):
     size = shelf.blob("a").stat().st_size
     caches = [DiskCache(tmp_path / "disk", 8 * size, shelf, KIND) for _ in range(3)]
     shelf.gates["a"] = threading.Event()
@@ -28,7 +28,7 @@ def test_of_many_that_want_a_blob_one_fetches_it_and_the_others_wait(refs, shelf
     assert [path.name for path in (tmp_path / "disk").iterdir()] == [refs[0].digest]
 
 
-def test_what_another_process_has_packed_is_not_fetched_though_its_blob_is_gone(
+def test_an_adapter_that_another_process_has_packed_is_not_fetched_though_its_blob_is_gone(
     cache, refs, shelf, tmp_path
 ):
     here, another = cache(room=8), cache(room=8)
@@ -42,7 +42,9 @@ def test_what_another_process_has_packed_is_not_fetched_though_its_blob_is_gone(
     assert shelf.fetched == ["a"]
 
 
-def test_one_that_waits_fetches_itself_what_another_could_not(cache, refs, shelf, tmp_path):
+def test_a_waiting_caller_fetches_the_blob_itself_after_another_has_failed(
+    cache, refs, shelf, tmp_path
+):
     disk, waiting, tried = cache(room=8), threading.Event(), []
 
     class Failing:
@@ -72,7 +74,7 @@ def test_one_that_waits_fetches_itself_what_another_could_not(cache, refs, shelf
     assert disk.blob(refs[0].digest).read_bytes() == shelf.blob("a").read_bytes()
 
 
-def test_a_digest_that_the_source_computed_is_held_to(refs, tmp_path):
+def test_the_digest_computed_by_the_source_must_match(refs, tmp_path):
     class Hashing:
         def fetch(self, ref, path):
             path.write_bytes(b"other")
@@ -101,7 +103,7 @@ DiskCache(Path(folder), 2**30, Half(), fingerprint).fetch(AdapterRef("acme", "a"
 """
 
 
-def test_a_process_that_dies_in_a_download_leaves_it_to_the_next(cache, refs, shelf, tmp_path):
+def test_after_a_process_dies_in_a_download_the_next_one_downloads(cache, refs, shelf, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", DYING, str(tmp_path / "disk"), refs[0].digest, KIND],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Packed images on the disk: read instead of packed again, and made anew when they are bad."""
+"""Packed images on the disk: read instead of packed again, and replaced when damaged."""
 
 import errno
 import threading
@@ -35,7 +35,7 @@ def test_the_second_load_reads_the_image_and_needs_no_blob_and_no_source(shelf, 
 
 @pytest.mark.parametrize("damage", ["cut off", "random", "of another", "empty", "one bit"])
 @pytest.mark.parametrize("blob", [True, False])
-def test_a_damaged_image_is_made_anew(damage, blob, shelf, bench, caplog):
+def test_a_damaged_image_is_packed_again(damage, blob, shelf, bench, caplog):
     a, c = make(shelf, "ac")
     b = bench()
     b.load(a, c)
@@ -54,7 +54,7 @@ def test_a_damaged_image_is_made_anew(damage, blob, shelf, bench, caplog):
 
 
 @pytest.mark.parametrize("at", [-1, 0, 20])  # a value, the header's length, the header
-def test_a_blob_that_was_damaged_since_its_download_is_downloaded_anew(at, shelf, bench, caplog):
+def test_a_blob_damaged_after_its_download_is_downloaded_again(at, shelf, bench, caplog):
     (a,) = make(shelf, "a")
     b = bench()
     b.load(a, to=Residency.HOST)
@@ -67,7 +67,7 @@ def test_a_blob_that_was_damaged_since_its_download_is_downloaded_anew(at, shelf
     assert shelf.fetched == ["a", "a"]
 
 
-def test_a_blob_is_packed_while_it_is_verified_and_is_there_once_it_was(shelf, bench, monkeypatch):
+def test_a_blob_is_packed_while_it_is_verified_and_usable_once_verified(shelf, bench, monkeypatch):
     (a,) = make(shelf, "a")
     b = bench()
     b.tiers.pin(a, Residency.DISK)
@@ -123,7 +123,7 @@ def test_a_blob_that_is_replaced_while_it_is_packed_is_packed_again(shelf, bench
     assert other.image(a).read_bytes() == good_image
 
 
-def test_a_close_while_a_blob_is_packed_is_no_failed_load(shelf, bench, monkeypatch, caplog):
+def test_closing_while_a_blob_is_packed_counts_as_no_failure(shelf, bench, monkeypatch, caplog):
     (a,) = make(shelf, "a")
     b = bench()
     b.tiers.pin(a, Residency.DISK)
@@ -147,7 +147,7 @@ def test_a_close_while_a_blob_is_packed_is_no_failed_load(shelf, bench, monkeypa
     assert caplog.messages == []
 
 
-def test_a_blob_is_not_verified_before_the_host_has_room_for_it(shelf, bench, monkeypatch):
+def test_a_blob_is_not_verified_before_the_host_has_memory_for_it(shelf, bench, monkeypatch):
     a, c = make(shelf, "ac")
     b = bench()
     for ref in (a, c):
@@ -191,7 +191,7 @@ def test_the_image_of_a_passing_pin_is_not_written(shelf, bench):
     assert shelf.fetched == ["a", "c"]
 
 
-def test_what_is_requested_during_a_passing_load_is_written(shelf, bench):
+def test_the_image_of_an_adapter_requested_during_a_passing_load_is_written(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
     shelf.gates["a"] = threading.Event()
@@ -204,7 +204,7 @@ def test_what_is_requested_during_a_passing_load_is_written(shelf, bench):
     b.image(a)
 
 
-def test_an_image_that_the_disk_cannot_read_is_made_anew(shelf, bench, monkeypatch, caplog):
+def test_an_image_that_the_disk_cannot_read_is_packed_again(shelf, bench, monkeypatch, caplog):
     (a,) = make(shelf, "a")
     b = bench()
     b.load(a)
@@ -259,7 +259,7 @@ def test_an_adapter_is_loaded_though_its_image_cannot_be_written(shelf, bench, m
     assert [path.name for path in b.folder.iterdir()] == [a.digest]
 
 
-def test_who_waits_for_room_is_woken_when_an_image_was_written(shelf, bench, monkeypatch):
+def test_a_load_that_waits_for_memory_is_woken_when_an_image_was_written(shelf, bench, monkeypatch):
     a, c = make(shelf, "ac")
     b = bench(gpu=2, host=1)
     written, gate = threading.Event(), threading.Event()
@@ -279,7 +279,7 @@ def test_who_waits_for_room_is_woken_when_an_image_was_written(shelf, bench, mon
     b.load(c)
 
 
-def test_a_pin_to_disk_is_content_with_an_image(shelf, bench):
+def test_an_image_satisfies_a_pin_to_disk(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
     b.load(a)

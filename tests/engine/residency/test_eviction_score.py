@@ -1,4 +1,4 @@
-"""Which adapter goes first."""
+"""Eviction policies, recent uses, and reservations for pins."""
 
 import math
 
@@ -19,7 +19,7 @@ from lorikeet_engine.residency.reservations import MemoryReservations
 NOW_S = 1000.0
 
 
-def test_lru_evicts_what_was_used_longest_ago():
+def test_lru_evicts_the_adapter_whose_last_use_is_oldest():
     policy = LeastRecentlyUsed()
     assert policy.score(UsageRecord(9, 1.0, 400.0)) < policy.score(UsageRecord(1, 9.0, 500.0))
 
@@ -29,7 +29,7 @@ def test_lru_evicts_what_was_used_longest_ago():
     [
         # rarely used before often used
         (UsageRecord(8, 1.0, NOW_S), UsageRecord(8, 5.0, NOW_S)),
-        # large before small: its place serves several small ones
+        # large before small: its memory serves several small ones
         (UsageRecord(8, 3.0, NOW_S), UsageRecord(1, 3.0, NOW_S)),
         # but not if it is used that much more often: a small one is quicker to bring back
         (UsageRecord(1, 3.0, NOW_S), UsageRecord(8, 9.0, NOW_S)),
@@ -39,7 +39,7 @@ def test_lru_evicts_what_was_used_longest_ago():
         (UsageRecord(8, 1.0, NOW_S), UsageRecord(8, 5.0, NOW_S - 2 * HALF_LIFE_S)),
     ],
 )
-def test_uses_size_and_age_are_weighed(first, last):
+def test_the_score_weighs_uses_size_and_age(first, last):
     policy = LeastUsedForItsSize()
     assert policy.score(first) < policy.score(last)
 
@@ -48,7 +48,7 @@ USES = st.builds(UsageRecord, st.integers(1, 10**9), st.floats(1.0, 1e3), st.flo
 
 
 @given(USES, USES, st.floats(0.0, 1e3))
-def test_worth_orders_by_uses_over_the_root_of_size_at_any_later_time(one, two, later_s):
+def test_scores_order_by_uses_over_the_root_of_size_at_any_later_time(one, two, later_s):
     def log_value(use: UsageRecord) -> float:
         idle_s = NOW_S + later_s - use.at_s
         return math.log2(use.uses * 2 ** (-idle_s / HALF_LIFE_S) / math.sqrt(use.elements))
@@ -69,7 +69,7 @@ def test_uses_are_halved_every_half_life():
     assert uses.count("b", NOW_S) == 0.0
 
 
-def test_the_uses_of_those_used_longest_ago_are_forgotten(monkeypatch):
+def test_uses_of_the_least_recently_used_adapters_are_forgotten(monkeypatch):
     monkeypatch.setattr(eviction_score, "_MAX_REMEMBERED", 2)
     uses = RecentUses()
     for digest in "abac":
@@ -86,7 +86,7 @@ def test_reservations_leave_room_for_the_largest_adapter_asked_for():
     assert reservations.grant("a", 40), "what is granted stays granted"
 
 
-def test_a_request_takes_the_newest_reservations_back():
+def test_a_request_revokes_the_newest_reservations():
     reservations = MemoryReservations(100)
     for digest in "abc":
         assert reservations.grant(digest, 30)

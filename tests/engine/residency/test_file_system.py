@@ -1,4 +1,4 @@
-"""The engine's thread asks no file system while it steps: a slow one would hold up every token."""
+"""Steps never ask a file system: a slow one would delay every token."""
 
 import os
 import threading
@@ -30,7 +30,7 @@ def refused_file_system():
         yield
 
 
-def test_steps_with_many_cold_adapters_and_pins_leave_the_disk_to_other_threads(tmp_path):
+def test_steps_with_many_cold_adapters_and_pins_never_touch_the_disk(tmp_path):
     shelf = Shelf(tmp_path / "blobs")
     refs = [shelf.make(f"{i}", {(0, 0): 4}, shape=SHAPE) for i in range(60)]
     engine, _ = build(tmp_path, shelf, kv_pages=4000, adapter_gpu_bytes=2000, max_running=8)

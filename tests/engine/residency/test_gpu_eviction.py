@@ -1,10 +1,10 @@
-"""Who may stay when the GPU or the host is full."""
+"""Eviction from the GPU and the host when they are full."""
 
 from lorikeet_engine.adapter import Residency
 from tests.engine.blobs import everywhere
 from tests.engine.residency.tiers_driver import make
 
-# Room on the GPU.
+# Memory of the GPU.
 
 
 def test_a_leased_adapter_is_never_evicted_and_others_wait_on_the_host(shelf, bench):
@@ -24,7 +24,7 @@ def test_a_leased_adapter_is_never_evicted_and_others_wait_on_the_host(shelf, be
     shelf.check(b_, b.tiers.weights, two.slot)
 
 
-def test_slots_run_out_like_memory(shelf, bench):
+def test_eviction_also_frees_slots(shelf, bench):
     refs = make(shelf, "abcd")
     b = bench(gpu=4, slots=2)
     for ref in refs:
@@ -45,7 +45,7 @@ def test_a_small_adapter_passes_a_large_one_that_does_not_fit(shelf, bench):
     b.lease(large).release()
 
 
-def test_an_admitted_adapter_stays_until_it_was_leased_once(shelf, bench, monkeypatch):
+def test_a_requested_adapter_is_guarded_until_its_first_lease(shelf, bench, monkeypatch):
     monkeypatch.setattr("lorikeet_engine.residency.gpu.adapters.GUARD_S", 60.0)
     a, b_ = make(shelf, "ab")
     b = bench(gpu=1)
@@ -62,7 +62,7 @@ def test_an_admitted_adapter_stays_until_it_was_leased_once(shelf, bench, monkey
     assert b.tiers.residency(b_) is Residency.GPU
 
 
-def test_the_adapter_that_is_used_least_gives_way(shelf, bench):
+def test_the_least_used_adapter_is_evicted(shelf, bench):
     often, once, new = make(shelf, "abc")
     b = bench(gpu=2)
     for ref in (often, often, once, new):
@@ -71,7 +71,7 @@ def test_the_adapter_that_is_used_least_gives_way(shelf, bench):
     assert b.tiers.residency(once) is Residency.HOST
 
 
-def test_what_comes_back_is_as_often_used_as_before(shelf, bench):
+def test_a_reloaded_adapter_keeps_its_uses(shelf, bench):
     a, b_, c, d = make(shelf, "abcd")
     b = bench(gpu=2)
     for ref in (a, a, a, b_, b_, b_, c):
@@ -83,16 +83,16 @@ def test_what_comes_back_is_as_often_used_as_before(shelf, bench):
     assert b.tiers.residency(b_) is Residency.HOST
 
 
-def test_an_adapter_that_nobody_leases_gives_its_place_up_after_a_while(shelf, bench, monkeypatch):
+def test_a_guard_without_a_lease_ends(shelf, bench, monkeypatch):
     monkeypatch.setattr("lorikeet_engine.residency.gpu.adapters.GUARD_S", 0.2)
     a, b_ = make(shelf, "ab")
     b = bench(gpu=1)
     b.load(a)
-    b.lease(b_).release()  # nothing but the passing of time wakes this engine
+    b.lease(b_).release()  # only the end of the guard wakes this engine
     assert b.tiers.residency(a) is Residency.HOST
 
 
-def test_requesting_it_again_does_not_keep_its_place_longer(shelf, bench, monkeypatch):
+def test_a_second_request_does_not_extend_the_guard(shelf, bench, monkeypatch):
     monkeypatch.setattr("lorikeet_engine.residency.gpu.adapters.GUARD_S", 0.1)
     a, b_ = make(shelf, "ab")
     b = bench(gpu=1)
@@ -106,7 +106,7 @@ def test_requesting_it_again_does_not_keep_its_place_longer(shelf, bench, monkey
     b.until(other_arrived)
 
 
-def test_adapters_waiting_for_one_place_all_get_it_in_turn(shelf, bench):
+def test_adapters_waiting_for_one_slot_all_get_it_in_turn(shelf, bench):
     refs = make(shelf, "abcdefgh")
     b = bench(gpu=1, host=3)
     waiting = list(refs)
@@ -126,7 +126,7 @@ def test_adapters_waiting_for_one_place_all_get_it_in_turn(shelf, bench):
     b.until(step)
 
 
-# Room on the host.
+# Memory of the host.
 
 
 def test_images_wait_on_disk_while_the_host_is_full_of_waiting_ones(shelf, bench):
@@ -142,7 +142,7 @@ def test_images_wait_on_disk_while_the_host_is_full_of_waiting_ones(shelf, bench
         b.lease(ref).release()
 
 
-def test_what_left_the_gpu_and_the_host_comes_back_from_disk(shelf, bench):
+def test_an_adapter_evicted_from_gpu_and_host_is_reloaded_from_disk(shelf, bench):
     refs = make(shelf, "abcdef")
     b = bench(gpu=1, host=1)
     for ref in refs * 2:

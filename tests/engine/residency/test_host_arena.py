@@ -1,4 +1,4 @@
-"""The host arena: images are evicted least recently held first; its memory is pinned by CUDA."""
+"""The host arena: evicts the least recently held image; its memory is page-locked by CUDA."""
 
 import time
 from dataclasses import replace
@@ -18,7 +18,7 @@ def image_of(elements: int) -> PackedLayout:
 
 
 def filled(count: int) -> HostArena:
-    """An arena that is full of small images, by their numbers, of which nobody holds any."""
+    """An arena full of small images, named by numbers, without holders."""
     arena = HostArena(count * SMALL * 4, torch.float32, pin=False)
     for number in range(count):
         assert arena.reserve(str(number), image_of(SMALL), for_request=True) is not None
@@ -27,16 +27,16 @@ def filled(count: int) -> HostArena:
     return arena
 
 
-def test_the_least_recently_held_go_until_there_is_a_hole_and_no_more() -> None:
+def test_the_least_recently_held_images_are_evicted_until_a_hole_fits() -> None:
     arena = filled(10)
-    for used in ("2", "4"):  # between them lies one that goes first
+    for used in ("2", "4"):  # the image between them is evicted first
         arena.hold(used)
         arena.release(used)
     assert arena.reserve("large", image_of(3 * SMALL), for_request=False) is not None
     assert arena.digests() == ["8", "9", "2", "4", "large"]
 
 
-def test_what_is_held_or_pinned_stays_and_where_it_leaves_no_hole_nothing_is_reserved() -> None:
+def test_held_and_pinned_images_stay_even_if_nothing_can_be_reserved_then() -> None:
     arena = filled(6)
     arena.hold("1")
     assert arena.pin("4")
@@ -47,7 +47,7 @@ def test_what_is_held_or_pinned_stays_and_where_it_leaves_no_hole_nothing_is_res
     assert arena.reserve("large", image_of(4 * SMALL), for_request=True) is not None
 
 
-def test_an_image_in_place_of_thousands_costs_each_of_them_as_much_as_one_of_few() -> None:
+def test_the_cost_of_eviction_per_image_does_not_grow_with_their_number() -> None:
     took_s = []
     for count in (500, 8000):
         arena = filled(count)
@@ -58,7 +58,7 @@ def test_an_image_in_place_of_thousands_costs_each_of_them_as_much_as_one_of_few
 
 
 @pytest.mark.gpu
-def test_the_arena_is_pinned_and_not_by_torchs_allocator_which_rounds_up():
+def test_the_arena_is_page_locked_without_torchs_allocator_which_rounds_up():
     before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     arena = HostArena(3 << 20, torch.bfloat16, pin=True)._arena
     assert arena.is_pinned()
@@ -68,11 +68,11 @@ def test_the_arena_is_pinned_and_not_by_torchs_allocator_which_rounds_up():
 
 
 @pytest.mark.gpu
-def test_a_second_arena_can_be_pinned_where_the_first_was():
+def test_the_memory_of_a_freed_arena_can_be_page_locked_again():
     for _ in range(3):
         assert HostArena(64 << 20, torch.bfloat16, pin=True)._arena.is_pinned()
 
 
 @pytest.mark.gpu
-def test_an_engine_without_adapters_pins_nothing():
+def test_an_arena_of_no_bytes_page_locks_nothing():
     assert HostArena(0, torch.bfloat16, pin=True).elements == 0

@@ -1,4 +1,4 @@
-"""Damage in memory is found in time and loaded anew; what only comes and goes is no damage."""
+"""Checks of images in memory: damage is found in time, and churn raises no false alarm."""
 
 import functools
 import os
@@ -68,13 +68,13 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No check begins."""
+    """Begin no check."""
     monkeypatch.setattr(image_checks, "EVERY_STEPS", 1 << 60)
 
 
 @pytest.mark.parametrize("at", [0, 1001, -1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_byte_that_changes_on_the_gpu_is_found_in_time_and_loaded_anew(
+def test_a_changed_byte_on_the_gpu_is_found_in_time_and_the_adapter_reloaded(
     at, dtype, shelf, bench, caplog
 ):
     a, *others = make(shelf, "abc")
@@ -92,7 +92,7 @@ def test_a_byte_that_changes_on_the_gpu_is_found_in_time_and_loaded_anew(
     assert failures(b, GPU) == 1
 
 
-def test_a_byte_that_changes_on_the_host_is_found_in_time_and_loaded_anew(shelf, bench, caplog):
+def test_a_changed_byte_on_the_host_is_found_in_time_and_the_adapter_reloaded(shelf, bench, caplog):
     a, *others = make(shelf, "abc")
     b = bench()
     stage(b, a, *others)
@@ -119,7 +119,7 @@ def test_large_images_are_checked_in_slices_of_whole_layers(shelf, bench, monkey
         assert steps_until(b, lambda: failures(b, GPU) == count) <= rounds  # noqa: B023
 
 
-def test_a_damaged_adapter_is_leased_to_nobody_and_goes_with_its_last_lease(shelf, bench):
+def test_a_damaged_adapter_cannot_be_leased_and_is_evicted_with_its_last_lease(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
     one, two = b.lease(a), b.lease(a)
@@ -136,7 +136,9 @@ def test_a_damaged_adapter_is_leased_to_nobody_and_goes_with_its_last_lease(shel
 
 @pytest.mark.usefixtures("never")
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_what_was_damaged_on_the_host_is_read_again_for_who_waits(prefetched, shelf, bench, caplog):
+def test_an_image_damaged_on_the_host_is_read_again_for_waiting_requests(
+    prefetched, shelf, bench, caplog
+):
     (a,) = make(shelf, "a")
     b = bench()
     stage(b, a)
@@ -152,7 +154,7 @@ def test_what_was_damaged_on_the_host_is_read_again_for_who_waits(prefetched, sh
 
 
 @pytest.mark.usefixtures("never")
-def test_a_request_fails_whose_adapter_is_damaged_twice_in_a_row(shelf, bench):
+def test_a_request_fails_if_its_adapter_is_damaged_twice_in_a_row(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
 
@@ -195,12 +197,12 @@ def test_a_pinned_adapter_that_was_damaged_is_pinned_again(shelf, bench):
     b.lease(a).release()
 
 
-# What happens between a sum's begin and its end.
+# Events between the begin and the end of a sum.
 
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Lets the sums that are begun from now on be computed once it is set."""
+    """Event for which sums begun from now on wait."""
     monkeypatch.setattr(image_checks, "EVERY_STEPS", 1)
     may_run, word_sum = threading.Event(), image_checks.word_sum
 
@@ -214,7 +216,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def under_way(b: TiersDriver, tier: Residency) -> str | None:
-    """The image of which a sum is being computed."""
+    """The image whose sum is being computed."""
     checks = b.tiers._checks._under_way
     if checks is None or checks.totals.done() or tier not in checks.slices:
         return None
@@ -226,14 +228,14 @@ def evict(b: TiersDriver, ref: AdapterRef) -> None:
 
 
 def read_sums(b: TiersDriver, sums: threading.Event) -> None:
-    """Let all sums that were begun be compared."""
+    """Wait until all pending sums are compared."""
     sums.set()
     assert b.tiers._checks._under_way is not None
     b.tiers._checks._under_way.totals.result(10)
     b.tiers.advance()
 
 
-def test_the_eviction_of_an_image_that_is_added_up_is_no_alarm(shelf, bench, sums):
+def test_evicting_an_image_during_its_check_is_no_alarm(shelf, bench, sums):
     a, c = make(shelf, "ac")
     b = bench(gpu=1, host=2)
     b.load(a)
@@ -245,7 +247,7 @@ def test_the_eviction_of_an_image_that_is_added_up_is_no_alarm(shelf, bench, sum
     assert (failures(b, GPU), failures(b, HOST)) == (0, 0)
 
 
-def test_that_it_was_loaded_elsewhere_meanwhile_is_no_alarm(shelf, bench, sums):
+def test_reloading_an_image_elsewhere_during_its_check_is_no_alarm(shelf, bench, sums):
     a, c = make(shelf, "ac")
     b = bench(gpu=2, host=3)
     b.load(a)
@@ -259,7 +261,7 @@ def test_that_it_was_loaded_elsewhere_meanwhile_is_no_alarm(shelf, bench, sums):
     assert failures(b, GPU) == 0
 
 
-def test_what_is_back_in_another_slot_is_not_looked_for_in_its_old_one(
+def test_an_adapter_reloaded_into_another_slot_is_not_checked_in_its_old_one(
     shelf, bench, never, monkeypatch
 ):
     once = functools.cache(lambda: layout_of_ranks(*arguments))
@@ -288,7 +290,7 @@ def test_what_is_back_in_another_slot_is_not_looked_for_in_its_old_one(
     assert not list(images), "their turn comes in the next round"
 
 
-def test_that_it_moved_meanwhile_is_no_alarm(shelf, bench, sums, monkeypatch):
+def test_moving_an_image_during_its_check_is_no_alarm(shelf, bench, sums, monkeypatch):
     small, a = shelf.make("small", everywhere(2)), shelf.make("a", everywhere(4))
     b = bench(gpu=2, host=3)
     with monkeypatch.context() as patch:
@@ -305,7 +307,7 @@ def test_that_it_moved_meanwhile_is_no_alarm(shelf, bench, sums, monkeypatch):
     assert failures(b, GPU) == 0
 
 
-def test_the_eviction_of_an_image_on_the_host_is_no_alarm(shelf, bench, sums):
+def test_evicting_an_image_on_the_host_during_its_check_is_no_alarm(shelf, bench, sums):
     a, c = make(shelf, "ac")
     b = bench(gpu=1, host=1)
     stage(b, a)
@@ -325,7 +327,7 @@ LEAST_COMPARED_PER_S = 100
 def churn(b: TiersDriver, refs: list[AdapterRef], seconds: float) -> int:
     """Load, lease, move and evict at random under checks; returns how many were compared.
 
-    Where others compute too it takes longer, up to a minute, for as many as there are to be.
+    On a busy machine it takes up to a minute to reach the wanted number.
     """
     chance, begin_s, compared = random.Random(2), time.monotonic(), 0
     leases, checks = [], b.tiers._checks

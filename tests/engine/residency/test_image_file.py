@@ -1,4 +1,4 @@
-"""Images as files: what is read back is what was packed, and nothing else is taken for an image."""
+"""Image files: an image is read as it was packed, and no other file is accepted."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ OTHER_SHAPES = {
 
 @pytest.fixture
 def written(tmp_path):
-    """Packs an adapter and writes its image: the file, the layout and the image."""
+    """Pack an adapter and write its image; return file, layout and image."""
     shelf = Shelf(tmp_path)
 
     def write(ranks=UNEVEN, dtype=torch.bfloat16, shape=SHAPE, world=1):
@@ -53,7 +53,7 @@ def written(tmp_path):
 @pytest.mark.parametrize("ranks", [everywhere(4), UNEVEN | OUTER, {(1, 3): 64}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_image_and_its_layout_come_back_to_the_bit(written, ranks, dtype, world):
+def test_the_image_and_its_layout_are_read_bit_for_bit(written, ranks, dtype, world):
     shape = BaseShape(
         "llama", 2, hidden=18, intermediate=22, heads=2, kv_heads=1, head_dim=5, vocabulary=40
     )
@@ -68,12 +68,12 @@ def test_the_image_and_its_layout_come_back_to_the_bit(written, ranks, dtype, wo
         assert getattr(file.layout, field) == getattr(layout, field)
 
 
-def test_any_reader_of_safetensors_can_open_it(written):
+def test_any_safetensors_reader_can_open_the_file(written):
     path, _, image = written()
     assert torch.equal(load_file(path)["image"], image)
 
 
-def test_an_image_is_read_to_its_place_among_others(written):
+def test_an_image_is_read_into_its_part_of_the_arena(written):
     path, layout, image = written()
     arena = torch.zeros(3 * layout.elements, dtype=image.dtype)
     middle = arena[layout.elements : 2 * layout.elements]
@@ -82,7 +82,7 @@ def test_an_image_is_read_to_its_place_among_others(written):
     assert arena.count_nonzero() == image.count_nonzero()
 
 
-def test_all_that_an_image_depends_on_changes_its_fingerprint():
+def test_the_fingerprint_depends_on_everything_that_determines_an_image():
     assert OTHER_SHAPES.keys() == {field.name for field in dataclasses.fields(SHAPE)}
     base = (SHAPE, LIMITS, torch.float16, 1)
     changes = [
@@ -100,14 +100,14 @@ def test_all_that_an_image_depends_on_changes_its_fingerprint():
 
 
 @pytest.mark.parametrize("kept", [0, 7, 100, -100, -1])
-def test_a_file_that_was_cut_off_is_refused(written, kept):
+def test_a_truncated_file_is_refused(written, kept):
     path, _, _ = written()
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(AdapterRejected):
         ImageFile.of(path, SHAPE)
 
 
-def test_a_file_that_is_cut_off_after_it_was_opened_is_refused(written):
+def test_a_file_truncated_after_its_opening_is_refused(written):
     path, _, image = written()
     file = ImageFile.of(path, SHAPE)
     path.write_bytes(path.read_bytes()[:-1])
@@ -165,7 +165,7 @@ def test_ranks_that_cannot_be_those_of_the_image_are_refused(written, ranks):
 
 
 @pytest.mark.parametrize("shared_a", [None, "x", "-1", "1 999", "0"])
-def test_places_that_cannot_share_the_matrix_before_are_refused(written, shared_a):
+def test_linears_that_cannot_share_the_preceding_a_are_refused(written, shared_a):
     with pytest.raises(AdapterRejected, match="damaged"):
         ImageFile.of(with_metadata(written, shared_a=shared_a), SHAPE)
 

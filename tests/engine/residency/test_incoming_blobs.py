@@ -1,4 +1,4 @@
-"""Blobs that are packed while another process writes them: nobody's until they are verified."""
+"""Blobs packed while another process writes them: unused until they are verified."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Begin = Callable[..., "Upload"]
 
 
 class Upload:
-    """A blob that a gateway is writing, for tiers that were told of it."""
+    """A blob that a gateway is writing, and of which the tiers know."""
 
     def __init__(self, bench: TiersDriver, ref: AdapterRef, file: Path, blob: bytes) -> None:
         self.bench, self.ref, self.file, self._blob = bench, ref, file, blob
@@ -26,16 +26,16 @@ class Upload:
         bench.tiers.incoming_blobs.begin(ref.digest, file, len(blob))
 
     def write(self, until: float = 1.0) -> None:
-        """Write it up to this share."""
+        """Write the blob up to this share."""
         with self.file.open("ab") as file:
             file.write(self._blob[file.tell() : int(until * len(self._blob))])
 
     def verify(self) -> None:
-        """Put it into the disk cache, as a replica does with a file that is known to be good."""
+        """Move the file into the disk cache, as a replica does with a verified file."""
         os.link(self.file, self.bench.folder / self.ref.digest)
 
     def has_place(self) -> bool:
-        """Whether it is being packed, or is."""
+        """Whether the blob is being packed, or packed."""
         return self.ref.digest in self.bench.tiers._host.digests()
 
     def pin(self) -> None:
@@ -64,7 +64,7 @@ def ended(bench: TiersDriver) -> Callable[[], bool]:
 
 @pytest.fixture
 def no_packing(monkeypatch) -> None:
-    """Loads cannot pack."""
+    """Make packing by loads fail."""
 
     def refuse(*_args: object) -> None:
         raise AssertionError("it was packed once more")
@@ -72,9 +72,7 @@ def no_packing(monkeypatch) -> None:
     monkeypatch.setattr(loader, "pack", refuse)
 
 
-def test_what_was_packed_while_it_came_is_there_once_it_is_verified(
-    shelf, bench, begin, no_packing
-):
+def test_a_blob_packed_while_it_came_is_usable_once_verified(shelf, bench, begin, no_packing):
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a)
     for share in (0.001, 0.1, 0.5, 0.9, 1.0):
@@ -87,7 +85,7 @@ def test_what_was_packed_while_it_came_is_there_once_it_is_verified(
     assert ended(b)()
 
 
-def test_an_image_is_nobodys_until_its_blob_is_verified(shelf, bench, begin):
+def test_an_image_is_unused_until_its_blob_is_verified(shelf, bench, begin):
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a)
     upload.write()
@@ -99,7 +97,7 @@ def test_an_image_is_nobodys_until_its_blob_is_verified(shelf, bench, begin):
     upload.pin()
 
 
-def test_a_blob_that_was_refused_leaves_nothing(shelf, bench, begin):
+def test_a_refused_blob_leaves_nothing(shelf, bench, begin):
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a)
     upload.write()
@@ -110,7 +108,7 @@ def test_a_blob_that_was_refused_leaves_nothing(shelf, bench, begin):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
-def test_a_blob_that_breaks_off_leaves_nothing(shelf, bench, begin, share):
+def test_a_truncated_blob_leaves_nothing(shelf, bench, begin, share):
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a)
     upload.write(share)
@@ -120,7 +118,7 @@ def test_a_blob_that_breaks_off_leaves_nothing(shelf, bench, begin, share):
     b.lease(a).release()
 
 
-def test_a_blob_whose_gateway_was_killed_goes_after_a_while(shelf, bench, begin, monkeypatch):
+def test_a_blob_whose_gateway_was_killed_is_dropped_in_time(shelf, bench, begin, monkeypatch):
     monkeypatch.setattr(incoming_blobs, "LONGEST_S", 0.1)
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a)
@@ -145,7 +143,7 @@ def test_the_image_of_another_file_that_claims_the_digest_is_not_taken(shelf, be
     assert ended(b)()
 
 
-def test_bytes_that_are_no_adapter_leave_nothing_and_their_load_says_why(shelf, bench, begin):
+def test_bytes_that_are_no_adapter_leave_nothing_and_their_load_reports_why(shelf, bench, begin):
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a, b"\xff" * 5000)
     upload.write()
@@ -154,7 +152,7 @@ def test_bytes_that_are_no_adapter_leave_nothing_and_their_load_says_why(shelf, 
     b.lease(a).release()
 
 
-def test_an_adapter_that_is_too_large_takes_no_room(shelf, bench, begin):
+def test_an_adapter_that_is_too_large_takes_no_memory(shelf, bench, begin):
     large = shelf.make("large", everywhere(16))
     b = bench(gpu=2, host=8)
     upload = begin(b, large)
@@ -163,7 +161,7 @@ def test_an_adapter_that_is_too_large_takes_no_room(shelf, bench, begin):
     assert held(b) == 0
 
 
-def test_requests_take_the_room_of_what_is_not_verified(shelf, bench, begin):
+def test_requests_take_the_memory_of_unverified_images(shelf, bench, begin):
     a, c = make(shelf, "ac")
     b = bench(host=1)
     upload = begin(b, a)
@@ -175,7 +173,7 @@ def test_requests_take_the_room_of_what_is_not_verified(shelf, bench, begin):
     upload.pin()
 
 
-def test_pinned_images_do_not_give_way(shelf, bench, begin):
+def test_pinned_images_are_not_evicted_for_incoming_blobs(shelf, bench, begin):
     a, c = make(shelf, "ac")
     b = bench(host=1)
     b.tiers.pin(c, Residency.HOST)
@@ -186,10 +184,10 @@ def test_pinned_images_do_not_give_way(shelf, bench, begin):
     assert b.tiers._host.digests() == [c.digest]
 
 
-def test_few_are_packed_at_once(shelf, bench, begin):
+def test_at_most_two_blobs_are_packed_at_once(shelf, bench, begin):
     refs, b = make(shelf, "acd"), bench()
     uploads = [begin(b, ref) for ref in refs]
-    assert len(b.tiers.incoming_blobs._incoming) == incoming_blobs.AT_ONCE
+    assert len(b.tiers.incoming_blobs._incoming) == incoming_blobs.MAX_CONCURRENT
     for upload in uploads:
         upload.write()
         upload.verify()
@@ -198,7 +196,7 @@ def test_few_are_packed_at_once(shelf, bench, begin):
         b.lease(ref).release()
 
 
-def test_closing_ends_what_is_under_way(shelf, bench, begin):
+def test_closing_ends_packing(shelf, bench, begin):
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a)
     upload.write(0.5)
@@ -209,7 +207,7 @@ def test_closing_ends_what_is_under_way(shelf, bench, begin):
     assert ended(b)()
 
 
-def test_an_adapter_that_is_there_already_is_not_packed(shelf, bench, begin):
+def test_an_adapter_on_the_host_already_is_not_packed(shelf, bench, begin):
     (a,), b = make(shelf, "a"), bench()
     b.load(a, to=Residency.HOST)
     upload = begin(b, a)
@@ -218,7 +216,7 @@ def test_an_adapter_that_is_there_already_is_not_packed(shelf, bench, begin):
     assert b.tiers.residency(a) >= Residency.HOST
 
 
-def test_what_is_to_stay_gets_its_image_on_the_disk(shelf, bench, begin, no_packing):
+def test_the_image_of_a_lasting_adapter_is_written_to_the_disk(shelf, bench, begin, no_packing):
     (a,), b = make(shelf, "a"), bench()
     upload = begin(b, a)
     upload.write()
@@ -230,7 +228,7 @@ def test_what_is_to_stay_gets_its_image_on_the_disk(shelf, bench, begin, no_pack
     b.until(lambda: b.tiers.adapters()[0].image_bytes == SIZE * 4)
 
 
-def test_an_image_that_was_taken_is_evicted_as_any(shelf, bench, begin):
+def test_a_used_image_is_evicted_like_any_other(shelf, bench, begin):
     a, c = make(shelf, "ac")
     b = bench(host=1)
     upload = begin(b, a)

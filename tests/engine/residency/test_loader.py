@@ -1,4 +1,4 @@
-"""Adapters on their way: remote → disk → host → GPU, with sources that hang or fail."""
+"""Loads: remote → disk → host → GPU, with sources that hang or fail."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from lorikeet_engine.residency.disk.cache import DiskCache
 from tests.engine.blobs import SHAPE, everywhere, until
 from tests.engine.residency.tiers_driver import ONE, SIZE, make
 
-# The way to the GPU.
+# Loads to the GPU.
 
 
 def test_an_adapter_moves_up_tier_by_tier_and_arrives_whole(shelf, bench, tmp_path):
@@ -87,10 +87,10 @@ def test_two_versions_of_one_adapter_live_side_by_side(shelf, bench):
     shelf.check(old, b.tiers.weights, first.slot)
 
 
-# Slow things.
+# Slow sources.
 
 
-def test_a_source_that_hangs_stops_only_its_own_adapters(shelf, bench):
+def test_a_hanging_source_delays_only_its_own_adapters(shelf, bench):
     slow, warm, quick = make(shelf, "ABCDEFGHIJ"), make(shelf, "ab"), make(shelf, "cd")
     b = bench(gpu=12)
     b.load(*warm)
@@ -117,7 +117,7 @@ def test_a_source_that_hangs_stops_only_its_own_adapters(shelf, bench):
 
     until(all_leased, b.woken)
     assert not leased & {ref.name for ref in slow[:6]}
-    # The source hangs for ever; a step that waited for it would not come back.
+    # The source hangs for ever; a step that waited for it would not return.
     assert longest_s < 5.0
 
 
@@ -131,7 +131,7 @@ def test_with_every_download_thread_stuck_adapters_on_disk_still_load(shelf, ben
     b.lease(warm[0]).release()
 
 
-def test_pins_that_hang_leave_threads_to_requests(shelf, bench):
+def test_hanging_pins_leave_threads_for_requests(shelf, bench):
     slow, quick = make(shelf, "ABCDEFGHIJKLMNOP"), make(shelf, "a")
     b = bench()
     for ref in slow:
@@ -170,7 +170,7 @@ def test_a_damaged_download_fails_its_adapter_only_and_leaves_nothing(shelf, ben
     assert set(b.report()) == {"b"}
 
 
-def test_a_failure_is_told_once_and_the_next_request_tries_again(shelf, bench):
+def test_a_failure_is_raised_once_and_the_next_request_tries_again(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
     shelf.errors["a"] = ConnectionError("the bucket does not answer")
@@ -183,9 +183,7 @@ def test_a_failure_is_told_once_and_the_next_request_tries_again(shelf, bench):
     assert shelf.fetched == ["a", "a"]
 
 
-def test_what_waits_behind_a_source_that_hangs_does_not_hang_as_long_again(
-    shelf, bench, monkeypatch
-):
+def test_a_load_queued_behind_a_hanging_source_fails_with_it(shelf, bench, monkeypatch):
     monkeypatch.setattr(loader, "_SOURCE_HANGS_S", 0.0)
     refs = make(shelf, "ABCDEFGHIJKLMNOPQRST")
     b, opened = bench(), threading.Event()
@@ -203,7 +201,7 @@ def test_what_waits_behind_a_source_that_hangs_does_not_hang_as_long_again(
     b.load(refs[-1])  # a later request is an attempt of its own
 
 
-def test_what_the_source_refuses_at_once_is_refused_alone(shelf, bench):
+def test_a_fast_failure_fails_no_load_queued_behind_it(shelf, bench):
     refs = make(shelf, "ABCDEFGHIJKLMNOPQRST")
     b = bench()
     for ref in refs:
@@ -214,7 +212,7 @@ def test_what_the_source_refuses_at_once_is_refused_alone(shelf, bench):
     assert len(shelf.fetched) == len(refs)
 
 
-def test_a_tenant_with_many_cold_adapters_keeps_others_waiting_for_one_turn(shelf, bench):
+def test_a_tenant_with_many_cold_adapters_delays_others_by_one_round(shelf, bench):
     names, opened, later = "ABCDEFGHIJKLMNOPQRST", threading.Event(), threading.Event()
     many, other = make(shelf, names), replace(make(shelf, "z")[0], tenant="globex")
     shelf.gates = dict.fromkeys(names, opened)
@@ -236,13 +234,13 @@ needs_memory_files = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason=
 
 
 def full_for(shelf, b, *refs):
-    """Let the disk have no room for these blobs, the next time."""
+    """Make the next download of these blobs find the disk full."""
     for ref in refs:
         (b.folder / f"{ref.digest}.part").symlink_to("/dev/full")
 
 
 @needs_memory_files
-def test_what_a_full_disk_has_no_room_for_is_loaded_past_it(shelf, bench, caplog):
+def test_a_blob_that_a_full_disk_cannot_take_is_loaded_without_the_disk(shelf, bench, caplog):
     refs = make(shelf, "abc")
     b = bench()
     full_for(shelf, b, *refs)
@@ -255,7 +253,7 @@ def test_what_a_full_disk_has_no_room_for_is_loaded_past_it(shelf, bench, caplog
 
 
 @needs_memory_files
-def test_what_came_past_a_full_disk_is_fetched_again_once_it_left_the_host(shelf, bench):
+def test_a_blob_loaded_without_the_disk_is_fetched_again_after_its_eviction(shelf, bench):
     a, other = make(shelf, "ab")
     b = bench(gpu=1, host=1)
     full_for(shelf, b, a)
@@ -267,9 +265,7 @@ def test_what_came_past_a_full_disk_is_fetched_again_once_it_left_the_host(shelf
 
 
 @needs_memory_files
-def test_what_others_take_from_the_disk_again_and_again_is_loaded_past_it(
-    shelf, bench, monkeypatch
-):
+def test_a_blob_that_others_keep_removing_is_loaded_without_the_disk(shelf, bench, monkeypatch):
     (a,) = make(shelf, "a")
 
     def gone(cache, digest):
@@ -281,7 +277,7 @@ def test_what_others_take_from_the_disk_again_and_again_is_loaded_past_it(
 
 
 @needs_memory_files
-def test_a_damaged_blob_is_refused_past_the_disk_too(shelf, bench):
+def test_a_damaged_blob_is_also_refused_without_the_disk(shelf, bench):
     (a,) = make(shelf, "a")
     shelf.spoil.add("a")
     b = bench()
@@ -291,7 +287,7 @@ def test_a_damaged_blob_is_refused_past_the_disk_too(shelf, bench):
 
 
 @needs_memory_files
-def test_past_a_full_disk_one_blob_at_a_time_is_in_memory(shelf, bench, monkeypatch):
+def test_without_the_disk_one_blob_at_a_time_is_in_memory(shelf, bench, monkeypatch):
     refs, at_once, most = make(shelf, "abcd"), [], []
 
     def fetch_to(cache, ref, path, fetch=DiskCache.fetch_to):
@@ -321,7 +317,7 @@ def test_a_failure_says_whether_this_machines_disk_is_the_cause(shelf, bench):
     assert not b.failure(away).own_disk
 
 
-def test_a_failure_tells_its_kind_and_only_the_log_its_insides(shelf, bench, caplog):
+def test_a_failure_names_its_kind_and_only_the_log_has_details(shelf, bench, caplog):
     (a,) = make(shelf, "a")
     shelf.errors["a"] = ConnectionError("no object in /srv/catalog")
     error = bench().failure(a)
@@ -330,7 +326,7 @@ def test_a_failure_tells_its_kind_and_only_the_log_its_insides(shelf, bench, cap
     assert "/srv/catalog" in caplog.text
 
 
-def test_an_untold_failure_is_not_repeated_at_every_request(shelf, bench):
+def test_a_pending_failure_keeps_requests_from_trying_again(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
     shelf.errors["a"] = ConnectionError("no")

@@ -1,4 +1,4 @@
-"""An adapter's image: every matrix at its place, true ranks, the scaling inside B."""
+"""Packing: every matrix at its offset, true ranks, the scaling in B."""
 
 import dataclasses
 import itertools
@@ -45,7 +45,7 @@ def packed(shelf, name, dtype=torch.float32, shape=SHAPE, world=1):
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_matrix_is_where_the_layout_says_with_scaling_in_b(shelf, ranks, stored, dtype):
-    # 7/3 is in no binary format: B must be scaled in float32 and rounded once.
+    # 7/3 is not exact in binary: B must be scaled in float32 and rounded once.
     ref = shelf.make("x", ranks, alpha=7.0 / 3.0, dtype=stored)
     _, layout, image = packed(shelf, "x", dtype)
     shelf.check(ref, LoraWeights(image, layout.rows[None]), 0)
@@ -83,7 +83,7 @@ def test_the_a_matrices_of_a_fused_group_are_neighbours(shelf):
 
 
 @pytest.mark.parametrize("ranks", [everywhere(4), UNEVEN | OUTER, {(1, 3): 4}, {(0, 6): 4}, OUTER])
-def test_each_layer_lies_between_where_it_begins_and_where_the_next_does(shelf, ranks):
+def test_each_layer_lies_between_its_offset_and_the_next(shelf, ranks):
     shelf.make("x", ranks)
     _, layout, _ = packed(shelf, "x")
     ends = (*layout.layers[1:], layout.elements)
@@ -108,7 +108,7 @@ def test_rows_of_linears_without_weights_stay_zero_wherever_the_image_lies(shelf
 
 
 def matrices(layout, image, layer, linear, rank=0):
-    """A [rows, d_in] and B transposed [rank, d_out], as far as they are in a rank's span."""
+    """A [rows, d_in] and transposed B [rank, d_out] of a rank's span."""
     a_at, b_at, lora_rank = layout.rows[layer, linear].tolist()
     kept, span = layout.ranges[rank][linear], image.split(layout.elements)[rank]
     a_elements, b_elements = kept.elements(lora_rank)
@@ -120,7 +120,7 @@ def matrices(layout, image, layer, linear, rank=0):
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("ranks", [everywhere(8), everywhere(7), UNEVEN, UNEVEN | OUTER])
-def test_each_span_holds_its_ranks_part_and_all_are_laid_out_alike(shelf, world, ranks):
+def test_each_span_holds_its_ranks_part_in_the_same_layout(shelf, world, ranks):
     shape = BaseShape(
         "llama", 2, hidden=24, intermediate=20, heads=4, kv_heads=2, head_dim=5, vocabulary=43
     )
@@ -147,7 +147,7 @@ def test_each_span_holds_its_ranks_part_and_all_are_laid_out_alike(shelf, world,
             assert torch.equal(got_b, want_b)
 
 
-def test_of_linears_that_are_stored_as_one_each_is_cut(shelf):
+def test_linears_that_are_stored_as_one_are_divided_separately(shelf):
     shape = BaseShape("phi3", 1, 24, 20, heads=4, kv_heads=2, head_dim=4, vocabulary=43)
     shelf.make("x", {(0, 0): 3, (0, 2): 5}, shape=shape)
     _, *whole = packed(shelf, "x", shape=shape)
@@ -197,7 +197,7 @@ ALIKE = {(layer, linear): 4 for layer in range(12) for linear in range(7)}
 
 
 class CallCounter(TorchDispatchMode):
-    """Counts calls into torch: each lets the interpreter go and waits for it again."""
+    """Counts calls into torch, each of which releases the interpreter lock."""
 
     calls = 0
 
@@ -206,7 +206,7 @@ class CallCounter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_layers_that_are_alike_are_packed_with_few_calls_each(shelf):
+def test_like_layers_are_packed_with_few_calls_each(shelf):
     calls = []
     for layers in (2, 12):
         shape = dataclasses.replace(SHAPE, layers=layers)
@@ -221,7 +221,7 @@ def test_layers_that_are_alike_are_packed_with_few_calls_each(shelf):
 @pytest.mark.parametrize("ranks", [ALIKE, {**ALIKE, (3, 1): 5}, {(1, 0): 3, (9, 0): 3, (10, 0): 3}])
 @pytest.mark.parametrize("together", [1, 40_000, 1 << 24])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_however_many_layers_are_packed_together_the_image_is_the_same(
+def test_the_image_does_not_depend_on_the_number_of_layers_packed_together(
     shelf, monkeypatch, ranks, together, stored
 ):
     monkeypatch.setattr(blob_packing, "_BYTES_TOGETHER", together)
@@ -251,7 +251,7 @@ def test_the_order_of_a_blobs_tensors_and_a_mixture_of_dtypes_do_not_matter(shel
 
 
 @pytest.mark.parametrize("ranks", [ALIKE, ALIKE | {(12, SHAPE.index("lm_head")): 6}])
-def test_a_blob_that_is_being_written_is_packed_as_far_as_it_has_come(shelf, monkeypatch, ranks):
+def test_an_incoming_blob_is_packed_as_far_as_it_has_come(shelf, monkeypatch, ranks):
     monkeypatch.setattr(blob_packing, "_BYTES_TOGETHER", 1)
     ref = shelf.make("x", ranks, shape=TWELVE_LAYERS)
     whole, waits = shelf.blob("x").read_bytes(), []
@@ -291,7 +291,7 @@ def test_threads_that_share_the_layers_pack_the_same_image(shelf, world):
     )
 
 
-def test_of_several_bad_matrices_the_first_is_named_whichever_thread_finds_one(shelf):
+def test_the_first_of_several_bad_matrices_is_named_whichever_thread_finds_one(shelf):
     shape = dataclasses.replace(SHAPE, layers=7)
     shelf.make("x", {(layer, 4): 2 for layer in range(7)}, alpha=1e8, shape=shape)
     spec = read_spec(shelf.blob("x"), shape, LIMITS)
@@ -303,7 +303,7 @@ def test_of_several_bad_matrices_the_first_is_named_whichever_thread_finds_one(s
         assert refused.value.field == "layers.0.gate_proj.lora_B"
 
 
-def test_only_large_blobs_are_shared_and_only_where_torch_has_no_threads(monkeypatch):
+def test_only_large_blobs_use_several_threads_and_only_if_torch_uses_one(monkeypatch):
     monkeypatch.setattr(blob_packing.os, "cpu_count", lambda: 32)
 
     def threads(size_bytes: int, torchs: int) -> int:
@@ -330,7 +330,7 @@ def overwrite(blob, span, values):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_single_value_that_is_no_number_is_refused_by_tensor(shelf, value, dtype):
+def test_a_single_value_that_is_not_finite_is_refused_by_tensor(shelf, value, dtype):
     shelf.make("x", everywhere(4), dtype=torch.bfloat16)
     part = packed(shelf, "x")[0].linears[9]
     overwrite(shelf.blob("x"), part.a, torch.tensor([value], dtype=torch.bfloat16))
@@ -339,7 +339,7 @@ def test_a_single_value_that_is_no_number_is_refused_by_tensor(shelf, value, dty
     assert caught.value.field == part.matrix("A")
 
 
-def test_numbers_whose_sum_overflows_are_taken(shelf):
+def test_finite_values_whose_sum_overflows_are_accepted(shelf):
     shelf.make("x", everywhere(4), dtype=torch.float16)
     part = packed(shelf, "x")[0].linears[9]
     largest = torch.full(part.a.shape, 65504.0, dtype=torch.float16)

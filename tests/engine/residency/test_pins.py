@@ -1,4 +1,4 @@
-"""What is pinned is kept, but never against a request that needs the room."""
+"""Pins keep adapters, but never against a request that needs the memory."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_pins_never_fill_the_arena_against_requests(shelf, bench):
     assert all(pinned for _, _, pinned in (b.report()[ref.name] for ref in refs))
 
 
-def test_what_pins_can_take_is_what_the_largest_request_leaves(shelf, bench):
+def test_pins_can_take_what_the_largest_requested_adapter_leaves(shelf, bench):
     large, *refs = shelf.make("large", everywhere(8)), *make(shelf, "abcd")
     b = bench(gpu=4, host=4)
     assert {tier: pinnable_images(b, tier) for tier in (Residency.GPU, Residency.HOST)} == {
@@ -79,7 +79,7 @@ def test_pins_leave_one_slot_to_requests(shelf, bench):
     b.lease(ref).release()
 
 
-def test_a_pin_on_the_host_gives_way_to_a_request_that_needs_the_room(shelf, bench):
+def test_a_pin_on_the_host_gives_way_to_a_request_that_needs_the_memory(shelf, bench):
     a, b_, large = *make(shelf, "ab"), shelf.make("large", everywhere(12))
     b = bench(gpu=4, host=4)
     for ref in (a, b_):
@@ -101,7 +101,7 @@ def test_a_pin_whose_load_fails_is_tried_again(shelf, bench, monkeypatch):
     assert b.tiers.lease(a) is not None
 
 
-def test_a_failure_that_a_pin_has_overcome_is_forgotten(shelf, bench, monkeypatch):
+def test_a_failure_is_forgotten_once_a_pin_has_loaded_the_adapter(shelf, bench, monkeypatch):
     monkeypatch.setattr(pins, "RETRY_S", 0.1)
     (a,) = make(shelf, "a")
     b = bench()

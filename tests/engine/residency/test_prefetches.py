@@ -1,4 +1,4 @@
-"""A prefetch takes what nobody else wants, once."""
+"""Prefetches take only unneeded capacity, and are tried once."""
 
 import threading
 import time
@@ -17,20 +17,20 @@ def use(b, ref, times=1):
 
 
 def settled(b, *refs, at=Residency.HOST):
-    """Wait until the prefetches of these have had their one try."""
+    """Wait until these prefetches were tried."""
     b.until(lambda: all(b.tiers.residency(ref) >= at for ref in refs))
     b.tiers.advance()
 
 
 def downloading(b, ref):
-    """Step until its download has begun, of which nobody tells the engine."""
+    """Step until the download has begun, which wakes no engine."""
     while ref.name not in b.shelf.fetched:
         b.tiers.advance()
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("tier", [Residency.DISK, Residency.HOST, Residency.GPU])
-def test_it_goes_as_far_as_was_asked(tier, shelf, bench):
+def test_a_prefetch_loads_up_to_its_tier(tier, shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
     b.tiers.prefetch(a, tier)
@@ -40,7 +40,7 @@ def test_it_goes_as_far_as_was_asked(tier, shelf, bench):
         shelf.check(a, b.tiers.weights, b.lease(a).slot)
 
 
-def test_it_goes_on_from_where_the_adapter_is(shelf, bench):
+def test_a_prefetch_starts_from_the_adapters_tier(shelf, bench):
     a, b_ = make(shelf, "ab")
     b = bench()
     b.load(b_)
@@ -50,7 +50,7 @@ def test_it_goes_on_from_where_the_adapter_is(shelf, bench):
     assert shelf.fetched == ["b", "a"]
 
 
-def test_what_was_never_used_takes_free_room_only(shelf, bench):
+def test_a_prefetch_of_a_never_used_adapter_evicts_nothing(shelf, bench):
     used, never = make(shelf, "ab")
     b = bench(gpu=1)
     use(b, used)
@@ -60,7 +60,7 @@ def test_what_was_never_used_takes_free_room_only(shelf, bench):
     assert b.tiers.residency(used) is Residency.GPU
 
 
-def test_it_takes_the_place_of_what_scores_lower(shelf, bench):
+def test_a_prefetch_evicts_an_adapter_with_a_lower_score(shelf, bench):
     often, once = make(shelf, "ab")
     b = bench(gpu=1)
     use(b, often, times=3)
@@ -76,7 +76,7 @@ def test_it_takes_the_place_of_what_scores_lower(shelf, bench):
     assert b.tiers.residency(often) is Residency.GPU
 
 
-def test_every_one_that_would_have_to_go_must_score_lower(shelf, bench):
+def test_a_prefetch_evicts_nothing_unless_all_victims_score_lower(shelf, bench):
     rare, often = make(shelf, "ab")
     large = shelf.make("large", everywhere(8))
     b = bench(gpu=2)
@@ -90,7 +90,7 @@ def test_every_one_that_would_have_to_go_must_score_lower(shelf, bench):
 
 
 @pytest.mark.parametrize("held", ["lease", "guard"])
-def test_what_is_held_stays_whatever_its_score(held, shelf, bench, monkeypatch):
+def test_a_prefetch_never_evicts_a_held_adapter(held, shelf, bench, monkeypatch):
     monkeypatch.setattr(
         "lorikeet_engine.residency.gpu.adapters.GUARD_S", 60.0 if held == "guard" else 0.01
     )
@@ -106,7 +106,7 @@ def test_what_is_held_stays_whatever_its_score(held, shelf, bench, monkeypatch):
         shelf.check(holder, b.tiers.weights, lease.slot)
 
 
-def test_what_is_pinned_stays_whatever_its_score(shelf, bench):
+def test_a_prefetch_never_evicts_a_pinned_adapter(shelf, bench):
     often, pinned, *others = make(shelf, "opxy")
     b = bench(gpu=2)
     use(b, often, times=9)
@@ -119,7 +119,7 @@ def test_what_is_pinned_stays_whatever_its_score(shelf, bench):
     assert b.tiers.residency(pinned) is Residency.GPU
 
 
-def test_it_takes_no_room_while_a_request_waits_for_some_and_is_not_tried_again(shelf, bench):
+def test_a_prefetch_is_given_up_while_a_request_waits_for_gpu_memory(shelf, bench):
     leased, a = make(shelf, "la")
     large = shelf.make("large", everywhere(8))
     b = bench(gpu=2)
@@ -135,7 +135,7 @@ def test_it_takes_no_room_while_a_request_waits_for_some_and_is_not_tried_again(
     assert b.tiers.residency(a) is Residency.HOST
 
 
-def test_it_is_loaded_behind_pins(shelf, bench):
+def test_a_prefetch_is_loaded_after_pins(shelf, bench):
     pinned, a = make(shelf, "pa")
     shelf.gates["p"] = threading.Event()
     b = bench()
@@ -148,7 +148,7 @@ def test_it_is_loaded_behind_pins(shelf, bench):
     assert shelf.fetched == ["p", "a"]
 
 
-def test_it_leaves_the_threads_to_requests(shelf, bench):
+def test_prefetches_leave_threads_for_requests(shelf, bench):
     refs, (wanted,) = make(shelf, "abcdefghijkl"), make(shelf, "w")
     for ref in refs:
         shelf.gates[ref.name] = threading.Event()
@@ -162,7 +162,7 @@ def test_it_leaves_the_threads_to_requests(shelf, bench):
     settled(b, *refs, at=Residency.GPU)
 
 
-def test_it_is_not_loaded_while_a_request_waits_for_room_on_the_host(shelf, bench):
+def test_a_prefetch_is_not_loaded_while_a_request_waits_for_host_memory(shelf, bench):
     leased, first, second, a = make(shelf, "lfsa")
     b = bench(gpu=1, host=1)
     lease = b.lease(leased)
@@ -179,7 +179,7 @@ def test_it_is_not_loaded_while_a_request_waits_for_room_on_the_host(shelf, benc
     settled(b, a, at=Residency.DISK)
 
 
-def test_one_whose_load_fails_is_forgotten(shelf, bench):
+def test_a_prefetch_whose_load_fails_is_forgotten(shelf, bench):
     a, b_ = make(shelf, "ab")
     shelf.errors["a"] = ConnectionError("no")
     b = bench()
@@ -193,7 +193,7 @@ def test_one_whose_load_fails_is_forgotten(shelf, bench):
     use(b, a)  # nor does the failure stand in a request's way
 
 
-def test_only_the_last_ones_asked_for_wait(shelf, bench, monkeypatch):
+def test_the_oldest_waiting_prefetch_is_forgotten_beyond_the_limit(shelf, bench, monkeypatch):
     monkeypatch.setattr(prefetches, "_MAX_WAITING", 2)
     refs = make(shelf, "abcd")
     b = bench()
@@ -203,7 +203,7 @@ def test_only_the_last_ones_asked_for_wait(shelf, bench, monkeypatch):
     assert sorted(shelf.fetched) == ["c", "d"]
 
 
-def test_a_request_makes_its_load_urgent(shelf, bench):
+def test_a_request_makes_a_prefetchs_load_urgent(shelf, bench):
     pinned, a = make(shelf, "pa")
     shelf.gates["a"] = threading.Event()
     b = bench(gpu=2, host=1)
@@ -216,7 +216,7 @@ def test_a_request_makes_its_load_urgent(shelf, bench):
     use(b, a)  # though the host is full of pins, which give way to requests alone
 
 
-def test_a_request_takes_the_load_of_a_disk_pin_further(shelf, bench):
+def test_a_request_extends_the_load_of_a_disk_pin(shelf, bench):
     (a,) = make(shelf, "a")
     shelf.gates["a"] = threading.Event()
     b = bench()
@@ -227,7 +227,7 @@ def test_a_request_takes_the_load_of_a_disk_pin_further(shelf, bench):
     use(b, a)
 
 
-def test_it_is_no_use_of_the_adapter(shelf, bench):
+def test_a_prefetch_does_not_count_as_a_use(shelf, bench):
     used, prefetched, new = make(shelf, "upn")
     b = bench(gpu=2)
     use(b, used)
@@ -242,7 +242,7 @@ def test_it_is_no_use_of_the_adapter(shelf, bench):
     assert b.tiers.residency(used) is Residency.GPU
 
 
-def test_what_is_used_more_elsewhere_takes_the_place_of_what_is_used_less_here(shelf, bench):
+def test_a_prefetch_used_more_elsewhere_evicts_an_adapter_used_less_here(shelf, bench):
     here, elsewhere = make(shelf, "ab")
     b = bench(gpu=1)
     use(b, here, times=3)
@@ -254,7 +254,7 @@ def test_what_is_used_more_elsewhere_takes_the_place_of_what_is_used_less_here(s
     assert b.tiers.residency(here) is Residency.HOST
 
 
-def test_until_it_is_used_it_keeps_its_place_by_that(shelf, bench):
+def test_a_prefetched_adapter_is_scored_by_its_uses_elsewhere(shelf, bench):
     rare, elsewhere, new = make(shelf, "abn")
     b = bench(gpu=2)
     use(b, rare)

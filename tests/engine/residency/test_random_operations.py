@@ -1,4 +1,4 @@
-"""Any order of requests, leases and pins: an adapter is whole, and everybody gets one."""
+"""Random requests, leases and pins: adapters are whole, and every request is served."""
 
 import time
 
@@ -31,7 +31,7 @@ def stocked(tmp_path_factory) -> tuple[Shelf, list[AdapterRef]]:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_a_lease_always_sees_its_adapter_and_everybody_gets_one(
+def test_a_lease_always_has_its_adapter_and_every_request_gets_one(
     steps, gpu, host, stocked, tmp_path_factory
 ):
     shelf, refs = stocked
@@ -84,7 +84,7 @@ def check_all(b: TiersDriver, leases: list[tuple[AdapterRef, Lease]]) -> None:
 
 
 def check_room(adapters: GpuAdapters) -> None:
-    """There is room where nobody uses, has pinned or is about to use what is there."""
+    """Memory is available unless its adapter is leased, pinned, guarded or being copied."""
     now_s = time.monotonic()
     held = [
         resident.layout.elements

@@ -1,4 +1,4 @@
-"""The arenas of several ranks: whatever is placed, evicted and moved, all hold their own images."""
+"""Arenas of several ranks: all hold their own images after any operations."""
 
 import pickle
 from collections import deque
@@ -36,7 +36,7 @@ MOE = BaseShape(
     vocabulary=40,
     experts=3,
 )
-# Adapters' ranks by (layer, linear): all linears, the experts', one of these, attention and router.
+# Adapters' ranks by (layer, linear): all linears, experts', one of these, attention and router.
 OF_EXPERTS = (
     {(layer, linear): 4 for layer in range(2) for linear in range(8)},
     {(layer, linear): 2 for layer in range(2) for linear in (5, 6, 7)},
@@ -65,7 +65,7 @@ class Mail:
         return self._copies.setdefault(copy, RankCopies(len(self.followers)))
 
     def deliver(self) -> None:
-        """Hand over what was sent first, if there is something."""
+        """Deliver the oldest message, if any."""
         if not self._sent:
             return
         for message in pickle.loads(self._sent.popleft()):
@@ -83,7 +83,7 @@ class Mail:
 
 
 class Arenas:
-    """All ranks' arenas, and the leader's account of what is in them."""
+    """All ranks' arenas, and the leader's slot pool."""
 
     def __init__(
         self, world: int, host: torch.Tensor, elements: int, rows: tuple[int, int], slots: int
@@ -108,7 +108,7 @@ class Arenas:
         self.leader.run(ReadsEnd(slot), self.pool.free(slot))
 
     def settle(self) -> list[DeviceArena]:
-        """Let everything arrive, whole; the arenas by rank, whose tables are equal."""
+        """Deliver all messages and finish all copies; return the arenas by rank."""
         self.mail.deliver_all()
         for copy, image in self._copies:
             copy.event.synchronize()
@@ -120,7 +120,10 @@ class Arenas:
 
 
 def steps_of(place: st.SearchStrategy) -> st.SearchStrategy:
-    """What is to be done, in which order; place: how what is placed is chosen."""
+    """Random sequences of operations.
+
+    place: draws the arguments of a placement.
+    """
     return st.lists(
         st.one_of(
             st.tuples(st.just("place"), place),
@@ -134,7 +137,7 @@ def steps_of(place: st.SearchStrategy) -> st.SearchStrategy:
 
 @given(steps_of(st.lists(SIZES, min_size=LAYERS, max_size=LAYERS)))
 @settings(max_examples=80, deadline=None)
-def test_all_arenas_equal_the_images_whatever_was_placed_evicted_and_moved(steps):
+def test_all_arenas_hold_their_images_after_any_placement_eviction_and_move(steps):
     host = torch.arange(1.0, HOST + 1)
     arenas, live, begin = Arenas(WORLD, host, ARENA, (LAYERS, 7), SLOTS), {}, 0
     for what, given_ in steps:
@@ -157,7 +160,7 @@ def test_all_arenas_equal_the_images_whatever_was_placed_evicted_and_moved(steps
 
 @pytest.fixture(scope="module", params=[2, 4])
 def experts(request, tmp_path_factory):
-    """How many ranks there are, a host arena with adapters of experts, and each one's parts."""
+    """Number of ranks, a host arena with adapters of experts, and each rank's parts of them."""
     shelf, world, made = Shelf(tmp_path_factory.mktemp("blobs")), request.param, []
     for number, ranks in enumerate(OF_EXPERTS):
         ref = shelf.make(f"{number}", ranks, alpha=7.0, shape=MOE)
@@ -172,7 +175,7 @@ def experts(request, tmp_path_factory):
 
 
 def part_of(linear: int, a: torch.Tensor, b: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """A and B, transposed, of a linear as a rank is to have them."""
+    """A and transposed B of a linear that a rank should have."""
     name, heads = MOE.linears[linear].name, min(world, MOE.kv_heads)
     if name in ("o_proj", "down_proj"):
         a = a.chunk(world, dim=-1)[rank]
@@ -211,7 +214,7 @@ def test_all_arenas_hold_their_ranks_part_of_every_expert(experts, steps):
                     assert torch.equal(got, want.flatten())
 
 
-def test_a_copy_is_over_once_it_is_in_all_ranks():
+def test_a_copy_is_over_once_all_ranks_have_copied():
     host = torch.arange(1.0, 129.0)
     arenas = Arenas(2, host, ARENA, (LAYERS, 7), SLOTS)
     placement = arenas.pool.place(layout_of(64, *[0] * (LAYERS - 1)))
@@ -229,8 +232,8 @@ def test_a_copy_is_over_once_it_is_in_all_ranks():
         lambda arena, host: arena.copy(host, (Piece(ARENA - 32, 0, 64),)),
     ],
 )
-def test_what_fails_in_the_leaders_arena_alone_is_the_end_of_all_ranks(harm):
-    """Else its followers would go on with other adapters than it has."""
+def test_an_error_in_the_leaders_arena_alone_ends_all_ranks(harm):
+    """Otherwise the followers would continue with other adapters than the leader."""
     host = torch.arange(1.0, 129.0)
     arenas = Arenas(2, host, ARENA, (LAYERS, 7), SLOTS)
     with pytest.raises(DeviceLost, match="out of step"):

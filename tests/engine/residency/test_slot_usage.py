@@ -1,4 +1,4 @@
-"""Whose slots are leased for how long, and for whom they are filled."""
+"""Tenants' use of slots: leased time, and loads."""
 
 import random
 from collections import defaultdict
@@ -36,7 +36,7 @@ def taken(usage):
     return {(use.tenant, use.ref): use.leased_s for use in usage.take()}
 
 
-def test_leases_of_one_tenant_that_overlap_count_once(usage, clock):
+def test_overlapping_leases_of_one_tenant_count_once(usage, clock):
     usage.leased(ACME)
     clock.now_s += 2
     usage.leased(ACME)
@@ -48,7 +48,7 @@ def test_leases_of_one_tenant_that_overlap_count_once(usage, clock):
     assert taken(usage) == {ACME: 9.0}
 
 
-def test_tenants_who_share_an_adapter_share_its_time(usage, clock):
+def test_tenants_that_share_an_adapter_share_its_time(usage, clock):
     usage.leased(ACME)
     clock.now_s += 2
     usage.leased(GLOBEX)
@@ -61,7 +61,7 @@ def test_tenants_who_share_an_adapter_share_its_time(usage, clock):
     assert taken(usage) == {ACME: 4.0, GLOBEX: 10.0}
 
 
-def test_what_was_taken_is_not_taken_again_though_it_goes_on(usage, clock):
+def test_a_continuing_lease_reports_each_second_once(usage, clock):
     usage.leased(ACME)
     clock.now_s += 2
     assert taken(usage) == {ACME: 2.0}
@@ -71,7 +71,7 @@ def test_what_was_taken_is_not_taken_again_though_it_goes_on(usage, clock):
     assert taken(usage) == {}
 
 
-def test_the_parts_of_all_tenants_are_the_time_that_slots_were_leased(usage, clock):
+def test_the_shares_of_all_tenants_add_up_to_the_leased_time(usage, clock):
     rng, open_, leased_s = random.Random(7), [], defaultdict(float)
     taken_s = 0.0
     uses = [SlotUser(tenant, ref) for tenant in "xyz" for ref in (A, B)]
@@ -91,7 +91,7 @@ def test_the_parts_of_all_tenants_are_the_time_that_slots_were_leased(usage, clo
     assert taken_s == pytest.approx(sum(leased_s.values()))
 
 
-def test_a_load_is_whose_request_came_first(shelf, bench):
+def test_a_load_counts_for_the_first_tenant_that_requested_it(shelf, bench):
     b, (ref,) = bench(), make(shelf, "a")
     b.tiers.request(ref, "acme")
     b.tiers.request(ref, "globex")
@@ -103,7 +103,7 @@ def test_a_load_is_whose_request_came_first(shelf, bench):
     assert second.leased_s > 0
 
 
-def test_what_nobody_asked_for_is_nobodys_load(shelf, bench):
+def test_a_load_without_a_request_counts_for_no_tenant(shelf, bench):
     b, (ref,) = bench(), make(shelf, "a")
     b.tiers.prefetch(ref, uses=1.0)
     b.until(lambda: b.gpu.used_bytes > 0)

@@ -27,7 +27,7 @@ LONG = 100_000  # loads
 
 
 class Pool(SlotPool):
-    """A pool, and an arena that does at once what it says."""
+    """A pool, and an arena that runs its commands at once."""
 
     def __init__(self, elements: int, count: int, layers: int) -> None:
         super().__init__(elements, count)
@@ -58,7 +58,7 @@ def pool_of(elements: int = TOTAL, count: int = 7, layers: int = LAYERS) -> Pool
 
 
 def layout_of(*sizes: int) -> PackedLayout:
-    """In each layer A and B of half its size each; nothing in a layer of size 0."""
+    """A and B of half a layer's size each; no matrices in a layer of size 0."""
     rows = torch.zeros(len(sizes), 7, 3, dtype=torch.int64)
     begins = (0, *itertools.accumulate(sizes[:-1]))
     for layer, (size, begin) in enumerate(zip(sizes, begins, strict=True)):
@@ -77,7 +77,7 @@ def layout_of(*sizes: int) -> PackedLayout:
 
 
 def whole(elements: int) -> PackedLayout:
-    """All in the first layer, so that it cannot be cut."""
+    """All matrices in the first layer, so that the image cannot be split."""
     return layout_of(elements, *[0] * (LAYERS - 1))
 
 
@@ -91,7 +91,7 @@ def fill(pool: Pool, layout: PackedLayout, seed: int) -> tuple[int, torch.Tensor
 
 
 def image_of(pool: Pool, slot: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """What the table finds for a slot, layer by layer, and where in the arena it lies."""
+    """Elements that the table finds for a slot, layer by layer, and their offsets."""
     found, spans = [], []
     for a_at, b_at, rank in pool.weights.table[slot, :, 0].tolist():
         if rank:
@@ -144,7 +144,7 @@ def test_blocks_never_overlap_and_none_is_lost(steps):
 
 
 def holes_beside(taken: Sequence[tuple[int, int]], begin: int = 0, end: int = 64) -> list[int]:
-    """The sizes of the holes between some blocks."""
+    """Sizes of the holes between blocks."""
     line = ["."] * 64
     for offset, size in taken:
         line[offset : offset + size] = "x" * size
@@ -153,7 +153,7 @@ def holes_beside(taken: Sequence[tuple[int, int]], begin: int = 0, end: int = 64
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=12), st.integers(1, 30))
 @settings(max_examples=200, deadline=None)
-def test_the_cheapest_range_holds_what_is_asked_for_among_the_fewest_elements(layout, size):
+def test_the_cheapest_range_has_enough_free_and_the_fewest_used_elements(layout, size):
     blocks, taken = FreeList(64), []
     for length, kept in layout:
         offset = blocks.allocate(length)
@@ -179,7 +179,7 @@ def test_the_cheapest_range_holds_what_is_asked_for_among_the_fewest_elements(la
     assert blocks.free == 64 - sum(length for _, length in kept_blocks)
 
 
-def test_a_block_comes_from_the_smallest_hole_that_takes_it():
+def test_a_block_is_allocated_in_the_smallest_hole_that_fits():
     blocks = FreeList(100)
     first, kept, second = (blocks.allocate(size) for size in (30, 10, 12))
     blocks.allocate(48)
@@ -194,7 +194,7 @@ def test_a_block_comes_from_the_smallest_hole_that_takes_it():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9999)), max_size=50))
 @settings(max_examples=200, deadline=None)
-def test_every_image_survives_whatever_is_placed_evicted_and_moved(steps):
+def test_every_image_survives_any_placement_eviction_and_move(steps):
     pool, live = pool_of(), {}
     for seed, (place, number) in enumerate(steps):
         sizes = [16 * (number // 6**layer % 6) for layer in range(LAYERS)]
@@ -214,7 +214,7 @@ def test_every_image_survives_whatever_is_placed_evicted_and_moved(steps):
         check(pool, live)
 
 
-def test_an_image_is_cut_between_layers_rather_than_that_another_moves():
+def test_an_image_is_split_between_layers_before_others_are_moved():
     pool = pool_of()
     placed = [fill(pool, whole(64), seed) for seed in range(5)]
     for slot, _ in placed[::2]:
@@ -225,7 +225,7 @@ def test_an_image_is_cut_between_layers_rather_than_that_another_moves():
     assert pool.moved_elements == 0
 
 
-def test_an_image_lies_in_one_piece_where_a_hole_takes_it():
+def test_an_image_lies_in_one_piece_if_a_hole_fits():
     pool = pool_of()
     placed = [fill(pool, whole(size), seed) for seed, size in enumerate((96, 16, 128, 16, 64))]
     for slot, _ in placed[::2]:
@@ -234,7 +234,7 @@ def test_an_image_lies_in_one_piece_where_a_hole_takes_it():
     assert [block.numel() for block in pool.blocks(slot)] == [96]
 
 
-def test_holes_are_closed_where_that_moves_least_and_only_when_none_takes_a_layer():
+def test_compaction_moves_least_and_only_if_no_hole_fits_a_layer():
     pool = pool_of()
     sizes = (32, 64, 48, 32, 48, 64, 32)  # every other one will be a hole
     placed = [fill(pool, whole(size), seed) for seed, size in enumerate(sizes)]
@@ -252,8 +252,8 @@ def test_holes_are_closed_where_that_moves_least_and_only_when_none_takes_a_laye
     check(pool, dict(placed[1::2]))
 
 
-def test_an_arena_that_is_told_the_same_lies_the_same():
-    """As other processes' would: what they are told is plain data."""
+def test_the_same_commands_give_the_same_arena():
+    """Commands are plain data, so a follower's arena can repeat them."""
     pool, follower = pool_of(count=12), arena_of(TOTAL, 12, LAYERS)
     chance, live, moved = random.Random(3), [], 0
 
@@ -279,7 +279,7 @@ def test_an_arena_that_is_told_the_same_lies_the_same():
 @pytest.mark.parametrize(
     ("leased", "left", "moved"), [("b", "bew", 0), ("bd", "bdw", 64), ("bde", "bdew", 64)]
 )
-def test_what_may_go_goes_rather_than_that_others_move(leased, left, moved):
+def test_evictable_adapters_are_evicted_before_others_are_moved(leased, left, moved):
     pool, clock = pool_of(), itertools.count()
     adapters = GpuAdapters(pool, pool.arena, LeastRecentlyUsed(), lambda: float(next(clock)))
 
@@ -290,14 +290,14 @@ def test_what_may_go_goes_rather_than_that_others_move(leased, left, moved):
     for name in "abcde":
         place(name, 64)
     leases = [adapters.lease(name) for name in leased]
-    place("w", 128)  # in the places of a and c, which are used least, there is room but no hole
+    place("w", 128)  # a and c, the least used, leave enough memory but no hole that fits
     assert sorted(resident.ref.name for resident in adapters.snapshot()) == list(left)
     assert pool.moved_elements == moved
     assert all(leases)
 
 
-def test_nothing_moves_in_an_arena_of_many_sizes_and_little_of_it_is_empty():
-    """Whoever leaves is drawn at random; adapters of ranks 4 to 256, a quarter on q and v alone."""
+def test_images_of_many_sizes_fill_the_arena_without_moves():
+    """Random victims; adapters of ranks 4 to 256, a quarter on q and v alone."""
 
     class Chance:
         def score(self, _use) -> float:
@@ -330,7 +330,7 @@ def test_a_block_that_moves_onto_itself_is_not_torn(gap, buffer, monkeypatch):
     assert pool.weights.table[slot, 0, 0, 0].item() == 0
 
 
-def test_slots_are_as_limited_as_elements():
+def test_placement_needs_a_free_slot():
     pool = pool_of(count=2)
     fill(pool, whole(16), 1)
     slot, _ = fill(pool, whole(16), 2)
@@ -341,7 +341,7 @@ def test_slots_are_as_limited_as_elements():
 
 @pytest.mark.parametrize("loads", [2000, pytest.param(LONG, marks=pytest.mark.soak)])
 def test_no_memory_is_ever_stranded(loads):
-    """Adapters of ranks 4 to 256, a quarter of them on q and v alone, in and out at random."""
+    """Random loads of adapters of ranks 4 to 256, a quarter on q and v alone."""
     layers, per_rank, chance, live = 8, {True: 2, False: 12}, random.Random(5), {}
     noise = torch.randint(127, (loads + layers * 256 * 12,), dtype=torch.int8)
     pool = pool_of(elements=300_000, count=200, layers=layers)

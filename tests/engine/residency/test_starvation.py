@@ -1,7 +1,6 @@
-"""However busy other adapters are, and however full every tier, a request gets its adapter in time.
+"""No starvation: a request gets its adapter in time, however busy the others and full the tiers.
 
-The real engine and tiers with a tiny model; loads are done between two steps, and the clock counts
-steps.
+Real engine and tiers with a tiny model; loads run between two steps, and the clock counts steps.
 """
 
 from collections import Counter
@@ -78,7 +77,7 @@ class Rush:
         self._now_s += STEP_S
 
     def passed_until(self, *names: str) -> int:
-        """How many requests of busy adapters end until one of each of these has."""
+        """Number of busy adapters' requests that end before one request of each of these does."""
         before = sum(self.ended[name] for name in self.busy)
         for _ in range(150 * len(names)):
             if all(self.ended[name] for name in names):
@@ -101,7 +100,7 @@ def rush(tmp_path):
 
 
 def busy_with(rush: Rush, *names: str) -> Rush:
-    """Let them run until they hold leases at all times."""
+    """Run the busy adapters until they hold leases at all times."""
     rush.busy = names
     for _ in range(30):
         rush.step()
@@ -127,14 +126,14 @@ def test_ranks_that_leave_no_time_give_way_as_well(rush):
     assert MAX_OVERTAKES // 2 < one.passed_until("c") < 2 * MAX_OVERTAKES
 
 
-def test_one_that_needs_the_place_of_all_others_gets_it(rush):
+def test_an_adapter_that_needs_all_memory_gets_it(rush):
     one = busy_with(rush(gpu=2), "a", "b")
     one.ref("large", rank=4)
     one.submit("large")
     assert one.passed_until("large") < 2 * MAX_OVERTAKES
 
 
-def test_a_pinned_adapter_is_no_way_round(rush):
+def test_pinned_adapters_cannot_bypass_a_waiting_one(rush):
     one = rush(gpu=3)
     one.engine.pin(one.ref("p"), Residency.GPU)
     while one.engine.residency(one.ref("p")) is not Residency.GPU:
@@ -146,7 +145,7 @@ def test_a_pinned_adapter_is_no_way_round(rush):
 
 
 @pytest.mark.parametrize("host", [100, 1])
-def test_many_that_wait_get_in_one_after_another(rush, host):
+def test_many_waiting_adapters_are_served_one_after_another(rush, host):
     one = busy_with(rush(gpu=2, host=host), "a", "b")
     names = [f"w{n}" for n in range(4)]
     for name in names:
@@ -155,7 +154,7 @@ def test_many_that_wait_get_in_one_after_another(rush, host):
 
 
 @pytest.mark.parametrize("host", [100, 1])
-def test_newcomers_with_adapters_of_their_own_do_not_starve_it(rush, host):
+def test_newcomers_with_other_adapters_do_not_starve_a_waiting_one(rush, host):
     one = busy_with(rush(gpu=2, host=host), "a", "b")
     one.submit("c")
     newcomers = 0

@@ -1,4 +1,4 @@
-"""What tiers count: loads by where they were from, failures, evictions, what each tier holds."""
+"""Statistics of tiers: loads and their times, failures, evictions, content."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_a_cold_adapter_makes_three_loads_and_one_from_the_host_makes_one(bench,
     assert all(seconds.total > 0 for seconds in here.tiers.loads().values())
 
 
-def test_what_stays_on_the_disk_is_a_load_from_remote_alone(bench, shelf):
+def test_a_pin_to_disk_counts_only_a_load_from_remote(bench, shelf):
     here = bench()
     (a,) = make(shelf, "a")
     here.tiers.pin(a, DISK)
@@ -34,7 +34,7 @@ def test_what_stays_on_the_disk_is_a_load_from_remote_alone(bench, shelf):
     assert loads(here) == {"remote": 1, "disk": 0, "host": 0}
 
 
-def test_a_load_that_fails_is_counted_as_that_and_as_nothing_else(bench, shelf):
+def test_a_failed_load_counts_only_as_a_failure(bench, shelf):
     here = bench()
     a, b = make(shelf, "ab")
     shelf.errors["a"] = OSError("the connection was reset")
@@ -44,7 +44,7 @@ def test_a_load_that_fails_is_counted_as_that_and_as_nothing_else(bench, shelf):
     assert loads(here) == {"remote": 1, "disk": 1, "host": 1}
 
 
-def test_each_tier_says_what_it_holds_has_room_for_and_has_evicted(bench, shelf):
+def test_each_tier_reports_content_capacity_and_evictions(bench, shelf):
     here = bench(gpu=2, host=3)
     refs = make(shelf, "abcd")
     for ref in refs:
@@ -92,7 +92,7 @@ def test_an_adapter_leaves_the_disk_with_its_last_file(bench, shelf):
     assert here.tiers.status()[DISK].evictions == gone
 
 
-def test_costs_are_those_given_until_something_is_measured():
+def test_unmeasured_costs_are_the_defaults():
     assert LoadTimes().costs() == LoadCosts()
 
 
@@ -112,7 +112,7 @@ def test_a_load_of_the_mean_size_takes_the_mean_time():
     )
 
 
-def test_the_mean_follows_what_loads_take_now():
+def test_the_mean_follows_recent_loads():
     hop = Hop()
     for _ in range(3):
         hop.add(1.0, 1000)
@@ -122,7 +122,7 @@ def test_the_mean_follows_what_loads_take_now():
     assert hop.size_bytes == pytest.approx(4000, rel=0.01)
 
 
-def test_every_hop_that_an_adapter_takes_is_measured(shelf, bench):
+def test_every_hop_of_a_load_is_measured(shelf, bench):
     a, b_ = make(shelf, "ab")
     b, times = bench(), {}
     b.lease(a).release()

@@ -1,4 +1,4 @@
-"""Tiers of a few adapters' size, stepped by hand."""
+"""Driver for tests: tiers of a few adapters' size, stepped by hand."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ SIZE = elements(ONE)  # of an adapter of rank 4, elements
 
 
 class TiersDriver:
-    """Tiers of a few adapters' size, stepped by hand as an engine would."""
+    """Tiers of a few adapters' size, stepped as an engine would."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class TiersDriver:
         return caught[0]
 
     def image(self, ref: AdapterRef) -> Path:
-        """The image's file, once it is there."""
+        """Wait for the image's file, and return its path."""
         end_s = time.monotonic() + 10.0
         while not self.tiers._disk.has_image(ref.digest):
             assert time.monotonic() < end_s, f"nobody wrote the image of {ref}"
@@ -111,14 +111,14 @@ class TiersDriver:
 
 
 def finish_sums(tiers: Tiers) -> None:
-    """Wait for the sums that are being computed, which take less than steps until the next ones."""
+    """Wait for pending sums; in an engine they are finished before the next check."""
     under_way = tiers._checks._under_way
     if under_way is not None:
         wait([under_way.totals], 10)
 
 
 def put(gpu: GpuAdapters, ref: AdapterRef, layout: PackedLayout) -> None:
-    """Bring an adapter of zeros to the GPU, where there must be room for it."""
+    """Place an adapter of zeros on the GPU, which must have memory for it."""
     zeros = torch.zeros(layout.elements)
     image = PackedImage(layout, zeros, layer_sums(zeros, layout.layers))
     copy = gpu.place(ref, image, LoadReason.PIN)

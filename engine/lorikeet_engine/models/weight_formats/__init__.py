@@ -1,4 +1,4 @@
-"""How checkpoints store weights that are quantised, and how those are read."""
+"""Formats in which checkpoints store quantised linears, and their readers."""
 
 from collections.abc import Iterable
 
@@ -11,9 +11,9 @@ from lorikeet_engine.models.weight_formats.protocol import WeightFormat
 
 
 def weight_format(stored: QuantizedLinears, names: Iterable[str]) -> WeightFormat:
-    """What reads linears that are stored so.
+    """Choose the reader of a format. Raises ModelError if no linear is stored in this format.
 
-    names: of all tensors. Raises ModelError where none is of this format.
+    names: names of all tensors.
     """
     found = _format(stored)
     if not any(name.endswith(found.marks) for name in names):

@@ -12,23 +12,26 @@ from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.weight_formats.protocol import PartReader
 
-# What belongs to activations: these are not rounded with fixed scales here.
+# Fixed scales of activations, which are not used: activations get a scale for each token.
 UNUSED = (".input_scale", ".output_scale", ".activation_scale", ".q_scale", ".prob_scale")
-# As compressed-tensors, AutoFP8 and ModelOpt call it; as transformers and DeepSeek.
+# Names of compressed-tensors, AutoFP8 and ModelOpt; and of transformers and DeepSeek.
 _SCALES = (".weight_scale", ".weight_scale_inv")
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """Linears of FP8, each with a tensor of scales, or inverse ones of what it was divided by."""
+    """Linears of FP8, each with a tensor of scales.
+
+    The scales multiply the stored numbers, under the name weight_scale_inv too.
+    """
 
     stored: QuantizedLinears
     marks: ClassVar[tuple[str, ...]] = _SCALES
 
     def block(self, cuts: Sequence[Cut]) -> tuple[int, int] | None:
-        """Height and width of blocks with a scale each, into which what is kept divides evenly.
+        """Return height and width of the largest blocks that divide stored blocks and kept parts.
 
-        The same for all processes that share linears evenly; None where rows have scales.
+        Equal in all processes that share linears evenly. None: rows have scales.
         """
         if self.stored.block is None:
             return None
@@ -45,9 +48,11 @@ class Fp8:
     def scales(
         self, weight: str, cut: Cut, block: tuple[int, int] | None, parts: PartReader
     ) -> torch.Tensor:
-        """The scales of what is kept of a weight, float32, as Fp8Rows has them; block: block's.
+        """Read the scales of the kept part of a weight, float32, in Fp8Rows' layout.
 
-        A matrix's one scale is that of all its rows. Raises ModelError.
+        The single scale of a matrix is repeated for all rows. Raises ModelError.
+
+        block: result of `block`.
         """
         d_out, d_in = cut.matrix_shape
         if self.stored.block is None or block is None:
@@ -65,7 +70,7 @@ class Fp8:
         ]
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """The weight's exact values, [d_out, d_in], in float32. Raises ModelError."""
+        """Return the weight's exact values [d_out, d_in] in float32. Raises ModelError."""
         values = parts.part(weight, "F8_E4M3", d_out, d_in)
         block, whole = self.stored.block, Cut.whole(d_out, d_in)
         return Fp8Rows(values, self.scales(weight, whole, block, parts), block).floats()

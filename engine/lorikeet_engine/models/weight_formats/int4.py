@@ -1,4 +1,4 @@
-"""AWQ's and GPTQ's 4-bit integers: w = scale · (q − zero), which a group of inputs shares.
+"""AWQ's and GPTQ's 4-bit integers: w = scale · (q − zero), shared by groups of inputs.
 
 AWQ: Lin et al. 2024 (arXiv 2306.00978), stored as AutoAWQ's "gemm" version stores it. GPTQ:
 Frantar et al. 2023 (arXiv 2210.17323), stored as AutoGPTQ and GPTQModel store it.
@@ -14,24 +14,25 @@ from lorikeet_engine.errors import ModelError
 from lorikeet_engine.models.weight_formats.protocol import PartReader
 
 _PER_INTEGER = 8  # of 32 bits
-_ONES = 0x11111111  # 1 in each of them
-# AutoAWQ's kernels unpack two halves of an integer at once: these are the columns of its nibbles.
+_ONES = 0x11111111  # 1 in each nibble
+# Columns of an integer's nibbles, in an order that suits AutoAWQ's kernels, which unpack two halves
+# at once.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """Linears of 4-bit integers, eight in one of 32 bits.
+    """Linears of 4-bit integers, eight packed in 32 bits.
 
-    In AWQ's these are eight outputs of one input, in an order of their own; in GPTQ's eight inputs
-    of one output.
+    AWQ packs eight outputs of one input, in the order _AWQ_COLUMNS; GPTQ packs eight inputs of one
+    output.
     """
 
     stored: QuantizedLinears
     marks: ClassVar[tuple[str, ...]] = (".qweight",)
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """The weight [d_out, d_in] in the dtype of its scales. Raises ModelError."""
+        """Return the weight [d_out, d_in] in the dtype of its scales. Raises ModelError."""
         path, group = weight.removesuffix(".weight"), self.stored.group or d_in
         if d_out % _PER_INTEGER or d_in % group or group % _PER_INTEGER:
             raise ModelError(
@@ -49,16 +50,17 @@ class Int4:
         else:
             packed = parts.part(f"{path}.qweight", "I32", d_in // _PER_INTEGER, d_out)
             levels = _nibbles(packed).transpose(1, 2).reshape(d_in, d_out)
-            # less one of all eight at once: GPTQModel borrows from the next for a zero point of 0
+            # Stored less one, by a subtraction from the whole integer: for a zero point of 0
+            # GPTQModel borrows from the next nibble. The addition undoes both.
             zeros = _nibbles(packed_zeros + _ONES * self.stored.zeros_less_one).flatten(1)
             group_of = _group_of(f"{path}.g_idx", d_in, groups, parts)
-        # exact in float32, so rounded once, as the scales' dtype's own product is
+        # exact in float32, so rounded once, as a product in the scales' dtype would be
         product = scales.float()[group_of] * (levels - zeros[group_of])
         return product.to(scales.dtype).t()
 
 
 def _group_of(name: str, d_in: int, groups: int, parts: PartReader) -> torch.Tensor:
-    """GPTQ's group of each input [d_in]: with desc_act they were dealt out by their weight."""
+    """Read GPTQ's group of each input [d_in]; with desc_act, groups are not in input order."""
     group_of = parts.part(name, "I32", d_in).long()
     if not group_of.is_meta and bool(((group_of < 0) | (group_of >= groups)).any()):
         raise ModelError(
@@ -68,13 +70,13 @@ def _group_of(name: str, d_in: int, groups: int, parts: PartReader) -> torch.Ten
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] int32 to [rows, columns, 8] int32, the lowest bits first."""
+    """Unpack [rows, columns] int32 → [rows, columns, 8] int32, the lowest bits first."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     return (packed[..., None] >> shifts) & 15
 
 
 def _awq_columns(packed: torch.Tensor) -> torch.Tensor:
-    """[rows, columns / 8] int32 to [rows, columns] int32."""
+    """Unpack AWQ's [rows, columns / 8] int32 → [rows, columns] int32."""
     nibbles = _nibbles(packed)
     out = torch.empty_like(nibbles)
     out[..., list(_AWQ_COLUMNS)] = nibbles

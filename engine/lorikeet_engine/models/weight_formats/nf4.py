@@ -1,8 +1,8 @@
-"""NF4, the 4-bit format of QLoRA (Dettmers et al. 2023, §3 and appendix E), as bitsandbytes has it.
+"""NF4, the 4-bit format of QLoRA (Dettmers et al. 2023, §3 and appendix E), as in bitsandbytes.
 
-A matrix is a row of blocks of 64 weights, each the nearest of 16 levels times the block's largest
-magnitude (absmax). Double quantisation stores these magnitudes less their mean in 8 bits, in blocks
-of 256 with a float32 magnitude each.
+A matrix is a sequence of blocks of 64 weights. A weight is the nearest of 16 levels times its
+block's largest magnitude (absmax). Double quantisation subtracts the mean from these magnitudes and
+stores them in 8 bits, in blocks of 256 with a float32 magnitude each.
 """
 
 import json
@@ -30,13 +30,12 @@ _LEVELS = (
 
 
 class Nf4:
-    """Linears as bitsandbytes saves them: two levels a byte, the first in its high half."""
+    """Linears as bitsandbytes saves them: two levels in a byte, the first in the high half."""
 
     marks: ClassVar[tuple[str, ...]] = (f".weight{_STATE}",)
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """The weight [d_out, d_in] in the dtype that it was quantised from, which bitsandbytes
-        computes with.
+        """Return the weight [d_out, d_in] in the dtype before quantisation, as bitsandbytes does.
 
         Raises ModelError.
         """
@@ -66,7 +65,10 @@ class Nf4:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What bitsandbytes keeps as JSON beside a weight; nested_blocksize 0: magnitudes as floats."""
+    """JSON that bitsandbytes stores beside a weight.
+
+    nested_blocksize: block of double quantisation; 0: magnitudes are floats.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -93,9 +95,9 @@ class _State:
 
 
 def round_to_nf4(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as an NF4 checkpoint of it would have it, in blocks of 64, doubly quantised.
+    """Round a weight to NF4 in blocks of 64, with double quantisation, and dequantise it.
 
-    weight: [d_out, d_in], any float dtype, which the result has too.
+    weight [d_out, d_in], any float dtype → the same shape and dtype.
     """
     flat = weight.float().view(-1)
     levels = torch.tensor(_LEVELS, device=weight.device)
@@ -110,14 +112,14 @@ def round_to_nf4(weight: torch.Tensor) -> torch.Tensor:
 def _blockwise(
     levels: torch.Tensor, codes: torch.Tensor, magnitudes: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """levels[codes], each block of them times its magnitude: float32, as many as codes."""
+    """Return levels[codes], each block times its magnitude, float32."""
     return levels[codes.long()] * magnitudes.repeat_interleave(block)[: len(codes)]
 
 
 def _nearest(
     values: torch.Tensor, levels: torch.Tensor, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest levels' indices [values], int64, and the blocks' magnitudes [blocks]."""
+    """Return the indices of the nearest levels [values] int64, and the magnitudes [blocks]."""
     padded = F.pad(values, (0, -len(values) % block)).view(-1, block)
     magnitudes = padded.abs().amax(dim=1)
     scaled = (padded * (1 / magnitudes.clamp(min=1e-38))[:, None]).clamp(-1, 1).view(-1)
@@ -125,10 +127,11 @@ def _nearest(
 
 
 def _eight_bit_levels() -> torch.Tensor:
-    """The 256 levels of the dynamic tree data type (Dettmers 2015, arXiv 1511.04561), rising.
+    """Return the 256 levels of the dynamic tree data type (Dettmers 2015, arXiv 1511.04561).
 
-    Of each decade from 1e-6 to 1 the midpoints of 1, 2, 4 … 64 equal parts between a tenth of it
-    and all of it, with both signs; and 0 and 1.
+    For the decades from 1e-6 to 1, the range from a tenth of the decade to the decade is cut into
+    1, 2, 4 … 64 equal parts, whose midpoints are levels, with both signs. 0 and 1 are levels too.
+    Levels are in ascending order.
     """
     positive = []
     for decade in range(7):

@@ -31,7 +31,7 @@ _PART = ".part"
 _LOCK = ".lock"
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _ABANDONED_S = 3600.0
-_NEW_S = 10.0
+_TRIM_GRACE_S = 10.0
 """Seconds in which a new file is not trimmed, so that its writer can pin it."""
 
 
@@ -97,7 +97,7 @@ class DiskCache:
         """
         if self._index.bytes > self.budget_bytes:
             with self._exclusive():
-                self._evict(used_before_ns=time.time_ns() - int(1e9 * _NEW_S))
+                self._evict(used_before_ns=time.time_ns() - int(1e9 * _TRIM_GRACE_S))
 
     def status(self) -> TierStatus:
         """Return contents as of the last `changed`, capacity, and evictions by this process."""

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 LONGEST_S = 10.0
 """Seconds for a blob to come and be verified; one that takes longer is packed afterwards."""
-AT_ONCE = 2
-_LOOK_S = 0.005
+MAX_CONCURRENT = 2
+_POLL_S = 0.005
 _CLOSING_S = 2.0
 
 
@@ -41,7 +41,7 @@ class ArrivedImage(NamedTuple):
     packed_s: float
 
 
-class _LeftError(Exception):
+class _DroppedError(Exception):
     """Signals that the blob is not packed while it comes."""
 
 
@@ -64,18 +64,18 @@ class _IncomingBlob:
         self.image: ArrivedImage | None = None
 
     def wait_for(self, descriptor: int, end: int) -> None:
-        """Wait until `end` bytes have come. Raises _LeftError if no more will."""
+        """Wait until `end` bytes have come. Raises _DroppedError if no more will."""
         while True:
             status = os.fstat(descriptor)
             if self.dropped or not status.st_nlink or time.monotonic() > self.due_s:
-                raise _LeftError
+                raise _DroppedError
             if status.st_size >= end:
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 class IncomingBlobs:
-    """Packing of incoming blobs into the host arena, AT_ONCE at most. Thread-safe."""
+    """Packing of incoming blobs into the host arena, MAX_CONCURRENT at most. Thread-safe."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class IncomingBlobs:
         size_bytes: of the complete blob.
         """
         with self._lock:
-            full = self._closed or len(self._incoming) >= AT_ONCE
+            full = self._closed or len(self._incoming) >= MAX_CONCURRENT
             if full or digest in self._incoming:
                 return
             blob = self._incoming[digest] = _IncomingBlob(file, size_bytes)
@@ -146,7 +146,7 @@ class IncomingBlobs:
         try:
             with blob.file.open("rb", buffering=0) as file:
                 self._pack(digest, blob, file.fileno())
-        except (_LeftError, AdapterError, OSError) as error:  # the later load reports the fault
+        except (_DroppedError, AdapterError, OSError) as error:  # the later load reports the fault
             log.info("incoming_blob_left", extra={"digest": digest, "error": repr(error)})
         except Exception:
             log.exception("incoming_blob_failed")
@@ -177,7 +177,7 @@ class IncomingBlobs:
             file = Path(f"/proc/self/fd/{descriptor}")
             sums = pack(file, spec, layout, out, arrived=arrived)
             packed_s = time.thread_time() - began_s
-            while not blob.wanted.wait(_LOOK_S):
+            while not blob.wanted.wait(_POLL_S):
                 arrived(blob.size_bytes)
         except BaseException:
             self._host.abandon(digest)

@@ -12,7 +12,7 @@ from lorikeet_engine.residency.disk.cache import DiskCache
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
 class DiskWatcher:
@@ -32,7 +32,7 @@ class DiskWatcher:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(_LOOK_S):
+        while not self._closed.wait(_POLL_S):
             try:
                 self._look()
             except OSError as error:  # the next look may succeed

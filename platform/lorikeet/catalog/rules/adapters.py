@@ -1,7 +1,7 @@
-"""What each operation on adapters and pins changes, given the state: pure functions that refuse
-what cannot be.
+"""Rules of operations on adapters: versions, aliases, shares and retirement.
 
-All return the changes to commit together; none at all when the state already is as wanted.
+Pure functions of the state. Each returns the changes to commit together, none if the state already
+is as wanted, or raises the error that refuses the operation.
 """
 
 from collections.abc import Sequence
@@ -37,13 +37,14 @@ def register(
     alias: str | None = None,
     since: int | None = None,
 ) -> Changes:
-    """Add a version with these facts, unless a usable one holds the same blob.
+    """Add a version with these facts, unless a usable version holds the same blob.
 
-    alias: points to it from then on. An adapter's only usable version becomes prod by itself.
-    shared None leaves it as it is. since: the entry of the log after which it was decided; None:
-    just now.
-    Raises UnknownTenant, and Conflict beyond the tenant's limits, or where the adapter was retired
-    since.
+    An adapter's only usable version becomes prod.
+    shared: open the adapter to every tenant; None keeps the present setting.
+    alias: alias to point to the version.
+    since: number of the log entry that the caller's decision was based on; None: the newest.
+    Raises UnknownTenant, and Conflict beyond the tenant's limits, or if the adapter was retired
+    after `since`.
     """
     state.tenant(tenant)
     record = state.find(tenant, name) or AdapterRecord(tenant, name)
@@ -69,9 +70,12 @@ def register(
 def promote(
     state: CatalogState, tenant: str, name: str, version: int, alias: str, expect: int | None
 ) -> Changes:
-    """Point an alias to a usable version. Raises UnknownModel, Conflict."""
+    """Point an alias to a usable version. Raises UnknownModel, Conflict.
+
+    expect: version that the alias must point to; None: any.
+    """
     record = state.adapter(tenant, name)
-    _usable(record, version)
+    _check_usable(record, version)
     _check_expected(record, alias, expect)
     if record.aliases.get(alias) != version:
         return (AliasMoved(tenant=tenant, name=name, alias=alias, version=version),)
@@ -83,12 +87,13 @@ def promote(
 def give_share(
     state: CatalogState, tenant: str, name: str, share: AliasShare, alias: str, expect: int | None
 ) -> Changes:
-    """Give a fraction of an alias's requests to a usable version that it does not point to.
+    """Give a share of an alias's requests to a usable version that it does not point to.
 
+    expect: version that the alias must point to; None: any.
     Raises UnknownModel, NotFound, Conflict.
     """
     record = state.adapter(tenant, name)
-    _usable(record, share.version)
+    _check_usable(record, share.version)
     _check_expected(record, alias, expect)
     if _pointed(record, alias) == share.version:
         raise Conflict(
@@ -105,9 +110,10 @@ def give_share(
 def rollback(
     state: CatalogState, tenant: str, name: str, alias: str, expect: int | None
 ) -> Changes:
-    """Take an alias's share back, or else point it to the usable version it pointed to before.
+    """End an alias's share, or else point the alias to its previous version that is usable.
 
-    Raises NotFound, Conflict.
+    expect: version that the alias must point to; None: any.
+    Raises UnknownModel, NotFound, Conflict.
     """
     record = state.adapter(tenant, name)
     _check_expected(record, alias, expect)
@@ -125,7 +131,7 @@ def rollback(
 
 
 def retire(state: CatalogState, tenant: str, name: str, version: int | None) -> Changes:
-    """Retire one version, or with None the adapter. Raises UnknownModel, Conflict."""
+    """Retire a version, or the adapter if `version` is None. Raises UnknownModel, Conflict."""
     record = state.adapter(tenant, name)
     if version is None:
         return () if record.retired else (AdapterRetired(tenant=tenant, name=name),)
@@ -141,7 +147,7 @@ def retire(state: CatalogState, tenant: str, name: str, version: int | None) -> 
 
 
 def known_version(record: AdapterRecord, number: int) -> VersionRecord:
-    """The version of this number, retired or not. Raises UnknownModel."""
+    """Return the version with this number, retired or not. Raises UnknownModel."""
     version = record.version(number)
     if version is None:
         raise UnknownModel(
@@ -150,7 +156,7 @@ def known_version(record: AdapterRecord, number: int) -> VersionRecord:
     return version
 
 
-def _usable(record: AdapterRecord, number: int) -> None:
+def _check_usable(record: AdapterRecord, number: int) -> None:
     if known_version(record, number).retired:
         raise Conflict(
             f"{record.label}@{number} is retired: {usable_versions(record)}", param="version"
@@ -164,7 +170,7 @@ def _pointed(record: AdapterRecord, alias: str) -> int:
 
 
 def usable_versions(record: AdapterRecord) -> str:
-    """Say which versions and aliases an adapter has, for an error's remedy."""
+    """Format an adapter's usable versions and aliases for an error message."""
     usable = [str(version.version) for version in record.versions if not version.retired]
     aliases = [f"{alias} → {at}" for alias, at in sorted(record.aliases.items())]
     return f"it has versions {', '.join(usable) or '(none)'}, aliases {', '.join(aliases) or '-'}"

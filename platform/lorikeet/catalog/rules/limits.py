@@ -1,6 +1,6 @@
-"""What an admin settles with a tenant, or of a key: limits, and how it weighs against others.
+"""Options of tenants and keys: limits, weights and priorities, and their allowed values.
 
-Options are what one decision names; what it leaves out stays as it is. None takes a limit away.
+An option that a change does not give keeps its value. None removes a limit.
 """
 
 import re
@@ -15,18 +15,18 @@ from lorikeet.errors import InvalidInput
 
 LONGEST_BURST_S = 86400
 LONGEST_LIFE_S = 3650 * 86400
-"""The longest life of a key or a pin that expires."""
+"""Longest life of a key or a pin that expires, in seconds."""
 LONGEST_KEY_NAME = 64  # characters
 HIGHEST_PRIORITY = 1000
-"""The highest priority of a key or a pin; the lowest is -1000, and 0 the default."""
+"""Highest priority of a key or a pin; the lowest is -1000, the default 0."""
 LIGHTEST, HEAVIEST = 0.001, 1000.0
 _MOST_PATTERNS = 16
 _PATTERN = re.compile(r"[a-z0-9._*-]{1,64}")
-_LARGEST = 10**15  # exact as a float too, which some clients read
+_LARGEST = 10**15  # exact as a float too, as some clients parse numbers
 
 
 class LimitOptions(TypedDict, total=False):
-    """Some of Limits, of a tenant or of a key."""
+    """Options that tenants and keys have in common; see Limits."""
 
     requests_per_min: int | None
     tokens_per_min: int | None
@@ -37,7 +37,7 @@ class LimitOptions(TypedDict, total=False):
 
 
 class TenantOptions(LimitOptions, total=False):
-    """Some of what TenantRecord says beside its name."""
+    """Options of a tenant; see TenantRecord."""
 
     tokens_per_month: int | None
     weight: float
@@ -49,13 +49,13 @@ class TenantOptions(LimitOptions, total=False):
 
 
 class KeyLimitOptions(LimitOptions, total=False):
-    """What may change of a key."""
+    """Options of a key that may change."""
 
     priority: int
 
 
 class KeyOptions(KeyLimitOptions, total=False):
-    """What a key may begin with. expires: Unix seconds. adapters: as KeyRecord's."""
+    """Options of a new key; see KeyRecord."""
 
     name: str
     expires: float | None
@@ -68,20 +68,20 @@ _OF_LIMITS = frozenset(each.name for each in fields(Limits))
 
 
 def with_options(record: Record, options: Mapping[str, Any]) -> Record:
-    """The record under these options."""
+    """Return the record with these options set."""
     limits = {name: value for name, value in options.items() if name in _OF_LIMITS}
     own = {name: value for name, value in options.items() if name not in _OF_LIMITS}
     return replace(record, limits=replace(record.limits, **limits), **own)
 
 
 def options_of(record: TenantRecord | KeyRecord) -> dict[str, Any]:
-    """The record's options, but for those that are as in every new record."""
+    """Return the options of a record that differ from the defaults."""
     names = (TenantOptions if isinstance(record, TenantRecord) else KeyOptions).__annotations__
     return _said(record.limits, names) | _said(record, names)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Whether each makes sense by itself; see check_key_options. Raises InvalidInput."""
+    """Raise InvalidInput unless each option has an allowed value; see also check_key_options."""
     for name, value in options.items():
         want = _unmet(name, value)
         if want is not None:
@@ -91,9 +91,9 @@ def check_options(options: Mapping[str, Any]) -> None:
 def check_publish_options(
     tenant: str | None, scopes: Collection[Scope], adapters: Collection[str]
 ) -> None:
-    """Whether a key of these scopes may push adapters of these patterns. Raises InvalidInput.
+    """Raise InvalidInput unless scopes and adapter patterns of a new key fit together.
 
-    A publish key is a tenant's, has no other scope, and has patterns; other keys have none.
+    A publish key belongs to a tenant, has no other scope and has patterns; other keys have none.
     """
     if Scope.PUBLISH not in scopes:
         if adapters:
@@ -119,7 +119,7 @@ def check_publish_options(
 
 
 def check_may_have_limits(tenant: str | None, options: Mapping[str, Any]) -> None:
-    """Whether a key of this tenant may have limits: an admin's has none. Raises InvalidInput."""
+    """Raise InvalidInput if an admin's key (tenant None) is given limits."""
     if tenant is None and (
         limits := sorted(KeyLimitOptions.__annotations__.keys() & options.keys())
     ):
@@ -127,9 +127,10 @@ def check_may_have_limits(tenant: str | None, options: Mapping[str, Any]) -> Non
 
 
 def check_key_options(tenant: str | None, options: KeyOptions, now: float) -> None:
-    """Whether a key of this tenant, or with None of an admin, may begin with these.
+    """Raise InvalidInput unless a new key may have these options.
 
-    now: Unix seconds. Raises InvalidInput.
+    tenant: owner of the key; None for an admin's key.
+    now: Unix seconds.
     """
     check_options(options)
     check_may_have_limits(tenant, options)
@@ -138,7 +139,11 @@ def check_key_options(tenant: str | None, options: KeyOptions, now: float) -> No
 
 
 def check_expiry(expires: float | None, now: float) -> None:
-    """Whether a key or a pin may end then; None is never. Unix seconds. Raises InvalidInput."""
+    """Raise InvalidInput unless a key or a pin may expire then.
+
+    expires: Unix seconds; None: never.
+    now: Unix seconds.
+    """
     if expires is not None and not now < expires <= now + LONGEST_LIFE_S:
         raise InvalidInput(
             f"expires={expires}: want a time to come, within {LONGEST_LIFE_S // 86400} days",
@@ -147,9 +152,9 @@ def check_expiry(expires: float | None, now: float) -> None:
 
 
 def check_text(text: str, longest: int, param: str) -> None:
-    """Whether people may say this: it is shown in terminals, so nothing that would steer one.
+    """Raise InvalidInput unless a text is printable and at most `longest` characters.
 
-    longest: in characters. Raises InvalidInput.
+    Terminals show the text, so control characters are refused.
     """
     if len(text) > longest or not text.isprintable():
         raise InvalidInput(
@@ -158,7 +163,7 @@ def check_text(text: str, longest: int, param: str) -> None:
 
 
 def _unmet(name: str, value: Any) -> str | None:
-    """What a value would have to be, if it is not."""
+    """Return the allowed values of an option as text; None if the value is allowed."""
     match name:
         case "weight":
             fine = LIGHTEST <= value <= HEAVIEST

@@ -1,4 +1,4 @@
-"""What pins keep: the versions that they name now, and what those take."""
+"""Versions that pins select, and the bytes that they take of a tenant's pin budget."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lorikeet_engine.adapter import AdapterRef
 class PinnedVersion:
     """A version that a pin keeps.
 
-    image_bytes: what it takes on each GPU of a replica, for each of which the host has as much.
+    image_bytes: bytes on each GPU of a replica; the host holds as much for each GPU.
     """
 
     ref: AdapterRef
@@ -23,9 +23,10 @@ class PinnedVersion:
 
 
 def versions_kept(state: CatalogState, pin: PinRecord | Pinned) -> tuple[PinnedVersion, ...]:
-    """All that a pin names now; none if what it names is retired.
+    """Return the usable versions that a pin selects now.
 
-    While an alias shares its requests, both versions. Of a tenant, the oldest adapter first.
+    An alias with a share selects both versions. A tenant's adapters come in order of age, oldest
+    first.
     """
     if pin.name is not None:
         record = state.find(pin.tenant, pin.name)
@@ -40,14 +41,15 @@ def versions_kept(state: CatalogState, pin: PinRecord | Pinned) -> tuple[PinnedV
 
 
 def charged_bytes(kept: Iterable[PinnedVersion]) -> int:
-    """What a tenant is charged: every image once, however many pins and replicas keep it."""
+    """Sum the bytes of distinct images: each counts once for all pins and replicas."""
     return sum({version.ref.digest: version.image_bytes for version in kept}.values())
 
 
 def check_budget(state: CatalogState, change: Pinned, now: float) -> None:
-    """Whether a tenant's pins stay within its budget with this one. now: Unix seconds.
+    """Raise Conflict if a pin takes its tenant's pins beyond the budget.
 
-    A change that does not add to what is pinned is always fine. Raises Conflict, UnknownTenant.
+    A change that does not add pinned bytes is always allowed. Raises UnknownTenant too.
+    now: Unix seconds.
     """
     budget = state.tenant(change.tenant).pin_budget_bytes
     if budget is None:

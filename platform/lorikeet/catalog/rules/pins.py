@@ -1,4 +1,4 @@
-"""What a pin may say: how near, how many, how urgent, for how long and why."""
+"""Rules of pins: their options and the operations that set and remove them."""
 
 from typing import TypedDict, Unpack
 
@@ -15,7 +15,7 @@ LONGEST_REASON = 200  # characters
 
 
 class PinOptions(TypedDict, total=False):
-    """What a pin may say; see PinRecord. What it does not say is as Pinned has it."""
+    """Options of a pin; see PinRecord. An option that is not given has its default in Pinned."""
 
     selector: str
     tier: Residency
@@ -26,7 +26,11 @@ class PinOptions(TypedDict, total=False):
 
 
 def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinOptions]) -> Pinned:
-    """A pin that makes sense by itself. now: Unix seconds. Raises InvalidInput."""
+    """Build the change that sets a pin. Raises InvalidInput if an option is not allowed.
+
+    name: adapter; None pins all adapters of the tenant.
+    now: Unix seconds.
+    """
     change = Pinned(tenant=tenant, name=name, **options)
     check_name(tenant, "tenant")
     if name is not None:
@@ -50,8 +54,9 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
 
 
 def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
-    """Set the pin of an adapter or a tenant. now: Unix seconds.
+    """Set the pin of an adapter or a tenant.
 
+    now: Unix seconds.
     Raises UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
     """
     if change.name is not None:
@@ -66,7 +71,7 @@ def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
 
 
 def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
-    """Take the pin of an adapter or a tenant away. Raises NotFound."""
+    """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound."""
     if state.pin_of(tenant, name) is None:
         raise NotFound(f"{tenant if name is None else f'{tenant}/{name}'!r} is not pinned")
     return (Unpinned(tenant=tenant, name=name),)

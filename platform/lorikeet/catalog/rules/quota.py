@@ -1,4 +1,4 @@
-"""How much of the catalog a tenant may take: its usable adapters, and their bytes."""
+"""Quota of a tenant: number of its usable adapters, and their bytes in the store."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,18 @@ from lorikeet.errors import Conflict
 
 @dataclass(frozen=True, slots=True)
 class QuotaUsage:
-    """A tenant's usable adapters, and the blobs of their usable versions, each once."""
+    """Usage of a tenant's quota.
+
+    adapters: number of usable adapters.
+    total_bytes: blobs of their usable versions, each blob once.
+    """
 
     adapters: int
     total_bytes: int
 
 
 def quota_usage(state: CatalogState, tenant: str) -> QuotaUsage:
-    """Return the adapters and bytes that a tenant uses of its quota."""
+    """Return the usage of a tenant's quota."""
     usable = [record for record in state.adapters(tenant) if not record.retired]
     blobs = {
         version.digest: version.size_bytes
@@ -30,7 +34,7 @@ def quota_usage(state: CatalogState, tenant: str) -> QuotaUsage:
 
 
 def check_quota(state: CatalogState, tenant: str, changes: Sequence[Change]) -> None:
-    """Raise Conflict if these changes of a tenant's adapters go beyond its limits.
+    """Raise Conflict if changes of a tenant's adapters exceed its quota.
 
     Changes that add nothing are always allowed. Raises UnknownTenant too.
     """

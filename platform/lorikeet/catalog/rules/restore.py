@@ -1,4 +1,4 @@
-"""Undoing a retirement: what changes bring back what was there. Pure functions."""
+"""Rules of restoring: pure functions that return the changes which undo a retirement."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ from lorikeet.errors import Conflict
 
 
 def restore_version(state: CatalogState, tenant: str, name: str, number: int) -> Changes:
-    """Make one version usable again; if it is the only one it becomes prod.
+    """Make one version usable again; the only usable version becomes prod.
 
     Raises UnknownModel, and Conflict beyond the tenant's limits.
     """
@@ -34,7 +34,10 @@ def restore_version(state: CatalogState, tenant: str, name: str, number: int) ->
 
 
 def retired_at(record: AdapterRecord) -> int:
-    """The entry that retired it as a whole, which alone can be restored so. Raises Conflict."""
+    """Return the number of the log entry that retired the whole adapter.
+
+    Raises Conflict if the adapter is not retired as a whole.
+    """
     if not record.retired or record.retired_at is None:
         raise Conflict(
             f"{record.label} is not retired: to restore one version, name it "
@@ -46,9 +49,12 @@ def retired_at(record: AdapterRecord) -> int:
 def restore_adapter(
     state: CatalogState, before: AdapterRecord, pin: PinRecord | None, now: float
 ) -> Changes:
-    """Bring an adapter back as it was `before` it was retired, with its pin if that lasts still.
+    """Restore an adapter to its record before the retirement.
 
-    Raises Conflict when it is not retired, and beyond the tenant's limits.
+    before: record of the adapter before its retirement.
+    pin: pin of the adapter at that time, restored unless it has expired.
+    now: Unix seconds.
+    Raises Conflict if the adapter is not retired, and beyond the tenant's limits.
     """
     retired_at(state.adapter(before.tenant, before.name))
     changes = tuple(_changes(before, pin if pin and not pin.expired(now) else None))

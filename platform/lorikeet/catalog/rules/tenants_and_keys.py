@@ -1,4 +1,4 @@
-"""What each operation on tenants and keys changes; see adapters.py."""
+"""Rules of operations on tenants and keys: pure functions that return the changes to commit."""
 
 from collections.abc import Collection
 from typing import cast
@@ -25,7 +25,7 @@ from lorikeet.errors import Conflict
 
 
 def create_tenant(state: CatalogState, name: str, options: TenantOptions) -> Changes:
-    """Make a tenant with these options. Raises Conflict."""
+    """Create a tenant with these options. Raises Conflict if the name is taken."""
     if state.tenant_state(name) is not None:
         raise Conflict(
             f"there already is a tenant {name!r}: `lorikeet tenants limit` sets its limits",
@@ -36,20 +36,20 @@ def create_tenant(state: CatalogState, name: str, options: TenantOptions) -> Cha
 
 
 def limit_tenant(state: CatalogState, change: TenantOptionsSet) -> Changes:
-    """Change some of a tenant's options. Raises UnknownTenant."""
+    """Change the given options of a tenant. Raises UnknownTenant."""
     record = state.tenant(change.tenant)
     return () if with_options(record, change.options) == record else (change,)
 
 
 def create_key(state: CatalogState, change: KeyCreated, options: KeyOptions) -> Changes:
-    """Make a key with these options. Raises UnknownTenant."""
+    """Create a key with these options. Raises UnknownTenant."""
     if change.tenant is not None:
         state.tenant(change.tenant)
     return (change, KeyOptionsSet(id=change.id, options=options)) if options else (change,)
 
 
 def limit_key(state: CatalogState, change: KeyOptionsSet) -> Changes:
-    """Change some of a key's limits. Raises UnknownKey, InvalidInput, Conflict when revoked."""
+    """Change the given limits of a key. Raises UnknownKey, InvalidInput, Conflict if revoked."""
     key = state.key(change.id)
     check_may_have_limits(key.tenant, change.options)
     if key.revoked:
@@ -60,16 +60,18 @@ def limit_key(state: CatalogState, change: KeyOptionsSet) -> Changes:
 def rotate_key(
     state: CatalogState, key_id: str, new_id: str, new_sha256: str, now: float, overlap_s: float
 ) -> Changes:
-    """Make a key like another, which expires after the overlap if it does not do so sooner.
+    """Replace a key by a copy with another secret and a full lifetime of the same length.
 
-    The new key lives as long as the old one was to. now: Unix seconds. Raises UnknownKey, Conflict.
+    now: Unix seconds.
+    overlap_s: seconds after which the old key expires, unless it expires sooner.
+    Raises UnknownKey, Conflict.
     """
     key = state.key(key_id)
     if key.replaced_by is not None:
         raise Conflict(f"{key_id} was rotated already: rotate {key.replaced_by}", param="id")
     if key.revoked or key.expired(now):
         raise Conflict(
-            f"{key_id} is valid no more: make a new one (`lorikeet keys create`)", param="id"
+            f"{key_id} is no longer valid: make a new one (`lorikeet keys create`)", param="id"
         )
     options = cast("KeyOptions", options_of(key))
     until = now + overlap_s
@@ -80,13 +82,13 @@ def rotate_key(
     made = KeyCreated(id=new_id, tenant=key.tenant, scopes=scopes, sha256=new_sha256)
     changes = [*create_key(state, made, options)]
     changes.append(KeyReplaced(id=key_id, by=new_id, expires=until))
-    if overlap_s == 0:  # at once, also where a gateway's clock is behind
+    if overlap_s == 0:  # at once, even if a gateway's clock is behind
         changes.append(KeyRevoked(id=key_id))
     return changes
 
 
 def revoke_key(state: CatalogState, key_id: str) -> Changes:
-    """Make a key invalid, unless nobody could administer then. Raises UnknownKey, Conflict."""
+    """Revoke a key. Raises UnknownKey, and Conflict for the last admin's key without expiry."""
     if state.key(key_id).revoked:
         return ()
     if state.admin_keys() == {key_id}:
@@ -100,5 +102,5 @@ def revoke_key(state: CatalogState, key_id: str) -> Changes:
 
 
 def in_order(scopes: Collection[Scope]) -> tuple[Scope, ...]:
-    """Each scope once, by its name."""
+    """Return each scope once, in order of name."""
     return tuple(sorted(set(scopes), key=lambda scope: scope.value))
