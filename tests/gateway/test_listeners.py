@@ -1,4 +1,4 @@
-"""Paths that a gateway's two listeners serve; start and end of the admin listener."""
+"""Paths that a gateway's two listeners pass on, and start and end of the admin listener."""
 
 import asyncio
 import http.client
@@ -20,7 +20,7 @@ from lorikeet.gateway.listeners import AdminListener, PublicListener
 from tests.gateway.conftest import listening
 from tests.waiting import eventually
 
-# A connection per request: a kept connection would stay with the first gateway.
+# Each request comes on a connection of its own, or would stay with the gateway it met first.
 CLIENT = httpx.Client(headers={"connection": "close"}, timeout=30)
 PUBLIC = ("/healthz", "/readyz", "/health", "/v1/models", "/v1/a/b")
 NOT_PUBLIC = (
@@ -36,7 +36,7 @@ def address() -> Address:
 
 
 def application(name: str) -> FastAPI:
-    """Return an application that answers any path, after `wait_s`, with `name` and body size."""
+    """Answers any path: with its name, the size of the body, and after how long it was told to."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.add_middleware(RequestMiddleware)
     add_error_handlers(app)
@@ -52,7 +52,7 @@ def application(name: str) -> FastAPI:
 
 @contextmanager
 def gateway(name: str, address: Address) -> Iterator[str]:
-    """Run a gateway with both listeners; yield the URL of the public one."""
+    """A gateway with both listeners; the address of its public one."""
     app = application(name)
     AdminListener(address).open_with(app)
     with listening(PublicListener(app)) as url:
@@ -75,7 +75,7 @@ def test_tenants_reach_nothing_else(address: Address) -> None:
 
 
 def raw_get(url: str, path: str) -> tuple[int, bytes, list[str]]:
-    """Send a path unnormalised; return status, body and request ids of the answer."""
+    """The answer to a path that is sent as it stands."""
     connection = http.client.HTTPConnection(httpx.URL(url).netloc.decode())
     connection.request("GET", path)
     answer = connection.getresponse()
@@ -148,7 +148,7 @@ def test_an_ending_gateway_finishes_its_requests_and_its_successor_takes_new_one
 
 
 def until_connected(address: Address) -> None:
-    """Wait until a connection to the address is established."""
+    """Until somebody's connection to it is established."""
     from psutil import CONN_ESTABLISHED, Process
 
     while not any(

@@ -1,9 +1,9 @@
-"""HTTP listeners of a gateway: one for tenants, one for operators.
+"""The two HTTP listeners of a gateway: one for tenants, one for operators.
 
-Tenants connect to Serve's HTTP port; behind it, PublicListener wraps the gateway's application
-(gateway/app.py) and passes on only tenants' paths. Operators and Prometheus connect to
-AdminListener, which serves the whole application in the gateway's own process. A public proxy
-therefore needs no rules to hide the admin API.
+Tenants' requests arrive through Serve's HTTP port, behind which the gateway wraps its application
+(gateway/app.py) in PublicListener. Requests of operators and Prometheus arrive at AdminListener, a
+socket of the gateway's own process that serves the whole application. A public proxy never forwards
+to that socket, so it needs no rules about admin paths.
 """
 
 import asyncio
@@ -26,16 +26,15 @@ from lorikeet.retry_after import FULL_GATEWAY_S
 log = logging.getLogger(__name__)
 
 _PROBES = (LIVENESS, *READINESS)
-_LAST_REQUESTS_S = 20
-"""Seconds that requests in progress have to finish when the gateway ends."""
+_LAST_REQUESTS_S = 20  # time for requests to finish when the gateway ends
 
 
 class PublicListener:
-    """ASGI wrapper that serves only tenants' paths (`/v1/*`) and probes; other paths are not found.
+    """ASGI wrapper that passes on tenants' paths, `/v1/*`, and probes; any other path is a 404.
 
-    max_requests: concurrent requests beyond which all but probes are refused; None: no limit. Must
-        be below Serve's limit for this gateway: at Serve's limit health checks wait too, and load
-        balancers would take the gateway out of service.
+    max_requests: most requests at once, beyond which all but probes are refused; None: no limit.
+        Less than the number that Serve sends this gateway at once: at Serve's own limit health
+        checks would queue too, and load balancers would drop the gateway.
     """
 
     def __init__(self, app: ASGIApp, max_requests: int | None = None) -> None:
@@ -47,7 +46,7 @@ class PublicListener:
         add_error_handlers(self._nothing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request for a public path; answer any other with 404."""
+        """Pass a public path on; answer 404 to any other."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -66,13 +65,12 @@ class PublicListener:
 
 
 class AdminListener:
-    """Listener for operators, at an address that the gateways of one host share (SO_REUSEPORT).
+    """A listener at an address that the gateways of one host share (SO_REUSEPORT).
 
-    The kernel gives each connection to one of the listening gateways, so in a rolling update a new
-    gateway starts before the old one has ended. The constructor binds the address, so that a start
-    fails early; connections are accepted only once the application has started.
-
-    Raises InvalidSetting if the address cannot be bound.
+    The kernel gives each connection to one of the listening gateways, so that in a rolling update a
+    new gateway need not wait for the old one to end. The constructor binds the address, so that a
+    start fails early, and raises InvalidSetting if it cannot. No connection is accepted before the
+    application runs.
     """
 
     def __init__(self, address: Address) -> None:
@@ -80,7 +78,7 @@ class AdminListener:
         self._socket = _bind(address)
 
     def open_with(self, app: FastAPI) -> None:
-        """Serve `app` from the end of its startup until its shutdown, as part of its lifespan."""
+        """Accept connections between the application's startup and shutdown."""
         running = app.router.lifespan_context
 
         @asynccontextmanager
@@ -95,10 +93,10 @@ class AdminListener:
         server = _Server(
             uvicorn.Config(
                 app,
-                lifespan="off",  # Serve runs the application's lifespan
+                lifespan="off",  # the application runs already
                 access_log=False,
                 log_config=None,
-                log_level=logging.CRITICAL,  # exceptions in logs may quote a prompt
+                log_level=logging.CRITICAL,  # it would log exceptions, which may quote a prompt
                 timeout_graceful_shutdown=_LAST_REQUESTS_S,
             )
         )
@@ -113,7 +111,7 @@ class AdminListener:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn server that installs no signal handlers: the process belongs to Ray."""
+    """uvicorn server that leaves signals to its process."""
 
     capture_signals = nullcontext  # type: ignore[assignment]
 
@@ -131,7 +129,7 @@ async def _refuse_full(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _bind(address: Address) -> socket.socket:
-    """Return a socket bound to the address, not listening yet. Raises InvalidSetting."""
+    """Return a socket bound to the address, without listening yet."""
     bound: socket.socket | None = None
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -145,7 +143,7 @@ def _bind(address: Address) -> socket.socket:
         if bound is not None:
             bound.close()
         raise InvalidSetting(
-            f"LORIKEET_ADMIN_ADDRESS={address}: {error.strerror}: stop the process that listens"
-            " there, or choose another address of this machine"
+            f"LORIKEET_ADMIN_ADDRESS={address}: {error.strerror}: stop what listens there, or give"
+            " another address of this machine"
         ) from error
     return bound

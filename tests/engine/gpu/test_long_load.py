@@ -17,8 +17,8 @@ import psutil
 import pytest
 import torch
 
-from engine.benchmarks.random_checkpoint import write_checkpoint
-from engine.benchmarks.random_model import LLAMA_3_1_8B
+from loadtest.engine.random_checkpoint import write_checkpoint
+from loadtest.engine.random_model import LLAMA_3_1_8B
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings

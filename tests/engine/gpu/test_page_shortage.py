@@ -131,7 +131,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from engine.benchmarks.random_model import random_model, write_config
+from loadtest.engine.random_model import random_model, write_config
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.errors import DeviceLost
 from tests.engine.engine_driver import greedy

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.benchmarks.random_model import write_config
+from loadtest.engine.random_model import write_config
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import AdapterLimits, read_spec
 from lorikeet_engine.engine import Engine, EngineSettings
