@@ -11,9 +11,9 @@ SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loa
 # These import torch and mostly PEFT, 8 s of processor time. Two of the others import torch, so that
 # their halves take about as long.
 ENGINE_TESTS := tests/engine tests/corpus tests/demo tests/gpu tests/cli/test_convert.py \
-	tests/doctor/test_cuda.py tests/doctor/test_own_model_page.py \
-	tests/loadtest/test_goodput.py tests/loadtest/test_paced_service.py \
-	tests/loadtest/test_real_service.py tests/replica/test_engine_settings.py
+	tests/doctor/test_machine.py tests/doctor/test_own_model_page.py \
+	tests/loadtest/engine tests/loadtest/test_goodput.py tests/loadtest/test_real_service.py \
+	tests/replica/test_engine_settings.py
 # These hold times to bounds, and run alone.
 TIMED_TESTS := tests/engine/execution/test_calibration.py tests/engine/scheduling/test_deadlines.py \
 	tests/loadtest/test_client.py \
@@ -36,7 +36,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Else each of the 200 processes that tests start compiles what it imports, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve stop test test-service test-engine test-platform check soak attack test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet bench-http bench-goodput loadtest clean
+.PHONY: help install serve stop test test-service test-engine test-platform check soak attack test-gpu test-ceph bench-catalog bench-download bench-gateway bench-routing bench-http bench-goodput loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -91,19 +91,11 @@ attack: $(INSTALLED)  ## one tenant does its worst, another looks on: ATTACK_S=6
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
-bench-routing: $(INSTALLED)  ## routing, simulated: 1,000 replicas for an hour, every goal, changes
+bench-routing: $(INSTALLED)  ## routing, simulated: 1,000 replicas for an hour
 	@$(BIN)/python -m loadtest.simulator large
-	@$(BIN)/python -m loadtest.simulator goals
-	@$(BIN)/python -m loadtest.simulator changes
-
-bench-router: $(INSTALLED)  ## what our router adds to a call through Serve
-	@$(BIN)/python -m loadtest.bench_router
 
 bench-gateway: $(INSTALLED)  ## what the gateway adds to a first token, and the tokens it streams
 	@$(BIN)/python -m loadtest.bench_gateway
-
-bench-fleet: $(INSTALLED)  ## the real service under the simulator's traffic, on paced engines
-	@$(BIN)/python -m loadtest.paced_service
 
 bench-http: $(INSTALLED)  ## two GPUs through HTTP, beside what they do without a service
 	@$(BIN)/python -m loadtest.bench_http --folder $(MODELS) --json $(MODELS)/http.json

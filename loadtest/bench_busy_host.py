@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.benchmarks.harness import arguments, facts, percentiles, show, write
 from loadtest.client import Server, Session, run_sessions
+from loadtest.engine.harness import arguments, facts, percentiles, show, write
 from loadtest.real_service.adapter_traffic import (
     Traffic,
     add_traffic_arguments,

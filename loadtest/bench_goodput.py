@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from engine.benchmarks.harness import arguments, facts, write
 from loadtest.client import Server, run_sessions
+from loadtest.engine.harness import arguments, facts, write
 from loadtest.real_service.adapter_traffic import (
     Traffic,
     add_traffic_arguments,

@@ -19,9 +19,9 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from engine.benchmarks.harness import arguments, facts, write
 from loadtest.client import Server, run_sessions
 from loadtest.cluster import PROXIES
+from loadtest.engine.harness import arguments, facts, write
 from loadtest.real_service.adapters import TENANT, FilledCatalog, fill_catalog, image_bytes
 from loadtest.real_service.offline import Job, run_beside
 from loadtest.real_service.random_models import SHAPES, add_model_arguments, settings_of_model

@@ -22,8 +22,8 @@ from itertools import count
 
 import numpy as np
 
-from engine.benchmarks.harness import arguments, facts, show, write
 from loadtest.client import Server, run_sessions
+from loadtest.engine.harness import arguments, facts, show, write
 from loadtest.real_service.adapter_traffic import (
     Traffic,
     add_traffic_arguments,

@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 from ray.serve.deployment import Application
 
-from engine.benchmarks.harness import arguments, facts, show, write
 from loadtest.client import Server, Session, run_sessions
 from loadtest.cluster import PROXIES
+from loadtest.engine.harness import arguments, facts, show, write
 from loadtest.real_service.adapters import (
     TENANT,
     fill_catalog,
@@ -93,7 +93,7 @@ def spreading_app(replica: type[EngineReplica]) -> Application:
         deployment: Any = engine(settings, name)._bound_deployment.options(
             func_or_class=replica,
             request_router_config={
-                "request_router_class": "loadtest.paced_service.routers.SeedsChooseReplicas",
+                "request_router_class": "loadtest.real_service.seeded_router.SeedsChooseReplicas",
                 "request_router_kwargs": {"name": NAME, "copy_s": 0.0},
                 "request_routing_stats_period_s": 1,
             },

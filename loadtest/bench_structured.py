@@ -29,7 +29,6 @@ from statistics import median
 import httpx
 from jsonschema import Draft202012Validator
 
-from engine.benchmarks.harness import arguments, facts, show, write
 from loadtest.client import (
     Server,
     Session,
@@ -40,6 +39,7 @@ from loadtest.client import (
     structured_request,
 )
 from loadtest.cluster import PROXIES
+from loadtest.engine.harness import arguments, facts, show, write
 from loadtest.real_service.adapters import fill_catalog
 from loadtest.real_service.random_models import SHAPES, add_model_arguments, settings_of_model
 from loadtest.real_service.service import service

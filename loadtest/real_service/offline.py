@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.benchmarks import plain
-from engine.benchmarks.offline import generate
 from loadtest.client import random_prompt
 from loadtest.cluster import ROOT
+from loadtest.engine import plain
+from loadtest.engine.offline import generate
 from loadtest.real_service.work import Work
 from loadtest.streamed_answer import LoadRequest
 from lorikeet.replica.engine_process import build_engine

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.benchmarks.random_checkpoint import write_checkpoint
-from engine.benchmarks.random_model import LLAMA_3_1_8B
+from loadtest.engine.random_checkpoint import write_checkpoint
+from loadtest.engine.random_model import LLAMA_3_1_8B
 from lorikeet_engine.adapter_format import FAMILIES
 
 QWEN3_0_6B: Mapping[str, Any] = {

@@ -1,9 +1,7 @@
-"""Scenarios under routers: run them, and show what came out."""
+"""Runs of a scenario under one router, and the columns that show their outcomes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.oracle import ORACLE, oracle
@@ -16,41 +14,26 @@ from lorikeet_engine.residency.eviction_score import (
     LeastUsedForItsSize,
 )
 
-ALL_RESIDENT = "every GPU has all"
-_OUR_EVICTION = ", our eviction"
 
-Trial = tuple[Scenario, str]
-"""A scenario and who routes: a name in ROUTERS, with ', our eviction' for that of the engine in
-place of LRU, ORACLE, or ALL_RESIDENT: ours, with room for every adapter on every GPU."""
+def measure(scenario: Scenario, router: str) -> Outcome:
+    """Run a scenario.
 
-
-def measure(trial: Trial) -> Outcome:
-    """Run one trial."""
-    scenario, router = trial
+    router: ORACLE or a name in ROUTERS. The product's router evicts by the product's own policy,
+    the others evict what was used least recently.
+    """
     if router == ORACLE:
         return oracle(scenario)
-    if router == ALL_RESIDENT:
-        roomy = replace(scenario, gpu_room=1.0, rate_per_s=scenario.rate)
-        return replace(measure((roomy, "lorikeet")), router=ALL_RESIDENT)
-    name = router.removesuffix(_OUR_EVICTION)
-    policy: EvictionPolicy = LeastRecentlyUsed()
-    if name == "lorikeet" or name != router:
-        policy = LeastUsedForItsSize()
+    ours = router == "lorikeet"
+    policy: EvictionPolicy = LeastUsedForItsSize() if ours else LeastRecentlyUsed()
     fleet = SimulatedFleet(
-        scenario.setup(), scenario.requests(), ROUTERS[name](scenario.seed), policy
+        scenario.setup(), scenario.requests(), ROUTERS[router](scenario.seed), policy
     )
     fleet.run()
     return summarize(router, fleet)
 
 
-def measure_all(trials: Sequence[Trial], processes: int) -> Iterator[Outcome]:
-    """Each trial's outcome, in their order."""
-    with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(measure, trials)
-
-
 def table(rows: Iterable[Sequence[str]], head: Sequence[str]) -> str:
-    """Rows under a head as a table of Markdown."""
+    """Format rows under a head as a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

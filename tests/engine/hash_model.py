@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.benchmarks.random_model import write_config
+from loadtest.engine.random_model import write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.kernels.attention.protocol import PageTable

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from engine.benchmarks.random_engine import random_engine
+from loadtest.engine.random_engine import random_engine
 from lorikeet_engine.engine import Engine, EngineSettings
 
 CONFIG = {

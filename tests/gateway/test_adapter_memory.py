@@ -15,7 +15,7 @@ ELEMENTS = 2 * (8 + 8)  # rank 2 of one linear of 8 by 8
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
-def test_the_bytes_on_a_gpu_are_told_wherever_the_adapter_is(
+def test_every_response_with_an_adapter_has_its_gpu_bytes(
     dtype: str, size: int, tmp_path: Path
 ) -> None:
     with serving(tmp_path, adapter_memory=AdapterMemory(dtype)) as gateway:
@@ -26,7 +26,7 @@ def test_the_bytes_on_a_gpu_are_told_wherever_the_adapter_is(
         assert version["gpu_bytes"] == ELEMENTS * size
 
 
-def test_an_adapter_that_no_engine_has_room_for_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_too_large_for_every_engine_is_refused(tmp_path: Path) -> None:
     memory = AdapterMemory("float16", ELEMENTS * 2)  # as much as acme/support takes
     with serving(tmp_path, adapter_memory=memory) as gateway:
         answer = gateway.upload(
@@ -40,14 +40,14 @@ def test_an_adapter_that_no_engine_has_room_for_is_refused(tmp_path: Path) -> No
     )
 
 
-def test_of_a_base_model_that_gpus_share_one_gpus_part_is_told(tmp_path: Path) -> None:
+def test_gpu_bytes_are_per_gpu_with_tensor_parallelism(tmp_path: Path) -> None:
     blob = make_blob(tmp_path / "new", rank=4)
     with serving(tmp_path, adapter_memory=AdapterMemory("float32", gpus={"tiny": 2})) as gateway:
         answer = gateway.upload("acme/new", blob)
     assert answer.json()["gpu_bytes"] == 4 * (4 * 8 + 4 * 4)  # A whole, half of B
 
 
-def test_the_host_has_room_for_all_gpus_parts_or_the_adapter_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_whose_parts_exceed_the_host_memory_is_refused(tmp_path: Path) -> None:
     memory = AdapterMemory("float32", host_bytes=2 * 4 * 48 - 1, gpus={"tiny": 2})
     with serving(tmp_path, adapter_memory=memory) as gateway:
         error = error_of(gateway.upload("acme/new", make_blob(tmp_path / "new", rank=4)), 422)

@@ -72,7 +72,7 @@ def test_retiring_a_version_and_an_adapter(three_versions: Gateway) -> None:
     assert three_versions.admin("POST", path, {"version": None}).json()["retired"] is True
 
 
-def test_pins_are_set_listed_and_taken_away(gateway: Gateway) -> None:
+def test_pins_are_set_listed_and_removed(gateway: Gateway) -> None:
     body = {"selector": "1", "replicas": 2, "tier": "host", "reason": "launch", "expires_s": 60}
     pin = gateway.admin("PUT", "/pins/acme/support", body).json()
     assert (pin["adapter"], pin["selector"], pin["tier"]) == ("acme/support", "1", "host")
@@ -98,7 +98,7 @@ def test_a_pin_by_default_is_prod_on_every_gpu_for_ever(gateway: Gateway) -> Non
     )
 
 
-def test_a_tenants_pin_is_set_listed_and_taken_away(gateway: Gateway) -> None:
+def test_a_tenants_pin_is_set_listed_and_removed(gateway: Gateway) -> None:
     pin = gateway.admin("PUT", "/pins/acme", {"tier": "host", "priority": -3}).json()
     assert (pin["tenant"], pin["adapter"], pin["priority"]) == ("acme", None, -3)
     (listed,) = gateway.admin("GET", "/pins").json()["data"]
@@ -161,7 +161,7 @@ def test_a_keys_secret_is_shown_once(gateway: Gateway) -> None:
         assert "key" not in answer.json()["data"][0]
 
 
-def test_requests_go_by_their_tenants_weight_and_their_keys_priority(gateway: Gateway) -> None:
+def test_calls_have_their_tenants_weight_and_their_keys_priority(gateway: Gateway) -> None:
     gateway.admin("PATCH", "/tenants/acme", {"weight": 2.5}).raise_for_status()
     made = gateway.admin("POST", "/tenants/acme/keys", {"priority": 3}).json()
     gateway.admin("PATCH", f"/keys/{made['id']}", {"priority": -3}).raise_for_status()
@@ -171,7 +171,7 @@ def test_requests_go_by_their_tenants_weight_and_their_keys_priority(gateway: Ga
     assert (scheduling.tenant, scheduling.weight, scheduling.priority) == ("acme", 2.5, -3)
 
 
-def test_an_admin_makes_another_and_takes_its_key_back(gateway: Gateway) -> None:
+def test_an_admin_creates_and_revokes_another_admins_key(gateway: Gateway) -> None:
     made = gateway.admin("POST", "/keys", {"scopes": ["admin"]}).json()
     assert (made["tenant"], made["scopes"]) == (None, ["admin"])
     assert gateway.request("GET", "/admin/v1/status", made["key"]).status_code == 200
@@ -180,7 +180,7 @@ def test_an_admin_makes_another_and_takes_its_key_back(gateway: Gateway) -> None
     assert error_of(gateway.admin("DELETE", "/keys/key-none"), 404)["code"] == "key_not_found"
 
 
-def test_the_audit_trail_names_the_key_that_did_it(gateway: Gateway) -> None:
+def test_the_log_names_the_key_of_each_change(gateway: Gateway) -> None:
     made = gateway.admin("POST", "/keys", {}).json()
     gateway.request("PUT", "/admin/v1/pins/acme/support", made["key"], json={})
     assert gateway.admin("GET", "/pins").json()["data"][0]["actor"] == made["id"]
@@ -282,7 +282,7 @@ def test_status_does_not_wait_for_a_catalog_that_hangs(
         ("POST", "/keys", {"scopes": ["infer"]}, 400, "scopes[0]"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_invalid_admin_requests_name_the_field(
     unchanged: Gateway, method: str, path: str, body: Any, status: int, param: str
 ) -> None:
     before = unchanged.catalog.reader.state
@@ -304,7 +304,7 @@ def test_what_cannot_be_is_refused_by_name(
         ("GET", "/adapters?tenant=..", "tenant"),
     ],
 )
-def test_no_name_in_an_address_leads_elsewhere(
+def test_invalid_names_in_a_path_are_refused(
     unchanged: Gateway, method: str, path: str, param: str | None
 ) -> None:
     before = unchanged.catalog.reader.state

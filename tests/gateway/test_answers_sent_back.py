@@ -36,13 +36,15 @@ def call_is_shown(gateway: Gateway, replica: ScriptedReplica, message: Any) -> b
     return f"<|assistant|>{CALL}<|eos|>" in replica.prompts[0]
 
 
-def test_a_parsed_call_of_a_chat(gateway: Gateway, replica: ScriptedReplica) -> None:
+def test_a_parsed_call_of_a_chat_can_be_sent_back(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
     chats = gateway.openai().chat.completions
     answer = chats.parse(model="tiny", messages=[TURN], tools=TOOLS)
     assert call_is_shown(gateway, replica, answer.choices[0].message)
 
 
-def test_a_call_that_was_streamed(gateway: Gateway, replica: ScriptedReplica) -> None:
+def test_a_streamed_call_can_be_sent_back(gateway: Gateway, replica: ScriptedReplica) -> None:
     chats = gateway.openai().chat.completions
     with chats.stream(model="tiny", messages=[TURN], tools=TOOLS) as stream:
         stream.until_done()
@@ -52,7 +54,9 @@ def test_a_call_that_was_streamed(gateway: Gateway, replica: ScriptedReplica) ->
     assert call_is_shown(gateway, replica, message)
 
 
-def test_a_parsed_text_of_a_chat(gateway: Gateway, replica: ScriptedReplica) -> None:
+def test_a_parsed_text_of_a_chat_can_be_sent_back(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
     gateway.engines.replay = replica.writes('{"amount": 7}')
     chats = gateway.openai().chat.completions
     answer = chats.parse(model="tiny", messages=[TURN], response_format=Order)
@@ -60,7 +64,9 @@ def test_a_parsed_text_of_a_chat(gateway: Gateway, replica: ScriptedReplica) -> 
     assert '<|assistant|>{"amount": 7}<|eos|>' in replica.prompts[0]
 
 
-def test_a_parsed_call_of_a_response(gateway: Gateway, replica: ScriptedReplica) -> None:
+def test_a_parsed_call_of_a_response_can_be_sent_back(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
     client = gateway.openai()
     (called,) = client.responses.parse(model="tiny", input="hi", tools=TOOLS).output
     assert called.type == "function_call"
@@ -70,12 +76,16 @@ def test_a_parsed_call_of_a_response(gateway: Gateway, replica: ScriptedReplica)
     assert f"<|assistant|>{CALL}<|eos|>" in replica.prompts[0]
 
 
-def test_what_litellm_adds_to_a_message(gateway: Gateway, replica: ScriptedReplica) -> None:
+def test_fields_that_litellm_adds_to_a_message_are_ignored(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
     said = {"role": "assistant", "content": "hi", "provider_specific_fields": {"refusal": None}}
     assert gateway.post(CHAT, {"model": "tiny", "messages": [TURN, said, TURN]}).is_success
 
 
-def test_a_call_whose_arguments_no_delta_had(gateway: Gateway, replica: ScriptedReplica) -> None:
+def test_a_call_without_arguments_may_have_empty_text(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
     function = {"name": "Order", "arguments": ""}
     called = {
         "role": "assistant",
@@ -86,13 +96,13 @@ def test_a_call_whose_arguments_no_delta_had(gateway: Gateway, replica: Scripted
     assert '{"name": "Order", "arguments": {}}' in replica.prompts[0]
 
 
-def test_what_vllm_calls_thinking(gateway: Gateway) -> None:
+def test_vllms_field_reasoning_is_accepted(gateway: Gateway) -> None:
     said = {"role": "assistant", "content": "4", "reasoning": "2 and 2."}
     assert gateway.post(CHAT, {"model": "tiny", "messages": [TURN, said, TURN]}).is_success
     assert gateway.engines.last.messages[1]["reasoning_content"] == "2 and 2."
 
 
-def test_a_refusal_is_a_text(gateway: Gateway) -> None:
+def test_a_refusal_part_counts_as_text(gateway: Gateway) -> None:
     said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
     assert gateway.post(CHAT, {"model": "tiny", "messages": [TURN, said, TURN]}).is_success
     assert gateway.engines.last.messages[1] == {"role": "assistant", "content": "I will not."}

@@ -27,7 +27,7 @@ def test_a_tenants_key_names_its_tenant(catalog: AdapterCatalog) -> None:
     assert (key.tenant, key.id) == ("acme", record.id)
 
 
-def test_the_word_bearer_may_be_written_as_one_likes(catalog: AdapterCatalog) -> None:
+def test_the_word_bearer_is_case_insensitive(catalog: AdapterCatalog) -> None:
     _, secret = catalog.create_key("acme", {Scope.INFER}, actor="test")
     for header in (f"bearer {secret}", f"BEARER  {secret} "):
         assert authenticate(catalog.reader.state, header, Scope.INFER, NOW).tenant == "acme"

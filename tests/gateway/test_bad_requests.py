@@ -183,7 +183,7 @@ def test_an_unsupported_field_is_refused_by_name(unchanged: Gateway, field: str)
         (COMPLETIONS, "tools", []),
     ],
 )
-def test_a_value_that_asks_for_what_is_not_served_is_refused_by_name(
+def test_a_no_op_field_with_another_value_is_refused_by_name(
     unchanged: Gateway, path: str, field: str, value: Any
 ) -> None:
     body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
@@ -194,7 +194,7 @@ def test_a_value_that_asks_for_what_is_not_served_is_refused_by_name(
 @pytest.mark.parametrize(
     ("path", "table"), [(CHAT, CHAT_NO_OPS), (COMPLETIONS, COMPLETIONS_NO_OPS)]
 )
-def test_values_that_ask_for_nothing_are_taken(
+def test_no_op_values_are_accepted(
     unchanged: Gateway, path: str, table: Mapping[str, Sequence[Any]]
 ) -> None:
     body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
@@ -229,7 +229,7 @@ def test_values_that_ask_for_nothing_are_taken(
         ("GET", "/v1/", "such as /v1/chat/completions"),
     ],
 )
-def test_an_endpoint_that_is_not_there_says_what_to_use(
+def test_a_missing_endpoint_names_the_one_to_use(
     unchanged: Gateway, method: str, path: str, says: str
 ) -> None:
     answer = unchanged.request(method, path, unchanged.keys["acme"])
@@ -238,25 +238,25 @@ def test_an_endpoint_that_is_not_there_says_what_to_use(
     assert says in error["message"]
 
 
-def test_a_method_that_does_not_work_says_which_does(unchanged: Gateway) -> None:
+def test_a_wrong_method_names_the_right_one(unchanged: Gateway) -> None:
     answer = unchanged.request("GET", CHAT, unchanged.keys["acme"])
     assert error_of(answer, 405)["message"] == "GET does not work here: want POST"
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"null", b'"hello"'])
-def test_a_body_that_is_no_object_is_said_of_the_body(unchanged: Gateway, raw: bytes) -> None:
+def test_a_body_that_is_no_object_is_refused(unchanged: Gateway, raw: bytes) -> None:
     error = error_of(unchanged.post(CHAT, raw), 400)
     assert error["message"] == "the body: Input should be an object"
 
 
-def test_a_body_for_the_other_endpoint_is_told_which(unchanged: Gateway) -> None:
+def test_a_body_for_another_endpoint_names_that_endpoint(unchanged: Gateway) -> None:
     error = error_of(unchanged.post(CHAT, {"model": "tiny", "prompt": "a"}), 400)
     assert "/v1/completions" in error["message"]
     error = error_of(unchanged.post(COMPLETIONS, chat()), 400)
     assert "/v1/chat/completions" in error["message"]
 
 
-def test_an_unsupported_field_deep_inside_is_named_with_its_place(unchanged: Gateway) -> None:
+def test_a_nested_unsupported_field_is_named_by_its_path(unchanged: Gateway) -> None:
     body = {"model": "tiny", "messages": [TURN, {**TURN, "audio": {"id": "a"}}]}
     assert error_of(unchanged.post(CHAT, body), 400)["param"] == "messages[1].audio"
     body = chat(stream=True, stream_options={"include_obfuscation": True})
@@ -283,7 +283,7 @@ def test_a_flood_of_unknown_fields_is_a_short_answer(unchanged: Gateway) -> None
         b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "top_p": 1e}',
     ],
 )
-def test_what_is_not_json_is_said_to_be_so(unchanged: Gateway, raw: bytes) -> None:
+def test_a_body_that_is_no_json_is_refused(unchanged: Gateway, raw: bytes) -> None:
     error = error_of(unchanged.post(CHAT, raw), 400)
     assert error["message"].startswith("the body is not JSON: ")
 
@@ -339,7 +339,7 @@ def named(path: str, number: str) -> list[tuple[dict[str, Any], str]]:
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
-def test_numbers_are_finite_where_any_value_is_taken(
+def test_numbers_are_finite_in_fields_of_any_value(
     unchanged: Gateway, path: str, number: str
 ) -> None:
     for body, field in named(path, "number"):
@@ -445,7 +445,7 @@ def test_openais_client_raises_its_own_errors(unchanged: Gateway) -> None:
     assert bad.value.param == "temperature"
 
 
-def test_nothing_is_told_to_who_has_no_key(unchanged: Gateway) -> None:
+def test_no_documentation_is_served_without_a_key(unchanged: Gateway) -> None:
     for path in ("/docs", "/redoc", "/openapi.json"):
         assert unchanged.request("GET", path, None).status_code == 404
     assert unchanged.request("GET", "/healthz", None).json() == {"status": "ok"}

@@ -23,7 +23,7 @@ FP8, AWQ = "RedHatAI/Llama-3.1-8B-FP8-dynamic", "acme/Llama-3.1-8B-AWQ"
         (AWQ, "awq"),
     ],
 )
-def test_nobody_is_warned_where_weights_are_as_in_training(trained_on, quantization):
+def test_no_warning_if_the_base_weights_are_those_of_training(trained_on, quantization):
     assert base_warning(trained_on, "llama", quantization) is None
 
 
@@ -40,5 +40,5 @@ def test_nobody_is_warned_where_weights_are_as_in_training(trained_on, quantizat
         (NF4, "awq", r"served on llama \(awq\), whose values are others"),
     ],
 )
-def test_a_difference_is_told_with_what_to_do(trained_on, quantization, said):
+def test_a_warning_names_the_difference_and_the_remedy(trained_on, quantization, said):
     assert re.search(said, base_warning(trained_on, "llama", quantization) or "")

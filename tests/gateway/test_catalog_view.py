@@ -60,7 +60,7 @@ def test_a_key_and_an_adapter_made_elsewhere_work_at_once(tmp_path: Path) -> Non
         assert gateway.post(CHAT, chat("acme/support@next")).status_code == 200
 
 
-def test_what_is_taken_away_elsewhere_is_gone_within_the_interval(tmp_path: Path) -> None:
+def test_a_revocation_elsewhere_takes_effect_within_the_interval(tmp_path: Path) -> None:
     with serving(tmp_path, refresh_s=0.05) as gateway:
         assert gateway.post(CHAT, chat()).status_code == 200
         elsewhere(gateway).retire("acme", "support", actor="test")
@@ -91,7 +91,7 @@ def test_an_outage_of_the_store_leaves_the_last_view_in_force(tmp_path: Path) ->
         assert error_of(failed, 503)["code"] == "store_error"
 
 
-def test_a_store_that_hangs_is_no_proof_that_a_name_is_unknown(
+def test_a_refresh_raises_unavailable_while_the_store_hangs(
     reader: CountingReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.gateway.catalog_view.LONGEST_WAIT_S", 0.05)
@@ -124,7 +124,7 @@ class SlowParts(CountingReader):
         super().read(numbers)
 
 
-def test_parts_are_read_off_the_loop_and_once_for_all(
+def test_partitions_are_read_off_the_loop_and_once_for_all_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = AdapterCatalog.init(LocalStore(tmp_path))
@@ -150,7 +150,7 @@ def test_parts_are_read_off_the_loop_and_once_for_all(
     assert reader.part_reads == 1
 
 
-def test_a_part_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
+def test_a_partition_that_could_not_be_read_is_read_again(tmp_path: Path) -> None:
     writer = AdapterCatalog.init(LocalStore(tmp_path))
     writer.create_tenant("acme", actor="test")
     writer.reader.snapshot()

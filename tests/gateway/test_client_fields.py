@@ -42,7 +42,7 @@ def test_a_templates_variables_reach_it_and_others_are_named(
     assert "x-lorikeet-ignored" not in plain.headers
 
 
-def test_a_templates_variable_of_a_bad_type_is_the_callers_to_change(
+def test_a_template_variable_of_a_wrong_type_is_a_bad_request(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     failing = ScriptedReplica(tmp_path, "{{ messages[0].content }}{{ 1 // budget }}")
@@ -75,7 +75,7 @@ def test_the_last_message_can_be_continued(gateway: Gateway, replica: ScriptedRe
     assert "assistant's" in of_user["message"]
 
 
-def test_what_a_template_does_not_show_as_it_is_cannot_be_continued(
+def test_a_message_that_the_template_changes_cannot_be_continued(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     gateway.engines.replay = ScriptedReplica(
@@ -88,7 +88,9 @@ def test_what_a_template_does_not_show_as_it_is_cannot_be_continued(
     assert "secret" not in error["message"].lower()
 
 
-def test_the_assistants_turn_need_not_be_begun(gateway: Gateway, replica: ScriptedReplica) -> None:
+def test_add_generation_prompt_false_reaches_the_template(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
     assert gateway.post(CHAT, chat("tiny", "hi", add_generation_prompt=False)).is_success
     assert replica.prompts == ["<|bos|><|user|>hi<|eos|>"]
 
@@ -144,7 +146,7 @@ FORMATS: list[tuple[dict[str, Any], Format, str]] = [
 
 @pytest.mark.parametrize(("fields", "asked", "allowed"), FORMATS, ids=range(len(FORMATS)))
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_vllms_formats_hold_an_answer(
+def test_vllms_format_fields_constrain_an_answer(
     gateway: Gateway,
     replica: ScriptedReplica,
     path: str,
@@ -229,7 +231,7 @@ def test_a_bad_format_is_named(
         ({"chat_template": "{{ x }}"}, "chat_template"),
     ],
 )
-def test_what_is_not_served_of_them_is_refused_by_name(
+def test_unsupported_fields_of_clients_are_refused_by_name(
     unchanged: Gateway, fields: dict[str, Any], param: str
 ) -> None:
     error = error_of(unchanged.post(CHAT, chat() | fields), 400)
@@ -253,7 +255,7 @@ def test_templates_variables_are_bounded(unchanged: Gateway, kwargs: Any, says: 
     assert says in error["message"]
 
 
-def test_fields_that_change_nothing_are_taken(gateway: Gateway) -> None:
+def test_fields_without_effect_are_accepted(gateway: Gateway) -> None:
     plain = gateway.openai().chat.completions.create(**chat())
     answer = gateway.openai().chat.completions.create(
         **chat(),
@@ -305,7 +307,7 @@ def test_other_kinds_than_text_and_functions_are_refused_by_name(
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_values_of_a_response_that_ask_for_nothing_are_taken(gateway: Gateway, fields: Any) -> None:
+def test_no_op_values_of_a_response_are_accepted(gateway: Gateway, fields: Any) -> None:
     answer = gateway.post("/v1/responses", {"model": "tiny", "input": "hi"} | fields)
     assert answer.status_code == 200, answer.text
 
@@ -363,7 +365,7 @@ def test_an_evaluation_harness_scores_continuations(
     assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
 
 
-def test_a_prompt_is_scored_without_a_word_behind_it(
+def test_a_prompt_can_be_scored_without_generating(
     gateway: Gateway, replica: ScriptedReplica
 ) -> None:
     gateway.engines.replay = replica.writes("x")
@@ -398,7 +400,7 @@ def test_prompt_logprobs_come_as_from_vllm(
     assert "prompt_logprobs" not in json.dumps(plain)
 
 
-def test_prompts_of_too_many_log_probabilities_are_refused_with_their_number(
+def test_too_many_prompt_logprobs_are_refused_with_their_number(
     gateway: Gateway, replica: ScriptedReplica
 ) -> None:
     tokens = [5] * 4000

@@ -124,12 +124,14 @@ COSTLY_MESSAGES: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("made", COSTLY.values(), ids=COSTLY.keys())
-def test_no_body_holds_up_a_gateway(made: Callable[[], str], slowdown: Callable[[], float]) -> None:
+def test_no_body_blocks_a_gateway(made: Callable[[], str], slowdown: Callable[[], float]) -> None:
     parse_in_time(made().encode(), ChatRequest, slowdown)
 
 
 @pytest.mark.parametrize("messages", COSTLY_MESSAGES.values(), ids=COSTLY_MESSAGES.keys())
-def test_no_message_holds_up_a_gateway(messages: list[Any], slowdown: Callable[[], float]) -> None:
+def test_no_messages_body_blocks_a_gateway(
+    messages: list[Any], slowdown: Callable[[], float]
+) -> None:
     body = json.dumps({"model": "tiny", "max_tokens": 9, "messages": messages})
     parse_in_time(body.encode(), MessagesRequest, slowdown)
 
@@ -171,7 +173,7 @@ def long_texts() -> Iterator[tuple[str, Any]]:
     yield COMPLETIONS, {"model": "tiny", "prompt": list(range(130_000))}
 
 
-def test_what_is_in_strings_is_no_value_and_a_prompt_may_be_many_ids() -> None:
+def test_commas_in_strings_and_ids_of_a_prompt_are_allowed() -> None:
     for path, body in long_texts():
         call_of(json.dumps(body).encode(), ChatRequest if path == CHAT else CompletionRequest)
 

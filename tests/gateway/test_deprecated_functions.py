@@ -93,6 +93,8 @@ TOOL = {"type": "function", "function": LOOK}
         ),
     ],
 )
-def test_what_does_not_fit_is_named(unchanged: Gateway, fields: dict[str, Any], param: str) -> None:
+def test_inconsistent_functions_are_refused_by_name(
+    unchanged: Gateway, fields: dict[str, Any], param: str
+) -> None:
     error = error_of(unchanged.post(CHAT, chat("tiny") | fields), 400)
     assert (error["code"], error["param"]) == ("invalid_value", param)

@@ -47,7 +47,7 @@ def story(request_id: str) -> RequestRecord:
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 133])
-def test_what_is_kept_is_found_whole(count: int) -> None:
+def test_a_kept_record_is_found_whole(count: int) -> None:
     archive = EndedRequests(ROOMY)
     kept = {request_id: story(request_id) for request_id in ids(count)}
     for one in kept.values():
@@ -56,7 +56,7 @@ def test_what_is_kept_is_found_whole(count: int) -> None:
     assert archive.find(*ids(1), 0.0) is None
 
 
-def test_the_oldest_make_room() -> None:
+def test_the_oldest_records_are_dropped_first() -> None:
     archive, many = EndedRequests(100_000), ids(1000)
     for request_id in many:
         archive.keep(story(request_id), 0.0)
@@ -66,7 +66,7 @@ def test_the_oldest_make_room() -> None:
     assert 90_000 < archive.held_bytes <= 100_000
 
 
-def test_what_was_over_too_long_ago_is_not_found() -> None:
+def test_an_old_record_is_not_found() -> None:
     archive, many = EndedRequests(ROOMY), ids(50)
     for now_s, request_id in enumerate(many):
         archive.keep(story(request_id), float(now_s))
@@ -75,7 +75,7 @@ def test_what_was_over_too_long_ago_is_not_found() -> None:
     ]
 
 
-def test_what_is_too_old_is_dropped() -> None:
+def test_old_records_are_dropped() -> None:
     archive, many = EndedRequests(ROOMY), ids(96)
     for now_s, request_id in enumerate(many):
         archive.keep(story(request_id), float(now_s))
@@ -85,7 +85,7 @@ def test_what_is_too_old_is_dropped() -> None:
     ]
 
 
-def test_the_end_of_one_id_and_the_beginning_of_the_next_are_none() -> None:
+def test_an_id_is_not_matched_across_two_records() -> None:
     archive, many = EndedRequests(ROOMY), ids(32)
     for request_id in many:
         archive.keep(story(request_id), 0.0)

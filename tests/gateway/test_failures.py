@@ -56,7 +56,7 @@ def test_a_refusal_before_the_first_byte_has_a_status_of_its_own(
     assert ("retry-after" in answer.headers) == (status == 503)
 
 
-def test_what_the_engine_says_of_a_chats_prompt_names_its_messages(unchanged: Gateway) -> None:
+def test_an_engines_error_about_a_chats_prompt_names_messages(unchanged: Gateway) -> None:
     async def refuse(call: Call) -> Items:
         yield Refusal("context_length_exceeded", "too long", "prompt")
 
@@ -75,7 +75,7 @@ def test_an_error_of_the_engines_has_its_own_status(gateway: Gateway) -> None:
     assert answer.headers["retry-after"] == "3"
 
 
-def test_an_unexpected_exception_says_nothing_of_its_insides(
+def test_an_unexpected_exception_reveals_nothing(
     gateway: Gateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(call: Call) -> Items:
@@ -143,7 +143,7 @@ def test_a_failure_in_mid_stream_is_an_error_event(
     assert "[DONE]" not in raw
 
 
-def test_a_silent_replica_is_given_up_and_closed(tmp_path: Path) -> None:
+def test_a_silent_replica_times_out_and_is_closed(tmp_path: Path) -> None:
     async def silent(call: Call) -> Items:
         await asyncio.sleep(60)
         yield header(call)
@@ -175,7 +175,7 @@ def test_tokens_are_passed_on_as_they_come(gateway: Gateway) -> None:
     assert said == ["", "more ", "more ", "more ", "more "]
 
 
-def test_a_client_that_leaves_a_stream_closes_it_and_frees_its_place(gateway: Gateway) -> None:
+def test_a_client_that_disconnects_closes_its_stream_and_frees_its_slot(gateway: Gateway) -> None:
     gateway.add_tenant("small", max_concurrent=1)
     gateway.engines.replay = endless
     body = chat("tiny", stream=True)
@@ -191,7 +191,7 @@ def test_a_client_that_leaves_a_stream_closes_it_and_frees_its_place(gateway: Ga
 
 
 @pytest.mark.parametrize("after_header", [False, True])
-def test_a_client_that_leaves_before_the_first_byte_closes_the_call(
+def test_a_client_that_disconnects_before_the_first_byte_closes_the_call(
     gateway: Gateway, after_header: bool
 ) -> None:
     async def stuck(call: Call) -> Items:
@@ -206,7 +206,7 @@ def test_a_client_that_leaves_before_the_first_byte_closes_the_call(
     assert eventually(lambda: gateway.engines.closed == [gateway.engines.last.request_id])
 
 
-def test_a_client_that_leaves_while_sending_is_no_failure(
+def test_a_client_that_disconnects_while_sending_is_no_failure(
     gateway: Gateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = httpx.URL(gateway.url)
@@ -220,7 +220,7 @@ def test_a_client_that_leaves_while_sending_is_no_failure(
     assert [record.msg for record in caplog.records if record.name.startswith("lorikeet")] == []
 
 
-def test_a_tenant_over_its_limit_is_told_when_to_come_back(gateway: Gateway) -> None:
+def test_a_tenant_over_its_limit_gets_retry_after(gateway: Gateway) -> None:
     gateway.add_tenant("small", max_concurrent=2)
     gateway.engines.replay = endless
     client = gateway.openai("small")
@@ -239,7 +239,7 @@ def test_a_tenant_over_its_limit_is_told_when_to_come_back(gateway: Gateway) -> 
     assert eventually(lambda: gateway.post(CHAT, body, tenant="small").status_code == 200)
 
 
-def test_a_full_gateway_refuses_every_tenant_until_a_place_is_free(tmp_path: Path) -> None:
+def test_a_full_gateway_refuses_every_tenant_until_a_slot_is_free(tmp_path: Path) -> None:
     body = chat("tiny", stream=True)
     with serving(tmp_path, max_open_requests=1) as gateway:
         gateway.engines.replay = endless
@@ -252,7 +252,7 @@ def test_a_full_gateway_refuses_every_tenant_until_a_place_is_free(tmp_path: Pat
         assert eventually(lambda: gateway.post(CHAT, body, tenant="globex").status_code == 200)
 
 
-def test_failed_requests_give_their_place_back(gateway: Gateway) -> None:
+def test_failed_requests_free_their_slot(gateway: Gateway) -> None:
     gateway.add_tenant("small", max_concurrent=1)
 
     async def broken(call: Call) -> Items:
@@ -308,7 +308,7 @@ def test_neither_prompts_nor_keys_are_logged(
         assert not any(key in line for key in (*gateway.keys.values(), gateway.admin_key))
 
 
-def test_it_is_alive_before_it_is_ready(gateway: Gateway) -> None:
+def test_a_gateway_is_alive_before_it_is_ready(gateway: Gateway) -> None:
     for serves, ready in ((True, 200), (False, 503), (True, 200)):
         gateway.engines.serves = serves
         assert gateway.request("GET", "/healthz", None).status_code == 200

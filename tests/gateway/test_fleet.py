@@ -61,7 +61,7 @@ def found_on(tier: Residency):
 # Adapters in arenas.
 
 
-def test_what_lies_in_arenas_is_told_with_names_once(gateway: Gateway) -> None:
+def test_adapters_in_arenas_are_listed_and_names_sent_once(gateway: Gateway) -> None:
     shared = block("support", (0, 64), leases=3, pinned=True)
     cut = block("triage", (64, 32), (512, 16), tenant="globex", rank=16)
     gateway.engines.maps = [replica("r1", [shared]), replica("r0", [shared, cut])]
@@ -131,7 +131,7 @@ def test_quantiles_are_right_to_a_twentieth() -> None:
     assert lines["requests"][-1] == 100 / WINDOW_S
 
 
-def test_what_is_minutes_ago_is_forgotten() -> None:
+def test_traffic_of_minutes_ago_is_forgotten() -> None:
     traffic, record = counted()
     now = time.time()
     for ago_s in range(4 * SPAN_S, 0, -1):
@@ -177,7 +177,7 @@ def waiting(gateway: Gateway, *models: str) -> Iterator[None]:
             thread.join()
 
 
-def test_who_waits_for_what_and_for_how_long(gateway: Gateway) -> None:
+def test_waiting_requests_are_listed_with_their_longest_wait(gateway: Gateway) -> None:
     with waiting(gateway, "acme/support", "acme/support", "tiny"):
         time.sleep(0.3)
         said = fleet(gateway)["waiting"]
@@ -192,7 +192,7 @@ def test_who_waits_for_what_and_for_how_long(gateway: Gateway) -> None:
 # Several gateways, some of which do not answer.
 
 
-def test_whichever_gateway_is_asked_all_are_counted() -> None:
+def test_every_gateway_counts_the_requests_of_all() -> None:
     here, there = LinkedPeers(silent=1), Peers()
     here.trouble = Unavailable("nobody can be asked now")
     one, two = RequestLog(here), RequestLog(there)
@@ -211,7 +211,7 @@ def test_whichever_gateway_is_asked_all_are_counted() -> None:
     assert lines_of(together.answers, time.time() + 1)["requests"][-1] == 4 / WINDOW_S
 
 
-def test_pins_are_told_with_why_they_do_not_hold(gateway: Gateway) -> None:
+def test_unmet_pins_are_listed_with_the_reason(gateway: Gateway) -> None:
     gateway.admin("PUT", "/pins/acme/support", {"reason": "launch"})
     pins = fleet(gateway)["pins"]
     assert pins["met"] + pins["loading"] + pins["unmet"] == 1
@@ -220,7 +220,7 @@ def test_pins_are_told_with_why_they_do_not_hold(gateway: Gateway) -> None:
     assert (row["state"] == "unmet") == bool(row.get("reason"))
 
 
-def test_who_asks_at_the_same_time_asks_once(
+def test_concurrent_requests_share_one_answer(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came, asked, now = [], [], FleetView.now
@@ -247,7 +247,7 @@ def test_who_asks_at_the_same_time_asks_once(
 # The page itself.
 
 
-def test_the_shell_tells_nothing_and_takes_nothing_from_elsewhere(unchanged: Gateway) -> None:
+def test_the_page_has_no_data_and_loads_nothing_from_elsewhere(unchanged: Gateway) -> None:
     page = unchanged.request("GET", "/ui", None)
     assert page.is_success
     policy = dict(
@@ -282,11 +282,11 @@ def test_a_file_that_has_not_changed_is_not_sent_again(unchanged: Gateway) -> No
 @pytest.mark.parametrize(
     "name", ["nothing.js", "..%2froutes.py", "%2e%2e%2froutes.py", "__init__.py"]
 )
-def test_there_is_no_other_file(unchanged: Gateway, name: str) -> None:
+def test_no_other_file_is_served(unchanged: Gateway, name: str) -> None:
     assert unchanged.request("GET", f"/ui/{name}", None).status_code == 404
 
 
-def test_a_catalog_that_does_not_answer_hides_nothing_but_pins(tmp_path: Path) -> None:
+def test_only_pins_are_missing_while_the_catalog_does_not_answer(tmp_path: Path) -> None:
     with serving(tmp_path) as gateway:
         gateway.engines.maps = [replica("r0", [block("support", (0, 64))])]
 

@@ -39,7 +39,7 @@ def test_a_chat_stream_brings_its_text_in_pieces(gateway: Gateway) -> None:
     assert len(pieces) > 2
 
 
-def test_usage_is_streamed_when_asked_for(gateway: Gateway) -> None:
+def test_usage_is_streamed_on_request(gateway: Gateway) -> None:
     body = chat(stream=True, stream_options={"include_usage": True})
     *_, last = gateway.openai().chat.completions.create(**body)
     assert last.choices == []
@@ -102,7 +102,7 @@ def test_every_field_reaches_the_replica(gateway: Gateway) -> None:
     assert sampling.stop_token_ids == (7, 9)
 
 
-def test_a_call_says_what_it_asks_of_a_replica(gateway: Gateway) -> None:
+def test_a_call_has_its_estimated_work(gateway: Gateway) -> None:
     record = gateway.catalog.reader.refresh().adapter("acme", "support").versions[0]
 
     def work(path: str, **body: object) -> Work:
@@ -123,14 +123,16 @@ def test_text_parts_of_a_message_are_joined(gateway: Gateway) -> None:
     assert gateway.engines.last.messages == ({"role": "user", "content": "one two"},)
 
 
-def test_chat_may_fill_the_context_and_completions_make_16_tokens(gateway: Gateway) -> None:
+def test_by_default_a_chat_may_fill_the_context_and_a_completion_has_16_tokens(
+    gateway: Gateway,
+) -> None:
     gateway.openai().chat.completions.create(**chat())
     assert gateway.engines.last.max_tokens is None
     gateway.openai().completions.create(model="tiny", prompt="a")
     assert gateway.engines.last.max_tokens == 16
 
 
-def test_defaults_that_ask_for_nothing_mean_absent(gateway: Gateway) -> None:
+def test_no_op_defaults_mean_absent(gateway: Gateway) -> None:
     body = chat(
         presence_penalty=0,
         frequency_penalty=0.0,
@@ -164,7 +166,7 @@ def test_defaults_that_ask_for_nothing_mean_absent(gateway: Gateway) -> None:
     assert gateway.engines.last.prompts == ("a",)
 
 
-def test_a_developer_is_the_system(gateway: Gateway) -> None:
+def test_a_developer_message_is_a_system_message(gateway: Gateway) -> None:
     body = chat()
     body["messages"].insert(0, {"role": "developer", "content": "be brief"})
     assert gateway.post("/v1/chat/completions", body).status_code == 200
@@ -189,7 +191,7 @@ def test_headers_say_which_weights_answered_and_where(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_answer_itself_says_which_weights_it_is_of(gateway: Gateway, stream: bool) -> None:
+def test_an_answer_names_its_adapters_version_and_digest(gateway: Gateway, stream: bool) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     for path, asked in (
         ("/v1/chat/completions", chat("acme/support")),

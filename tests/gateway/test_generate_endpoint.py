@@ -134,7 +134,7 @@ def walks(tmp_path: Path) -> Walks:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_walks_the_same_way(walks: Walks, kind: type[ApiRequest]) -> None:
+def test_every_kind_of_request_takes_the_same_steps(walks: Walks, kind: type[ApiRequest]) -> None:
     (answer,) = walks.answer(kind, KINDS[kind])
     assert "hello there" in str(answer.get("choices") or answer["output"])
     (base_model, call) = walks.engines.calls[-1]
@@ -143,18 +143,18 @@ def test_every_kind_walks_the_same_way(walks: Walks, kind: type[ApiRequest]) -> 
     assert walks.bodies.tenants == ["acme"]
 
 
-def test_a_bad_key_is_refused_before_all_else(walks: Walks) -> None:
+def test_a_bad_key_is_refused_first(walks: Walks) -> None:
     with pytest.raises(InvalidKey):
         walks.answer(ChatRequest, "no object", key="lk_nobody")
 
 
-def test_a_limit_is_looked_at_before_the_body(walks: Walks) -> None:
+def test_limits_are_checked_before_the_body(walks: Walks) -> None:
     with pytest.raises(RateLimited):
         walks.answer(ChatRequest, chat("tiny"), "no object")
     assert len(walks.engines.calls) == 1
 
 
-def test_the_body_is_read_before_its_model_is_looked_for(walks: Walks) -> None:
+def test_the_body_is_parsed_before_its_model_is_looked_up(walks: Walks) -> None:
     with pytest.raises(InvalidInput, match="n"):
         walks.answer(ChatRequest, chat("acme/absent", n=0))
     assert not walks.engines.calls
@@ -166,7 +166,7 @@ def test_an_unknown_model_reaches_no_replica(walks: Walks) -> None:
     assert not walks.engines.calls
 
 
-def test_large_bodies_that_wait_for_their_turn_are_not_waited_for(tmp_path: Path) -> None:
+def test_large_bodies_waiting_to_be_parsed_do_not_count_as_arriving(tmp_path: Path) -> None:
     walks = Walks(tmp_path, requests_per_min=100)
     answers = walks.answer_at_once(9, LARGE_BYTES, max_requests=10)  # waits for 5 bodies
     assert len(answers) == len(walks.engines.calls) == 9

@@ -67,7 +67,7 @@ def test_the_log_is_searched(gateway: Gateway) -> None:
         assert error_of(gateway.admin("GET", f"/log?{query}"), 400)
 
 
-def test_the_past_is_answered_for(gateway: Gateway) -> None:
+def test_the_catalogs_past_can_be_queried(gateway: Gateway) -> None:
     seq = gateway.catalog.reader.state.seq
     time = gateway.catalog.reader.state.time
     gateway.register("acme/support", seed=5, promote=True)
@@ -84,7 +84,7 @@ def test_the_past_is_answered_for(gateway: Gateway) -> None:
     assert error_of(gateway.admin("GET", "/adapters/acme/support?as_of_seq=1"), 404)
 
 
-def test_what_was_retired_serves_again_once_restored(gateway: Gateway) -> None:
+def test_a_restored_adapter_serves_again(gateway: Gateway) -> None:
     ok(gateway.admin("POST", "/adapters/acme/support/retire", {}))
     assert gateway.post(CHAT, chat()).status_code == 404
     ok(gateway.admin("POST", "/adapters/acme/support/restore", {}))
@@ -92,7 +92,7 @@ def test_what_was_retired_serves_again_once_restored(gateway: Gateway) -> None:
     assert error_of(gateway.admin("POST", "/adapters/acme/support/restore", {}), 409)
 
 
-def test_a_snapshot_is_made_by_hand(gateway: Gateway) -> None:
+def test_an_admin_can_make_a_snapshot(gateway: Gateway) -> None:
     assert ok(gateway.admin("POST", "/snapshots", {}))["seq"] == gateway.catalog.reader.state.seq
 
 
@@ -131,7 +131,7 @@ def test_without_a_session_a_share_is_drawn_anew(gateway: Gateway) -> None:
     assert seen == {1, 2}
 
 
-def test_a_gateway_begins_with_a_snapshot(tmp_path: Path) -> None:
+def test_a_gateway_starts_from_a_snapshot(tmp_path: Path) -> None:
     with serving(tmp_path) as first:
         ok(first.admin("POST", "/snapshots", {}))
         first.register("globex/late", seed=2)

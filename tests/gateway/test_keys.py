@@ -36,9 +36,7 @@ TENANT_ROUTES = [
 @pytest.mark.parametrize(
     ("method", "path"), TENANT_ROUTES + [(m, f"/admin/v1{p}") for m, p in ADMIN_ROUTES]
 )
-def test_every_route_wants_a_key_before_it_looks_at_anything_else(
-    unchanged: Gateway, method: str, path: str
-) -> None:
+def test_every_route_checks_the_key_first(unchanged: Gateway, method: str, path: str) -> None:
     for key in (None, "lk_made-up"):
         answer = unchanged.request(method, path, key, content=b"not json", params={"promote": "x"})
         assert error_of(answer, 401)["code"] == "invalid_api_key"
@@ -67,7 +65,7 @@ def test_a_revoked_key_is_refused(gateway: Gateway) -> None:
     assert error_of(gateway.post(CHAT, chat()), 401)["code"] == "invalid_api_key"
 
 
-def test_another_tenants_adapter_looks_exactly_like_none(gateway: Gateway) -> None:
+def test_another_tenants_adapter_looks_like_a_missing_one(gateway: Gateway) -> None:
     hidden = error_of(gateway.post(CHAT, chat("acme/support"), tenant="globex"), 404)
     absent = error_of(gateway.post(CHAT, chat("acme/suppor2"), tenant="globex"), 404)
     assert absent["message"].replace("suppor2", "support") == hidden["message"]
@@ -79,7 +77,7 @@ def test_another_tenants_adapter_looks_exactly_like_none(gateway: Gateway) -> No
     assert gateway.engines.calls == []
 
 
-def test_a_shared_adapter_is_everyones_until_it_is_closed(gateway: Gateway) -> None:
+def test_all_tenants_can_use_an_adapter_while_it_is_shared(gateway: Gateway) -> None:
     gateway.register("acme/open", seed=5, shared=True)
     assert gateway.post(CHAT, chat("acme/open"), tenant="globex").status_code == 200
     assert gateway.engines.last.tenant == "globex"

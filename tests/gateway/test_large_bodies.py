@@ -68,18 +68,18 @@ FLOOD = [(f"acme {i}", LARGE, "acme") for i in range(MANY)]
 @pytest.mark.parametrize(
     "other", [("small", SMALL, "globex"), ("small", SMALL, "acme"), ("large", LARGE, "globex")]
 )
-def test_many_large_bodies_of_a_tenant_come_after_what_others_send_later(
+def test_other_tenants_later_bodies_are_parsed_before_many_large_ones(
     other: tuple[str, bytes, str],
 ) -> None:
     order = parsed_in_order(*FLOOD, other)
     assert {"acme 0", other[0]} == set(order[:2])
 
 
-def test_large_bodies_of_a_tenant_come_in_their_order() -> None:
+def test_large_bodies_of_a_tenant_are_parsed_in_order() -> None:
     assert parsed_in_order(*FLOOD) == [name for name, _, _ in FLOOD]
 
 
-def test_between_two_large_bodies_of_a_tenant_others_have_as_long() -> None:
+def test_the_pause_after_a_large_body_is_as_long_as_its_parse() -> None:
     async def shares() -> list[int]:
         bodies, loop = LargeBodies(), asyncio.get_running_loop()
         steps, ended = 0, list[int]()
@@ -98,7 +98,7 @@ def test_between_two_large_bodies_of_a_tenant_others_have_as_long() -> None:
     assert any(min(asyncio.run(shares())) > 5 for _ in range(20))
 
 
-def test_the_longer_a_parse_takes_the_more_time_others_have_before_the_next(
+def test_the_pause_grows_faster_than_a_long_parse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def apart_s(parse_s: float) -> float:
@@ -122,7 +122,7 @@ def test_the_longer_a_parse_takes_the_more_time_others_have_before_the_next(
 
 
 @pytest.mark.parametrize("bad", [b"{" * LARGE_BYTES, b"[" + b"0," * 70_000])
-def test_after_one_that_is_refused_the_next_has_its_turn(bad: bytes) -> None:
+def test_the_next_large_body_is_parsed_after_a_refused_one(bad: bytes) -> None:
     async def after_refusal() -> ChatRequest:
         bodies = LargeBodies()
         with pytest.raises(InvalidInput):
@@ -148,7 +148,7 @@ def test_the_body_of_a_client_that_left_while_it_waited_is_not_parsed() -> None:
     assert isinstance(last, ChatRequest)
 
 
-def test_a_request_that_is_cancelled_while_its_body_waits_keeps_nobody_up() -> None:
+def test_a_request_cancelled_while_its_body_waits_delays_no_other() -> None:
     async def with_one_gone() -> list[ChatRequest]:
         bodies = LargeBodies()
         first, gone, last = (asyncio.create_task(read(bodies, LARGE, "acme")) for _ in range(3))
@@ -159,7 +159,7 @@ def test_a_request_that_is_cancelled_while_its_body_waits_keeps_nobody_up() -> N
     assert len(asyncio.run(with_one_gone())) == 2
 
 
-def test_of_more_large_bodies_than_are_kept_the_last_are_refused_and_small_ones_pass() -> None:
+def test_large_bodies_beyond_the_limit_are_refused_and_small_ones_pass() -> None:
     large = SMALL.ljust(MAX_WAITING_BYTES // 8)
 
     async def answers() -> list[ChatRequest | BaseException]:

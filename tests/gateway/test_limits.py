@@ -56,7 +56,7 @@ def used(prompt: int, answer: int) -> Any:
     return replay
 
 
-def test_answers_say_how_the_limits_stand(gateway: Gateway) -> None:
+def test_answers_have_headers_with_the_limits_status(gateway: Gateway) -> None:
     add(gateway, "small", requests_per_min=60, tokens_per_min=6000)
     for stream in (False, True):
         headers = gateway.post(CHAT, {**BODY, "stream": stream}, tenant="small").headers
@@ -67,12 +67,12 @@ def test_answers_say_how_the_limits_stand(gateway: Gateway) -> None:
     assert 5700 < int(headers["x-ratelimit-remaining-tokens"]) < 6200
 
 
-def test_without_limits_nothing_is_said_of_them(unchanged: Gateway) -> None:
+def test_without_limits_there_are_no_limit_headers(unchanged: Gateway) -> None:
     answer = unchanged.post(CHAT, BODY)
     assert not any(name.startswith("x-ratelimit") for name in answer.headers)
 
 
-def test_who_is_over_a_limit_is_told_which_and_when_to_come_back(gateway: Gateway) -> None:
+def test_a_refusal_names_the_limit_and_when_to_retry(gateway: Gateway) -> None:
     add(gateway, "small", requests_per_min=2)
     for _ in range(2):
         assert gateway.post(CHAT, BODY, tenant="small").status_code == 200
@@ -94,13 +94,13 @@ def test_a_keys_own_limit_is_named(gateway: Gateway) -> None:
     assert "1 requests per minute is this key's limit" in error["message"]
 
 
-def test_who_is_over_a_limit_is_refused_before_the_body_is_read(gateway: Gateway) -> None:
+def test_a_request_over_a_limit_is_refused_before_its_body_is_read(gateway: Gateway) -> None:
     add(gateway, "small", requests_per_min=1)
     gateway.post(CHAT, b"{not json", tenant="small")  # counts, as it used the limit of requests
     assert gateway.post(CHAT, b"{not json", tenant="small").status_code == 429
 
 
-def test_tokens_are_reserved_until_it_is_known_what_was_used(gateway: Gateway) -> None:
+def test_tokens_are_reserved_until_their_usage_is_known(gateway: Gateway) -> None:
     add(gateway, "small", tokens_per_min=6000)
     gateway.engines.replay = used(40, 60)
     for stream in (False, True):
@@ -112,7 +112,7 @@ def test_tokens_are_reserved_until_it_is_known_what_was_used(gateway: Gateway) -
 @pytest.mark.parametrize(
     "failure", [Refusal("generation_failed", "no"), Unavailable("lost"), ZeroDivisionError()]
 )
-def test_what_failed_before_its_first_byte_took_no_tokens(
+def test_a_failure_before_the_first_byte_costs_no_tokens(
     gateway: Gateway, failure: Refusal | Exception
 ) -> None:
     add(gateway, "small", tokens_per_min=6000)
@@ -129,7 +129,7 @@ def test_what_failed_before_its_first_byte_took_no_tokens(
     assert remaining(gateway.post(CHAT, BODY, tenant="small")) > 5800
 
 
-def test_of_a_client_that_leaves_what_was_reserved_counts(gateway: Gateway) -> None:
+def test_the_reservation_counts_if_the_client_disconnects(gateway: Gateway) -> None:
     add(gateway, "small", tokens_per_min=6000)
     gateway.engines.replay = endless
     body = {**BODY, "stream": True, "max_tokens": 3000}
@@ -142,7 +142,7 @@ def test_of_a_client_that_leaves_what_was_reserved_counts(gateway: Gateway) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("cut", [False, True], ids=["the client leaves", "the replica is lost"])
-def test_of_an_answer_without_an_end_what_was_made_counts_if_it_is_more(
+def test_generated_tokens_count_if_a_broken_answer_exceeds_its_reservation(
     gateway: Gateway, stream: bool, cut: bool
 ) -> None:
     """Holds before the client reads anything, too: tool calls, thinking, an unstreamed answer."""
@@ -193,7 +193,7 @@ class Written:
         pass
 
 
-def test_who_has_used_up_the_budget_is_out_of_quota(tmp_path: Path) -> None:
+def test_a_used_up_budget_is_insufficient_quota(tmp_path: Path) -> None:
     with serving(tmp_path, recorded_usage=Written(1000)) as gateway:
         add(gateway, "small", tokens_per_month=1001)
         assert gateway.post(CHAT, BODY, tenant="small").status_code == 200
@@ -218,7 +218,7 @@ def test_who_has_used_up_the_budget_is_out_of_quota(tmp_path: Path) -> None:
         assert len(sent) == 1  # the client does not retry
 
 
-def test_a_call_says_how_the_scheduler_should_treat_it(tmp_path: Path) -> None:
+def test_a_call_has_its_scheduling_params(tmp_path: Path) -> None:
     with serving(tmp_path, max_queue_s=7.0) as gateway:
         add(gateway, "big", of_key={"max_context": 50, "priority": 2}, max_context=90, weight=3.0)
         path, headers = gateway.url + CHAT, {"authorization": f"Bearer {gateway.keys['big']}"}
@@ -244,7 +244,7 @@ def test_a_bad_wait_is_refused_by_name(unchanged: Gateway, wait: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_headers_say_how_long_the_adapter_took_to_come(gateway: Gateway, stream: bool) -> None:
+def test_a_header_has_the_adapters_load_time(gateway: Gateway, stream: bool) -> None:
     async def cold(call: Call) -> Items:
         found = header(call)
         yield found
@@ -262,7 +262,7 @@ def test_headers_say_how_long_the_adapter_took_to_come(gateway: Gateway, stream:
 
 
 @pytest.mark.parametrize("code", ["adapter_not_ready", "overloaded"])
-def test_a_replicas_refusal_says_when_to_come_back(unchanged: Gateway, code: str) -> None:
+def test_a_replicas_refusal_has_retry_after(unchanged: Gateway, code: str) -> None:
     async def refuse(call: Call) -> Items:
         yield Refusal(code, "not now", None, retry_after_s=4.2)
 

@@ -300,7 +300,7 @@ def test_the_tenants_plane_is_for_tenants(
 
 
 @pytest.mark.parametrize(("method", "path"), sorted(PUBLISHERS))
-def test_pushing_is_for_publish_keys_and_the_names_they_are_for(
+def test_publish_keys_push_only_the_names_they_allow(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
 ) -> None:
     at, other = (path.format(name=n, digest="0" * 64) for n in ("support", "nothing"))
@@ -319,7 +319,7 @@ def test_pushing_is_for_publish_keys_and_the_names_they_are_for(
     assert unchanged.catalog.reader.state.seq == before
 
 
-def test_a_version_is_told_to_its_own_tenant_alone(
+def test_a_pushed_version_is_shown_only_to_its_own_tenant(
     unchanged: Gateway, keys: Keys, ask: Ask
 ) -> None:
     digest = unchanged.catalog.reader.state.adapter("acme", "support").versions[0].digest
@@ -346,7 +346,7 @@ def test_a_tenants_key_may_come_as_x_api_key(
 
 
 @pytest.mark.parametrize(("method", "path"), sorted(ADMINS))
-def test_an_admins_key_comes_as_a_bearers_alone(
+def test_an_admins_key_is_not_accepted_as_x_api_key(
     unchanged: Gateway, keys: Keys, method: str, path: str
 ) -> None:
     headers = {"x-api-key": unchanged.admin_key}
@@ -356,7 +356,7 @@ def test_an_admins_key_comes_as_a_bearers_alone(
 
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize(("method", "path"), sorted(r for r, make in TENANTS.items() if make))
-def test_what_is_anothers_looks_like_what_is_not_there(
+def test_other_tenants_resources_look_missing(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str, hidden: str
 ) -> None:
     make, absent = TENANTS[method, path], hidden.replace("support", "nothing")
@@ -390,7 +390,7 @@ def appearance(answer: httpx.Response, name: str) -> tuple[int, list[tuple[str, 
     return answer.status_code, headers, content.replace(name.encode(), b"{name}")
 
 
-def test_lists_name_nothing_of_others(keys: Keys, ask: Ask) -> None:
+def test_lists_show_nothing_of_other_tenants(keys: Keys, ask: Ask) -> None:
     for path in [path for (method, path), make in TENANTS.items() if make is None]:
         for key in (keys.others_infer, keys.others_reading):
             answer = ask("GET", path, key)

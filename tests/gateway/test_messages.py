@@ -89,7 +89,7 @@ def test_a_message_is_answered(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("stop", [None, "END"])
-def test_a_stream_is_what_the_whole_message_is(gateway: Gateway, stop: str | None) -> None:
+def test_a_stream_equals_the_whole_message(gateway: Gateway, stop: str | None) -> None:
     gateway.engines.replay = playing("Let me look.", 5, stop=stop)
     client = gateway.anthropic()
     asked: Any = {"model": MODEL, "max_tokens": 20, "messages": HELLO, "tools": [WEATHER]}
@@ -149,7 +149,7 @@ def test_a_tool_is_called_and_its_result_sent_back(gateway: Gateway) -> None:
         ({"type": "tool", "name": "time"}, ("time",), False),
     ],
 )
-def test_a_choice_of_tools_is_the_chats(
+def test_a_tool_choice_becomes_the_chats(
     gateway: Gateway, choice: Any, forced: tuple[str, ...], parallel: bool
 ) -> None:
     tools: Any = [WEATHER, {"name": "time", "input_schema": {"type": "object"}, "strict": True}]
@@ -168,7 +168,7 @@ def test_the_choice_none_shows_no_tools(gateway: Gateway) -> None:
     assert gateway.engines.last.tools is None
 
 
-def test_an_answer_may_be_held_to_a_schema(gateway: Gateway) -> None:
+def test_an_answer_can_be_constrained_to_a_schema(gateway: Gateway) -> None:
     class Event(BaseModel):
         name: str
 
@@ -203,7 +203,7 @@ def test_thinking_and_effort_go_to_the_chat_template(
     assert gateway.engines.last.template_args == template_args
 
 
-def test_turns_of_one_role_are_one_message_and_past_thinking_is_taken(gateway: Gateway) -> None:
+def test_turns_of_one_role_are_joined_with_their_past_thinking(gateway: Gateway) -> None:
     cached = {"type": "ephemeral", "ttl": "1h"}
     turns: Any = [
         {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": cached}]},
@@ -242,7 +242,7 @@ def test_turns_of_one_role_are_one_message_and_past_thinking_is_taken(gateway: G
     assert not call.continue_final
 
 
-def test_an_answer_goes_on_with_a_last_message_of_the_assistant(gateway: Gateway) -> None:
+def test_an_answer_continues_a_last_message_of_the_assistant(gateway: Gateway) -> None:
     turns: Any = [*HELLO, {"role": "assistant", "content": "It is"}]
     gateway.anthropic().messages.create(model=MODEL, max_tokens=20, messages=turns)
     call = gateway.engines.last
@@ -251,14 +251,14 @@ def test_an_answer_goes_on_with_a_last_message_of_the_assistant(gateway: Gateway
     assert call.messages[-1]["content"] == "It is"
 
 
-def test_nothing_need_be_said(gateway: Gateway) -> None:
+def test_max_tokens_may_be_0(gateway: Gateway) -> None:
     gateway.engines.replay = playing("", finish=Ending.LENGTH)
     message = gateway.anthropic().messages.create(model=MODEL, max_tokens=0, messages=HELLO)
     assert gateway.engines.last.max_tokens == 0
     assert message.content == []
 
 
-def test_tokens_are_counted_of_the_same_prompt(gateway: Gateway) -> None:
+def test_count_tokens_counts_the_prompt_of_the_same_message(gateway: Gateway) -> None:
     client = gateway.anthropic()
     prompt: Any = {"model": MODEL, "messages": HELLO, "system": "Be brief.", "tools": [WEATHER]}
     assert client.messages.count_tokens(**prompt).input_tokens == 5
@@ -326,7 +326,7 @@ def explained(gateway: Gateway, request_id: str) -> dict[str, Any]:
         ({"system": [{"type": "image"}]}, "system (image): want text alone"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
+def test_an_unsupported_field_is_refused_by_name(
     unchanged: Gateway, fields: dict[str, Any], said: str
 ) -> None:
     asked = {"model": MODEL, "messages": HELLO} | fields
@@ -336,7 +336,7 @@ def test_what_is_not_served_is_refused_by_name(
         assert said in error["message"]
 
 
-def test_the_tool_runner_goes_on_without_a_thread_that_is_stored(gateway: Gateway) -> None:
+def test_the_tool_runner_works_though_threads_are_refused(gateway: Gateway) -> None:
     def play(call: Call) -> AsyncGenerator[StreamItem, None]:
         return playing("Sunny.", 0 if call.messages[-1]["role"] == "tool" else 3)(call)
 
@@ -406,7 +406,7 @@ USE = {"type": "tool_use", "id": "u1", "name": "weather", "input": {}}
         ({"context_management": {"edits": 5}}, "context_management"),
     ],
 )
-def test_what_is_wrong_is_named(unchanged: Gateway, fields: dict[str, Any], said: str) -> None:
+def test_a_wrong_field_is_named(unchanged: Gateway, fields: dict[str, Any], said: str) -> None:
     asked = {"model": MODEL, "messages": HELLO, "max_tokens": 9} | fields
     error = error_of(unchanged.post(MESSAGES, asked), 400)
     assert (error["code"], error["type"]) == ("invalid_value", "invalid_request_error")
@@ -464,7 +464,7 @@ def test_refusals_before_the_body_have_the_same_shape(gateway: Gateway) -> None:
     assert int(limited.value.response.headers["retry-after"]) >= 1
 
 
-def test_what_is_not_there_says_so_in_the_same_shape(unchanged: Gateway) -> None:
+def test_a_missing_route_or_model_has_the_same_shape(unchanged: Gateway) -> None:
     key = unchanged.keys["acme"]
     for method, path, status in (
         ("POST", f"{MESSAGES}/batches", 404),
@@ -517,7 +517,7 @@ def test_limits_hold_for_messages_as_for_chats(gateway: Gateway) -> None:
     assert eventually(over)
 
 
-def test_models_are_listed_in_the_words_of_the_client(unchanged: Gateway) -> None:
+def test_models_are_listed_in_the_shape_of_the_clients_api(unchanged: Gateway) -> None:
     client = unchanged.anthropic()
     page = client.models.list()
     assert [model.id for model in page] == ["tiny", "wider", MODEL]

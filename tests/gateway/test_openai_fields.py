@@ -57,7 +57,7 @@ def test_logprobs_reach_the_engine(gateway: Gateway) -> None:
     assert sent(gateway, COMPLETIONS, logprobs=5).sampling.logprobs == 5
 
 
-def test_what_prompts_are_to_be_scored_for_reaches_the_engine(gateway: Gateway) -> None:
+def test_prompt_logprobs_reach_the_engine(gateway: Gateway) -> None:
     scored = sent(gateway, prompt_logprobs=3, logprobs=True, top_logprobs=9)
     assert (scored.prompt_logprobs, scored.sampling.prompt_logprobs) == (3, 3)
     echoed = sent(gateway, COMPLETIONS, echo=True, logprobs=2)
@@ -122,7 +122,7 @@ def test_tools_count_as_prompt_and_keep_prefixes_apart(gateway: Gateway) -> None
     assert history > sent(gateway, messages=[TURN, TURN, TURN]).work.prompt_tokens + 10
 
 
-def test_echo_and_as_many_as_the_best_of_so_many_reach_the_replica(gateway: Gateway) -> None:
+def test_echo_and_best_of_equal_to_n_reach_the_replica(gateway: Gateway) -> None:
     assert sent(gateway, COMPLETIONS, echo=True, n=2, best_of=2).echo
     assert not sent(gateway, COMPLETIONS, echo=False, best_of=1).echo
 
@@ -250,7 +250,7 @@ def test_a_bad_value_of_a_completion_is_named(
         (COMPLETIONS, {"n": 2, "best_of": 3}, "best_of"),
     ],
 )
-def test_what_is_not_served_together_is_refused_by_name(
+def test_unsupported_combinations_are_refused_by_name(
     unchanged: Gateway, path: str, fields: dict[str, Any], param: str
 ) -> None:
     body = (chat() if path == CHAT else {"model": "tiny", "prompt": "a"}) | fields

@@ -39,7 +39,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
         yield gateway
 
 
-def test_who_would_wait_too_long_is_refused_at_once_and_nobody_else_is(slow: Gateway) -> None:
+def test_only_requests_that_would_wait_too_long_are_refused(slow: Gateway) -> None:
     refusals: list[tuple[float, httpx.Response]] = []
 
     async def flood() -> tuple[list[int], list[int]]:

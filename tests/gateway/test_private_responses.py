@@ -119,12 +119,12 @@ def store(gateway: Gateway, text: str, tenant: str = "acme") -> Stored:
     return Stored(answer.headers["x-request-id"], answer.json()["output"][0]["id"])
 
 
-def test_whatever_may_name_something_is_in_one_of_the_tables() -> None:
+def test_every_parameter_that_may_name_something_is_in_a_table() -> None:
     assert set(named_in_the_document()) == NAMING.keys() | NAMING_NOTHING
 
 
 @pytest.mark.parametrize("named", NAMING, ids=" ".join)
-def test_anothers_response_looks_like_one_that_never_was(
+def test_another_tenants_response_looks_missing(
     unchanged: Gateway, others: list[str], named: Named
 ) -> None:
     secret = secrets.token_hex(16)
@@ -145,7 +145,7 @@ def test_anothers_response_looks_like_one_that_never_was(
     assert ask(unchanged.keys["acme"], stored).is_success, "it is there as before"
 
 
-def test_anothers_item_is_no_part_of_a_conversation_of_ones_own(unchanged: Gateway) -> None:
+def test_another_tenants_item_cannot_be_referenced(unchanged: Gateway) -> None:
     theirs, own = (store(unchanged, "hello", tenant) for tenant in ("acme", "globex"))
     items = [{"type": "item_reference", "id": one.item} for one in (theirs, own)]
     _, body = asked_to_go_on(previous_response_id=own.response, input=items)

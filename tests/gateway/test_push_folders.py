@@ -23,7 +23,7 @@ time.sleep(60)
 """
 
 
-def test_a_gateway_removes_what_a_killed_one_left_and_nothing_of_one_that_lives(
+def test_a_gateway_removes_folders_of_killed_gateways_only(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-c", KEEP, str(tmp_path)]
@@ -38,7 +38,7 @@ def test_a_gateway_removes_what_a_killed_one_left_and_nothing_of_one_that_lives(
         assert not list(tmp_path.iterdir())
 
 
-def test_a_gateway_that_ends_in_good_order_leaves_nothing(tmp_path: Path) -> None:
+def test_a_closed_gateway_leaves_no_folder(tmp_path: Path) -> None:
     folders = PushFolders(tmp_path / "cache" / "pushes")
     kept, gone = folders.make(), folders.make()
     gone.cleanup()
@@ -47,7 +47,7 @@ def test_a_gateway_that_ends_in_good_order_leaves_nothing(tmp_path: Path) -> Non
     assert not list(tmp_path.glob("cache/pushes/*"))
 
 
-def test_who_tidies_the_disk_does_not_end_pushes(tmp_path: Path) -> None:
+def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
     folders = PushFolders(tmp_path)
     folders.make()
     for folder in tmp_path.iterdir():
@@ -59,7 +59,7 @@ def test_who_tidies_the_disk_does_not_end_pushes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_push_is_told_of_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_push_is_refused_if_its_folder_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("no folder")
     folders = PushFolders(tmp_path / "cache")
     with pytest.raises(StoreError, match=f"no uploads in {tmp_path}/cache "):

@@ -43,7 +43,7 @@ def test_bodies_that_are_being_received_count(pipeline: PushPipeline) -> None:
         pass
 
 
-def test_there_is_room_for_what_is_carried_already(pipeline: PushPipeline) -> None:
+def test_a_version_in_the_pipeline_can_be_pushed_again_at_the_limit(pipeline: PushPipeline) -> None:
     async def push() -> None:
         for letter in "ab":
             pipeline.begin(version(letter), "key", tempfile.TemporaryDirectory())

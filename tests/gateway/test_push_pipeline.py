@@ -76,7 +76,7 @@ def number_that_answers(gateway: Gateway, model: str) -> int | None:
     return number
 
 
-def test_a_store_that_is_away_delays_durable_and_not_ready(
+def test_an_unreachable_store_delays_durable_and_not_ready(
     trainer: Trainer, store: RemoteStore
 ) -> None:
     gateway, blob = trainer.gateway, trainer.blob()
@@ -110,7 +110,7 @@ def test_a_number_names_no_version_before_it_is_durable(
         assert answer.status_code in (404, 503)
 
 
-def test_nothing_shows_before_every_replica_has_it(trainer: Trainer) -> None:
+def test_a_version_shows_once_every_replica_has_it(trainer: Trainer) -> None:
     gateway = trainer.gateway
     first, second = trainer.blob(1), trainer.blob(2)
     trainer.push(first, wait="durable")
@@ -141,7 +141,7 @@ def test_of_two_pushes_with_one_alias_the_later_one_keeps_it(
     assert record.aliases == {"prod": 2}
 
 
-def test_a_push_without_room_is_refused_before_anything_shows(trainer: Trainer) -> None:
+def test_a_push_over_the_tenants_limits_is_refused_before_it_shows(trainer: Trainer) -> None:
     catalog = trainer.gateway.catalog
     catalog.limit_tenant("acme", max_adapters=2, actor="test")
     assert eventually(lambda: trainer.push(trainer.blob()).status_code == 409)
@@ -150,7 +150,7 @@ def test_a_push_without_room_is_refused_before_anything_shows(trainer: Trainer) 
     }
 
 
-def test_a_tenant_has_so_many_pushes_on_their_way(
+def test_a_tenants_pushes_in_the_pipeline_are_limited(
     trainer: Trainer, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(push_pipeline, "MOST_OF_TENANT", 2)
@@ -171,7 +171,7 @@ def another(gateway: Gateway, store: RemoteStore, peers: LinkedPeers) -> Iterato
         yield replace(gateway, url=url, admin_key="")
 
 
-def test_every_gateway_answers_for_what_is_ready(
+def test_every_gateway_knows_a_ready_version(
     trainer: Trainer, store: RemoteStore, peers: LinkedPeers
 ) -> None:
     gateway, blob = trainer.gateway, trainer.blob()
@@ -189,7 +189,7 @@ def test_every_gateway_answers_for_what_is_ready(
     peers.others = ()
 
 
-def test_a_gateway_keeps_what_it_carries_however_long_it_takes_to_tell_others(
+def test_a_gateway_keeps_its_own_pushes_however_slow_announcements_are(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(push_pipeline, "_KEEP_S", 60.0)
@@ -201,7 +201,7 @@ def test_a_gateway_keeps_what_it_carries_however_long_it_takes_to_tell_others(
     assert digest_that_answers(trainer.gateway, "acme/policy") == digest_of(passing)
 
 
-def test_an_alias_moves_though_another_gateway_carries_the_version_without_one(
+def test_an_alias_moves_though_another_gateway_pushes_the_version_without_it(
     trainer: Trainer, store: RemoteStore, peers: LinkedPeers
 ) -> None:
     gateway, first, second = trainer.gateway, trainer.blob(1), trainer.blob(2)
@@ -225,7 +225,7 @@ def test_an_alias_moves_though_another_gateway_carries_the_version_without_one(
     peers.others = ()
 
 
-def test_a_client_that_leaves_in_the_middle_changes_nothing(trainer: Trainer) -> None:
+def test_a_client_that_disconnects_in_mid_body_changes_nothing(trainer: Trainer) -> None:
     blob, gateway = trainer.blob(), trainer.gateway
     at = urlsplit(gateway.url)
     head = (
@@ -241,7 +241,7 @@ def test_a_client_that_leaves_in_the_middle_changes_nothing(trainer: Trainer) ->
     assert trainer.push(blob, wait="durable").status_code == 201
 
 
-def test_a_version_with_a_lifetime_goes_by_itself_and_is_never_recorded(
+def test_a_version_with_a_lifetime_expires_and_is_never_recorded(
     trainer: Trainer, moved: MovedTime
 ) -> None:
     gateway, first, passing = trainer.gateway, trainer.blob(1), trainer.blob(2)
@@ -281,7 +281,7 @@ def test_the_longer_of_two_lifetimes_holds(trainer: Trainer) -> None:
     assert trainer.push(blob, lifetime_s=1).json()["expires"] == longer["expires"]
 
 
-def test_a_version_that_is_carried_already_gets_the_alias_of_a_later_push(
+def test_a_version_in_the_pipeline_gets_the_alias_of_a_later_push(
     trainer: Trainer, store: RemoteStore
 ) -> None:
     gateway, first, second = trainer.gateway, trainer.blob(1), trainer.blob(2)
@@ -308,7 +308,7 @@ def test_a_durable_version_lends_its_lifetime_to_an_alias(
 
 
 @pytest.mark.parametrize("lifetime", [{}, {"lifetime_s": 60}])
-def test_an_adapter_stays_retired_though_a_push_of_it_was_on_its_way(
+def test_an_adapter_stays_retired_despite_a_push_in_the_pipeline(
     trainer: Trainer, store: RemoteStore, lifetime: dict[str, float]
 ) -> None:
     gateway, first, second = trainer.gateway, trainer.blob(1), trainer.blob(2)
@@ -327,7 +327,7 @@ def test_an_adapter_stays_retired_though_a_push_of_it_was_on_its_way(
     assert trainer.push(second, wait="durable").json()["aliases"] == ["prod"]
 
 
-def test_a_push_that_ends_by_a_fault_says_so(
+def test_a_push_that_fails_by_a_fault_says_so(
     trainer: Trainer, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(key: str, path: Path) -> None:
@@ -363,7 +363,7 @@ def test_a_tenants_versions_are_written_one_after_another(
     assert together == [1, 1, 1]
 
 
-def test_newer_versions_take_the_place_of_older_ones_with_a_lifetime(trainer: Trainer) -> None:
+def test_newer_versions_replace_older_ones_with_a_lifetime(trainer: Trainer) -> None:
     blobs = [trainer.blob(seed) for seed in (1, 2, 3)]
     kept = trainer.blob(4)
     trainer.push(kept, wait="durable")
@@ -385,7 +385,7 @@ def test_newer_versions_take_the_place_of_older_ones_with_a_lifetime(trainer: Tr
         ({"timeout_s": 601}, "timeout_s"),
     ],
 )
-def test_a_push_that_cannot_be_is_refused_by_name(
+def test_an_invalid_push_names_the_field(
     trainer: Trainer, query: dict[str, Any], param: str
 ) -> None:
     assert error_of(trainer.push(trainer.blob(), **query), 400)["param"] == param

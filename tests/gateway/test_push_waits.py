@@ -36,7 +36,7 @@ def trainer(gateway: Gateway) -> Trainer:
     return Trainer(gateway)
 
 
-def test_so_many_pushes_of_a_tenant_wait_at_once_and_the_next_is_answered(
+def test_a_push_beyond_the_limit_of_waiting_ones_is_answered_at_once(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "_MOST_WAITING", 2)
@@ -51,7 +51,7 @@ def test_so_many_pushes_of_a_tenant_wait_at_once_and_the_next_is_answered(
     assert codes == [201, 201, 202]
 
 
-def test_a_client_that_leaves_waits_no_more_and_its_push_goes_on(
+def test_a_push_goes_on_when_its_waiting_client_disconnects(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "_MOST_WAITING", 1)
@@ -96,7 +96,7 @@ def test_uploads_that_hang_at_the_store_keep_no_push_from_being_ready(
     assert [upload.result().status_code for upload in uploads] == [201] * 4
 
 
-def test_what_a_refused_push_left_is_removed_beside_the_event_loop(
+def test_a_refused_pushs_folder_is_removed_off_the_event_loop(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_loop: list[bool] = []

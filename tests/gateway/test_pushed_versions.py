@@ -59,7 +59,7 @@ def test_a_pushed_version_is_found_by_its_digest_and_its_alias(
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_an_alias_is_the_later_ones_in_whatever_order_they_are_heard_of(
+def test_the_later_push_gets_the_alias_in_any_order_of_announcements(
     pushed: PushedVersions, catalog: AdapterCatalog, order: str
 ) -> None:
     created = {"a": 1.0, "b": 2.0}
@@ -70,7 +70,7 @@ def test_an_alias_is_the_later_ones_in_whatever_order_they_are_heard_of(
     assert pushed.alias_of(version("b", 2, "prod")) == "prod"
 
 
-def test_what_is_not_told_again_is_forgotten(
+def test_a_version_that_is_no_longer_announced_is_forgotten(
     pushed: PushedVersions, catalog: AdapterCatalog, clock: list[float]
 ) -> None:
     pushed.add(version("a", 1))
@@ -83,7 +83,7 @@ def test_what_is_not_told_again_is_forgotten(
         digest_at(pushed, catalog, f"acme/policy@{'b' * 64}")
 
 
-def test_what_is_carried_here_is_kept_however_long_telling_takes(
+def test_a_gateways_own_version_is_kept_without_announcements(
     pushed: PushedVersions, catalog: AdapterCatalog, clock: list[float]
 ) -> None:
     ours = version("a", 1, "prod")
@@ -99,7 +99,7 @@ def test_what_is_carried_here_is_kept_however_long_telling_takes(
         digest_at(pushed, catalog)
 
 
-def test_what_the_log_has_is_the_logs(
+def test_a_version_in_the_log_is_the_logs(
     pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     ours = version("a", 1, "prod")
@@ -113,7 +113,7 @@ def test_what_the_log_has_is_the_logs(
     assert len(pushed) == 0
 
 
-def test_an_alias_that_an_admin_moves_meanwhile_is_the_admins(
+def test_an_alias_that_an_admin_moves_meanwhile_stays_there(
     pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     for letter in "ab":
@@ -194,7 +194,7 @@ def test_an_alias_that_a_later_announcement_names_is_adopted(
     assert pushed.alias_of(version("b", 1)) == "prod"
 
 
-def test_telling_a_landed_version_again_takes_no_alias_from_an_admin(
+def test_announcing_a_recorded_version_again_moves_no_alias(
     pushed: PushedVersions, catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     catalog.register("acme", "policy", tmp_path / "blob", version("a", 0).facts, actor="test")
@@ -207,7 +207,7 @@ def test_telling_a_landed_version_again_takes_no_alias_from_an_admin(
     assert digest_at(pushed, catalog) == "a"
 
 
-def test_of_two_pushes_of_the_same_bytes_the_longer_life_holds(
+def test_the_longer_lifetime_of_two_pushes_of_one_blob_counts(
     pushed: PushedVersions, catalog: AdapterCatalog
 ) -> None:
     passing = replace(version("a", 1), expires=time.time() + 60)

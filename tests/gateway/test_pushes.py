@@ -54,7 +54,7 @@ def test_an_alias_moves_with_a_push(trainer: Trainer) -> None:
     assert (moved["version"], moved["aliases"]) == (2, ["prod"])
 
 
-def test_who_pushed_stands_in_the_log_and_the_push_can_be_explained(trainer: Trainer) -> None:
+def test_the_log_names_the_key_of_a_push_and_the_push_can_be_explained(trainer: Trainer) -> None:
     blob = trainer.blob()
     pushed = trainer.push(blob, wait="durable")
     (entry, *_) = trainer.gateway.admin("GET", "/log").json()["data"]
@@ -72,7 +72,7 @@ def test_who_pushed_stands_in_the_log_and_the_push_can_be_explained(trainer: Tra
     assert all(each["ms"] >= 0 for each in retold)
 
 
-def test_who_pushed_an_ephemeral_version_stands_in_the_gateways_log_alone(
+def test_only_the_gateways_log_names_the_key_of_an_ephemeral_push(
     trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "lorikeet.gateway.pushing")
@@ -89,7 +89,7 @@ def test_who_pushed_an_ephemeral_version_stands_in_the_gateways_log_alone(
     assert {name: getattr(noted, name) for name in told} == told
 
 
-def test_pushes_stand_in_usage_reports_and_refused_ones_do_not(tmp_path: Path) -> None:
+def test_usage_reports_have_pushes_except_refused_ones(tmp_path: Path) -> None:
     with serving(tmp_path, usage_flush_s=0.05) as gateway:
         trainer, again = Trainer(gateway), 2
         blob = trainer.blob()
@@ -107,7 +107,7 @@ def test_pushes_stand_in_usage_reports_and_refused_ones_do_not(tmp_path: Path) -
         assert (row()["pushed_bytes"], row()["requests"]) == (again * len(blob), 0)
 
 
-def test_what_a_gateway_has_counted_is_written_as_it_ends(tmp_path: Path) -> None:
+def test_a_gateways_usage_is_written_when_it_ends(tmp_path: Path) -> None:
     with serving(tmp_path) as gateway:
         trainer = Trainer(gateway)
         assert trainer.push(trainer.blob(), wait="durable").is_success
@@ -129,7 +129,7 @@ def test_a_bad_adapter_says_why_and_changes_nothing(trainer: Trainer) -> None:
     assert trainer.show("0" * 64).status_code == 404
 
 
-def test_values_are_looked_at_while_they_come_and_not_again(
+def test_values_are_scanned_while_they_arrive_and_not_again(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*_: object) -> NoReturn:
@@ -146,7 +146,7 @@ def test_values_are_looked_at_while_they_come_and_not_again(
     assert ".lora_" in diverged["param"]
 
 
-def test_replicas_are_told_of_a_large_blob_before_it_has_come(
+def test_a_large_blob_is_announced_to_replicas_before_it_has_arrived(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, blob = trainer.gateway.engines.expected, trainer.blob()
@@ -167,7 +167,7 @@ def test_replicas_are_told_of_a_large_blob_before_it_has_come(
     assert not file.exists()  # the sign by which replicas know that the blob was refused
 
 
-def test_replicas_are_told_nothing_while_a_blobs_base_model_is_not_known(
+def test_a_blob_of_unknown_base_model_is_not_announced(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "_LARGE_BYTES", 1)
@@ -179,7 +179,7 @@ def test_replicas_are_told_nothing_while_a_blobs_base_model_is_not_known(
     assert [each[0] for each in told] == ["tiny"]
 
 
-def test_a_key_pushes_adapters_of_its_names_alone(trainer: Trainer, tmp_path: Path) -> None:
+def test_a_key_pushes_only_adapters_with_its_names(trainer: Trainer, tmp_path: Path) -> None:
     before = trainer.gateway.catalog.reader.refresh().seq
     refused = error_of(trainer.push(trainer.blob(), name="support"), 403)
     assert refused["code"] == "forbidden"
@@ -228,7 +228,7 @@ def test_used_up_tokens_stop_answers_and_no_push(trainer: Trainer, limit: str) -
         ({}, "A" * 64, "digest"),
     ],
 )
-def test_what_cannot_be_right_is_refused_by_name(
+def test_an_invalid_push_query_names_the_parameter(
     trainer: Trainer, query: dict[str, str], digest: str | None, param: str
 ) -> None:
     assert error_of(trainer.push(trainer.blob(), digest=digest, **query), 400)["param"] == param

@@ -56,7 +56,7 @@ def test_a_chat_has_reasoning_content_whole_and_streamed(
     assert (thought, said) == (THOUGHT, "It is 4.")
 
 
-def test_what_was_thought_is_sent_back_and_shown_between_calls(
+def test_reasoning_sent_back_is_shown_between_calls(
     gateway: Gateway, qwen: ScriptedReplica
 ) -> None:
     gateway.engines.replay = qwen.writes(THINKS + NOW)
@@ -80,7 +80,7 @@ def test_thinking_can_be_switched_off(gateway: Gateway, qwen: ScriptedReplica) -
 
 
 @pytest.mark.parametrize("opened", ["<think>", ""])
-def test_structured_output_comes_behind_the_thinking(
+def test_structured_output_follows_the_thinking(
     gateway: Gateway, tmp_path: Path, opened: str
 ) -> None:
     scripted = ScriptedReplica(tmp_path, QWEN3 if opened else R1)
@@ -93,7 +93,7 @@ def test_structured_output_comes_behind_the_thinking(
     assert [item.type for item in response.output] == ["reasoning", "message"]
 
 
-def test_forced_calls_come_behind_the_thinking(gateway: Gateway, qwen: ScriptedReplica) -> None:
+def test_forced_calls_follow_the_thinking(gateway: Gateway, qwen: ScriptedReplica) -> None:
     gateway.engines.replay = qwen.writes(f"<think>{NOW}</think>\n\n{NOW}")
     body = {"model": "tiny", "messages": [TURN], "tools": TOOLS, "tool_choice": "required"}
     (choice,) = gateway.post(CHAT, body).json()["choices"]
@@ -132,9 +132,7 @@ def test_responses_have_reasoning_items_that_can_be_sent_back(
     assert f"<|im_start|>assistant\n{THINKS}{NOW}" in qwen.prompts[0]
 
 
-def test_reasoning_that_says_nothing_changes_no_turn(
-    gateway: Gateway, qwen: ScriptedReplica
-) -> None:
+def test_empty_reasoning_changes_no_turn(gateway: Gateway, qwen: ScriptedReplica) -> None:
     said = {"role": "assistant", "content": "Hi."}
     empty = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
     of_user = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
@@ -154,7 +152,7 @@ def test_vllms_include_reasoning_leaves_it_out(gateway: Gateway, qwen: ScriptedR
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 999, "messages": [TURN]}
 
 
-def test_a_message_thinks_in_a_block_of_its_own(gateway: Gateway, qwen: ScriptedReplica) -> None:
+def test_a_message_has_its_thinking_in_a_block(gateway: Gateway, qwen: ScriptedReplica) -> None:
     pytest.importorskip("anthropic")
     gateway.engines.replay = qwen.writes(THINKS + NOW)
     tools = [{"name": "time", "input_schema": TIME["parameters"]}]
@@ -183,7 +181,7 @@ def test_a_message_thinks_in_a_block_of_its_own(gateway: Gateway, qwen: Scripted
 @pytest.mark.parametrize(
     "fields", [{}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "between_tools"}}]
 )
-def test_a_template_thinks_where_a_message_asks_for_it(
+def test_the_template_enables_thinking_if_a_message_asks_for_it(
     gateway: Gateway, qwen: ScriptedReplica, fields: dict[str, Any]
 ) -> None:
     asked: Any = {**ASKED, **fields}
@@ -196,7 +194,7 @@ def test_a_template_thinks_where_a_message_asks_for_it(
 
 
 @pytest.mark.parametrize("fields", [{}, {"thinking": {"type": "adaptive", "display": "omitted"}}])
-def test_what_nobody_asked_to_see_of_thinking_is_left_out(
+def test_thinking_is_left_out_unless_requested(
     gateway: Gateway, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     scripted = ScriptedReplica(tmp_path, R1)
@@ -216,7 +214,7 @@ def test_plain_completions_stay_as_they_were_written(
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_only_assistants_have_thought(unchanged: Gateway, name: str) -> None:
+def test_only_assistants_messages_have_reasoning(unchanged: Gateway, name: str) -> None:
     turn = {**TURN, name: "Hm."}
     error = error_of(unchanged.post(CHAT, {"model": "tiny", "messages": [turn]}), 400)
     assert error["param"] == f"messages[0].{name}"

@@ -31,7 +31,7 @@ def workers() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.mark.parametrize("part_bytes", [1, 65536 - 517, 5 * 2**20])
 @pytest.mark.parametrize("size", [0, 7, 13 * 2**20 + 5])
-def test_all_of_a_body_is_hashed_written_and_looked_at(
+def test_a_whole_body_is_hashed_written_and_scanned(
     size: int, part_bytes: int, tmp_path: Path, workers: ThreadPoolExecutor
 ) -> None:
     size = min(size, 2000 * part_bytes + 5)
@@ -50,7 +50,7 @@ def test_all_of_a_body_is_hashed_written_and_looked_at(
     assert all(seen.pieces)
 
 
-def test_a_body_is_taken_by_megabytes_and_a_header_is_in_the_first(
+def test_pieces_are_megabytes_and_the_first_has_a_whole_header(
     tmp_path: Path, workers: ThreadPoolExecutor
 ) -> None:
     seen = Seen()

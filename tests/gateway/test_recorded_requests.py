@@ -25,7 +25,7 @@ def replica(tmp_path_factory: pytest.TempPathFactory) -> ScriptedReplica:
 @pytest.mark.parametrize(
     "recorded", RECORDED, ids=[f"{request['client']} {request['path']}" for request in RECORDED]
 )
-def test_a_request_is_answered(
+def test_a_recorded_request_is_answered(
     unchanged: Gateway, replica: ScriptedReplica, recorded: dict[str, Any]
 ) -> None:
     unchanged.engines.replay = replica.writes(recorded.get("answer", "fine"))

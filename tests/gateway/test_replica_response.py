@@ -44,7 +44,7 @@ def test_a_streams_last_events_are_sent_with_its_end() -> None:
     ]
 
 
-def test_an_answer_that_is_there_at_once_is_one_message() -> None:
+def test_an_answer_that_is_ready_at_once_is_one_message() -> None:
     _, *bodies = sent(HEADER, USAGE, FIRST + END)
     assert [(each["body"], each["more_body"]) for each in bodies] == [(FIRST + END, False)]
 

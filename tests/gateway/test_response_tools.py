@@ -70,7 +70,7 @@ def test_tools_that_are_not_served_are_left_out_beside_functions(
     assert "web_search" not in replica.prompts[0]
 
 
-def test_what_codex_says_of_itself_has_no_effect(gateway: Gateway) -> None:
+def test_codexs_client_metadata_has_no_effect(gateway: Gateway) -> None:
     said = {"session_id": "1", "x-codex-turn-metadata": json.dumps({"turn": "x" * 1000})}
     body = {"model": "tiny", "input": "hi", "client_metadata": said}
     assert gateway.post(RESPONSES, body).is_success

@@ -99,7 +99,7 @@ def test_a_forced_function_is_forced(gateway: Gateway) -> None:
     assert used.forced == ("weather",)
 
 
-def test_an_answer_may_be_held_to_a_schema(gateway: Gateway) -> None:
+def test_an_answer_can_be_constrained_to_a_schema(gateway: Gateway) -> None:
     class Event(BaseModel):
         name: str
 
@@ -112,7 +112,7 @@ def test_an_answer_may_be_held_to_a_schema(gateway: Gateway) -> None:
     assert '"name"' in held.text
 
 
-def test_turns_and_what_clients_send_back_of_answers_are_a_chat(gateway: Gateway) -> None:
+def test_turns_and_answers_sent_back_become_a_chat(gateway: Gateway) -> None:
     client = gateway.openai()
     first = client.responses.create(model=MODEL, input="hello")
     turns: list[Any] = [
@@ -149,7 +149,7 @@ def test_turns_and_what_clients_send_back_of_answers_are_a_chat(gateway: Gateway
         ),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
+def test_an_unsupported_field_is_refused_by_name(
     unchanged: Gateway, fields: dict[str, Any], param: str, said: str
 ) -> None:
     answer = unchanged.post(RESPONSES, {"model": MODEL, "input": "x"} | fields)
@@ -175,12 +175,12 @@ def test_what_is_not_served_is_refused_by_name(
         ({"stream_options": {}}, "stream_options"),
     ],
 )
-def test_what_is_wrong_is_named(unchanged: Gateway, fields: dict[str, Any], param: str) -> None:
+def test_a_wrong_field_is_named(unchanged: Gateway, fields: dict[str, Any], param: str) -> None:
     error = error_of(unchanged.post(RESPONSES, {"model": MODEL, "input": "x"} | fields), 400)
     assert (error["code"], error["param"]) == ("invalid_value", param)
 
 
-def test_a_replica_refuses_in_the_words_of_this_api(gateway: Gateway) -> None:
+def test_a_replicas_refusal_names_this_apis_fields(gateway: Gateway) -> None:
     async def refuse(call: Call) -> AsyncGenerator[StreamItem, None]:
         yield header(call)
         yield Refusal("context_length_exceeded", "too long", "messages")

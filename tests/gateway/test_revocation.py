@@ -69,7 +69,7 @@ def test_a_rotated_key_and_its_successor_work_at_another_until_the_overlap_ends(
     assert (ask(old["key"]), ask(new["key"])) == (401, 200)
 
 
-def test_while_the_store_is_away_keys_still_expire_and_the_last_view_holds(
+def test_keys_expire_and_the_last_view_holds_while_the_store_is_unreachable(
     two: tuple[Gateway, Ask], moved: MovedTime, tmp_path: Path
 ) -> None:
     gateway, ask = two

@@ -46,7 +46,7 @@ def answer_on(connection: socket.socket) -> httpx.Response:
     return httpx.Response(int(lines[0].split()[1]), headers=headers, content=content)
 
 
-def test_a_body_that_does_not_come_is_given_up(
+def test_a_body_that_does_not_arrive_times_out(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(body, "BODY_S", DEADLINE_S)
@@ -56,7 +56,7 @@ def test_a_body_that_does_not_come_is_given_up(
     assert "too slowly, 1 bytes in time: send all of it within 0.5 s" in error["message"]
 
 
-def test_what_the_gateway_needs_for_a_part_is_not_the_senders_time(
+def test_the_gateways_time_for_a_part_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(body, "BODY_S", 1.0)
@@ -76,7 +76,7 @@ def test_what_the_gateway_needs_for_a_part_is_not_the_senders_time(
     assert asyncio.run(taken()) == b"abc"
 
 
-def test_a_body_that_comes_fast_enough_may_take_longer(
+def test_a_body_that_arrives_fast_enough_may_take_longer(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(body, "BODY_S", DEADLINE_S)
@@ -92,7 +92,7 @@ def test_a_body_that_comes_fast_enough_may_take_longer(
     assert httpx.post(gateway.url + CHAT, content=slowly(), headers=headers).status_code == 200
 
 
-def test_bodies_that_never_come_hold_a_tenants_own_places_until_they_are_given_up(
+def test_bodies_that_never_arrive_occupy_only_their_tenants_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(body, "BODY_S", 4 * DEADLINE_S)
@@ -104,7 +104,7 @@ def test_bodies_that_never_come_hold_a_tenants_own_places_until_they_are_given_u
             assert eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 200)
 
 
-def test_who_hangs_up_before_its_body_has_come_gives_its_place_back(tmp_path: Path) -> None:
+def test_a_client_that_disconnects_in_mid_body_frees_its_slot(tmp_path: Path) -> None:
     with serving(tmp_path) as gateway:
         gateway.add_tenant("small", max_concurrent=1)
         with unfinished(gateway, "small", 1):
@@ -112,7 +112,7 @@ def test_who_hangs_up_before_its_body_has_come_gives_its_place_back(tmp_path: Pa
         assert eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 200)
 
 
-def test_a_refused_body_gives_its_place_back(tmp_path: Path) -> None:
+def test_a_refused_body_frees_its_slot(tmp_path: Path) -> None:
     with serving(tmp_path) as gateway:
         gateway.add_tenant("small", max_concurrent=1)
         for bad in (b"{", chat("nobody/nothing"), chat("tiny", n=0)):
@@ -120,7 +120,7 @@ def test_a_refused_body_gives_its_place_back(tmp_path: Path) -> None:
         assert gateway.post(CHAT, chat("tiny"), "small").status_code == 200
 
 
-def test_bodies_of_a_tenant_without_limits_leave_room_for_others(tmp_path: Path) -> None:
+def test_arriving_bodies_of_a_tenant_without_limits_leave_slots_for_others(tmp_path: Path) -> None:
     with serving(tmp_path, max_open_requests=16) as gateway, unfinished(gateway, "acme", 40):
         assert eventually(lambda: gateway.post(CHAT, chat("tiny")).status_code == 429)
         for _ in range(5):

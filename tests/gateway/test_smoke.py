@@ -24,7 +24,7 @@ def said(*pairs: tuple[Sequence[int], Sequence[int]]) -> dict[str, Any]:
     return smoke_report(test, smoke_result([b for b, _ in pairs], [a for _, a in pairs]))
 
 
-def test_how_far_they_differ_is_counted_position_by_position() -> None:
+def test_answers_are_compared_position_by_position() -> None:
     seen = said((BASE, [0, 1, 99, *BASE[3:]]), (BASE, BASE))
     assert (seen["tokens"], seen["equal_share"], seen["first_difference"]) == (64, 63 / 64, 2)
     assert [p["first_difference"] for p in seen["prompts"]] == [2, None]
@@ -47,7 +47,7 @@ def test_an_answer_that_ends_earlier_differs_from_there_on() -> None:
         ([(BASE, BASE[:16] + [5, 6] * 8)], "repeats itself in 1 of 1"),
     ],
 )
-def test_what_looks_wrong_is_warned_of(pairs: list[Any], says: str) -> None:
+def test_suspicious_answers_cause_a_warning(pairs: list[Any], says: str) -> None:
     (warning,) = said(*pairs)["warnings"]
     assert says in warning
 
@@ -82,7 +82,7 @@ def test_the_admins_own_prompts_are_used(gateway: Gateway) -> None:
     assert seen["tokens"] == 6
 
 
-def test_what_cannot_be_tried_says_why(gateway: Gateway) -> None:
+def test_an_invalid_smoke_test_says_why(gateway: Gateway) -> None:
     error_of(smoke(gateway, "acme/nothing"), 404)
     assert "acme/support@9" in error_of(smoke(gateway, selector="9"), 404)["message"]
     for body in ({"prompts": []}, {"prompts": [""]}, {"max_tokens": 0}, {"max_tokens": 10**6}):

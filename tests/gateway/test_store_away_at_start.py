@@ -62,7 +62,7 @@ def keeps_all(gateway: Gateway) -> bool:
     return found is not None and found.state.seq == gateway.catalog.reader.state.seq
 
 
-def test_without_a_view_it_refuses_until_the_store_is_back(
+def test_without_a_view_a_gateway_refuses_until_the_store_is_back(
     before: Gateway, store: RemoteStore
 ) -> None:
     with ExitStack() as running:
@@ -77,13 +77,13 @@ def test_without_a_view_it_refuses_until_the_store_is_back(
         assert gateway.request("GET", "/readyz", None).status_code == 200
 
 
-def test_without_a_view_it_does_not_start_where_the_store_refuses(before: Gateway) -> None:
+def test_without_a_view_a_gateway_does_not_start_if_the_store_refuses(before: Gateway) -> None:
     view = refused_view(before, KeptView(before.folder / "cache", "never kept"))
     with pytest.raises(StoreRefused, match="renew them"):
         asyncio.run(view.start())
 
 
-def test_with_a_view_it_starts_where_the_store_refuses(before: Gateway) -> None:
+def test_with_a_view_a_gateway_starts_though_the_store_refuses(before: Gateway) -> None:
     assert eventually(lambda: keeps_all(before))
     view = refused_view(before, kept(before.folder))
     asyncio.run(view.start())
@@ -95,7 +95,7 @@ def refused_view(before: Gateway, kept_view: KeptView) -> GatewayCatalogView:
     return GatewayCatalogView(catalog.reader, 1.0, kept_view)
 
 
-def test_with_a_view_it_serves_and_says_how_old_that_is(
+def test_with_a_view_a_gateway_serves_and_reports_the_views_age(
     before: Gateway, store: RemoteStore
 ) -> None:
     before.register("globex/other", seed=3)
@@ -113,7 +113,7 @@ def test_with_a_view_it_serves_and_says_how_old_that_is(
         assert "lorikeet_catalog_age_seconds" in metrics(gateway)
 
 
-def test_a_view_that_is_old_goes_on_with_the_log_once_the_store_is_back(
+def test_an_old_view_follows_the_log_once_the_store_is_back(
     before: Gateway, store: RemoteStore
 ) -> None:
     assert eventually(lambda: keeps_all(before))

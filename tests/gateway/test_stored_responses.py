@@ -95,7 +95,7 @@ def said(call: Call) -> list[tuple[str, str]]:
 
 @pytest.mark.usefixtures("replica")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_goes_on_from_a_stored_one_without_its_instructions(
+def test_a_response_continues_a_stored_one_without_its_instructions(
     storing: Gateway, stream: bool
 ) -> None:
     client = storing.openai()
@@ -288,9 +288,7 @@ def test_foreign_deleted_old_and_unknown_responses_look_alike(
     assert error_of(old, 404)["code"] == "not_found"
 
 
-def test_what_is_not_there_to_go_on_from_is_told_as_openai_tells_it(
-    storing: Gateway, clock: Clock
-) -> None:
+def test_an_unknown_previous_response_has_openais_error(storing: Gateway, clock: Clock) -> None:
     stored = storing.post(RESPONSES, ASK).json()
     clock.ahead_s = LIFETIME_S
     for previous in (stored["id"], f"resp_{'0' * 32}", "x"):
@@ -306,7 +304,7 @@ def test_what_is_not_there_to_go_on_from_is_told_as_openai_tells_it(
 
 @pytest.mark.usefixtures("replica")
 @pytest.mark.parametrize("stream", [False, True])
-def test_while_the_store_is_away_answers_come_and_say_that_they_are_not_stored(
+def test_answers_say_that_they_are_not_stored_while_the_store_is_unreachable(
     storing: Gateway, store: Away, stream: bool
 ) -> None:
     store.fails = True
@@ -340,7 +338,7 @@ def test_the_answer_of_a_second_attempt_is_stored_under_its_id(store: Away, cloc
     assert responses.get("acme", name) == saved
 
 
-def test_a_store_that_hangs_holds_an_answer_up_for_a_while_only(
+def test_a_hanging_store_delays_an_answer_only_for_a_while(
     storing: Gateway, store: Away, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs = threading.Event()
@@ -390,14 +388,14 @@ async def pauses(call: Call) -> Items:
     await asyncio.sleep(20)
 
 
-def test_of_an_answer_that_fails_nothing_is_stored(storing: Gateway, store: Away) -> None:
+def test_a_failed_answer_is_not_stored(storing: Gateway, store: Away) -> None:
     storing.engines.replay = fails
     *_, last = storing.openai().responses.create(model="tiny", input="hi", stream=True)
     assert last.type == "response.failed"
     assert not list(store.list(PREFIX))
 
 
-def test_of_an_answer_whose_client_left_nothing_is_stored(storing: Gateway, store: Away) -> None:
+def test_an_answer_whose_client_disconnected_is_not_stored(storing: Gateway, store: Away) -> None:
     storing.engines.replay = pauses
     with storing.openai().responses.create(model="tiny", input="hi", stream=True) as stream:
         next(iter(stream))
@@ -413,7 +411,7 @@ def test_store_false_stores_nothing_and_may_continue(storing: Gateway, store: Aw
     assert len(list(store.list(PREFIX))) == 1
 
 
-def test_a_stored_response_comes_whole_and_counts_as_a_request(storing: Gateway) -> None:
+def test_a_stored_response_is_sent_whole_and_counts_as_a_request(storing: Gateway) -> None:
     path = f"{RESPONSES}/{storing.post(RESPONSES, ASK).json()['id']}"
     acme = storing.keys["acme"]
     refused = storing.request("GET", path, acme, params={"stream": "true"})
@@ -424,7 +422,7 @@ def test_a_stored_response_comes_whole_and_counts_as_a_request(storing: Gateway)
 
 
 @pytest.mark.parametrize("below", ["", "/input_items"])
-def test_why_says_what_a_look_up_was(storing: Gateway, below: str) -> None:
+def test_why_explains_a_lookup(storing: Gateway, below: str) -> None:
     path, acme = f"{RESPONSES}/{storing.post(RESPONSES, ASK).json()['id']}", storing.keys["acme"]
 
     def why(method: str, at: str, status: int) -> dict[str, Any]:
@@ -446,7 +444,7 @@ def test_why_says_what_a_look_up_was(storing: Gateway, below: str) -> None:
     assert (found["outcome"], found["code"]) == ("refused", "not_found")
 
 
-def test_where_nothing_is_stored_the_setting_is_named(gateway: Gateway) -> None:
+def test_errors_name_the_setting_where_storing_is_off(gateway: Gateway) -> None:
     answer = gateway.post(RESPONSES, ASK)
     assert answer.json()["store"] is False
     assert not list(gateway.catalog.store.list(PREFIX))
@@ -465,9 +463,7 @@ def test_where_nothing_is_stored_the_setting_is_named(gateway: Gateway) -> None:
     assert "item_reference" in error["message"]
 
 
-def test_cleaning_up_deletes_what_has_outlived_its_time(
-    storing: Gateway, store: Away, clock: Clock
-) -> None:
+def test_cleaning_up_deletes_expired_responses(storing: Gateway, store: Away, clock: Clock) -> None:
     storing.post(RESPONSES, ASK)
 
     def swept(**options: bool) -> int:

@@ -30,7 +30,7 @@ def events(gateway: Gateway, path: str, body: dict[str, Any]) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-def test_a_chat_tells_its_prompt_once_and_each_choices_tokens(
+def test_a_chat_has_its_prompts_tokens_once_and_each_choices(
     gateway: Gateway, replica: ScriptedReplica
 ) -> None:
     answer = gateway.post(CHAT, chat("tiny", "hi", n=2, return_token_ids=True)).json()
@@ -39,7 +39,7 @@ def test_a_chat_tells_its_prompt_once_and_each_choices_tokens(
     assert answer["choices"][0]["message"]["content"] == TEXT.removesuffix("<|eos|>")
 
 
-def test_each_choice_of_a_completion_tells_its_prompt(
+def test_each_choice_of_a_completion_has_its_prompts_tokens(
     gateway: Gateway, replica: ScriptedReplica
 ) -> None:
     prompts = [ids_of(replica, "one"), ids_of(replica, "another")]
@@ -52,7 +52,7 @@ def test_each_choice_of_a_completion_tells_its_prompt(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_stream_tells_the_prompt_first_and_then_all_tokens(
+def test_a_stream_has_the_prompts_tokens_first_and_then_all_others(
     gateway: Gateway, replica: ScriptedReplica, path: str
 ) -> None:
     asked = chat("tiny", "hi") if path == CHAT else {"model": "tiny", "prompt": "hi"}
@@ -67,7 +67,7 @@ def test_a_stream_tells_the_prompt_first_and_then_all_tokens(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_there_is_a_logprob_for_every_token_that_is_told(
+def test_every_token_has_a_logprob(
     gateway: Gateway, replica: ScriptedReplica, stream: bool
 ) -> None:
     asked = chat("tiny", "hi", logprobs=True, return_token_ids=True, stop="😀")
@@ -82,14 +82,14 @@ def test_there_is_a_logprob_for_every_token_that_is_told(
     assert told == ids_of(replica, TEXT)[:-1], "with the stop string, and nothing behind it"
 
 
-def test_nothing_is_told_unasked(gateway: Gateway, replica: ScriptedReplica) -> None:
+def test_answers_have_no_token_ids_by_default(gateway: Gateway, replica: ScriptedReplica) -> None:
     for path, asked in ((CHAT, chat("tiny", "hi")), (COMPLETIONS, {"prompt": "hi"})):
         body = {"model": "tiny", **asked, "return_token_ids": False}
         assert "token_ids" not in gateway.post(path, body).text
         assert "token_ids" not in json.dumps(events(gateway, path, body))
 
 
-def test_prompts_that_would_be_told_too_often_are_refused(gateway: Gateway, tmp_path: Path) -> None:
+def test_too_many_repeated_prompt_tokens_are_refused(gateway: Gateway, tmp_path: Path) -> None:
     replica = ScriptedReplica(tmp_path, max_context=100_000)
     gateway.engines.replay = replica.writes(TEXT)
     body = {"model": "tiny", "prompt": [1] * 70_000, "n": 16, "return_token_ids": True}
@@ -97,7 +97,7 @@ def test_prompts_that_would_be_told_too_often_are_refused(gateway: Gateway, tmp_
     assert gateway.post(COMPLETIONS, body | {"n": 1}).is_success
 
 
-def test_what_skyrls_tinker_server_asks_an_external_engine_is_answered(
+def test_requests_of_skyrls_tinker_server_are_answered(
     gateway: Gateway, replica: ScriptedReplica
 ) -> None:
     """SkyRL's ExternalInferenceClient: the request it sends for a sample, the fields it reads."""

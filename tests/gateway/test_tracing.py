@@ -87,7 +87,7 @@ def test_a_request_is_followed_into_the_engine(traced: Traced) -> None:
     assert (validate.kind, taken.kind, replica.kind) == ("internal", "client", "server")
 
 
-def test_its_times_are_those_that_were_and_add_up(traced: Traced) -> None:
+def test_the_spans_times_are_true_and_add_up(traced: Traced) -> None:
     root, validate, lost, _, _, taken, route, replica, *engine = _of(traced)
     for before, after in ((validate, lost), (lost, taken)):
         assert before.end_ns == after.begin_ns
@@ -102,7 +102,7 @@ def test_its_times_are_those_that_were_and_add_up(traced: Traced) -> None:
     assert root.took_s > 0.05  # which it slept
 
 
-def test_its_attributes_have_the_conventions_names(traced: Traced) -> None:
+def test_attributes_have_the_names_of_opentelemetrys_conventions(traced: Traced) -> None:
     gateway, _ = traced
     root, _, lost, _, _, taken, _, replica, *_ = _of(traced, n=2)
     call = gateway.engines.last
@@ -143,7 +143,7 @@ def test_its_attributes_have_the_conventions_names(traced: Traced) -> None:
     assert root.error is taken.error is None
 
 
-def test_the_engines_spans_are_of_the_replica(traced: Traced) -> None:
+def test_the_engines_spans_belong_to_the_replica(traced: Traced) -> None:
     root, *spans = _of(traced)
     own = {"service.namespace": "lorikeet", "service.name": "lorikeet-gateway"}
     there = {"service.namespace": "lorikeet", "service.name": "lorikeet-engine"}
@@ -157,14 +157,14 @@ def test_the_engines_spans_are_of_the_replica(traced: Traced) -> None:
     assert replica == last == named
 
 
-def test_a_stream_tells_its_first_bytes(traced: Traced) -> None:
+def test_a_streams_span_has_its_first_bytes(traced: Traced) -> None:
     root, *_ = _of(traced, stream=True)
     first_s = root.attributes["gen_ai.response.time_to_first_chunk"]
     assert 0.05 < first_s < root.took_s
     assert root.attributes["gen_ai.request.stream"] is True
 
 
-def test_the_engines_stages_end_before_what_they_made_is_there(tmp_path: Path) -> None:
+def test_the_engines_stages_end_before_their_results_arrive(tmp_path: Path) -> None:
     timings = EngineTimings(queued_s=0.01, load_s=0.004, prefill_s=0.02, decode_s=0.005)
 
     async def heard_late(call: Call) -> Items:
@@ -186,7 +186,7 @@ def test_the_engines_stages_end_before_what_they_made_is_there(tmp_path: Path) -
         assert (prefill.took_s, generate.took_s) == pytest.approx((0.02, 0.005))
 
 
-def test_a_callers_trace_goes_on(traced: Traced) -> None:
+def test_a_callers_trace_is_continued(traced: Traced) -> None:
     gateway, collector = traced
     trace_id, parent = secrets.token_hex(16), secrets.token_hex(8)
     request_id = _ask(gateway, f"00-{trace_id}-{parent}-01").headers["x-request-id"]
@@ -208,14 +208,14 @@ def test_what_a_caller_does_not_sample_is_not_traced(traced: Traced) -> None:
 @pytest.mark.parametrize(
     "traceparent", ["", "00-0-0-01", f"00-{'0' * 32}-{'1' * 16}-01", "ff-" + "1" * 49, "x" * 5000]
 )
-def test_a_broken_traceparent_is_none(traced: Traced, traceparent: str) -> None:
+def test_a_broken_traceparent_is_ignored(traced: Traced, traceparent: str) -> None:
     gateway, collector = traced
     answer = _ask(gateway, traceparent)
     assert answer.is_success
     assert _heard(collector, answer.headers["x-request-id"])[0].parent == ""
 
 
-def test_a_share_is_kept_and_a_callers_choice_stands(traced: Traced) -> None:
+def test_a_share_is_sampled_and_callers_decisions_are_respected(traced: Traced) -> None:
     ids = [secrets.token_hex(16) for _ in range(4000)]
     kept = {i for i in ids if origin_of(i, None, 0.3)}
     assert 0.25 < len(kept) / len(ids) < 0.35
@@ -234,7 +234,7 @@ def test_a_share_is_kept_and_a_callers_choice_stands(traced: Traced) -> None:
         ({"model": "acme/nothing"}, 404, "model_not_found", "refused"),
     ],
 )
-def test_what_is_refused_is_told_with_its_code(
+def test_a_refused_request_is_traced_with_its_code(
     traced: Traced, body: Any, status: int, code: str, outcome: str
 ) -> None:
     root, *spans = _of(traced, **body)
@@ -245,7 +245,7 @@ def test_what_is_refused_is_told_with_its_code(
     assert root.error is None  # a bad request is no error of the service
 
 
-def test_what_fails_is_an_error(tmp_path: Path) -> None:
+def test_a_failed_request_is_an_error(tmp_path: Path) -> None:
     async def broken(call: Call) -> Items:
         yield header(call)
         yield Refusal("generation_failed", "the step failed")
@@ -273,7 +273,7 @@ def test_every_route_that_generates_is_an_operation(traced: Traced, path: str) -
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-def test_a_look_up_of_a_stored_response_is_traced_without_its_id(
+def test_a_lookup_of_a_stored_response_is_traced_without_its_id(
     traced: Traced, method: str
 ) -> None:
     gateway, collector = traced
@@ -286,7 +286,7 @@ def test_a_look_up_of_a_stored_response_is_traced_without_its_id(
     assert [span.name for span in spans] == ["validate"]
 
 
-def test_a_refusals_status_is_what_its_client_saw(tmp_path: Path) -> None:
+def test_a_refusals_span_has_its_http_status(tmp_path: Path) -> None:
     async def full(call: Call) -> Items:
         yield header(call)
         yield Refusal("overloaded", "later")
@@ -299,7 +299,7 @@ def test_a_refusals_status_is_what_its_client_saw(tmp_path: Path) -> None:
             assert answer.status_code == root.attributes["http.response.status_code"] == status
 
 
-def test_who_has_no_key_makes_no_trace(traced: Traced) -> None:
+def test_a_request_without_a_key_is_not_traced(traced: Traced) -> None:
     gateway, collector = traced
     before = len(collector.spans)
     answer = gateway.request("POST", CHAT, None, json=chat())
@@ -309,7 +309,7 @@ def test_who_has_no_key_makes_no_trace(traced: Traced) -> None:
     assert len(collector.spans) > before
 
 
-def test_no_prompt_no_answer_and_no_key_is_told(traced: Traced) -> None:
+def test_traces_contain_no_prompt_answer_or_key(traced: Traced) -> None:
     gateway, collector = traced
     _of(traced, content="planted-4711")  # which is the answer, too
     _of(traced, content="x", stop=["planted-4711"] * 9)
@@ -319,7 +319,7 @@ def test_no_prompt_no_answer_and_no_key_is_told(traced: Traced) -> None:
     assert gateway.keys["acme"].encode() not in seen
 
 
-def test_a_collector_that_hangs_is_nobodys_trouble(tmp_path: Path) -> None:
+def test_a_hanging_collector_delays_no_request(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         traces = TraceExporter(f"http://127.0.0.1:{silent.getsockname()[1]}", 1.0, "gateway-1")
         with serving(tmp_path, traces=traces) as gateway:
@@ -337,7 +337,7 @@ def test_a_collector_that_hangs_is_nobodys_trouble(tmp_path: Path) -> None:
         assert time.monotonic() - began_s < 15  # waits 2 s for pending spans, not 30
 
 
-def test_that_a_collector_takes_nothing_is_said_once(
+def test_a_failing_collector_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "lorikeet.tracing")

@@ -76,7 +76,7 @@ def at(service: BusyService) -> Iterator[Client]:
         server.shutdown()
 
 
-def test_a_push_is_sent_again_while_the_service_is_busy() -> None:
+def test_a_push_is_retried_while_the_service_is_busy() -> None:
     service = BusyService(busy=1)
     with at(service) as client:
         version = client.push(FOLDER, "policy", alias="prod", lifetime_s=600, keep=2)
@@ -92,7 +92,7 @@ def test_a_push_is_sent_again_while_the_service_is_busy() -> None:
     assert service.paths[2] == f"GET {path}"
 
 
-def test_a_sample_is_asked_for_again_while_the_service_is_busy() -> None:
+def test_a_sample_is_retried_while_the_service_is_busy() -> None:
     service = BusyService(busy=1)
     with at(service) as client:
         (choice,) = client.sample("acme/policy", [5], logprobs=None, max_tokens=1)
@@ -102,7 +102,7 @@ def test_a_sample_is_asked_for_again_while_the_service_is_busy() -> None:
     assert json.loads(service.bodies[1]) == asked | {"return_token_ids": True}
 
 
-def test_what_cannot_be_right_is_said_before_anything_is_sent() -> None:
+def test_invalid_arguments_are_refused_before_anything_is_sent() -> None:
     service = BusyService()
     with at(service) as client:
         with pytest.raises(LorikeetError, match="without its tenant"):
@@ -118,13 +118,13 @@ def test_what_cannot_be_right_is_said_before_anything_is_sent() -> None:
         Client("http://127.0.0.1:8000", "lk_a", publish_key="lk_…")
 
 
-def test_a_service_that_is_not_there_is_named() -> None:
+def test_an_unreachable_service_is_named() -> None:
     client = Client("http://127.0.0.1:9", "lk_a", publish_key="lk_b")
     with pytest.raises(Unavailable, match=r"no answer from http://127\.0\.0\.1:9: .*refused"):
         client.push(FOLDER, "policy", timeout_s=0)
 
 
-def test_what_a_service_refuses_is_not_sent_again() -> None:
+def test_a_refused_request_is_not_retried() -> None:
     service = BusyService(refusal=422)
     with at(service) as client, pytest.raises(LorikeetError, match="rank 512") as refused:
         client.push(FOLDER, "policy")
@@ -171,7 +171,7 @@ def test_a_sample_has_a_log_probability_for_each_token(gateway: Gateway, tmp_pat
         client.sample("acme/nobody", "hi")
 
 
-def test_what_is_pushed_to_a_gateway_is_what_answers(gateway: Gateway, tmp_path: Path) -> None:
+def test_a_pushed_adapter_answers(gateway: Gateway, tmp_path: Path) -> None:
     trainer = Trainer(gateway)
     folder = make_peft(gateway.folder / "pushed", seed=3)
     client = Client(gateway.url, gateway.keys["acme"], publish_key=trainer.key)

@@ -28,7 +28,7 @@ def blob(tmp_path: Path) -> bytes:
     return make_blob(tmp_path / "peft", seed=9)
 
 
-def test_a_good_blob_becomes_a_version_and_lies_in_the_store(gateway: Gateway, blob: bytes) -> None:
+def test_a_valid_blob_becomes_a_version_and_is_stored(gateway: Gateway, blob: bytes) -> None:
     answer = gateway.upload("acme/new", blob)
     assert answer.status_code == 201
     version = answer.json()
@@ -58,7 +58,7 @@ def test_the_base_model_is_found_by_the_last_part_of_its_name(
         assert gateway.upload(f"acme/a{number}", made).json()["base_model"] == "tiny"
 
 
-def test_an_unknown_base_model_is_refused_unless_the_admin_says_which(
+def test_an_unknown_base_model_is_refused_unless_the_admin_names_one(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     made = make_blob(tmp_path / "peft", config={"base_model_name_or_path": "else/Other-7B"})
@@ -71,7 +71,7 @@ def test_an_unknown_base_model_is_refused_unless_the_admin_says_which(
     assert error_of(unknown, 400)["param"] == "base_model"
 
 
-def test_an_adapter_that_names_no_base_model_is_said_to_name_none(
+def test_the_error_of_an_adapter_without_a_base_model_says_so(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     made = make_blob(tmp_path / "peft", config={"base_model_name_or_path": None})
@@ -188,7 +188,7 @@ def with_head(folder: Path) -> tuple[bytes, str]:
 
 
 @pytest.mark.parametrize(("spoil", "says"), BAD_BLOBS.values(), ids=list(BAD_BLOBS))
-def test_a_bad_blob_is_refused_with_what_is_wrong(
+def test_a_bad_blob_is_refused_with_the_reason(
     unchanged: Gateway, blob: bytes, spoil: Callable[[bytes], bytes], says: str
 ) -> None:
     before = unchanged.catalog.reader.refresh()
@@ -199,7 +199,7 @@ def test_a_bad_blob_is_refused_with_what_is_wrong(
     assert unchanged.catalog.reader.refresh() is before
 
 
-def test_a_blob_whose_head_was_saved_along_is_let_in_if_that_is_the_base_models(
+def test_a_blob_with_a_saved_head_is_accepted_if_the_head_is_the_base_models(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     made, digest = with_head(tmp_path)
@@ -222,7 +222,7 @@ def test_an_adapter_of_another_base_model_does_not_fit(unchanged: Gateway, blob:
     assert "another base model" in error["message"]
 
 
-def test_an_upload_above_the_limit_is_cut_off(unchanged: Gateway) -> None:
+def test_an_upload_above_the_limit_is_refused(unchanged: Gateway) -> None:
     error = error_of(unchanged.upload("acme/support", b"x" * (LIMITS.max_bytes + 1)), 413)
     assert error["code"] == "request_too_large"
     assert "LORIKEET_MAX_ADAPTER_BYTES" in error["message"]
@@ -247,7 +247,7 @@ def test_names_and_flags_are_checked(unchanged: Gateway, blob: bytes) -> None:
         ("acme/x/versions?promote=perhaps", b"400"),
     ],
 )
-def test_what_the_address_gets_wrong_is_told_before_the_body_is_sent(
+def test_errors_in_the_address_are_found_before_the_body_is_sent(
     unchanged: Gateway, target: str, says: bytes
 ) -> None:
     address = httpx.URL(unchanged.url)

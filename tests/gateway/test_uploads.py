@@ -126,9 +126,7 @@ def test_parts_become_a_version_and_nothing_else_is_left(gateway: Gateway, blob:
     assert keys_under(gateway, "uploads/") == []
 
 
-def test_an_upload_goes_on_where_it_was_after_the_gateway_restarts(
-    gateway: Gateway, blob: bytes
-) -> None:
+def test_an_upload_resumes_after_the_gateway_restarts(gateway: Gateway, blob: bytes) -> None:
     parts = missing(gateway, blob)
     for part in parts[1:-1]:
         send(gateway, blob, part).raise_for_status()
@@ -142,7 +140,7 @@ def test_an_upload_goes_on_where_it_was_after_the_gateway_restarts(
         assert register(other, blob).status_code == 201
 
 
-def test_no_part_is_wanted_of_a_blob_that_is_stored(gateway: Gateway, blob: bytes) -> None:
+def test_a_stored_blob_has_no_missing_parts(gateway: Gateway, blob: bytes) -> None:
     uploaded(gateway, blob)
     first = register(gateway, blob).json()
     assert missing(gateway, blob) == []
@@ -154,7 +152,7 @@ def test_no_part_is_wanted_of_a_blob_that_is_stored(gateway: Gateway, blob: byte
     assert keys_under(gateway, "uploads/") == []
 
 
-def test_registering_the_same_twice_at_once_makes_one_version(
+def test_concurrent_registrations_of_one_blob_make_one_version(
     gateway: Gateway, blob: bytes
 ) -> None:
     uploaded(gateway, blob)
@@ -165,9 +163,7 @@ def test_registering_the_same_twice_at_once_makes_one_version(
     assert gateway.catalog.store.get(blob_key(digest_of(blob))) == blob
 
 
-def test_bytes_with_another_digest_are_refused_and_thrown_away(
-    gateway: Gateway, blob: bytes
-) -> None:
+def test_bytes_with_another_digest_are_refused_and_deleted(gateway: Gateway, blob: bytes) -> None:
     count = len(missing(gateway, blob))
     other = blob[:-1] + bytes([blob[-1] ^ 1])
     for part in missing(gateway, blob):
@@ -178,7 +174,7 @@ def test_bytes_with_another_digest_are_refused_and_thrown_away(
     assert not stored(gateway, blob)
 
 
-def test_what_is_no_adapter_is_refused_and_thrown_away(gateway: Gateway) -> None:
+def test_a_file_that_is_no_adapter_is_refused_and_deleted(gateway: Gateway) -> None:
     blob = b"\x80\x04\x95" + b"cos\nsystem\n" * 50
     uploaded(gateway, blob)
     error = error_of(register(gateway, blob), 422)
@@ -187,7 +183,7 @@ def test_what_is_no_adapter_is_refused_and_thrown_away(gateway: Gateway) -> None
     assert not stored(gateway, blob)
 
 
-def test_an_upload_waits_for_the_admin_to_say_its_base_model(
+def test_an_upload_waits_until_the_admin_names_its_base_model(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     blob = make_blob(tmp_path / "peft", config={"base_model_name_or_path": "else/Other-7B"})
@@ -220,7 +216,7 @@ def test_a_damaged_part_is_refused(gateway: Gateway, blob: bytes) -> None:
     assert part["number"] not in {left["number"] for left in missing(gateway, blob)}
 
 
-def test_the_gateway_takes_parts_also_where_the_store_would(gateway: Gateway, blob: bytes) -> None:
+def test_the_gateway_accepts_parts_even_if_the_store_would(gateway: Gateway, blob: bytes) -> None:
     parts = missing(gateway, blob)
     for part in parts:
         send(gateway, blob, {**part, "url": None}).raise_for_status()
@@ -239,7 +235,7 @@ def test_a_part_has_its_size_and_its_number(local: Gateway, blob: bytes) -> None
     assert len(missing(local, blob)) == count
 
 
-def test_what_cannot_be_an_upload_is_refused_before_anything_is_stored(
+def test_an_invalid_upload_is_refused_before_anything_is_stored(
     local: Gateway, blob: bytes
 ) -> None:
     error = error_of(begin(local, blob, size_bytes=LIMITS.max_bytes + 1), 413)
@@ -253,7 +249,7 @@ def test_what_cannot_be_an_upload_is_refused_before_anything_is_stored(
     assert keys_under(local, "uploads/") == []
 
 
-def test_a_tenants_own_limit_holds_before_a_byte_is_sent(local: Gateway, blob: bytes) -> None:
+def test_a_tenants_own_limit_is_checked_before_a_byte_is_sent(local: Gateway, blob: bytes) -> None:
     narrow = {"max_adapter_bytes": len(blob) - 1}
     local.admin("PATCH", "/tenants/globex", narrow).raise_for_status()
     error = error_of(begin(local, blob, tenant="globex"), 413)
@@ -275,7 +271,7 @@ def test_only_an_admins_key_uploads(local: Gateway, blob: bytes) -> None:
         assert answer.status_code == status
 
 
-def test_the_buckets_credentials_make_nobody_an_admin(s3_bucket: str, tmp_path: Path) -> None:
+def test_the_buckets_credentials_do_not_register_an_adapter(s3_bucket: str, tmp_path: Path) -> None:
     url = f"{s3_bucket}/{uuid.uuid4().hex}"
     blob = make_blob(tmp_path / "peft", seed=9)
     with serving(tmp_path, open_store(url), part_bytes=PART) as gateway:
@@ -296,7 +292,7 @@ def test_the_buckets_credentials_make_nobody_an_admin(s3_bucket: str, tmp_path: 
         assert gateway.catalog.reader.refresh().seq == before
 
 
-def test_a_full_disk_is_told_and_the_upload_goes_on_later(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_the_upload_can_resume(tmp_path: Path) -> None:
     blob = b"x" * LIMITS.max_bytes
     with serving(tmp_path) as gateway:
         assert len(missing(gateway, blob)) == 1

@@ -67,7 +67,7 @@ def test_an_admin_sees_each_adapter_of_each_tenant(used: Gateway) -> None:
     assert rows(used, "tenant=acme") == [base, support]
 
 
-def test_a_tenant_that_used_nothing_is_no_error_and_one_that_is_not_there_is(
+def test_an_unused_tenant_has_no_rows_and_an_unknown_one_is_an_error(
     used: Gateway,
 ) -> None:
     nothing = used.admin("GET", f"/usage?tenant=globex&from={day(9)}&to={day(8)}")
@@ -76,7 +76,7 @@ def test_a_tenant_that_used_nothing_is_no_error_and_one_that_is_not_there_is(
     assert (error.status_code, error.json()["error"]["param"]) == (404, "tenant")
 
 
-def test_rows_are_of_what_is_wanted(used: Gateway) -> None:
+def test_rows_are_grouped_as_requested(used: Gateway) -> None:
     by_day = rows(used, "by=day")
     assert [(row["day"], row["output_tokens"]) for row in by_day] == [(day(1), 2), (day(), 54)]
     by_both = rows(used, "by=tenant,day&tenant=acme")
@@ -93,13 +93,13 @@ def test_a_tenant_sees_its_own_rows_only(used: Gateway) -> None:
     assert rows(used, "tenant=acme&by=day", "globex") == [row]
 
 
-def test_without_a_period_it_is_this_month(used: Gateway) -> None:
+def test_the_default_period_is_this_month(used: Gateway) -> None:
     answer = used.admin("GET", "/usage").json()
     assert (answer["from"], answer["to"]) == (day()[:8] + "01", day())
 
 
 @pytest.mark.parametrize("query", ["by=tenant", "by=", "by=week", "from=x", "from=2026-01-01&to=1"])
-def test_what_cannot_be_read_is_named(unchanged: Gateway, query: str) -> None:
+def test_a_bad_parameter_is_named(unchanged: Gateway, query: str) -> None:
     key = unchanged.keys["acme"]
     error = error_of(unchanged.request("GET", f"/v1/usage?{query}", key), 400)
     assert error["param"] in ("by", "from", "to")

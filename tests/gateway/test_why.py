@@ -72,7 +72,7 @@ def stages(found: dict[str, Any]) -> dict[str, float]:
     return {stage["stage"]: stage["ms"] for stage in found["stages"]}
 
 
-def test_a_finished_request_tells_its_whole_story(gateway: Gateway) -> None:
+def test_a_finished_request_is_explained_completely(gateway: Gateway) -> None:
     gateway.engines.replay = told
     sent = time.time()
     answer = gateway.post(CHAT, chat(n=2))
@@ -107,7 +107,7 @@ def test_a_finished_request_tells_its_whole_story(gateway: Gateway) -> None:
     assert found["first_token_ms"] == pytest.approx(found["total_ms"] - 11.0, abs=0.01)
 
 
-def test_an_engine_that_begins_before_the_gateway_hears_of_it(gateway: Gateway) -> None:
+def test_an_engine_may_begin_before_the_gateway_knows_of_the_attempt(gateway: Gateway) -> None:
     async def told_late(call: Call) -> Items:
         await asyncio.sleep(0.05)
         yield Attempt(call.request_id, "replica-7", 0.05, WEIGHED)
@@ -126,7 +126,7 @@ def test_an_engine_that_begins_before_the_gateway_hears_of_it(gateway: Gateway) 
     assert sum(took.values()) == pytest.approx(found["total_ms"], abs=0.01)
 
 
-def test_why_this_replica(gateway: Gateway) -> None:
+def test_the_choice_of_replica_is_explained(gateway: Gateway) -> None:
     gateway.engines.replay = told
     request_id = gateway.post(CHAT, chat()).headers["x-request-id"]
     lost, taken = ask(gateway, request_id)["attempts"]
@@ -152,7 +152,7 @@ def test_why_this_replica(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("form", ["{}", "chatcmpl-{}", "cmpl-{}", "chatcmpl-{}-1", "{}-2"])
-def test_an_answers_own_id_will_do(unchanged: Gateway, form: str) -> None:
+def test_a_request_is_found_by_its_answers_id(unchanged: Gateway, form: str) -> None:
     request_id = unchanged.post(CHAT, chat()).headers["x-request-id"]
     assert ask(unchanged, form.format(request_id))["id"] == request_id
 
@@ -165,7 +165,7 @@ def test_a_stream_is_measured_to_its_first_bytes(gateway: Gateway) -> None:
     assert 50 < found["first_token_ms"] < found["total_ms"]
 
 
-def test_a_tenant_sees_its_own_and_nothing_of_others(gateway: Gateway) -> None:
+def test_a_tenant_sees_only_its_own_requests(gateway: Gateway) -> None:
     gateway.engines.replay = told
     request_id = gateway.post(CHAT, chat()).headers["x-request-id"]
     found = ask(gateway, request_id, "acme")
@@ -181,7 +181,7 @@ def test_a_tenant_sees_its_own_and_nothing_of_others(gateway: Gateway) -> None:
     assert error_of(gateway.admin("GET", f"/requests/{unknown}"), 404)["code"] == "not_found"
 
 
-def test_what_a_client_left_is_told_as_far_as_it_is_known(gateway: Gateway) -> None:
+def test_a_request_whose_client_disconnected_is_explained_as_far_as_known(gateway: Gateway) -> None:
     gateway.engines.replay = endless
     with gateway.openai().chat.completions.create(**chat(stream=True)) as stream:
         next(iter(stream))
@@ -204,7 +204,7 @@ def test_what_a_client_left_is_told_as_far_as_it_is_known(gateway: Gateway) -> N
         (b"{", 400, "invalid_value"),
     ],
 )
-def test_what_was_refused_is_told_too(
+def test_a_refused_request_is_explained(
     unchanged: Gateway, body: Any, status: int, code: str
 ) -> None:
     answer = unchanged.post(CHAT, body)
@@ -219,7 +219,7 @@ def test_what_was_refused_is_told_too(
     ("code", "outcome"),
     [("overloaded", "refused"), ("context_length_exceeded", "refused"), ("x", "failed")],
 )
-def test_what_a_replica_refused_is_told(gateway: Gateway, code: str, outcome: str) -> None:
+def test_a_replicas_refusal_is_explained(gateway: Gateway, code: str, outcome: str) -> None:
     async def refuse(call: Call) -> Items:
         yield Attempt(call.request_id, "replica-7", 0.001, WEIGHED)
         yield Refusal(code, "no")
@@ -230,7 +230,7 @@ def test_what_a_replica_refused_is_told(gateway: Gateway, code: str, outcome: st
     assert list(stages(found)) == ["validate", "route", "first bytes"]
 
 
-def test_a_limit_is_told(tmp_path: Path) -> None:
+def test_a_refusal_by_a_limit_is_explained(tmp_path: Path) -> None:
     with serving(tmp_path, max_open_requests=1) as gateway:
         gateway.engines.replay = endless
         with gateway.openai().chat.completions.create(**chat(stream=True)) as stream:
@@ -242,7 +242,7 @@ def test_a_limit_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["lost", "refusal"])
-def test_what_failed_in_mid_stream_is_told(gateway: Gateway, way: str) -> None:
+def test_a_failure_in_mid_stream_is_explained(gateway: Gateway, way: str) -> None:
     async def lost(call: Call) -> Items:
         async for item in endless(call):
             yield item
@@ -262,7 +262,7 @@ def test_what_failed_in_mid_stream_is_told(gateway: Gateway, way: str) -> None:
     assert ask(gateway, request_id)["code"] == code
 
 
-def test_what_was_said_is_told_to_nobody(gateway: Gateway) -> None:
+def test_explanations_contain_no_prompt_or_answer(gateway: Gateway) -> None:
     secret = "planted-4711"
     gateway.engines.replay = told
     request_id = gateway.post(CHAT, chat(content=secret)).headers["x-request-id"]
@@ -273,7 +273,7 @@ def test_what_was_said_is_told_to_nobody(gateway: Gateway) -> None:
         assert gateway.keys["acme"] not in seen
 
 
-def test_any_gateway_can_be_asked() -> None:
+def test_every_gateway_can_explain_a_request() -> None:
     ends = [LinkedPeers(), LinkedPeers()]
     link(ends)
     one, other = map(RequestLog, ends)
@@ -288,13 +288,13 @@ def test_any_gateway_can_be_asked() -> None:
             asyncio.run(other.find(asked, tenant))
 
 
-def test_while_a_gateway_is_silent_nothing_is_said_to_be_unknown() -> None:
+def test_no_request_is_called_unknown_while_a_gateway_is_silent() -> None:
     request_log = RequestLog(LinkedPeers(silent=1))
     with pytest.raises(Unavailable):
         asyncio.run(request_log.find("a" * 32))
 
 
-def test_it_is_kept_for_an_hour_and_within_its_bytes() -> None:
+def test_records_are_kept_for_an_hour_within_a_limit_of_bytes() -> None:
     now = [0.0]
     request_log = RequestLog(Peers(), kept_bytes=10_000, clock=lambda: now[0])
 
@@ -322,7 +322,7 @@ def test_it_is_kept_for_an_hour_and_within_its_bytes() -> None:
     assert known(200)
 
 
-def test_it_costs_a_request_microseconds() -> None:
+def test_recording_a_request_takes_microseconds() -> None:
     request_log = RequestLog(Peers())
     rounds = 2000
     best = min(_seconds(request_log, rounds) for _ in range(3))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from loadtest.paced_service.routers import SeedsChooseReplicas
+from loadtest.real_service.seeded_router import SeedsChooseReplicas
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.request import SamplingParams

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.benchmarks.random_model import random_model, write_config
+from loadtest.engine.random_model import random_model, write_config
 from loadtest.schemas import SCHEMAS
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, StreamItem
 from lorikeet.replica.grammars.format_grammar import schema_grammar

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 from tokenizers import Tokenizer
 
-from engine.benchmarks.random_model import write_config
+from loadtest.engine.random_model import write_config
 from loadtest.real_service.random_models import random_vocabulary
 from loadtest.schemas import SCHEMAS as FORMS
 from lorikeet.errors import InvalidInput

@@ -19,7 +19,7 @@ from lorikeet_engine.sampling.grammar import (
     octets_of,
 )
 from lorikeet_engine.scheduling.forced_budget import ForcedBudget
-from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class AllowedTokens(NamedTuple):
@@ -61,7 +61,7 @@ def allowed_tokens(
     matched = [
         _Matched(row, s, s.matcher)
         for row, s in enumerate(sequences)
-        if s.matcher is not None and not s.ended
+        if s.matcher is not None and s.status is not SequenceStatus.FINISHED
     ]
     if grammars is None or not matched:
         return AllowedTokens([], None, {}, {})
@@ -73,18 +73,18 @@ def allowed_tokens(
     for bitmask, problem in zip(bitmasks, problems, strict=True):
         if problem is not None:
             bitmask[:] = 255  # its token is not looked at
-    room, forced = _ForcedRoom(budget, sequences, vocab), dict[int, tuple[int, ...]]()
-    for m, bitmask in budget.in_turn(list(zip(matched, bitmasks, strict=True))):
+    taken, forced = _ForcedTokens(budget, sequences, vocab), dict[int, tuple[int, ...]]()
+    for m, bitmask in budget.rotated(list(zip(matched, bitmasks, strict=True))):
         if m.row not in errors:
             try:
-                forced[m.row] = room.take(m, bitmask)
+                forced[m.row] = taken.take(m, bitmask)
             except BaseException as error:  # as a panic in Rust is
                 errors[m.row] = grammar_error(error, m.sequence.request.request_id)
-    room.close()
+    taken.close()
     return AllowedTokens([m.row for m in matched], held, errors, forced)
 
 
-class _ForcedRoom:
+class _ForcedTokens:
     """The room for forced tokens in the step that follows one: what is left, later steps force.
 
     They are computed in one chunk with the token before them, and each sees what came before it. So
@@ -96,7 +96,9 @@ class _ForcedRoom:
         self._budget, self._vocab = budget, vocab
         self._beside_others = not all(map(_may_force, sequences))
         context = sum(sequence.length for sequence in sequences)
-        self._tokens = budget.room(len(sequences), context, beside_others=self._beside_others)
+        self._tokens = budget.tokens_allowed(
+            len(sequences), context, beside_others=self._beside_others
+        )
         self._seen = SEEN_IN_PIECES
         self._taken = self._taken_see = 0
 

@@ -1,13 +1,12 @@
 """How an engine divides a device's memory: KV pages, adapter slots, and an estimate of it all."""
 
+import math
 from dataclasses import dataclass
-
-import torch
 
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import gib, resolve
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.kernels.attention.protocol import kv_head_dim
+from lorikeet_engine.execution.kv_tensors import kv_shape
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 from lorikeet_engine.scheduling.page_needs import PageNeeds
@@ -108,26 +107,9 @@ def page_needs(config: ModelConfig, settings: EngineSettings) -> PageNeeds:
     return PageNeeds(settings.page_size, windows, settings.max_batch_tokens)
 
 
-def allocate_kv(
-    config: ModelConfig,
-    shape: BaseShape,
-    settings: EngineSettings,
-    pages: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """The tensor of all KV pages, zeros.
-
-    [layers of a page, 2, pages, page_size, kv_heads, kv_head_dim]: which layers' keys and values a
-    page has, the model's KvGroups say.
-    """
-    width = kv_head_dim(shape.head_dim, settings.device)
-    layers = config.kv_groups.page_layers
-    size = (layers, 2, pages, settings.page_size, shape.kv_heads, width)
-    return torch.zeros(size, dtype=settings.torch_kv_dtype, device=device)
-
-
 def _page_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:
-    return allocate_kv(config, shape, settings, 1, torch.device("meta")).nbytes
+    elements = math.prod(kv_shape(config, shape, settings, pages=1))
+    return elements * settings.torch_kv_dtype.itemsize
 
 
 def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:

@@ -15,7 +15,7 @@ from lorikeet_engine.execution.batch_builder import LogitsInput, build_logits_in
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.request import PromptLogprobs
 from lorikeet_engine.sampling.logprob_readback import LogprobReadback
-from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows
+from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, SequenceStatus
 
 _PIECE_ROWS = 256  # with 128,256 tokens in the vocabulary, 131 MB of float32
 
@@ -103,7 +103,7 @@ class PromptScores:
         for each in self._scored:
             logprobs, sequence = tuple(islice(scores, each.end - each.start)), each.sequence
             request = sequence.request
-            if sequence.ended:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             if all(math.isfinite(score.logprob) for score in logprobs):
                 outputs.append(PromptLogprobs(request.request_id, sequence.choice, logprobs))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
-from lorikeet_engine.execution.memory_plan import allocate_kv
+from lorikeet_engine.execution.kv_tensors import allocate_kv
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.attention import choose_attention
 from lorikeet_engine.kernels.attention.protocol import (

@@ -27,10 +27,10 @@ from lorikeet_engine.sampling.logprob_readback import LogprobReadback
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler
 from lorikeet_engine.scheduling.forced_budget import ForcedBudget
-from lorikeet_engine.scheduling.sequence import Chunk, Sequence
+from lorikeet_engine.scheduling.scheduler import StepPlan
+from lorikeet_engine.scheduling.sequence import Chunk, Sequence, SequenceStatus
 from lorikeet_engine.scheduling.step_budget import ExpectedStep
 from lorikeet_engine.scheduling.step_counters import StepLaunch
-from lorikeet_engine.scheduling.step_plan import StepPlan
 from lorikeet_engine.settings import EngineSettings
 
 
@@ -273,7 +273,8 @@ def raise_if_lost(device: torch.device, error: BaseException) -> None:
 def _count_tokens(sampler: Sampler, sequence: Sequence) -> None:
     """See that the device counts the sequence's tokens, if its logits depend on them."""
     params = sequence.request.sampling
-    if params.changes_logits and sequence.penalty_slot is None and not sequence.ended:
+    finished = sequence.status is SequenceStatus.FINISHED
+    if params.changes_logits and sequence.penalty_slot is None and not finished:
         assert not sequence.pending_rows, "a token that nobody can count"
         output = sequence.tokens[sequence.prompt_length :]
         sequence.penalty_slot = sampler.penalties.begin(params, sequence.prompt, output)

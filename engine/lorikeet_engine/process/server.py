@@ -21,10 +21,10 @@ import torch
 
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import DeviceLost, EngineError, StepFailed
-from lorikeet_engine.process.status_reporter import StatusReporter
 from lorikeet_engine.process.watchdog import Watchdog, end_process
 from lorikeet_engine.process.wire import MessageSender, Reply, receive, to_rows
 from lorikeet_engine.request import Output
+from lorikeet_engine.telemetry.status import EngineStatus
 
 # By its module's name, under which programs set handlers: here __name__ is "__main__".
 log = logging.getLogger("lorikeet_engine.process.server")
@@ -32,6 +32,9 @@ log = logging.getLogger("lorikeet_engine.process.server")
 _PR_SET_PDEATHSIG = 1
 _SWITCH_S = 0.5e-3
 """How long a call waits for the interpreter while a step holds it; 5 ms by default."""
+_MIN_REPORT_INTERVAL_S = 0.1  # between two reports
+# Waits, and the uses of adapters that are not used, change without an event.
+_STATUS_POLL_S = 1.0
 
 
 def main() -> None:
@@ -163,6 +166,44 @@ class EngineLoop:
             self._on_outputs(outputs)
         except Exception:
             log.exception("outputs_undelivered", extra={"outputs": len(outputs)})
+
+
+class StatusReporter:
+    """Reports a changed status: at once after a quiet time, then once in a tenth of a second.
+
+    `report` is called by `start`, with every adapter that is nearer than remote in `moved`; then on
+    this thread, with each status that differs from the one before. It must not block.
+    """
+
+    def __init__(self, engine: Engine, report: Callable[[EngineStatus], None]) -> None:
+        self._engine, self._report = engine, report
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lorikeet-reporter", daemon=True)
+
+    def start(self) -> None:
+        """Report once, and begin to watch for changes."""
+        self._report_changes()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Report no more."""
+        self._closing.set()
+        self._engine.changed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(_MIN_REPORT_INTERVAL_S):
+            self._engine.changed.wait(_STATUS_POLL_S)
+            self._engine.changed.clear()
+            try:
+                self._report_changes()
+            except Exception:
+                log.exception("status_not_reported")
+
+    def _report_changes(self) -> None:
+        status = self._engine.changed_status()
+        if status is not None:
+            self._report(status)
 
 
 def _reply(call: Callable[..., Any], *arguments: Any) -> Reply:

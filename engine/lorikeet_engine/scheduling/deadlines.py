@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import AdapterNotReady, EngineError, EngineOverloaded
 from lorikeet_engine.request import Request, SchedulingParams
-from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 # A request is refused at once if its estimated wait is this many times too long: estimates err.
 _REFUSE_FACTOR = 2.0
@@ -35,7 +35,7 @@ class _Deadline(NamedTuple):
         request = None
         for choice in self.choices:
             sequence = choice()
-            if sequence is None or sequence.ended or sequence.timings.begun_s is not None:
+            if sequence is None or sequence.status is not SequenceStatus.WAITING:
                 return None
             request = sequence.request
         return request

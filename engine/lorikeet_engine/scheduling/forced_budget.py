@@ -36,7 +36,7 @@ class ForcedBudget:
         self._left_s = 0.0
         self._decodes = self._turns = 0
 
-    def room(self, decodes: int, context: int, *, beside_others: bool) -> int:
+    def tokens_allowed(self, decodes: int, context: int, *, beside_others: bool) -> int:
         """How many forced tokens the next step may compute.
 
         decodes: how many it has; context: Σ of their lengths. beside_others: whether it has other
@@ -47,23 +47,23 @@ class ForcedBudget:
             return self._most
         step_s = self._costs.step_s(self._padded(decodes), 0, context)
         self._left_s = min(self._left_s + SHARE * step_s, _SAVED_STEPS * SHARE * step_s)
-        rooms = self._rooms()
+        sizes = self._sizes_worth_paying()
         affordable = bisect_right(
-            rooms, self._left_s, key=lambda tokens: self._more_s(tokens, tokens * context / decodes)
+            sizes, self._left_s, key=lambda tokens: self._more_s(tokens, tokens * context / decodes)
         )
-        return rooms[affordable - 1] if affordable else 0
+        return sizes[affordable - 1] if affordable else 0
 
     def spend(self, tokens: int, seen: int) -> None:
         """Note how many forced tokens it will compute beside others, and what these see."""
         self._left_s -= self._more_s(tokens, seen)
 
-    def in_turn(self, rows: list[Row]) -> list[Row]:
+    def rotated(self, rows: list[Row]) -> list[Row]:
         """The rows in an order in which each comes first in its turn."""
         first = self._turns % len(rows)
         self._turns += 1
         return rows[first:] + rows[:first]
 
-    def _rooms(self) -> range | list[int]:
+    def _sizes_worth_paying(self) -> range | list[int]:
         """How many tokens may be worth their cost, ascending."""
         if not self._sizes:
             return range(1, self._most + 1)

@@ -52,7 +52,7 @@ class PageNeeds:
     def longest(self, pages: int) -> int | None:
         """The tokens of the longest sequence that N pages are enough for; None: any."""
         length = pages // len(self.windows)
-        if self.windowed and length > self._pages_in_steps:
+        if self.windowed and length >= self._pages_in_steps:
             if not self.whole:
                 return None
             length = (pages - self.windowed * self._pages_in_steps) // self.whole

@@ -17,7 +17,7 @@ from lorikeet_engine.request import Failed, Output, PromptLogprobs, Request, Tok
 from lorikeet_engine.sampling.grammar import Grammars, Matcher
 from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 from lorikeet_engine.scheduling.kv_cache import PageKeys
-from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 from lorikeet_engine.telemetry.status import EngineInfo
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class RequestQueue:
                     taken.compiling.append(sequence)
             self._submitted = list(taken.compiling)
         for sequence in aborted:
-            sequence.ended = True
+            sequence.status = SequenceStatus.FINISHED
             self.end_choice(sequence.request.request_id)
         errors: dict[str, EngineError] = {}
         for sequence in taken.submitted:
@@ -227,9 +227,13 @@ class RequestQueue:
         """End a request with an error, whether the engine has taken it or not."""
         with self._lock:
             self.open_choices.pop(request_id, None)
+            kept = list[Sequence]()
             for sequence in self._submitted:
-                sequence.ended |= sequence.request.request_id == request_id
-            self._submitted = [sequence for sequence in self._submitted if not sequence.ended]
+                if sequence.request.request_id == request_id:
+                    sequence.status = SequenceStatus.FINISHED
+                else:
+                    kept.append(sequence)
+            self._submitted = kept
         self._outputs.append(Failed(request_id, error))
 
     def fail_all(self, error: EngineError) -> None:

@@ -3,18 +3,15 @@
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.request import SchedulingParams
-from lorikeet_engine.scheduling.admission import AdapterProvider, Admission, WaitingQueue
-from lorikeet_engine.scheduling.fair_share import (
-    furthest_ahead_last,
-    may_begin,
-    sequences_to_preempt,
-)
+from lorikeet_engine.scheduling.admission import AdapterProvider, Admission
 from lorikeet_engine.scheduling.fairness import (
     OUTPUT_TOKEN,
     PROMPT_TOKEN,
@@ -24,14 +21,79 @@ from lorikeet_engine.scheduling.fairness import (
     prompt_cost,
 )
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.sequence import Chunk, Sequence
-from lorikeet_engine.scheduling.step_budget import PromptRoom, StepBudget
+from lorikeet_engine.scheduling.preemption import (
+    furthest_ahead_last,
+    may_begin,
+    sequences_to_preempt,
+)
+from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, Sequence, SequenceStatus
+from lorikeet_engine.scheduling.step_budget import PromptBudget, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
-from lorikeet_engine.scheduling.step_plan import SchedulerLimits, StepPlan
-from lorikeet_engine.scheduling.throughput import Throughput
+from lorikeet_engine.scheduling.waiting_queue import WaitingQueue
 
 # No more begin in a plan once those that did have so many KV pages, cached or not: some ms of work.
 _PAGES_PER_PLAN = 8192
+# Weights of past work fall by a factor e in this time.
+_DECAY_S = 5.0
+# The length of answers until some have ended, and over how many it is averaged.
+_ANSWER_TOKENS = 128.0
+_ANSWERS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The most tokens, sequences and distinct adapters of one step."""
+
+    tokens: int
+    sequences: int
+    adapters: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. failed: sequences without their adapter, dropped. scored: what chunks score."""
+
+    chunks: list[Chunk]
+    failed: dict[Sequence, AdapterError]
+    scored: list[ScoredRows]
+
+
+class Throughput:
+    """The cost of the work done per second, as fairness.py counts cost, and answers' mean length.
+
+    saturated: whether sequences wait only because steps have no room. Only such time is measured;
+    until there is any, the throughput is that of full batches of decodes.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        step_s = costs.step_s(costs.max_running, 0)
+        self._cost, self._s = OUTPUT_TOKEN * costs.max_running / step_s, 1.0
+        self._step_cost, self._planned_s = 0.0, time.monotonic()
+        self.saturated = False
+        self.answer_tokens = _ANSWER_TOKENS
+
+    @property
+    def cost_per_s(self) -> float:
+        """The cost of the work done per second."""
+        return self._cost / self._s
+
+    def add(self, cost: float) -> None:
+        """Add work that the device was given."""
+        self._step_cost += cost
+
+    def step_planned(self, saturated: bool) -> None:
+        """Close the account of the step before. saturated: for the step that was planned now."""
+        now_s = time.monotonic()
+        elapsed_s = now_s - self._planned_s
+        if self.saturated:
+            decay = math.exp(-elapsed_s / _DECAY_S)
+            self._cost = self._cost * decay + self._step_cost
+            self._s = self._s * decay + elapsed_s
+        self._step_cost, self._planned_s, self.saturated = 0.0, now_s, saturated
+
+    def answer_ended(self, tokens: int) -> None:
+        """Count an answer of this many tokens in their mean length."""
+        self.answer_tokens += (tokens - self.answer_tokens) / _ANSWERS
 
 
 class Scheduler:
@@ -59,7 +121,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of arrival
         self._admitted = 0  # sequences with adapters, so far
         self._reserved_for: Sequence | None = None  # the next with an adapter to begin
-        self._wanting: Sequence | None = None  # whose turn it was without a place or pages for it
+        # The next in fair order, if the last plan had no slot or too few KV pages for it.
+        self._short_of_memory: Sequence | None = None
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its tenant's turn."""
@@ -93,42 +156,25 @@ class Scheduler:
         return cost / self._throughput.cost_per_s
 
     def plan(self, step_budget: StepBudget | None = None) -> StepPlan:
-        """Choose the next step's chunks and give them KV pages; preempts where too few are free.
+        """Choose the next step's chunks and allocate their KV pages, in three phases.
 
-        Decodes go on. Of prompts, WaitingQueue says whose turn it is, Admission leases the adapter
-        and says whether it may begin (both in admission.py), KVCache finds pages of known prefixes
-        and has new ones.
-        step_budget: bounds the ranks of adapters that run, and prompts' tokens beside decodes.
+        Preempt: free slots and KV pages for the next waiting sequence, as preemption.py allows.
+        Decode: give each decoding sequence a chunk; preempt where KV pages are too few.
+        Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
+
+        step_budget: bounds the ranks of running adapters, and the prompt tokens beside decodes.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
-        self._make_room(active)
-        chunks = self._schedule_decodes(active)
-        room = PromptRoom(self._limits.tokens - sum(chunk.length for chunk in chunks))
-        if chunks and step_budget is not None:
-            room = step_budget.prompt_room(chunks, room.tokens)
+        self._preempt_for_waiting(active)
+        decodes = self._schedule_decodes(active)
+        budget = self._prompt_budget(decodes, step_budget)
         prefilling = sorted((s for s in active if not s.decodes), key=furthest_ahead_last)
-        failed: dict[str, AdapterError] = {}
-        saturated = bool(self.waiting)
-        if self.waiting and room and may_begin(active, self._limits, self._tenants.level):
-            context = sum(self._costs.decode_sees(sequence.length) for sequence in active)
-            max_ranks = step_budget.max_ranks(context) if step_budget is not None else math.inf
-            admission = Admission(
-                self.running, self._limits.adapters, max_ranks, self._cache, self._adapters
-            )
-            taken, saturated = self._take_turns(admission, prefilling, room, len(active))
-            chunks += taken
-            failed = admission.failed
-            served = {chunk.sequence for chunk in taken}
-            prefilling = [sequence for sequence in prefilling if sequence not in served]
-        for sequence in prefilling:
-            chunks += self._prompt_chunk(sequence, room, len(active))
-        while prefilling and not chunks and self._all_is_read():
-            for sequence in prefilling:
-                chunks += self._prompt_chunk(sequence, room, 0)
-            if not chunks:  # what all of them lack is pages
-                self._preempt(prefilling.pop())
-        self._throughput.step_planned(saturated)
-        return StepPlan(chunks, self._drop_failed(failed), room.scored)
+        prefills = self._schedule_prefills(active, prefilling, budget, step_budget)
+        chunks = [*decodes, *prefills.chunks]
+        if not chunks:
+            chunks = self._preempt_for_prefills(prefilling, budget)
+        self._throughput.step_planned(prefills.saturated)
+        return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
         """Note that the device computes these chunks, in this order; the next plan builds on it.
@@ -162,7 +208,7 @@ class Scheduler:
         A step in flight may still write to its pages. Their next owner writes in a later step, and
         the device computes one step after the other.
         """
-        preempted = not sequence.kv.pages
+        preempted = sequence.status is SequenceStatus.PREEMPTED
         (self.waiting if preempted else self.running).remove(sequence)
         self._throughput.answer_ended(sequence.output_length)
         self._end(sequence)
@@ -179,15 +225,16 @@ class Scheduler:
             self._end(sequence)
         return waiting + running
 
-    def _make_room(self, active: list[Sequence]) -> None:
-        """Preempt for the sequence whose turn the last plan came to in vain, as fair_share says."""
-        for sequence in sequences_to_preempt(self._wanting, active, self._limits, self._cache):
+    def _preempt_for_waiting(self, active: list[Sequence]) -> None:
+        """Preempt for the waiting sequence that the last plan could not begin."""
+        waiting, max_running = self._short_of_memory, self._limits.sequences
+        for sequence in sequences_to_preempt(waiting, active, max_running, self._cache):
             active.remove(sequence)
             self._preempt(sequence)
-        self._wanting = None
+        self._short_of_memory = None
 
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
-        """A chunk of each sequence that decodes; takes those out of `active` that it preempts."""
+        """Return a chunk of each decoding sequence; remove preempted sequences from `active`."""
         chunks, index = list[Chunk](), 0
         tokens = sum(sequence.decode_tokens for sequence in active)
         if not self._cache.may_all_grow(tokens):  # some may have to be preempted
@@ -203,26 +250,53 @@ class Scheduler:
                 self._preempt(active.pop())
         return chunks
 
-    def _preempt(self, sequence: Sequence) -> None:
-        # It keeps its tokens and later computes them anew, but for pages that are still cached.
-        self.running.remove(sequence)
-        self._free(sequence)
-        sequence.timings.preemptions += 1
-        self._counters.preemptions += 1
-        self.waiting.add(sequence)
+    def _prompt_budget(self, decodes: list[Chunk], step_budget: StepBudget | None) -> PromptBudget:
+        tokens = self._limits.tokens - sum(chunk.length for chunk in decodes)
+        if decodes and step_budget is not None:
+            return step_budget.prompt_budget(decodes, tokens)
+        return PromptBudget(tokens)
 
-    def _take_turns(
-        self, admission: Admission, prefilling: list[Sequence], room: PromptRoom, active: int
+    def _schedule_prefills(
+        self,
+        active: list[Sequence],
+        prefilling: list[Sequence],
+        budget: PromptBudget,
+        step_budget: StepBudget | None,
+    ) -> "_Prefills":
+        """Schedule chunks of prompts: first with those that may begin, then the other running ones.
+
+        prefilling: the active sequences that do not decode.
+        """
+        chunks, failed, saturated = list[Chunk](), dict[str, AdapterError](), bool(self.waiting)
+        max_running = self._limits.sequences
+        if self.waiting and budget and may_begin(active, max_running, self._tenants.level):
+            context = sum(self._costs.decode_sees(sequence.length) for sequence in active)
+            max_ranks = step_budget.max_ranks(context) if step_budget is not None else math.inf
+            admission = Admission(
+                self.running, self._limits.adapters, max_ranks, self._cache, self._adapters
+            )
+            chunks, saturated = self._prefill_in_fair_order(
+                admission, prefilling, budget, len(active)
+            )
+            failed = admission.failed
+            served = {chunk.sequence for chunk in chunks}
+            prefilling = [sequence for sequence in prefilling if sequence not in served]
+        for sequence in prefilling:
+            chunks += self._prompt_chunk(sequence, budget, len(active))
+        return _Prefills(chunks, failed, saturated)
+
+    def _prefill_in_fair_order(
+        self, admission: Admission, prefilling: list[Sequence], budget: PromptBudget, active: int
     ) -> tuple[list[Chunk], bool]:
-        """Chunks of prompts, running or admitted now; and whether the step had no room for more."""
+        """Schedule chunks of running and newly begun prompts; return also _Prefills.saturated."""
         chunks: list[Chunk] = []
         begun: list[Sequence] = []
         pages = 0  # of those begun
-        served: set[VirtualCounter] = set()  # or would be but for room
+        served: set[VirtualCounter] = set()  # or would be if the step had capacity
         saturated = True
         order = self.waiting.in_fair_order(prefilling, admission.is_blocked, self._reserved_for)
         for sequence in order:
-            if not sequence.kv.pages:
+            if sequence.status is not SequenceStatus.RUNNING:
                 if sequence.pending_rows:
                     break  # just preempted: its last token is read with the step in flight
                 ready = admission.prepare(sequence, self._admitted)
@@ -231,53 +305,78 @@ class Scheduler:
                 if not ready:
                     continue
                 running = active + len(begun)  # a page is left for each that grows
-                place = running < self._limits.sequences
-                if not (place and self._cache.allocate(sequence.kv, sequence.length, running)):
-                    self._wanting = sequence
+                slot = running < self._limits.sequences
+                if not (slot and self._cache.allocate(sequence.kv, sequence.length, running)):
+                    self._short_of_memory = sequence
                     break
                 self._begin(sequence, admission)
                 begun.append(sequence)
                 pages += sum(map(len, sequence.kv.pages))
-            chunks += self._prompt_chunk(sequence, room, active + len(begun))
-            if not room or pages > _PAGES_PER_PLAN:
+            chunks += self._prompt_chunk(sequence, budget, active + len(begun))
+            if not budget or pages > _PAGES_PER_PLAN:
                 break
         else:
             saturated = False
         self._reserved_for = admission.reserved_for
         self.waiting.skip_turn(counter for counter in order.exhausted if counter not in served)
         for sequence in begun:
-            self.waiting.remove(sequence)
+            self.waiting.remove(sequence)  # before its status changes: the queue sorts by it
+            sequence.status = SequenceStatus.RUNNING
         if begun:
             self.running = sorted([*self.running, *begun], key=lambda s: s.arrival)
         return chunks, saturated
+
+    def _preempt_for_prefills(
+        self, prefilling: list[Sequence], budget: PromptBudget
+    ) -> list[Chunk]:
+        """Preempt prefilling sequences until the others have KV pages for a chunk.
+
+        For a step that has no chunk otherwise. Returns none while a step in flight may free pages.
+        """
+        chunks: list[Chunk] = []
+        while prefilling and not chunks and self._all_is_read():
+            for sequence in prefilling:
+                chunks += self._prompt_chunk(sequence, budget, 0)
+            if not chunks:
+                self._preempt(prefilling.pop())
+        return chunks
+
+    def _prompt_chunk(self, sequence: Sequence, budget: PromptBudget, spare: int) -> list[Chunk]:
+        """The next chunk of a prompt, charged to its tenant, if the step has room and pages for it.
+
+        spare: as KVCache.reach has it.
+        """
+        end = self._cache.reach(sequence.kv, sequence.length, spare)
+        if not budget.fits(sequence, end):
+            return []
+        chunk = budget.take(sequence, end)
+        grown = self._cache.grow(sequence.kv, chunk.end)
+        assert grown, "a chunk without KV pages"
+        end = min(chunk.end, sequence.prompt_length)
+        self._throughput.add(sequence.cost.charge_prompt(self._costs, chunk.start, end))
+        return [chunk]
 
     def _begin(self, sequence: Sequence, admission: Admission) -> None:
         admission.admit(sequence)
         self._admitted += sequence.adapter is not None
         self._tenants.start_waiting(sequence.cost.counter)  # lifts a tenant that skipped its turn
-        timings = sequence.timings
-        if timings.begun_s is not None:
+        if sequence.status is SequenceStatus.PREEMPTED:  # has begun before
             return
+        timings = sequence.timings
         timings.begun_s = time.monotonic()
         timings.cached_tokens = sequence.kv.computed
         self._counters.sequence_begun(sequence)
         if timings.requested_s is not None and sequence.adapter is not None:
             timings.loaded_s = self._adapters.loaded_at_s(sequence.adapter)
 
-    def _prompt_chunk(self, sequence: Sequence, room: PromptRoom, spare: int) -> list[Chunk]:
-        """The next chunk of a prompt, charged to its tenant, if the step has room and pages for it.
-
-        spare: as KVCache.reach has it.
-        """
-        end = self._cache.reach(sequence.kv, sequence.length, spare)
-        if not room.fits(sequence, end):
-            return []
-        chunk = room.take(sequence, end)
-        grown = self._cache.grow(sequence.kv, chunk.end)
-        assert grown, "a chunk without KV pages"
-        end = min(chunk.end, sequence.prompt_length)
-        self._throughput.add(sequence.cost.charge_prompt(self._costs, chunk.start, end))
-        return [chunk]
+    def _preempt(self, sequence: Sequence) -> None:
+        # It keeps its tokens and later computes them anew, but for pages that are still cached.
+        self.running.remove(sequence)
+        self._free(sequence)
+        sequence.timings.preemptions += 1
+        self._counters.preemptions += 1
+        sequence.status = SequenceStatus.PREEMPTED
+        self.waiting.add(sequence)
 
     def _all_is_read(self) -> bool:
         """Whether no step is in flight that, once read, lets sequences give pages back."""
@@ -290,10 +389,23 @@ class Scheduler:
         return {s: errors[s.adapter.digest] for s in dropped if s.adapter is not None}
 
     def _end(self, sequence: Sequence) -> None:
-        sequence.ended = True
+        sequence.status = SequenceStatus.FINISHED
         sequence.cost.counter.open -= 1
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         self._cache.clear(sequence.kv)
         sequence.release()
+
+
+class _Prefills(NamedTuple):
+    """Result of a plan's prefill phase.
+
+    chunks: chunks of prompts.
+    failed: errors of adapters that could not be loaded, by digest.
+    saturated: whether sequences wait only because the step has no capacity left.
+    """
+
+    chunks: list[Chunk]
+    failed: dict[str, AdapterError]
+    saturated: bool

@@ -1,17 +1,38 @@
 """One choice of a request on its way through the engine, and its share of one step."""
 
+import time
 from array import array
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.request import FinishReason, Request
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.request import EngineTimings, FinishReason, Request
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
 from lorikeet_engine.scheduling.fairness import SequenceCost
 from lorikeet_engine.scheduling.kv_cache import PageKeys, SequencePages, TokenIds
-from lorikeet_engine.scheduling.sequence_timings import SequenceTimings
+
+
+class SequenceStatus(Enum):
+    """State of a sequence in the engine.
+
+        WAITING ──► RUNNING ──► FINISHED
+                     ▲   │
+                     │   ▼
+                   PREEMPTED
+
+    WAITING: has not begun. Holds no KV pages.
+    RUNNING: takes part in steps. The only state in which a sequence holds KV pages.
+    PREEMPTED: waits to begin again and computes its tokens anew. Holds no KV pages.
+    FINISHED: will never run again: complete, aborted or failed. Reached from every other state.
+    """
+
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
 
 
 class AdapterLease(Protocol):
@@ -66,6 +87,49 @@ class OvertakeCount:
         self.begun = None
 
 
+@dataclass(slots=True)
+class SequenceTimings:
+    """When a sequence reached each of its phases, by the monotonic clock.
+
+    residency: where its adapter was when the request came; None without an adapter. requested_s:
+    when the adapter was requested that was not on the GPU; loaded_s: when it came there. begun_s:
+    when its first step was planned; cached_tokens: tokens of its prompt that were in the KV cache
+    then. first_token_s: when its first token was read; last_token_s: when its newest was, by
+    perf_counter. preemptions: how often it had to begin anew. steps: how many it took part in.
+    """
+
+    arrived_s: float = field(default_factory=time.monotonic)
+    residency: Residency | None = None
+    requested_s: float | None = None
+    loaded_s: float | None = None
+    begun_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+    def engine_timings(self) -> EngineTimings:
+        """The time of each phase until now, when the sequence's newest token has been read."""
+        now_s = time.monotonic()
+        assert self.begun_s is not None, "a token of no step"
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        load_s = 0.0
+        if self.loaded_s is not None and self.requested_s is not None:
+            load_s = self.loaded_s - self.requested_s
+        queued_s = self.begun_s - self.arrived_s
+        return EngineTimings(
+            queued_s=queued_s,
+            load_s=min(max(load_s, 0.0), queued_s),
+            prefill_s=self.first_token_s - self.begun_s,
+            decode_s=now_s - self.first_token_s,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            steps=self.steps,
+        )
+
+
 class Sequence:
     """The tokens of one choice, prompt and output, and what it holds while it runs.
 
@@ -82,7 +146,6 @@ class Sequence:
     the first that is sampled since it runs; None if nothing changes its logits. copy_s: how long
     the adapter's copy to the GPU takes if no request asked for it before. cost: what its tenant
     pays, set when it begins to wait.
-    ended: it will never run again.
     """
 
     cost: SequenceCost
@@ -125,7 +188,7 @@ class Sequence:
         self.copy_s = 0.0
         self.overtakes = OvertakeCount()
         self.timings = SequenceTimings()
-        self.ended = False
+        self.status = SequenceStatus.WAITING
 
     @property
     def adapter(self) -> AdapterRef | None:

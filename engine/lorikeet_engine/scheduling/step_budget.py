@@ -69,14 +69,14 @@ class StepBudget:
         left_s = self._goal_s - median(self._bases_s) - self._costs.seen_token_s * context
         return left_s / self._costs.rank_s
 
-    def prompt_room(self, decodes: list[Chunk], tokens: int) -> "PromptRoom":
+    def prompt_budget(self, decodes: list[Chunk], tokens: int) -> "PromptBudget":
         """The room for prompts beside these decodes, at most N tokens.
 
         Some may compute forced tokens, too.
         """
         rows = sum(chunk.length for chunk in decodes)
         expected_s = median(self._bases_s) + self._learned_from(decodes) + median(self._beside_s)
-        return PromptRoom(tokens, self, rows, self._goal_s - expected_s)
+        return PromptBudget(tokens, self, rows, self._goal_s - expected_s)
 
     def more_s(self, decodes: int, tokens: int, seen: int) -> float:
         """How much longer decodes take with N tokens of prompts, which see M."""
@@ -118,7 +118,7 @@ class StepBudget:
         return self._sizes[at] if at < len(self._sizes) else tokens
 
 
-class PromptRoom:
+class PromptBudget:
     """The room of one step for tokens of prompts: N, and no more than a goal leaves time for.
 
     tokens: how many are left, whatever they take. scored: what of prompts the chunks score.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
+from loadtest.engine.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import MemoryShare, free_bytes

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.benchmarks.random_adapters import RandomBlobs
-from engine.benchmarks.random_model import random_model, write_config
+from loadtest.engine.random_adapters import RandomBlobs
+from loadtest.engine.random_model import random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import cuda_graphs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.benchmarks.random_model import GEMMA_3_12B, LLAMA_3_1_8B, write_config
+from loadtest.engine.random_model import GEMMA_3_12B, LLAMA_3_1_8B, write_config
 from lorikeet_engine.device.memory import MemoryShare
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import ModelError, SettingsError

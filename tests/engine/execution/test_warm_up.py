@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.benchmarks.random_model import random_model, write_config
+from loadtest.engine.random_model import random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import warm_up

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.benchmarks.random_checkpoint import write_checkpoint
-from engine.benchmarks.random_model import QWEN3_30B_A3B
+from loadtest.engine.random_checkpoint import write_checkpoint
+from loadtest.engine.random_model import QWEN3_30B_A3B
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import BaseShape
 from tests.engine.blobs import Shelf

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch
 
-from engine.benchmarks.random_checkpoint import write_checkpoint
-from engine.benchmarks.random_model import LLAMA_3_1_8B
+from loadtest.engine.random_checkpoint import write_checkpoint
+from loadtest.engine.random_model import LLAMA_3_1_8B
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
@@ -79,7 +79,7 @@ def refs(folder):
 
 
 def engine_of(folder: Path, gpus: int) -> Engine:
-    """With room on each GPU for two or three of the adapters."""
+    """An engine with space on each GPU for two or three of the adapters."""
     settings = EngineSettings(
         folder / "model",
         folder / f"cache-{gpus}",

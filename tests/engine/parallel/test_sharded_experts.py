@@ -22,7 +22,7 @@ ADAPTERS = ("router", "both", "all")
 
 
 class Told(NamedTuple):
-    """What a rank computed. routed: by layer. sums: how many over ranks."""
+    """Results of one rank. routed: by layer. sums: number of sums over ranks."""
 
     logits: torch.Tensor
     routed: list[RoutedRows]

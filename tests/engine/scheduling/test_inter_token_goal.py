@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.benchmarks.random_model import write_config
+from loadtest.engine.random_model import write_config
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.errors import SettingsError

@@ -1,6 +1,6 @@
 """Attention of prompts that see many tokens, by FlashInfer's FA3 kernels for Hopper.
 
-Compared with FA2 on an H200, for Llama-3.1-8B's heads (engine/benchmarks/prefill_attention.py), a
+Compared with FA2 on an H200, for Llama-3.1-8B's heads (`docs/benchmarks.md` at `2ecb28c8`), a
 chunk of 2,048 tokens takes 0.56 of the time at the beginning of a prompt, 0.64 at a depth of
 122,880.
 """

@@ -11,7 +11,7 @@ and the program that ends last adds them in the order of the columns. The last p
 run to run, the order of the sum does not.
 
 Launch parameters are read from tuning.json, by GPU, weight and number of tokens; on a GPU,
-`engine/benchmarks/tune_fp8.py` writes that GPU's entry. cuBLASLt multiplies what has no entry,
+`loadtest/engine/tune_fp8.py` writes that GPU's entry. cuBLASLt multiplies what has no entry,
 except few tokens with scales of blocks, for which it takes up to twice as long.
 """
 

@@ -1,6 +1,6 @@
 """Launch parameters of the Triton kernels, by regime and GPU, read from tuning.json.
 
-`engine/benchmarks/tune_lora.py` writes the entry of the GPU that it runs on; a GPU without an entry
+`loadtest/engine/tune_lora.py` writes the entry of the GPU that it runs on; a GPU without an entry
 gets "default".
 
 A step is in one of three regimes:

@@ -128,7 +128,7 @@ def _pushing() -> dict[str, Any]:
     responses = {
         "201": "The version is new.",
         "202": "The version has not reached the state that `wait` names yet.",
-        "409": "The tenant's limits have no room for the version.",
+        "409": "The version exceeds the tenant's limits.",
     }
     put = {
         "operationId": "push_version",

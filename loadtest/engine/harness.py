@@ -1,0 +1,213 @@
+"""What all benchmarks do alike: arguments, an engine, checked tokens, a table, one JSON file."""
+
+import argparse
+import gc
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields, is_dataclass, replace
+from datetime import UTC, datetime
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from loadtest.engine import plain
+from loadtest.engine.offline import Work, generate
+from loadtest.engine.random_adapters import Targets
+from loadtest.engine.random_engine import SETTINGS, random_engine
+from loadtest.engine.random_model import CONFIGS
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.traffic import Floats
+
+Row = TypeVar("Row")
+MODEL = ("config", "weight_dtype", "kv_dtype", "tensor_parallel", "kv_bytes")
+"""What add_model_arguments asks for of the model."""
+
+
+def run(
+    doc: str,
+    part: str,
+    works: Sequence[Work],
+    measure_all: Callable[[Engine, Sequence[Work]], list[Any]],
+) -> None:
+    """A whole program: measure the works on one engine; write their rows under the part's name."""
+    parser = arguments(doc)
+    add_model_arguments(parser)
+    add_rows(parser)
+    options = parser.parse_args()
+    works = chosen(parser, works, options.rows)
+    known = facts(options.commit)
+    with full_engine(**adapters_of(works, options.host_adapters), **model_of(options)) as engine:
+        rows = measure_all(engine, works)
+    write(options.json, known, **about(options), **{part: rows})
+
+
+def arguments(doc: str) -> argparse.ArgumentParser:
+    """What every benchmark asks for; doc: the module's."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
+    parser.add_argument("--commit", default=_commit(), help="what is measured")
+    return parser
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a benchmark asks for that measures some model."""
+    parser.add_argument("--config", choices=CONFIGS, default="llama-3.1-8b", help="whose shapes")
+    parser.add_argument(
+        "--weight-dtype", choices=("auto", "fp8"), default="auto", help="of the linears"
+    )
+    add_kv_dtype(parser)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine")
+    parser.add_argument(
+        "--kv-bytes", type=int, default=SETTINGS.kv_bytes, help="of the KV cache on each GPU"
+    )
+
+
+def add_rows(parser: argparse.ArgumentParser) -> None:
+    """Let some of several Works be asked for, see `chosen`, and how their adapters are kept."""
+    parser.add_argument("--rows", nargs="+", help="patterns of rows' labels; without: the usual")
+    parser.add_argument(
+        "--host-adapters",
+        type=int,
+        help="room for them on the host, if it is to be less than for all: the GPU has them then",
+    )
+
+
+def model_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of random_engine that add_model_arguments has asked for."""
+    given = {name: getattr(options, name) for name in MODEL if name != "config"}
+    return {"config": CONFIGS[options.config], "settings": replace(SETTINGS, **given)}
+
+
+def adapters_of(works: Iterable[Work], on_host: int | None = None) -> dict[str, Any]:
+    """The arguments of random_engine for the adapters of these works, all on the GPU at once.
+
+    on_host: random_engine's.
+    """
+    counts = dict.fromkeys(Targets, 0)
+    for work in works:
+        counts[work.on] = max(counts[work.on], work.adapters)
+    on_linears = counts.pop(Targets.LINEARS)
+    return {"adapters": on_linears, "room": on_linears, "others": counts, "on_host": on_host}
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """What the file says of the model."""
+    return {name: getattr(options, name) for name in MODEL}
+
+
+def chosen(
+    parser: argparse.ArgumentParser, works: Sequence[Work], patterns: Sequence[str] | None
+) -> Sequence[Work]:
+    """The works whose labels fit one of the patterns; without patterns, all. Exits where none."""
+    found = fitting(works, patterns)
+    if not found:
+        parser.error(f"no such row: want some of {', '.join(work.label for work in works)}")
+    return found
+
+
+def fitting(works: Sequence[Work], patterns: Sequence[str] | None) -> Sequence[Work]:
+    """The works whose labels fit one of the patterns; without patterns, all."""
+    if patterns is None:
+        return works
+    return [work for work in works if any(fnmatch(work.label, p) for p in patterns)]
+
+
+def add_kv_dtype(parser: argparse.ArgumentParser) -> None:
+    """Let EngineSettings.kv_dtype be asked for."""
+    parser.add_argument(
+        "--kv-dtype", choices=("auto", "fp8"), default="auto", help="of the KV cache"
+    )
+
+
+def facts(commit: str) -> dict[str, str]:
+    """What a number needs beside it; printed as well."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    print(f"{gpu}, torch {torch.__version__}, commit {commit}, {now}", flush=True)
+    return {"gpu": gpu, "torch": torch.__version__, "commit": commit, "date": now}
+
+
+@contextmanager
+def full_engine(**arguments: Any) -> Iterator[Engine]:
+    """random_engine's, of these arguments, until the end of the block; its files go with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = random_engine(Path(folder), **arguments)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def check(engine: Engine, work: Work) -> float:
+    """Have greedy work done once: the worst shortfall of a checked token, see plain.check.
+
+    Raises AssertionError where the engine's tokens are wrong.
+    """
+    answers = generate(engine, work.draw(engine.info.vocab_size, 0)).answers
+    return plain.check(engine, plain.some(answers))
+
+
+def empty_device() -> None:
+    """Give back the device's memory of what is no longer used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def percentiles(values: Sequence[float] | Floats, *percents: int) -> list[float]:
+    """The values' percentiles, to three decimals."""
+    return [round(float(value), 3) for value in np.percentile(values, percents)]
+
+
+def show(rows: Iterable[Row]) -> list[Row]:
+    """Print rows, all of one dataclass, as they come, under their fields' names; return them."""
+    shown: list[Row] = []
+    for row in rows:
+        cells = dict(_cells(row))
+        if not shown:
+            widths = [max(8, len(name), len(cell)) for name, cell in cells.items()]
+            print(*map(str.ljust, cells, widths))
+        print(*map(str.ljust, cells.values(), widths), flush=True)
+        shown.append(row)
+    return shown
+
+
+def write(path: Path, facts: Mapping[str, Any], **parts: Any) -> None:
+    """One object: the facts, and each part's rows, dataclasses or what JSON knows, by its name."""
+    path.write_text(json.dumps({**facts, **parts}, indent=1, default=asdict) + "\n")
+
+
+def _cells(row: Any) -> Iterator[tuple[str, str]]:
+    """Name and text of each field; of a field that has fields itself and no label, of these."""
+    for field in fields(row):
+        value = getattr(row, field.name)
+        if is_dataclass(value) and not hasattr(value, "label"):
+            yield from _cells(value)
+        else:
+            yield field.name, _text(value)
+
+
+def _text(value: Any) -> str:
+    match value:
+        case None:
+            return "–"
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        case list() | tuple():
+            return " ".join(map(_text, value))
+        case dict():
+            largest_first = sorted(value.items(), key=lambda item: -item[1])
+            return ", ".join(f"{name} {_text(number)}" for name, number in largest_first)
+        case _:
+            return str(getattr(value, "label", value))
+
+
+def _commit() -> str:
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return git.stdout.strip() or "unknown"

@@ -1,0 +1,291 @@
+"""How long until a cold adapter is used, and what that costs those who decode meanwhile.
+
+python -m loadtest.engine.loading --json loading.json [--config qwen3-30b-a3b --streams 64]
+    [--tensor-parallel 2 --rank 24]
+
+Llama-3.1-8B's shapes, adapters of rank 16 on all linears, an engine in a process of its own. First
+tokens: one request after another, of 16 tokens, in turns with an adapter that is on the GPU, on the
+host and on the disk (as the disk's tier keeps it, in page cache), on an idle engine and beside 128
+sequences that decode with 64 adapters. What loading adds is told by differences; the image of
+84 MB alone takes 1.5 ms over PCIe 5 at 55 GB/s.
+
+Others' tokens: the same sequences decode while ten adapters a second are loaded from nowhere, from
+the host and from the disk, in turns. They are prefetched, so no prefill is in the figures. Loads:
+adapters of the host one after another, until each is on the GPU. Tokens are held against a plain
+forward pass before anything is timed.
+
+Adapters of more than 256 MiB are fewer (tiered_engine.FEW), are not loaded from the disk, and are
+loaded more rarely, 4 GiB a second. Ranks that share the base model each load a part of an adapter.
+"""
+
+import argparse
+import itertools
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loadtest.engine import harness, hosted
+from loadtest.engine.offline import request_of
+from loadtest.engine.random_engine import RANK
+from loadtest.engine.tiered_engine import (
+    counts_of,
+    image_bytes,
+    tiered_engine,
+    write_random_blobs,
+)
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.request import Request
+from lorikeet_engine.traffic import Floats
+
+STREAMS = 128
+ROUNDS, AT_A_TIME = 60, 15  # streams begin anew after 15, lest their contexts grow
+LOADS_PER_S, PHASE_S, PHASES = 10.0, 4.0, 3
+LOADED_BYTES_PER_S = 4 << 30  # at most, while gaps are measured
+LOADS = 20  # one after another
+_PROMPT, _STREAM_TOKENS = 16, 1200
+_WARM_TOKENS = 8  # that each stream has made before anything beside it is timed
+_PAUSE_S = 0.01
+_WITHIN_S = 60.0
+
+Adapters = Mapping[Residency, Iterator[AdapterRef]]
+"""By where a request finds them, in turn, without end."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Milliseconds to first tokens beside N streams: p50 and p99.
+
+    added_ms: how much more either is than with an adapter that is on the GPU.
+    """
+
+    streams: int
+    found: str
+    ms: list[float]
+    added_ms: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Milliseconds between tokens of streams while adapters are loaded: p50 and p99.
+
+    phases_ms: of each phase alone. growth: of all phases, as a share of those without loads.
+    behind_ms: from a phase's end until the last adapter had come, at worst.
+    """
+
+    loads_from: str
+    ms: list[float]
+    phases_ms: list[list[float]]
+    growth: list[float]
+    behind_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Loads from the host beside N streams: until an adapter was on the GPU, p50 and p99.
+
+    gb_per_s: an image's bytes on each GPU over the p50.
+    """
+
+    streams: int
+    gpu_bytes: int
+    ready_ms: list[float]
+    gb_per_s: float
+
+
+class Client(hosted.Client):
+    """One that asks for adapters that lie in different tiers."""
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self._numbers = itertools.count()
+        self._random = np.random.default_rng(1)
+        super().__init__(build)
+
+    def first_token_s(self, ref: AdapterRef, found: Residency) -> float:
+        """Seconds until a request has its one token; raises where its adapter was not `found`."""
+        request, began_s = self._request(ref, 1), time.perf_counter()
+        taken = self.host.submit(request)
+        self.until(lambda: self.came_s[request.request_id], _WITHIN_S)
+        assert taken.result() is found, f"{ref} was found on {taken.result()}: want {found}"
+        return self.came_s[request.request_id][0] - began_s
+
+    @contextmanager
+    def streams(self, refs: Iterator[AdapterRef], count: int) -> Iterator[list[str]]:
+        """`count` sequences that decode inside, each with the next of the adapters: their ids."""
+        requests = [self._request(next(refs), _STREAM_TOKENS) for _ in range(count)]
+        ids = [request.request_id for request in requests]
+        for request in requests:
+            self.host.submit(request)
+        self.until(lambda: all(len(self.came_s[i]) >= _WARM_TOKENS for i in ids), _WITHIN_S)
+        yield ids
+        self.until(lambda: True, _WITHIN_S)  # raises what went wrong meanwhile
+        assert self.ended.isdisjoint(ids), f"streams ended after {_STREAM_TOKENS} tokens"
+        for request_id in ids:
+            self.host.abort(request_id)
+        while self.host.status.live.running:
+            time.sleep(0.01)
+
+    def gaps_ms(self, ids: Sequence[str], begin_s: float, end_s: float) -> list[float]:
+        """All times from one token of a stream to its next between two moments."""
+        within = ([t for t in self.came_s[i] if begin_s <= t <= end_s] for i in ids)
+        return [1e3 * (after - before) for times_s in within for before, after in pairwise(times_s)]
+
+    def load(
+        self,
+        refs: Iterator[AdapterRef],
+        found: Residency,
+        until_s: float,
+        per_s: float = LOADS_PER_S,
+    ) -> AdapterRef:
+        """Have adapters loaded; the last of them. Raises where one was not `found`."""
+        due_s = time.perf_counter()
+        while due_s < until_s:
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+            ref = self.prefetch(next(refs), found)
+            due_s += 1 / per_s
+        return ref
+
+    def prefetch(self, ref: AdapterRef, found: Residency) -> AdapterRef:
+        """Have an adapter loaded, and return it; raises where it was not `found`."""
+        was = self.host.residency(ref).result()
+        assert was is found, f"{ref} was found on {was}: want {found}"
+        self.host.prefetch(ref, uses=1.0)  # before all that was used earlier
+        return ref
+
+    def arrival_of(self, ref: AdapterRef) -> None:
+        """Return once the adapter is on the GPU."""
+        end_s = time.perf_counter() + _WITHIN_S
+        while self.host.residency(ref).result() is not Residency.GPU:
+            assert time.perf_counter() < end_s, f"{ref} was not loaded"
+            time.sleep(0.001)
+
+    def _request(self, ref: AdapterRef, tokens: int) -> Request:
+        prompt = self._random.integers(0, self.host.info.vocab_size, _PROMPT).tolist()
+        salt = secrets.token_hex(8)  # nothing is in the prefix cache
+        return request_of(str(next(self._numbers)), prompt, tokens, ref, salt)
+
+
+def first_tokens(client: Client, adapters: Adapters, streams: int) -> list[FirstToken]:
+    """One request after another, their adapters from each tier in turn; prints the rows."""
+    took_ms: dict[Residency, list[float]] = {tier: [] for tier in adapters}
+    for begun in range(0, ROUNDS, AT_A_TIME):
+        with client.streams(adapters[Residency.GPU], streams):
+            for _, tier in itertools.product(range(min(AT_A_TIME, ROUNDS - begun)), adapters):
+                time.sleep(_PAUSE_S)
+                took_ms[tier].append(1e3 * client.first_token_s(next(adapters[tier]), tier))
+    warm = _percentiles(took_ms[Residency.GPU])
+    return harness.show(
+        _first_token(streams, tier, _percentiles(took_ms[tier]), warm) for tier in adapters
+    )
+
+
+def gaps(
+    client: Client, adapters: Adapters, streams: int, per_s: float = LOADS_PER_S
+) -> list[Gaps]:
+    """Streams alone, beside loads from the host and from the disk, in turns; prints the rows.
+
+    per_s: loads a second.
+    """
+    sources = (None, *(tier for tier in adapters if tier is not Residency.GPU))
+    phases: dict[Residency | None, list[list[float]]] = {source: [] for source in sources}
+    behind_s = dict.fromkeys(sources, 0.0)
+    for _, source in itertools.product(range(PHASES), sources):
+        with client.streams(adapters[Residency.GPU], streams) as ids:
+            begin_s = time.perf_counter()
+            end_s = begin_s + PHASE_S
+            last = client.load(adapters[source], source, end_s, per_s) if source else None
+            time.sleep(max(0.0, end_s - time.perf_counter()))
+            phases[source].append(client.gaps_ms(ids, begin_s, end_s))
+            if last:
+                client.arrival_of(last)
+                behind_s[source] = max(behind_s[source], time.perf_counter() - end_s)
+    alone = _percentiles(np.concatenate(phases[None]))
+    return harness.show(
+        _gaps(source, phases[source], alone, behind_s[source]) for source in sources
+    )
+
+
+def loads(client: Client, adapters: Adapters, streams: int, gpu_bytes: int) -> Iterator[Load]:
+    """Loads from the host, one after another; gpu_bytes: of an image on each GPU."""
+    took_ms = []
+    with client.streams(adapters[Residency.GPU], streams):
+        for _ in range(LOADS):
+            time.sleep(_PAUSE_S)
+            began_s = time.perf_counter()
+            client.arrival_of(client.prefetch(next(adapters[Residency.HOST]), Residency.HOST))
+            took_ms.append(1e3 * (time.perf_counter() - began_s))
+    ready_ms = _percentiles(took_ms)
+    yield Load(streams, gpu_bytes, ready_ms, gpu_bytes / ready_ms[0] / 1e6)
+
+
+def main() -> None:
+    """Measure all of it on one engine; what is measured is written at once."""
+    options = _arguments()
+    known = harness.facts(options.commit) | harness.about(options) | {"rank": options.rank}
+    model = harness.model_of(options) | {"rank": options.rank}
+    image = image_bytes(**model)
+    with tempfile.TemporaryDirectory() as name:
+        folder, counts = Path(name), counts_of(image)
+        blobs = write_random_blobs(folder / "blobs", counts, model["config"], options.rank)
+        build = partial(tiered_engine, folder, blobs, counts, **model)
+        found = counts.refs(blobs).items()
+        adapters = {tier: itertools.cycle(refs) for tier, refs in found if refs}
+        with Client(build) as client:
+            _measure(client, adapters, options, image, known)
+
+
+def _measure(
+    client: Client,
+    adapters: Adapters,
+    options: argparse.Namespace,
+    image: int,
+    known: dict[str, Any],
+) -> None:
+    parts: dict[str, list[Any]] = {"first_tokens": [], "loads": []}
+    gpu_bytes = image // options.tensor_parallel
+    for streams in (0, options.streams):
+        parts["first_tokens"] += first_tokens(client, adapters, streams)
+        parts["loads"] += harness.show(loads(client, adapters, streams, gpu_bytes))
+        harness.write(options.json, known, **parts)
+    per_s = min(LOADS_PER_S, LOADED_BYTES_PER_S / image)
+    parts["gaps"] = gaps(client, adapters, options.streams, per_s)
+    harness.write(options.json, known, **parts, loads_per_s=per_s)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = harness.arguments(__doc__)
+    harness.add_model_arguments(parser)
+    parser.add_argument("--rank", type=int, default=RANK, help="of all adapters")
+    parser.add_argument("--streams", type=int, default=STREAMS, help="that decode meanwhile")
+    return parser.parse_args()
+
+
+def _first_token(streams: int, tier: Residency, ms: list[float], warm: list[float]) -> FirstToken:
+    added_ms = [round(a - b, 3) for a, b in zip(ms, warm, strict=True)]
+    return FirstToken(streams, str(tier), ms, added_ms)
+
+
+def _gaps(
+    source: Residency | None, phases: list[list[float]], alone: list[float], behind_s: float
+) -> Gaps:
+    ms = _percentiles(np.concatenate(phases))
+    growth = [a / b - 1 for a, b in zip(ms, alone, strict=True)]
+    phases_ms = [_percentiles(phase) for phase in phases]
+    return Gaps(str(source or "nowhere"), ms, phases_ms, growth, 1e3 * behind_s)
+
+
+def _percentiles(ms: Sequence[float] | Floats) -> list[float]:
+    return harness.percentiles(ms, 50, 99)
+
+
+if __name__ == "__main__":
+    main()

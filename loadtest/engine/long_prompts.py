@@ -1,0 +1,201 @@
+"""What streams notice of long prompts beside them, and what an inter-token goal costs the prompts.
+
+python -m loadtest.engine.long_prompts --json long_prompts.json [--kv-dtype fp8]
+
+64 streams decode on Llama-3.1-8B's shapes while prompts of 100,000 tokens come one after another,
+without a goal and with one of 40 ms; then while 64 prompts of 32,000 tokens come at once. Prompts
+are submitted by another thread, as a replica does. Tokens are held against a plain forward pass
+before anything is timed.
+"""
+
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from loadtest.engine import harness
+from loadtest.engine.offline import request_of
+from loadtest.engine.step_costs import ADAPTERS, CHECKED, LONG_CONTEXTS
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.request import Failed, Request
+from lorikeet_engine.scheduling.step_budget import StepBudget
+
+GOAL_S = 0.04
+SETTINGS = replace(LONG_CONTEXTS, inter_token_goal_s=GOAL_S)
+_WARM_TOKENS = 8  # that each stream has made before prompts come
+
+
+@dataclass(frozen=True, slots=True)
+class LongPrompts:
+    """Prompts of M tokens beside N streams, one after another or all at once.
+
+    seconds: after which no more of those at once are waited for.
+    """
+
+    name: str
+    prompts: int
+    prompt_tokens: int
+    at_once: bool = False
+    seconds: float = 90.0
+    streams: int = 64
+    stream_prompt: int = 512
+    stream_tokens: int = 8192
+
+    @property
+    def label(self) -> str:
+        """The name with numbers."""
+        return f"{self.prompts} × {self.prompt_tokens:,} {self.name}"
+
+
+WORKS = (
+    LongPrompts("one by one", 3, 100_000),
+    LongPrompts("at once", 64, 32_000, at_once=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What streams and prompts had. goal_ms: None without a goal.
+
+    gaps_ms: between two tokens of a stream, p50, p99 and the longest. over_step_ms: by how much the
+    longest was longer than the step it waited for. done: prompts that had their token;
+    prompt_tokens_per_s: of these. of_no_goal: that rate, as a share of the one without a goal.
+    """
+
+    work: LongPrompts
+    goal_ms: float | None
+    gaps_ms: list[float]
+    over_step_ms: float
+    done: int
+    prompt_tokens_per_s: float
+    of_no_goal: float | None = None
+
+
+class Streams:
+    """Steps an engine in which streams decode, and notes the time between their tokens."""
+
+    def __init__(self, engine: Engine, ids: Iterable[str]) -> None:
+        self._engine = engine
+        self._last_s = dict[str, float | None].fromkeys(ids)
+        self.gaps_s, self.over_s = list[float](), list[float]()
+
+    @property
+    def begun(self) -> bool:
+        """Whether all have made their first tokens."""
+        enough = len(self.gaps_s) >= _WARM_TOKENS * len(self._last_s)
+        return enough and None not in self._last_s.values()
+
+    def step(self) -> set[str]:
+        """Take one step; the ids of others that ended. Raises what a request failed with."""
+        steps_s = self._engine._counters.seconds
+        before_s = steps_s.read().total
+        self._engine.wait(1.0)
+        outputs = self._engine.step()
+        now_s, step_s = time.perf_counter(), steps_s.read().total - before_s
+        ended = set[str]()
+        for output in outputs:
+            if isinstance(output, Failed):
+                raise output.error
+            if output.request_id in self._last_s:
+                assert output.finish is None, "a stream ended too early"
+                last_s = self._last_s[output.request_id]
+                self._last_s[output.request_id] = now_s
+                if last_s is not None:
+                    self.gaps_s.append(now_s - last_s)
+                    self.over_s.append(now_s - last_s - step_s)
+            elif output.finish is not None:
+                ended.add(output.request_id)
+        return ended
+
+
+def measure(engine: Engine, work: LongPrompts, goal_s: float | None) -> Row:
+    """Time the work under this goal, whatever the engine's own is."""
+    costs, sizes = engine.info.step_costs, engine._runner.prompt_sizes
+    engine._step_budget = None if goal_s is None else StepBudget(goal_s, costs, sizes)
+    requests = _requests(engine, work.prompts, work.prompt_tokens, 1)
+    with _streams(engine, work) as streams, ThreadPoolExecutor(1) as submitting:
+        began_s = done_s = time.perf_counter()
+        first = requests if work.at_once else requests[:1]
+        pending = [submitting.submit(engine.submit, request) for request in first]
+        waiting, done = requests[len(first) :], 0
+        while done < work.prompts and time.perf_counter() - began_s < work.seconds:
+            if ended := streams.step():
+                done, done_s = done + len(ended), time.perf_counter()
+                if waiting:
+                    pending.append(submitting.submit(engine.submit, waiting.pop(0)))
+        for future in pending:
+            future.result()  # raises what went wrong
+        for request in requests:
+            engine.abort(request.request_id)
+    rate = done * work.prompt_tokens / (done_s - began_s) if done else 0.0
+    gaps_ms = 1e3 * np.array(streams.gaps_s)
+    return Row(
+        work,
+        None if goal_s is None else 1e3 * goal_s,
+        harness.percentiles(gaps_ms, 50, 99, 100),
+        1e3 * max(streams.over_s),
+        done,
+        rate,
+    )
+
+
+def measure_all(engine: Engine, works: Iterable[LongPrompts]) -> list[Row]:
+    """Measure each without and with the goal; prints each row as it comes."""
+    harness.check(engine, CHECKED)
+    return harness.show(_rows(engine, works))
+
+
+def main() -> None:
+    """Start one engine, and measure all on it."""
+    parser = harness.arguments(__doc__)
+    harness.add_kv_dtype(parser)
+    options = parser.parse_args()
+    facts = harness.facts(options.commit)
+    settings = replace(SETTINGS, kv_dtype=options.kv_dtype)
+    with harness.full_engine(adapters=ADAPTERS, room=ADAPTERS, settings=settings) as engine:
+        rows = measure_all(engine, WORKS)
+    harness.write(options.json, facts, kv_dtype=options.kv_dtype, long_prompts=rows)
+
+
+def _rows(engine: Engine, works: Iterable[LongPrompts]) -> Iterator[Row]:
+    for work in works:
+        free = measure(engine, work, None)
+        yield free
+        bound = measure(engine, work, GOAL_S)
+        share = bound.prompt_tokens_per_s / free.prompt_tokens_per_s if free.done else None
+        yield replace(bound, of_no_goal=share)
+
+
+@contextmanager
+def _streams(engine: Engine, work: LongPrompts) -> Iterator[Streams]:
+    """Streams that decode inside; nothing runs afterwards."""
+    requests = _requests(engine, work.streams, work.stream_prompt, work.stream_tokens)
+    for request in requests:
+        engine.submit(request)
+    streams = Streams(engine, [request.request_id for request in requests])
+    while not streams.begun:
+        streams.step()
+    streams.gaps_s.clear()
+    streams.over_s.clear()
+    yield streams
+    for request in requests:
+        engine.abort(request.request_id)
+    while engine.status().live.running:
+        engine.step()
+
+
+def _requests(engine: Engine, count: int, prompt_tokens: int, tokens: int) -> list[Request]:
+    """Requests of random prompts that share nothing."""
+    rng, salt = np.random.default_rng(1), secrets.token_hex(8)
+    prompts = rng.integers(0, engine.info.vocab_size, (count, prompt_tokens)).tolist()
+    return [
+        request_of(f"{salt} {i}", prompt, tokens, None, salt) for i, prompt in enumerate(prompts)
+    ]
+
+
+if __name__ == "__main__":
+    main()

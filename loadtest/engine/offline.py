@@ -1,0 +1,140 @@
+"""Offline work: many requests at once, through an engine that is stepped by hand."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from loadtest.engine.plain import Answer
+from loadtest.engine.random_adapters import Targets, random_refs
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.request import Failed, Request, SamplingParams
+from lorikeet_engine.traffic import Distinct, Popularity
+
+GREEDY = SamplingParams(temperature=0.0)
+_DEALT_ROUND = Distinct()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Requests at once. adapters: how many distinct ones they use, 0 for the base model.
+
+    cold: no adapter is on the GPU when it begins; else those of the run before are. sampling: how
+    tokens are chosen; their number is output_tokens. on: what the adapters are on.
+    """
+
+    name: str
+    prompt_tokens: int
+    output_tokens: int
+    adapters: int = 0
+    requests: int = 256
+    popularity: Popularity = _DEALT_ROUND
+    cold: bool = False
+    sampling: SamplingParams = GREEDY
+    on: Targets = Targets.LINEARS
+
+    @property
+    def label(self) -> str:
+        """The name with the lengths, as in 'base 256/128'."""
+        return f"{self.name} {self.prompt_tokens}/{self.output_tokens}"
+
+    def draw(self, vocab: int, run: int) -> list[Request]:
+        """Requests of random prompts; the prefix cache has nothing for them from earlier draws."""
+        rng = np.random.default_rng([*self.label.encode(), run])
+        prompts = rng.integers(0, vocab, (self.requests, self.prompt_tokens)).tolist()
+        salt = secrets.token_hex(8)
+        chosen: list[AdapterRef | None] = [None] * self.requests
+        if self.adapters:
+            refs = random_refs(self.adapters, self.on)
+            chosen = [refs[i] for i in self.popularity.draw(rng, self.adapters, self.requests)]
+        return [
+            request_of(
+                f"{self.label} {run}.{i}", prompt, self.output_tokens, adapter, salt, self.sampling
+            )
+            for i, (prompt, adapter) in enumerate(zip(prompts, chosen, strict=True))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of requests. began_s, ticks_s: when they began, when each step's tokens came."""
+
+    answers: list[Answer]
+    began_s: float
+    ticks_s: list[float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens over the whole run, prefill included."""
+        return sum(len(a.tokens) for a in self.answers) / (self.ticks_s[-1] - self.began_s)
+
+    def steps_ms(self) -> list[float]:
+        """The times between one step's tokens and the next's.
+
+        A step's tokens may be read while the next one runs, so a call of Engine.step says little;
+        from tokens to tokens is one step, in a steady state, however deep they overlap.
+        """
+        return [1e3 * (end - begin) for begin, end in pairwise(self.ticks_s)]
+
+
+def request_of(
+    name: str,
+    prompt: Sequence[int],
+    tokens: int,
+    adapter: AdapterRef | None,
+    salt: str,
+    sampling: SamplingParams = GREEDY,
+) -> Request:
+    """A request for exactly N tokens. Only requests of one salt share cached prefixes."""
+    sampling = replace(sampling, max_tokens=tokens, ignore_eos=True)
+    return Request(name, (tuple(prompt),), sampling, 1, adapter, salt)
+
+
+def generate(engine: Engine, requests: list[Request]) -> Run:
+    """Submit all and step until all are answered. Raises what a request failed with."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    ticks_s: list[float] = []
+    began_s = time.perf_counter()
+    for request in requests:
+        engine.submit(request)
+    left = len(requests)
+    while left:
+        engine.wait(1.0)
+        outputs = engine.step()
+        if outputs:
+            ticks_s.append(time.perf_counter())
+        for output in outputs:
+            if isinstance(output, Failed):
+                raise output.error
+            tokens[output.request_id] += output.token_ids
+            left -= output.finish is not None
+    answers = [Answer(request, tokens[request.request_id]) for request in requests]
+    return Run(answers, began_s, ticks_s)
+
+
+def begin(engine: Engine, requests: list[Request]) -> None:
+    """Step until each of the submitted requests has a token: what follows are steps of decodes."""
+    begun: set[str] = set()
+    while len(begun) < len(requests):
+        engine.wait(1.0)
+        begun |= {output.request_id for output in engine.step()}
+
+
+def steps_ms(engine: Engine, count: int) -> list[float]:
+    """Take `count` steps of decodes; the times from one step's tokens to the next's."""
+    ticks_s = []
+    for _ in range(count):
+        assert engine.step(), "a step of decodes without tokens"
+        ticks_s.append(time.perf_counter())
+    return [1e3 * (end - begin) for begin, end in pairwise(ticks_s)]
+
+
+def abort(engine: Engine, requests: list[Request]) -> None:
+    """End requests that are in flight."""
+    for request in requests:
+        engine.abort(request.request_id)
+    engine.step()

@@ -1,0 +1,101 @@
+"""Prefill steps: how near 8 × 1,024 tokens come to the device's matmul rate, and what LoRA adds.
+
+python -m loadtest.engine.prefill --json prefill.json [--weight-dtype fp8]
+
+The steps are the engine's own, each of all prompts at once. Counted are the base model's products:
+of the linear layers, of the head for one token a sequence, and of attention for what a query can
+see. Their rate is held against one large square matmul of random numbers in the activations' dtype,
+measured in the same run: with FP8 weights it can be more.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from loadtest.engine import harness
+from loadtest.engine.gpu_time import GpuTime, gpu_time, medians_ms, watch
+from loadtest.engine.offline import Run, Work, generate
+from loadtest.engine.random_adapters import Targets
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.llama import LlamaModel
+
+STEPS = 10
+SQUARE = 8192  # rows and columns of the matmul
+WORKS = (
+    Work("base", 1024, 1, requests=8),
+    Work("8 adapters", 1024, 1, adapters=8, requests=8),
+    Work("8 adapters with lm_head", 1024, 1, adapters=8, requests=8, on=Targets.LINEARS_AND_HEAD),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One Work's step: from its requests to their tokens, the median of STEPS; the GPU's in others.
+
+    tflops: the model's rate on the GPU, without one over the whole step; share: of matmul_tflops,
+    the large matmul's. shortfall: the worst of a checked token, as a share of the largest logit.
+    """
+
+    work: Work
+    step_ms: float
+    tflops: float
+    matmul_tflops: float
+    share: float
+    shortfall: float
+    gpu: GpuTime | None
+
+
+def measure(engine: Engine, work: Work) -> Row:
+    """Check, then time; raises AssertionError where the engine's tokens are wrong."""
+    shortfall = harness.check(engine, work)
+    runs = [_step(engine, work, run) for run in range(1, 1 + STEPS)]
+    step_ms, gpu = median(1e3 * (run.ticks_s[0] - run.began_s) for run in runs), None
+    if torch.cuda.is_available():
+        watch(lambda: _step(engine, work, 1))  # the profiler's first steps are slow
+        gpu = gpu_time(watch(lambda: _step(engine, work, 2)), 1)
+    model, forward_ms = engine._runner.model, gpu.total_ms if gpu else step_ms
+    tflops = flops(model.config, work.requests, work.prompt_tokens) / forward_ms / 1e9
+    matmul_tflops = _matmul_tflops(model)
+    share = tflops / matmul_tflops
+    return Row(work, step_ms, tflops, matmul_tflops, share, shortfall, gpu)
+
+
+def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
+    """Measure in this order; prints each row as it comes."""
+    return harness.show(measure(engine, work) for work in works)
+
+
+def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
+    """Operations of one forward pass of whole prompts, two for each multiply and add."""
+    c = config.shape
+    width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    mlp = 3 * c.intermediate * (config.experts_per_token or 1) + c.experts  # and the router
+    linears = c.hidden * (2 * width + 2 * kv_width + mlp)
+    seen = sum(_pairs(tokens, window) for window in config.windows)
+    layers = c.layers * tokens * linears + 2 * seen * width
+    return 2 * sequences * (layers + c.hidden * config.vocab_size)
+
+
+def _pairs(tokens: int, window: int | None) -> int:
+    """How many pairs of a query and a key a prompt has in a layer with this window."""
+    within = min(tokens, window or tokens)
+    return within * (within + 1) // 2 + (tokens - within) * within
+
+
+def _step(engine: Engine, work: Work, run: int) -> Run:
+    done = generate(engine, work.draw(engine.info.vocab_size, run))
+    assert len(done.ticks_s) == 1, f"{work.label} took {len(done.ticks_s)} steps"
+    return done
+
+
+def _matmul_tflops(model: LlamaModel) -> float:
+    x = torch.randn(SQUARE, SQUARE, device=model.device, dtype=model.dtype)
+    (took_ms,) = medians_ms([lambda: x @ x], STEPS)
+    return 2 * SQUARE**3 / took_ms / 1e9
+
+
+if __name__ == "__main__":
+    harness.run(__doc__, "prefill", WORKS, measure_all)

@@ -1,0 +1,80 @@
+"""A base model of given shapes with random weights, as Hugging Face's files."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from loadtest.engine.random_model import RandomCheckpoint, write_config
+from loadtest.engine.weight_layouts import FLOATS, Layout
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.cut import Cut, stack
+from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.models.stored_tensors import INDEX
+
+SHARD_BYTES = 5 * 10**9
+
+
+def write_checkpoint(
+    folder: Path,
+    config: Mapping[str, Any],
+    device: torch.device,
+    layout: Layout = FLOATS,
+) -> Path:
+    """Write config.json, shards in bfloat16 and their index; the numbers are drawn on the device.
+
+    They are those of a RandomCheckpoint there. layout: of the layers' linears. What a finished call
+    has left there is kept.
+    """
+    if not (folder / INDEX).exists():
+        if layout.config:
+            config = {**config, "quantization_config": layout.config}
+        shards = _Shards(write_config(folder, config), device, layout)
+        LlamaModel(ModelConfig.from_folder(folder), shards)
+        shards.close()
+    return folder
+
+
+class _Shards(RandomCheckpoint):
+    """Writes to files what a model asks for by name; the model gets tensors without memory."""
+
+    def __init__(self, folder: Path, device: torch.device, layout: Layout) -> None:
+        super().__init__(device, torch.bfloat16)
+        self.folder = folder
+        self._layout = layout
+        self._shard: dict[str, torch.Tensor] = {}
+        self._written: list[list[str]] = []  # names in each shard
+
+    def read_linear(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
+        """Write linears in the layout."""
+        return self._write_all(names, cuts, self._layout)
+
+    def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
+        return self._write_all(names, cuts, FLOATS)
+
+    def _write_all(self, names: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> torch.Tensor:
+        for name, cut in zip(names, cuts, strict=True):
+            for part, tensor in layout.tensors_of(name, super()._read([name], [cut])).items():
+                self._shard[part] = tensor.contiguous().cpu()
+            if sum(tensor.nbytes for tensor in self._shard.values()) >= SHARD_BYTES:
+                self._write()
+        return stack(cuts, torch.device("meta"), self.dtype)[0]
+
+    def close(self) -> None:
+        """Write the last shard, and the index that says which tensor is where."""
+        if self._shard:
+            self._write()
+        total, file_of = len(self._written), dict[str, str]()
+        for number, names in enumerate(self._written, 1):
+            file = f"model-{number:05}-of-{total:05}.safetensors"
+            (self.folder / f"{number}.part").rename(self.folder / file)
+            file_of |= dict.fromkeys(names, file)
+        (self.folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+
+    def _write(self) -> None:
+        self._written.append(list(self._shard))
+        save_file(self._shard, self.folder / f"{len(self._written)}.part")
+        self._shard = {}

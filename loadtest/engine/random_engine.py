@@ -1,0 +1,99 @@
+"""An engine of random weights whose adapters are all on its host: what the benchmarks run."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loadtest.engine.random_adapters import (
+    EmptySource,
+    Targets,
+    fill_device,
+    fill_host,
+    random_layout,
+    random_refs,
+)
+from loadtest.engine.random_model import LLAMA_3_1_8B, random_model, write_config
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.residency.disk.cache import AdapterSource
+from lorikeet_engine.residency.packed_image import PackedLayout
+
+RANK = 16
+NO_OTHERS: Mapping[Targets, int] = {}
+# The batch of the comparison with vLLM, and KV pages for all of its sequences.
+SETTINGS = EngineSettings(
+    model=Path(),
+    cache_dir=Path(),
+    device="cuda",
+    dtype="bfloat16",
+    adapter_dtype="bfloat16",
+    kv_bytes=20 << 30,
+    max_context=2048,
+    max_batch_tokens=8192,
+    max_running=256,
+    max_batch_adapters=128,
+    max_rank=RANK,
+)
+
+
+def random_engine(
+    folder: Path,
+    *,
+    adapters: int = 0,
+    room: int = 0,
+    on_host: int | None = None,
+    others: Mapping[Targets, int] = NO_OTHERS,
+    config: Mapping[str, Any] = LLAMA_3_1_8B,
+    settings: EngineSettings = SETTINGS,
+) -> Engine:
+    """An engine with random_refs(adapters), of rank RANK, on its host; its GPU holds `room`.
+
+    folder: for files that nobody needs afterwards. on_host: for how many the host has room, if not
+    for all: they are on the GPU then, which must hold them, and no longer on the host. others: as
+    many more have these targets, and the GPU holds all of them. settings: all but folders and
+    adapters.
+    """
+    most = min(room + sum(others.values()), settings.max_batch_adapters)
+    settings = replace(settings, max_batch_adapters=max(1, most))
+    at_once = adapters if on_host is None else min(on_host, adapters)
+    engine, layout = roomy_engine(folder, EmptySource(), room, at_once, config, settings, others)
+    fill = fill_host if at_once == adapters else fill_device
+    fill(engine._tiers, layout, random_refs(adapters))
+    for on, count in others.items():
+        their_layout = random_layout(
+            BaseShape.from_config(config), RANK, on, settings.tensor_parallel
+        )
+        fill_host(engine._tiers, their_layout, random_refs(count, on))
+    return engine
+
+
+def roomy_engine(
+    folder: Path,
+    source: AdapterSource,
+    on_gpu: int,
+    on_host: int,
+    config: Mapping[str, Any],
+    settings: EngineSettings,
+    others: Mapping[Targets, int] = NO_OTHERS,
+    rank: int = RANK,
+) -> tuple[Engine, PackedLayout]:
+    """An engine without adapters, with room for N of `rank`; each one's layout.
+
+    others: for as many more, with these targets, there is room in both places.
+    """
+    shape, itemsize = BaseShape.from_config(config), settings.torch_adapter_dtype.itemsize
+    layout = random_layout(shape, rank, world=settings.tensor_parallel)
+    gpu_elements, host_elements = on_gpu * layout.elements, on_host * layout.image_elements
+    for on, count in others.items():
+        other = random_layout(shape, rank, on, settings.tensor_parallel)
+        gpu_elements += count * other.elements
+        host_elements += count * other.image_elements
+    settings = replace(
+        settings,
+        model=write_config(folder / "model", config),
+        cache_dir=folder / "cache",
+        adapter_gpu_bytes=gpu_elements * itemsize,
+        adapter_host_bytes=host_elements * itemsize,
+    )
+    return Engine(settings, source, random_model), layout

@@ -1,0 +1,173 @@
+"""Offline throughput: many requests at once on Llama-3.1-8B's shapes with random weights.
+
+python -m loadtest.engine.throughput --json results.json --rows 'base*' '128 adapters*'
+
+A row is one greedy run that is checked and, by turns, two greedy and two sampled ones that are
+timed, all with other prompts, so that nothing comes from the prefix cache. The check holds tokens
+against a plain forward pass (plain.py). The engine has its LoRA path on in every row, and room for
+the adapters of all rows on the GPU, but for no more than 128.
+
+--llama takes Llama-3.1-8B's base row of such a GPU, as its number or as the file of its run: then
+the base row of another dense model is held against what predicted.py expects of it.
+
+The Zipf row, which no default includes, has its 1,000 adapters of rank 16 on the host: 84 GB of
+pinned memory. --population takes fewer where the machine has less.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+
+from loadtest.engine import harness, plain
+from loadtest.engine.offline import Run, Work, generate
+from loadtest.engine.predicted import WORK as PREDICTED
+from loadtest.engine.predicted import Roofline, predicted_tokens_per_s, read_llama
+from loadtest.engine.random_adapters import Targets, empty_device
+from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.traffic import Zipf
+
+ROOM = 128
+TURNS = 2
+SAMPLED = SamplingParams(temperature=1.0)  # what OpenAI's clients get who ask for nothing
+
+WORKS = (
+    Work("base", 256, 128),
+    Work("1 adapter", 256, 128, 1),
+    Work("8 adapters", 256, 128, 8),
+    Work("32 adapters", 256, 128, 32),
+    Work("128 adapters", 256, 128, 128),
+    Work("128 cold", 256, 128, 128, cold=True),
+    Work("base", 16, 256),
+    Work("128 adapters", 16, 256, 128),
+)
+
+ATTENTION = tuple(
+    Work(f"{count} on attention", 256, 128, count, on=Targets.ATTENTION) for count in (8, 128)
+)
+"""Of mixtures of experts, whose adapters on experts take gigabytes; no default includes them."""
+
+
+def zipf(population: int) -> Work:
+    """1,024 requests, 256 of them at a time, over more adapters than the GPU has room for."""
+    return Work(f"zipf {population}", 256, 128, population, 1024, Zipf(1.0), cold=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one Work gave, greedily and sampled.
+
+    tokens_per_s: of each timed run. step_ms: of the first one's second half. of_greedy: the sampled
+    rate as a share of the greedy one beside it, the median. shortfall: the worst of a checked
+    token, as a share of the largest logit. of_base: the first greedy rate as a share of the base
+    model's at these lengths, None where that was not measured before. predicted_tokens_per_s: of
+    the base model by predicted.py, None where it was not asked for; of_predicted: the first greedy
+    rate as a share of it.
+    """
+
+    work: Work
+    tokens_per_s: tuple[float, ...]
+    step_ms: float
+    sampled_tokens_per_s: tuple[float, ...]
+    sampled_step_ms: float
+    of_greedy: float
+    shortfall: float
+    of_base: float | None = None
+    predicted_tokens_per_s: float | None = None
+    of_predicted: float | None = None
+
+
+def measure(engine: Engine, work: Work, turns: int = TURNS) -> Row:
+    """Check, then time N turns; raises AssertionError where the engine's tokens are wrong."""
+    answers = _run(engine, work, 0).answers
+    shortfall = plain.check(engine, plain.some(answers))
+    greedy, sampled = list[Run](), list[Run]()
+    for turn in range(turns):
+        greedy.append(_run(engine, work, 1 + 2 * turn))
+        sampled.append(_run(engine, replace(work, sampling=SAMPLED), 2 + 2 * turn))
+    rates, sampled_rates = (tuple(run.tokens_per_s for run in runs) for runs in (greedy, sampled))
+    of_greedy = median(b / a for a, b in zip(rates, sampled_rates, strict=True))
+    return Row(
+        work, rates, _step_ms(greedy[0]), sampled_rates, _step_ms(sampled[0]), of_greedy, shortfall
+    )
+
+
+def measure_all(
+    engine: Engine,
+    works: Iterable[Work],
+    llama_tokens_per_s: float | None = None,
+    turns: int = TURNS,
+) -> list[Row]:
+    """Measure in this order; prints each row as it comes.
+
+    llama_tokens_per_s: Llama-3.1-8B's row, by which the base model's is predicted. turns: of a
+    greedy and a sampled run of each work.
+    """
+    predicted = None
+    if llama_tokens_per_s is not None:
+        predicted = predicted_tokens_per_s(_roofline(engine), llama_tokens_per_s)
+    return harness.show(_rows(engine, works, predicted, turns))
+
+
+def main() -> None:
+    """Measure the rows that are asked for, on one engine."""
+    parser = harness.arguments(__doc__)
+    harness.add_model_arguments(parser)
+    harness.add_rows(parser)
+    parser.add_argument("--population", type=int, default=1000, help="adapters of the Zipf row")
+    parser.add_argument("--room", type=int, default=ROOM, help="adapters that the GPU holds")
+    parser.add_argument(
+        "--llama", type=read_llama, help="Llama-3.1-8B's base row: tokens/s or file"
+    )
+    options = parser.parse_args()
+    if options.llama is not None and options.tensor_parallel > 1:
+        parser.error("--llama: what several GPUs make is not predicted")
+    every = (*WORKS, *ATTENTION, zipf(options.population)) if options.rows else WORKS
+    works = harness.chosen(parser, every, options.rows)
+    facts = harness.facts(options.commit)
+    arguments = harness.adapters_of(works, options.host_adapters) | harness.model_of(options)
+    arguments["room"] = min(arguments["room"], options.room)
+    with harness.full_engine(**arguments) as engine:
+        rows = measure_all(engine, works, options.llama)
+    harness.write(options.json, facts, **harness.about(options), throughput=rows)
+
+
+def _roofline(engine: Engine) -> Roofline:
+    settings, config = engine._settings, engine._runner.model.config
+    stored = config.quantized_linears
+    is_fp8 = Quantization.FP8 in (settings.rounding, stored and stored.format)
+    return Roofline(config, is_fp8, settings.kv_dtype == "fp8")
+
+
+def _rows(
+    engine: Engine, works: Iterable[Work], predicted: float | None, turns: int
+) -> Iterator[Row]:
+    base: dict[tuple[int, int], float] = {}
+    for work in works:
+        row = measure(engine, work, turns)
+        lengths, rate = (work.prompt_tokens, work.output_tokens), row.tokens_per_s[0]
+        if not work.adapters:
+            base[lengths] = rate
+        row = replace(row, of_base=rate / base[lengths] if lengths in base else None)
+        if predicted is not None and work == PREDICTED:
+            row = replace(row, predicted_tokens_per_s=predicted, of_predicted=rate / predicted)
+        yield row
+
+
+def _step_ms(run: Run) -> float:
+    steps_ms = run.steps_ms()
+    return median(steps_ms[len(steps_ms) // 2 :])
+
+
+def _run(engine: Engine, work: Work, run: int) -> Run:
+    if work.cold:
+        empty_device(engine._tiers)
+    done = generate(engine, work.draw(engine.info.vocab_size, run))
+    short = [a.request.request_id for a in done.answers if len(a.tokens) != work.output_tokens]
+    assert not short, f"not {work.output_tokens} tokens: {short}"
+    return done
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Find the LoRA kernels' best launch configs on this GPU, and write them into tuning.json.
+
+python -m loadtest.engine.tune_lora [--regime few]
+
+For each regime, one number of its config after the other is tried at other values while the rest
+stay, and the best is kept. What is made small: of the regime's rows of lora_kernels, LoRA's time as
+a share of what it may take, in the mean and in the worst row. Takes some minutes, most of them for
+compiling. A GPU that is not in the file yet begins with the config of "default".
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from loadtest.engine.lora_kernels import ROWS, Pass, Row, build_model, measure
+from lorikeet_engine.kernels.lora import tiles, tuning
+from lorikeet_engine.kernels.lora.tuning import LaunchConfig, Regime
+from lorikeet_engine.models.llama import LlamaModel
+
+_LORA_SMS = (0, 8, 24, 40, 56)
+_VALUES = {
+    "shrink.programs": (40, 512, 1024, 2048),
+    "shrink.wide_columns": (16, 32, 64),
+    "shrink.block_in": (128, 256),
+    "shrink.warps": (1, 2, 4),
+    "shrink.stages": (3, 4),
+    "expand.columns": (128, 256),
+    "expand.warps": (1, 2, 4, 8),
+    "expand.blocks": (1, 4, 8),
+}
+# With few tokens an expand's program takes one block, a prefill's shrink all ranks of a slice.
+_WITHOUT = {Regime.FEW: "expand.blocks", Regime.PREFILL: "shrink.wide_columns"}
+# What helps less may be chance.
+_GAIN = 0.005
+_REPLAYS = 10
+
+
+def tune(model: LlamaModel, regime: Regime, rows: list[Row]) -> LaunchConfig:
+    """The best launch config that was found for these rows; prints what helped."""
+    best = tuning.launch_config(regime, model.device)
+    steps = [Pass(model, row) for row in rows]
+    least = _cost(best, rows, steps)
+    print(f"{regime}: {least:.3f} at first", flush=True)
+    for knob, value in _settings(regime, best):
+        config = _changed(best, knob, value)
+        if config == best:
+            continue
+        cost = _cost(config, rows, steps)
+        if cost < least * (1.0 - _GAIN):
+            best, least = config, cost
+            print(f"{regime}: {least:.3f} with {knob} {value}", flush=True)
+    return best
+
+
+def _settings(regime: Regime, config: LaunchConfig) -> Iterator[tuple[str, int]]:
+    for index in range(len(config.lora_sms)):
+        yield from ((f"lora_sms.{index}", value) for value in _LORA_SMS)
+    for knob, values in _VALUES.items():
+        if knob != _WITHOUT.get(regime):
+            yield from ((knob, value) for value in values)
+
+
+def _changed(config: LaunchConfig, knob: str, value: int) -> LaunchConfig:
+    part, name = knob.split(".")
+    if part == "lora_sms":
+        lora_sms = list(config.lora_sms)
+        lora_sms[int(name)] = lora_sms[int(name)][0], value
+        return replace(config, lora_sms=tuple(lora_sms))
+    if part == "shrink":
+        return replace(config, shrink=replace(config.shrink, **{name: value}))
+    return replace(config, expand=replace(config.expand, **{name: value}))
+
+
+def _cost(config: LaunchConfig, rows: list[Row], steps: list[Pass]) -> float:
+    """Return what tuning makes small, infinity for a config that the GPU has no room for."""
+    tiles.launch_config = lambda _regime, _device: config  # type: ignore[attr-defined,assignment]
+    shares = []
+    for row, step in zip(rows, steps, strict=True):
+        try:
+            step.recapture()
+        except Exception as error:  # Triton's OutOfResources is not a RuntimeError
+            print(f"{config}: {type(error).__name__}", flush=True)
+            return float("inf")
+        shares.append(measure(row, step, _REPLAYS).lora_ms / row.reach_ms)
+    return statistics.mean(shares) + max(shares)
+
+
+def main() -> None:
+    """Tune on the first CUDA device."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--regime", type=Regime, choices=list(Regime), help="only this one")
+    only = parser.parse_args().regime
+    model = build_model()
+    gpu = torch.cuda.get_device_name(model.device)
+    entries = json.loads(tuning.PATH.read_text())
+    configs = entries.setdefault(gpu, dict(entries["default"]))
+    for regime in Regime:
+        if only in (None, regime):
+            rows = [row for row in ROWS if Regime.of(row.tokens, row.adapters) == regime]
+            configs[regime] = tune(model, regime, rows).entry()
+            tuning.PATH.write_text(json.dumps(entries, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

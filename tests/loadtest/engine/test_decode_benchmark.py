@@ -1,0 +1,142 @@
+"""The decode benchmark: its steps on a tiny engine, and its reading of a profiler's trace."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from loadtest.engine import decode, harness, random_model
+from loadtest.engine.gpu_time import gpu_time, read_trace
+from loadtest.engine.offline import Work
+from loadtest.engine.random_adapters import Targets
+from loadtest.engine.random_engine import random_engine
+from lorikeet_engine.kernels.fp8_kv import FP8_KV
+from tests.engine.tiny_engine import CONFIG, SETTINGS, tiny_engine
+
+
+def event(name, begin_us, length_us, cat="kernel"):
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin_us, "dur": length_us, "args": {}}
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Two steps of 500 µs, the second begun 100 µs late; kernels that follow, overlap, enclose."""
+    step = [
+        event("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", 0, 300),
+        event("_shrink", 50, 20),
+        event("_add_rms_norm", 290, 60),
+        event("void flashinfer::BatchPrefillWithPagedKVCacheKernel<cutlass>(Params)", 352, 98),
+        event("Memcpy DtoH (Device -> Pinned)", 450, 10, "gpu_memcpy"),
+        event("something_new", 460, 40),
+    ]
+    later = [{**e, "ts": e["ts"] + 600} for e in step]
+    host = [event("cudaGraphLaunch", 0, 900, "cuda_runtime"), {"ph": "M", "name": "labels"}]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [*host, *later, *step]}))
+    return path
+
+
+def test_gpu_time_is_the_union_of_what_ran(trace):
+    time = gpu_time(read_trace(trace), steps=2)
+    assert time.total_ms == pytest.approx(0.55)
+    assert time.busy_ms == pytest.approx(0.498)
+    assert time.idle == pytest.approx(1 - 498 / 550)
+    assert time.waiting_ms == pytest.approx(0.05)
+
+
+def test_gpu_time_is_told_by_kind(trace):
+    time = gpu_time(read_trace(trace), steps=2)
+    assert time.by_kind == pytest.approx(
+        {
+            "products": 0.3,
+            "shrink": 0.02,
+            "norms, rotary, KV write, SiLU": 0.06,
+            "attention": 0.098,
+            "copies": 0.01,
+            "unknown": 0.04,
+        }
+    )
+    assert time.unknown == pytest.approx({"something_new": 0.04})
+
+
+def test_a_trace_without_a_gpu_is_an_error():
+    with pytest.raises(ValueError, match="no kernel"):
+        gpu_time([], steps=1)
+
+
+def test_steps_are_checked_and_timed_and_the_engine_is_left_empty(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(decode, "STEPS", 5)
+    engine = tiny_engine(tmp_path, adapters=2, room=2, others={Targets.LINEARS_AND_HEAD: 2})
+    alone, several = Work("alone", 5, 24, requests=1), Work("2 adapters", 9, 24, 2, requests=4)
+    works = [alone, several, replace(several, on=Targets.LINEARS_AND_HEAD), alone]
+    rows = decode.measure_all(engine, works)
+    assert [row.work for row in rows] == works
+    assert all(row.step_ms > 0 and row.shortfall < 1e-4 for row in rows)
+    assert [row.layer_ms for row in rows] == [row.step_ms / 2 for row in rows]
+    assert engine.status().live.running == engine.status().live.kv_pages_used == 0
+    assert "2 adapters" in capsys.readouterr().out
+    engine.close()
+
+
+def test_experts_that_two_ranks_share_are_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "STEPS", 5)
+    config = CONFIG | {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    engine = random_engine(tmp_path, config=config, settings=replace(SETTINGS, tensor_parallel=2))
+    works = [Work("alone", 5, 24, requests=1), Work("four", 9, 24, requests=4)]
+    rows = decode.measure_all(engine, works)
+    assert [row.work for row in rows] == works
+    assert all(row.step_ms > 0 for row in rows)
+    engine.close()
+
+
+def test_works_too_short_to_be_profiled_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "STEPS", 5)
+    engine = tiny_engine(tmp_path)
+    with pytest.raises(AssertionError):
+        decode.measure(engine, Work("short", 9, 4, requests=4))
+    engine.close()
+
+
+def test_the_shapes_of_another_model_can_be_asked_for(tmp_path, monkeypatch):
+    def tiny(folder, *, config, settings, **arguments):
+        assert config is random_model.QWEN3_8B
+        assert settings.weight_dtype == "fp8"
+        return tiny_engine(folder, **arguments)
+
+    monkeypatch.setattr(harness, "random_engine", tiny)
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(
+        sys, "argv", ["decode", "--json", str(out), "--config", "qwen3-8b", "--weight-dtype", "fp8"]
+    )
+    harness.run(decode.__doc__, "decode", [Work("base", 9, 4, requests=2)], lambda *_: [1])
+    written = json.loads(out.read_text())
+    assert (written["config"], written["weight_dtype"]) == ("qwen3-8b", "fp8")
+
+
+def test_an_fp8_cache_can_be_asked_for(tmp_path, monkeypatch):
+    def tiny(folder, *, config, settings, **arguments):
+        assert config is random_model.QWEN3_8B
+        settings = replace(SETTINGS, kv_dtype=settings.kv_dtype)
+        return tiny_engine(folder, settings=settings, **arguments)
+
+    monkeypatch.setattr(harness, "random_engine", tiny)
+    out = tmp_path / "out.json"
+    asked = ["--config", "qwen3-8b", "--kv-dtype", "fp8"]
+    monkeypatch.setattr(sys, "argv", ["decode", "--json", str(out), *asked])
+
+    def measure_all(engine, works):
+        assert engine._runner.kv.dtype == FP8_KV
+        harness.check(engine, works[0])
+        return [1]
+
+    harness.run(decode.__doc__, "decode", [Work("base", 9, 4, requests=2)], measure_all)
+    written = json.loads(out.read_text())
+    assert (written["config"], written["kv_dtype"]) == ("qwen3-8b", "fp8")
+    assert written["decode"] == [1]

@@ -1,0 +1,57 @@
+"""The checkpoint of random weights that benchmarks load."""
+
+import pytest
+import torch
+
+from loadtest.engine import random_checkpoint
+from loadtest.engine.random_model import (
+    GEMMA_3_12B,
+    RandomCheckpoint,
+    random_model,
+    write_config,
+)
+from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.models.cut import Cut
+from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
+from tests.engine.tiny_engine import CONFIG
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(random_checkpoint, "SHARD_BYTES", 50_000)
+    folder = tmp_path / "model"
+    return random_checkpoint.write_checkpoint(folder, CONFIG, torch.device("cpu"))
+
+
+def test_it_has_several_files(checkpoint):
+    assert len(list(checkpoint.glob("model-*-of-*.safetensors"))) > 2
+
+
+def test_what_is_there_is_not_written_again(checkpoint):
+    before = {path: path.stat().st_mtime_ns for path in checkpoint.iterdir()}
+    random_checkpoint.write_checkpoint(checkpoint, CONFIG, torch.device("cpu"))
+    assert {path: path.stat().st_mtime_ns for path in checkpoint.iterdir()} == before
+
+
+def test_numbers_are_a_names_whatever_stands_beside_it_and_they_are_rounded_to():
+    cpu, names = torch.device("cpu"), [f"model.layers.0.self_attn.{n}.weight" for n in "qkv"]
+    cuts = [Cut.whole(rows, 64) for rows in (64, 32, 32)]
+    q, k, v = (
+        RandomCheckpoint(cpu, torch.bfloat16).read_linear([name], [cut])
+        for name, cut in zip(names, cuts, strict=True)
+    )
+    assert not torch.equal(k, v)
+    fused = RandomCheckpoint(cpu, torch.bfloat16).read_linear(names, cuts)
+    assert torch.equal(fused, torch.cat([q, k, v]))
+    rounded = RandomCheckpoint(cpu, torch.bfloat16, Quantization.NF4).read_linear(names, cuts)
+    assert torch.equal(rounded, torch.cat([round_to_nf4(part) for part in (q, k, v)]))
+    other = RandomCheckpoint(cpu, torch.bfloat16, seed=1).read_linear(names[:1], cuts[:1])
+    assert not torch.equal(q, other)
+
+
+def test_a_model_whose_norms_are_stored_less_one_is_made_up(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100, "head_dim": 32}
+    folder = write_config(tmp_path, GEMMA_3_12B | sizes | {"num_hidden_layers": 6})
+    model = random_model(folder, torch.device("cpu"), torch.float32, 4096)
+    assert model.config.kv_groups.windows == (None, *[1024] * 5)
+    assert torch.equal(model._norm.weight, torch.ones(64))
