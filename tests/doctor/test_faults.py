@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loadtest.ports import free_port
-from lorikeet.doctor import environment, versions
-from lorikeet.doctor.cuda import Cuda
+from lorikeet.doctor import environment, software
 from lorikeet.doctor.finding import Severity
+from lorikeet.doctor.machine import Cuda
 from lorikeet.gateway.body import MAX_JSON_BYTES
 from lorikeet.replica.request_builder import MOST_LOGPROBS
 from tests.doctor.conftest import GIB, H100, HOST, Patient, faults, keys_of, variable
@@ -494,8 +494,8 @@ def test_packages_that_are_too_old_or_not_there(
     patient: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = {"ray": "2.59.0", "torch": None}
-    known = versions._version
-    monkeypatch.setattr(versions, "_version", lambda name: installed.get(name, known(name)))
+    known = software._version
+    monkeypatch.setattr(software, "_version", lambda name: installed.get(name, known(name)))
     (fault,) = faults(patient.examined("versions"))
     assert fault.severity is PROBLEM
     assert "ray is 2.59.0: want ==2.60.*" in fault.message
@@ -506,7 +506,7 @@ def test_packages_that_are_too_old_or_not_there(
 def test_nothing_to_compile_kernels_with(
     patient: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.doctor.gpus.lacks", lambda requirement: None)
+    monkeypatch.setattr("lorikeet.doctor.software._unmet", lambda requirement: None)
     bare = {"PATH": str(tmp_path), "HOME": str(tmp_path), "CC": "", "CXX": ""}
     on_gpus = gpus(2) | {"more": bare}
     (fault,) = faults(patient.examined("kernels", **on_gpus))

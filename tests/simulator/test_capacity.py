@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from lorikeet.simulator.capacity import SEEDS, plan_capacity
+from lorikeet.simulator.capacity import SEEDS, Unreachable, plan_capacity
 from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
-from lorikeet.simulator.feasibility import Unreachable
 from lorikeet.simulator.forecast import CapacityGoals, CapacityNeeds, ReplicaMemory, forecast
 from lorikeet_engine.traffic import AZURE_CONV, LengthModel
 

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from lorikeet.doctor import (
     base_models,
     catalog,
-    disk,
     environment,
     gpus,
     memory,
-    ports,
-    system_limits,
-    versions,
+    software,
+    system,
 )
 from lorikeet.doctor.finding import Finding, Severity, problem
 from lorikeet.doctor.planned_start import PlannedStart
@@ -40,15 +38,15 @@ class Check:
 CHECKS: Sequence[Check] = (
     Check("settings", environment.check_settings, needs_settings=False),
     Check("ray variables", environment.check_ray_variables, needs_settings=False),
-    Check("versions", versions.check_versions, needs_settings=False),
+    Check("versions", software.check_versions, needs_settings=False),
     Check("base models", base_models.check_base_models),
     Check("memory", memory.check_device_memory),
     Check("host memory", memory.check_host_memory),
-    Check("disk cache", disk.check_disk),
+    Check("disk cache", system.check_disk),
     Check("gpus", gpus.check_gpus),
-    Check("kernels", gpus.check_kernels),
-    Check("ports", ports.check_ports),
-    Check("limits", system_limits.check_system_limits),
+    Check("kernels", software.check_kernels),
+    Check("ports", system.check_ports),
+    Check("limits", system.check_system_limits),
     Check("catalog", catalog.check_catalog, _REMOTE_S, _REMOTE_FIX),
 )
 

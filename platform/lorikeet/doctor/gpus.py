@@ -1,18 +1,12 @@
-"""GPUs, the driver, and what kernels are compiled with."""
+"""GPUs and their driver."""
 
-import importlib.util
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
-from lorikeet.doctor.cuda import Cuda, Version
 from lorikeet.doctor.finding import Finding, ok, problem, warning
+from lorikeet.doctor.machine import Cuda, Version
 from lorikeet.doctor.planned_start import PlannedStart
-from lorikeet.doctor.versions import cuda_requirement, lacks
 
-_FLASHINFER = "flashinfer-python"
 _FIRST_WITH_FP8: Version = (8, 9)
-_PREBUILT = "flashinfer_jit_cache"
 
 
 def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
@@ -39,28 +33,6 @@ def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
     if without_fp8:
         found = f"{without_fp8[0]} is older than Ada and Hopper and has no FP8"
         yield from (problem("gpus", found, fix) for fix in _instead_of_fp8(planned))
-
-
-def check_kernels(planned: PlannedStart) -> Iterator[Finding]:
-    """FlashInfer, and what it and Triton compile with, where engines run on CUDA here."""
-    if planned.device == "cpu" or planned.gpu_memory:
-        return
-    wanted = cuda_requirement(_FLASHINFER)
-    lack = lacks(wanted) if wanted else None
-    if lack is not None:
-        yield problem(
-            "kernels", lack, "pip install --constraint constraints.txt --editable '.[cuda]'"
-        )
-        return
-    missing = list(_missing_tools(planned))
-    if missing:
-        yield problem(
-            "kernels",
-            f"they are compiled at the first start, and there is no {', no '.join(missing)}",
-            "apt-get install g++, and CUDA's toolkit with CUDA_HOME set to its folder",
-        )
-    else:
-        yield ok("kernels", "FlashInfer is there, and what kernels are compiled with")
 
 
 def _check_unused(cuda: Cuda, *, asked: bool) -> Iterator[Finding]:
@@ -148,32 +120,6 @@ def _fix(gpus: int, for_one_of_each: int) -> str:
         return "name fewer in LORIKEET_BASE_MODELS, or add GPUs: engines without one wait for ever"
     replicas = gpus // for_one_of_each
     return f"LORIKEET_REPLICAS={replicas}, or more GPUs: engines without one wait for ever"
-
-
-def _missing_tools(planned: PlannedStart) -> Iterator[str]:
-    """Triton needs a C compiler; FlashInfer more, unless its kernels are there."""
-    if not _finds(planned, planned.environ.get("CC", ""), "cc", "gcc", "clang"):
-        yield "C compiler"
-    if _prebuilt(planned):
-        return
-    if not _finds(planned, planned.environ.get("CXX", ""), "c++", "g++", "clang++"):
-        yield "C++ compiler"
-    homes = [planned.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
-    folders = (Path(home) for home in (*homes, "/usr/local/cuda") if home)
-    if not _finds(planned, "nvcc", *(str(folder / "bin" / "nvcc") for folder in folders)):
-        yield "nvcc"
-
-
-def _finds(planned: PlannedStart, *programs: str) -> bool:
-    path = planned.environ.get("PATH")
-    return any(shutil.which(program, path=path) for program in programs if program)
-
-
-def _prebuilt(planned: PlannedStart) -> bool:
-    """Whether FlashInfer's kernels are there, from a package or from an earlier start."""
-    home = planned.environ.get("FLASHINFER_WORKSPACE_BASE") or planned.environ.get("HOME", "/")
-    built = (Path(home) / ".cache" / "flashinfer").rglob("*.so")
-    return importlib.util.find_spec(_PREBUILT) is not None or any(built)
 
 
 def _shown(version: Version) -> str:

@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lorikeet.addresses import SERVES_PORT
-from lorikeet.doctor.cuda import Cuda, find_cuda
-from lorikeet.doctor.host import Host, this_host
+from lorikeet.doctor.machine import Cuda, Host, find_cuda, this_host
 from lorikeet.errors import InvalidSetting
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import Quantization, quantized_linears, read_config

@@ -7,28 +7,60 @@ it has room. So a request is a handful of events, however many tokens it has.
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lorikeet.routing.locations import decrement
 from lorikeet.routing.ranking import RoutingStatus
-from lorikeet.simulator.decode_context import DecodeContext
 from lorikeet.simulator.fair_queue import FairQueue
 from lorikeet.simulator.memory import Arena, ByteLru, Link
+from lorikeet.simulator.traffic import FleetSetup
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.costs import seen_tokens
-
-if TYPE_CHECKING:
-    from lorikeet.simulator.fleet import SimulatedFleet
+from lorikeet_engine.costs import StepCosts, seen_tokens
+from lorikeet_engine.residency.eviction_score import EvictionPolicy
 
 _Changed = Callable[[int], None]  # called with an adapter
 # As in the engine: what waits to be prefetched, and what is at one time.
 _MOST_PREFETCHES, _AT_ONCE = 64, 2
 _NEARLY = 1e-6  # of a step: a clock so near to a whole number is one
+
+
+class _Fleet(Protocol):
+    """The fleet as its replicas use it: tables of requests and adapters, clock, and reports.
+
+    prompts, answers, adapter_of, tenant_of: [requests].
+    ranks, sizes, names: [adapters].
+    on_gpu, on_host, on_disk: [adapters], the replicas that hold each adapter there.
+    gaps: tokens by the time since the token before, in 0.1 ms.
+    """
+
+    setup: FleetSetup
+    policy: EvictionPolicy
+    prompts: list[int]
+    answers: list[int]
+    adapter_of: list[int | None]
+    tenant_of: list[int]
+    ranks: list[int]
+    sizes: list[int]
+    names: list[str]
+    on_gpu: list[list["SimulatedReplica"]]
+    on_host: list[list["SimulatedReplica"]]
+    on_disk: list[list["SimulatedReplica"]]
+    gaps: defaultdict[int, float]
+
+    def schedule(self, time_s: float, act: Callable[[float], object]) -> None: ...
+
+    def on_first_token(self, request: int, now_s: float) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def on_load_requested(self, adapter: int, replica: "SimulatedReplica") -> None: ...
+
+    def on_load_started(self, adapter: int, replica: "SimulatedReplica") -> None: ...
 
 
 class SimulatedReplica:
@@ -39,7 +71,7 @@ class SimulatedReplica:
     be computed. decoding: the sequences of each adapter.
     """
 
-    def __init__(self, number: int, fleet: "SimulatedFleet") -> None:
+    def __init__(self, number: int, fleet: _Fleet) -> None:
         self.number, self.name, self._fleet = number, str(number), fleet
         setup, sizes = fleet.setup, fleet.sizes
         gpu_bytes = max(setup.gpu_bytes, max(sizes))  # what never fits would wait for ever
@@ -62,7 +94,7 @@ class SimulatedReplica:
         self._ends: list[tuple[float, int]] = []  # clock at its end, request
         self.decoding: Counter[int] = Counter()
         self._clock = self._rate = self._as_of_s = 0.0
-        self._context = DecodeContext(fleet, self._steps)
+        self._context = _DecodeContext(fleet, self._steps)
         self._dead = False
         # Adapters to load for no request, and those on their way: to which tier, for how many uses.
         self._prefetches: deque[tuple[int, Residency, float]] = deque(maxlen=_MOST_PREFETCHES)
@@ -298,3 +330,36 @@ class SimulatedReplica:
             seen += seen_tokens(chunk, fleet.prompts[request] - left)
         takes_s = steps.step_s(tokens, status.ranks, status.context, adapted=adapted, seen=seen)
         self._boundary_s, self._rate, self._computing = now_s + takes_s, 1.0 / takes_s, True
+
+
+class _DecodeContext:
+    """Σ of StepCosts.decode_sees over requests, of which each grows along a line with the clock.
+
+    Without windows they do; a request that goes beyond a window in its answer is taken to. The
+    clock counts steps.
+    """
+
+    def __init__(self, fleet: _Fleet, steps: StepCosts) -> None:
+        self._fleet, self._steps = fleet, steps
+        self._begun = self._growth = 0.0  # at clock 0, as if all had been there; and for each step
+
+    def add(self, request: int, clock: float) -> None:
+        """Count a request that decodes its second token in the step after this clock."""
+        first, growth = self._line(request)
+        self._begun += first - growth * clock
+        self._growth += growth
+
+    def remove(self, request: int, clock: float) -> None:
+        """Count a request no more, whose answer ends at this clock."""
+        first, growth = self._line(request)
+        self._begun -= first + growth * (self._fleet.answers[request] - 1) - growth * clock
+        self._growth -= growth
+
+    def at(self, clock: float) -> int:
+        """What they see."""
+        return round(self._begun + self._growth * clock)
+
+    def _line(self, request: int) -> tuple[float, float]:
+        prompt, answer = self._fleet.prompts[request], self._fleet.answers[request]
+        first, last = map(self._steps.decode_sees, (prompt + 1, prompt + answer))
+        return first, (last - first) / (answer - 1)

@@ -15,11 +15,20 @@ from typing import Any, TypeVar
 
 import httpx
 import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
-from lorikeet.cli.adapters.progress import ProgressBar
 from lorikeet.cli.admin_client import AdminClient, Json, ServerUnavailable
 from lorikeet.cli.output import print_error
 from lorikeet.errors import LorikeetError, NotFound, StoreError, Unavailable
+from lorikeet.sizes import show_size
 
 _CONNECTIONS = 4
 _CHUNK_BYTES = 1 << 16
@@ -44,7 +53,7 @@ def send_blob(
     stderr where a person watches. Raises LorikeetError; Ctrl-C ends the command and says how to
     go on.
     """
-    with ProgressBar(blob.stat().st_size, quiet=quiet) as progress:
+    with _ProgressBar(blob.stat().st_size, quiet=quiet) as progress:
         try:
             _BlobUpload(server, blob, digest, about, progress).run()
         except KeyboardInterrupt:
@@ -63,6 +72,71 @@ def with_retries(call: Callable[[], T]) -> T:
     return call()
 
 
+class _ProgressBar:
+    """Counts bytes of numbered parts, from any thread. Draws on stderr if that is a terminal."""
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        self.arrived = 0
+        self._total = total
+        self._sent: dict[int, int] = {}  # of the parts that are on their way
+        self._lock = threading.Lock()
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("Uploading"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=quiet or not console.is_terminal,
+        )
+        self._bar = self._progress.add_task("upload", total=total)
+
+    @property
+    def shown(self) -> str:
+        """How many bytes have arrived of how many, for people."""
+        return f"{show_size(self.arrived)} of {show_size(self._total)}"
+
+    def restart(self, missing: int) -> None:
+        """Begin again with this many bytes missing and nothing on its way."""
+        with self._lock:
+            self._sent.clear()
+            self.arrived = self._total - missing
+            self._draw()
+
+    def sent(self, number: int, count: int) -> None:
+        """Count more bytes of a part as on their way."""
+        with self._lock:
+            self._sent[number] = self._sent.get(number, 0) + count
+            self._draw()
+
+    def has_arrived(self, number: int) -> None:
+        """Count all that was sent of a part as arrived."""
+        with self._lock:
+            self.arrived += self._sent.pop(number, 0)
+
+    def lost(self, number: int) -> None:
+        """Forget what was sent of a part: nothing of it has arrived."""
+        with self._lock:
+            self._sent.pop(number, None)
+            self._draw()
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+    def __enter__(self) -> "_ProgressBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _draw(self) -> None:
+        self._progress.update(self._bar, completed=self.arrived + sum(self._sent.values()))
+
+
 class _BlobUpload:
     def __init__(
         self,
@@ -70,7 +144,7 @@ class _BlobUpload:
         blob: Path,
         digest: str,
         about: Mapping[str, Any],
-        progress: ProgressBar,
+        progress: _ProgressBar,
     ) -> None:
         self._server = server
         self._blob = blob
