@@ -173,7 +173,7 @@ def _fill_bitmasks(
 
 
 def _stuck() -> InvalidRequest:
-    return InvalidRequest("the grammar came to where no token can follow")
+    return InvalidRequest("the grammar reached a state that no token can follow")
 
 
 def _set_stop_ids(sequence: Sequence, matcher: Matcher, bitmask: TokenBitmask) -> None:
