@@ -289,10 +289,12 @@ def _is_gateway() -> bool:
     return True
 
 
-async def _refuse(theirs: MutableHeaders, scope: Scope, receive: Receive, send: Send) -> None:
-    asked = {**scope, "state": {"request_id": theirs.get("x-request-id")}}
+async def _refuse(
+    serve_headers: MutableHeaders, scope: Scope, receive: Receive, send: Send
+) -> None:
+    asked = {**scope, "state": {"request_id": serve_headers.get("x-request-id")}}
     answer = error_response(Unavailable("no gateway can take this request: send it again"), asked)
     for name in ("retry-after", "x-request-id"):
-        if name in theirs:
-            answer.headers[name] = theirs[name]
+        if name in serve_headers:
+            answer.headers[name] = serve_headers[name]
     await answer(scope, receive, send)
