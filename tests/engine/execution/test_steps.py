@@ -79,7 +79,7 @@ class TestTokens:
 
 class TestWhoWaits:
     def steps(self, engine, *calls):
-        """By request: in which steps its tokens came."""
+        """Return, by request, the steps in which its tokens came."""
         for call in calls:
             engine.submit(call)
         compile_grammars(engine)
