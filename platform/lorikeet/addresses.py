@@ -1,4 +1,4 @@
-"""Addresses in settings: of the catalog, listeners, the collector of traces, imported adapters."""
+"""Parsers of addresses in settings: catalog, listeners, trace collector, imported adapters."""
 
 import ipaddress
 import re
@@ -8,19 +8,19 @@ from typing import NamedTuple
 from lorikeet.errors import InvalidSetting
 
 SERVES_PORT = 8000
-"""Where Ray Serve listens for tenants unless it is told otherwise."""
+"""Ray Serve's default port, for tenants."""
 _LABEL = "[A-Za-z0-9-]{1,63}"  # of a host's name
 
 
 def parse_catalog(value: object) -> object:
-    """Check where a catalog is: a folder, s3://bucket or s3://bucket/prefix. Raises ValueError."""
+    """Check a catalog's address: a folder, s3://bucket or s3://bucket/prefix. Raises ValueError."""
     if _is_url(value) and not re.fullmatch(r"s3://[^/]+(/.*)?", str(value)):
         raise ValueError("want a folder or s3://bucket/prefix")
     return value
 
 
 def parse_folder(value: object) -> object:
-    """Check that a folder is of this machine. Raises ValueError."""
+    """Check that a folder is a local path, not a URL. Raises ValueError."""
     if _is_url(value):
         raise ValueError("want a folder of this machine")
     return value
@@ -41,7 +41,10 @@ def parse_prefixes(value: object) -> object:
 
 
 class Address(NamedTuple):
-    """Where to listen. host: a name or an IP address, without the brackets around IPv6."""
+    """Address of a listener.
+
+    host: a name or an IP address, without the brackets around IPv6.
+    """
 
     host: str
     port: int
@@ -64,14 +67,17 @@ def parse_address(value: object) -> object:
 
 
 def parse_collector(value: object) -> object:
-    """Check the URL of a collector of traces. Raises ValueError."""
+    """Check the URL of a trace collector. Raises ValueError."""
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", str(value)):
         raise ValueError("want an address such as http://collector:4318")
     return value
 
 
 def public_port(environ: Mapping[str, str]) -> int:
-    """The port for tenants, which PORT names to `make serve`. Raises InvalidSetting."""
+    """Return the port for tenants: PORT, as for `make serve`, or else Serve's default.
+
+    Raises InvalidSetting.
+    """
     text = environ.get("PORT") or str(SERVES_PORT)
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**16):
         raise InvalidSetting(f"PORT={text!r}: want a port, an integer from 1 to 65535")
