@@ -1,4 +1,4 @@
-"""The engine: requests of token ids in, tokens out, one batch for all adapters at every step."""
+"""Engine: requests of token ids in, tokens out; each step is one batch for all adapters."""
 
 import itertools
 import logging
@@ -49,10 +49,13 @@ log = logging.getLogger(__name__)
 class Engine:
     """One base model, its adapters, and the requests in flight.
 
-    submit, abort, wake, residency, pin, unpin, prefetch, incoming_blobs (Tiers'), status, adapters
-    and take_use are for any thread; wait, step, fail_all and close for one alone, for instance
-    EngineLoop's; changed_status for another, for instance StatusReporter's.
-    info: what callers must know. changed: set when changed_status may have something to report.
+    Threads: wait, step, fail_all and close belong to one thread (EngineLoop's); changed_status to
+        one
+    other thread (StatusReporter's); all other methods and incoming_blobs to any thread.
+
+    info: facts about the started engine that callers need.
+    changed: set when changed_status may have something to report.
+    incoming_blobs: Tiers.incoming_blobs.
     """
 
     def __init__(
@@ -64,9 +67,11 @@ class Engine:
     ) -> None:
         """Load the model and allocate all the memory that serving needs.
 
-        load: reads the base model, as load_model does. grammars: for requests that have one.
-        Raises ModelError, and SettingsError where something does not fit into the device's memory.
-        On CUDA no kernel is compiled afterwards.
+        load: reads the base model, as load_model does.
+        grammars: for requests with a grammar; None refuses such requests.
+
+        Raises ModelError, and SettingsError if something does not fit into the device's memory. On
+        CUDA no kernel is compiled afterwards.
         """
         self._settings = settings
         self._device = torch.device(settings.device)
@@ -82,19 +87,19 @@ class Engine:
         self._in_flight: steps.InFlightStep | None = None
         self._counters = StepCounters()
         self._reset()
-        self._next_step_s: float | None = None  # until then adapters need no step
+        self._next_step_s: float | None = None  # seconds until adapters need a step
         self._requests = RequestQueue()
         self._deadlines = Deadlines(lambda p: self._scheduler.wait_s(p), self._tiers.load_s)
 
     def submit(self, request: Request) -> Residency | None:
-        """Accept a request; its tokens come out of the steps that follow.
+        """Accept a request, whose tokens come out of later steps; return its adapter's tier.
 
-        Returns where its adapter is now, if it has one. max_tokens is cut to what the context
-        leaves after each prompt. The context always fits into the KV cache, so every accepted
-        request can run. A bad grammar fails it later; nobody else waits for a grammar to compile.
+        max_tokens is cut to what the context leaves after each prompt. The context always fits into
+        the KV cache, so every accepted request can run. A bad grammar fails the request later; no
+        other request waits for a grammar to compile.
 
-        Raises InvalidRequest, EngineClosed, and EngineOverloaded where the request could not
-        begin in nearly the time that it may wait, or has too many grammars before it.
+        Raises InvalidRequest, EngineClosed, and EngineOverloaded if the estimated wait is far
+        beyond max_queue_s, or if too many grammars precede the request's own.
         """
         self._deadlines.check(request.scheduling)
         choices = self._input_processor.process(request)
@@ -111,25 +116,25 @@ class Engine:
         return residency
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """End a request, or one of its choices, without an output; what has ended is left alone."""
+        """End a request, or one of its choices, without an output; do nothing if it has ended."""
         self._requests.abort(request_id, choice)
         self.wake()
 
     def wake(self) -> None:
-        """Let `wait` return."""
+        """Make `wait` return."""
         self._wake.set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return as soon as a step may have something to do, or after timeout_s."""
+        """Return as soon as a step may have work, or after timeout_s."""
         if self._idle:
             bounds_s = [s for s in (timeout_s, self._next_step_s) if s is not None]
             self._wake.wait(self._deadlines.next_within_s(min(bounds_s, default=None)))
             self._wake.clear()
 
     def step(self) -> list[Output]:
-        """Launch a batch and return what the batch before it brought: at most one Tokens a choice.
+        """Launch a batch; return the outputs of the batch before it, at most one Tokens a choice.
 
-        Without overlap, what this batch brought. Raises DeviceLost.
+        Without overlap, return the outputs of this batch. Raises DeviceLost.
         """
         self._take_requests()
         self._next_step_s = self._tiers.advance()
@@ -143,7 +148,7 @@ class Engine:
             self._sample(forward)
         if previous is not None:
             self._read(previous)
-        if forward is not None and forward.has_grammar:  # they know the tokens before by now
+        if forward is not None and forward.has_grammar:  # grammars know the tokens before by now
             self._sample(forward)
         if self._in_flight is not None and not self._settings.overlap:
             step, self._in_flight = self._in_flight, None
@@ -153,9 +158,9 @@ class Engine:
         return self._requests.take_outputs()
 
     def fail_all(self, error: EngineError) -> list[Output]:
-        """End every request with `error` and begin anew, whatever state the scheduler was in.
+        """End every request with `error` and begin anew, whatever state the scheduler is in.
 
-        What a step had brought before an error ended it is returned, too.
+        Returns also the outputs of a step that an error interrupted.
         """
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
             sequence.release()
@@ -166,11 +171,14 @@ class Engine:
         return self._requests.take_outputs()
 
     def residency(self, ref: AdapterRef) -> Residency:
-        """The fastest place that holds an adapter now."""
+        """Return the nearest tier that holds an adapter now."""
         return self._tiers.residency(ref)
 
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
-        """Load an adapter up to `tier`, keep it there until `unpin`. passing: as for Tiers.pin."""
+        """Load an adapter up to `tier` and keep it there until `unpin`.
+
+        passing: as in Tiers.pin.
+        """
         self._tiers.pin(ref, tier, passing)
         self.wake()
 
@@ -180,17 +188,17 @@ class Engine:
         self.wake()
 
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
-        """Load an adapter up to `tier` if no request, pin or more used adapter loses by it.
+        """Load an adapter up to `tier` unless a request, a pin or a more used adapter would suffer.
 
-        uses: its recent uses on other replicas, as far as this one could serve them; adapters that
-        are used less may be evicted for it.
+        uses: recent uses on other replicas, as far as this one could serve them. Adapters with
+            fewer uses may be evicted for this one.
         """
         self._tiers.prefetch(ref, tier, uses)
 
     def status(self) -> EngineStatus:
-        """Read what the engine does and holds now, and has counted since its start; `moved` empty.
+        """Return the engine's current state and its counts since the start, with `moved` empty.
 
-        Takes some 150 µs with a full batch, however many adapters there are.
+        Takes about 150 µs with a full batch, however many adapters there are.
         """
         submitted, scheduler, cache = self._requests.submitted, self._scheduler, self._cache
         tiers, counters, costs = self._tiers, self._counters, self.info.step_costs
@@ -214,7 +222,7 @@ class Engine:
         )
 
     def changed_status(self) -> EngineStatus | None:
-        """The status and what moved, if either differs from the last call's; else None."""
+        """Return the status and all moves if either differs from the last call's, else None."""
         moved, status = self._tiers.moved(), self.status()
         if not moved and status == self._reported:
             return None
@@ -222,18 +230,18 @@ class Engine:
         return replace(status, moved=moved)
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
-        """What lies in the GPU's arena, and what else of the engine's is at `tier` or nearer.
+        """List all adapters in the GPU's arena, and the engine's others at `tier` or nearer.
 
-        A few milliseconds for thousands, in which steps go on.
+        Takes a few milliseconds for thousands of adapters; steps go on meanwhile.
         """
         return self._tiers.adapters(tier)
 
     def take_use(self) -> list[SlotUse]:
-        """Each tenant's use of adapters' slots since the call before, which one reader makes."""
+        """Return each tenant's use of adapters' slots since the last call. For one reader only."""
         return self._tiers.take_use()
 
     def close(self) -> list[Output]:
-        """Take no more requests, end those in flight with EngineClosed, stop loading adapters."""
+        """Refuse new requests, end those in flight with EngineClosed, and stop loading adapters."""
         if not self._requests.close():
             return []
         outputs = self.fail_all(EngineClosed("the engine was closed: send the request again"))
@@ -260,12 +268,13 @@ class Engine:
                 self._requests.end_choice(sequence.request.request_id)
 
     def _drop_damaged(self, damaged: Mapping[str, AdapterDamaged]) -> None:
-        """Stop using damaged adapters, given by digest; fail the requests that used them.
+        """Stop using damaged adapters, given by digest, and fail the requests that used them.
 
-        image_checks.py finds damage some time after it came. Clients have read tokens that may be
-        wrong, so their requests fail instead of going on to an answer that looks right. The keys
-        and values computed with the adapter leave the prefix cache. Requests that have only waited
-        give back their leases, and wait until the adapter is loaded anew.
+        Damage is found some time after it happened (residency/image_checks.py). Clients have read
+        tokens that may be wrong, so their requests fail instead of continuing to an answer that
+        looks right. Keys and values computed with the adapter leave the prefix cache. Requests that
+        have no token yet give back their leases and wait until the adapter is loaded again. After
+        that, nobody leases the adapter.
         """
         failed = dict[str, EngineError]()
         for digest, error in damaged.items():
@@ -328,7 +337,7 @@ class Engine:
             tokens, logprobs = sampled.delivered(row, sequence)
             self._scheduler.written(chunk)
             finish = sequence.accept(token)
-        except BaseException as error:  # its grammar's, as a panic in Rust: the others go on
+        except BaseException as error:  # of the grammar, perhaps a panic in Rust: others go on
             if isinstance(error, NotFinite):
                 self._cache.forget_keys(sequence.kv.full_keys())
             self._fail({request_id: grammar_error(error, request_id)})

@@ -19,7 +19,7 @@ import pytest
 
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.catalog.store.s3_multipart import S3Parts
+from lorikeet.catalog.store.s3 import S3Parts
 from lorikeet.cli.adapters import upload
 from tests.cli.conftest import Lorikeet, new_catalog, serving
 from tests.cli.peft_folders import peft_folder

@@ -1,19 +1,14 @@
-"""The sequences that wait: in which order their turns come, and which of them may begin.
+"""Admission of waiting sequences to a step: adapters are leased, and limits of adapters are kept.
 
-WaitingQueue keeps them, and FairOrder goes through them turn by turn: the next is always of the
-tenant whose virtual counter (fairness.py) is least. Admission leases the adapter of each and says
-whether it may begin. What a sequence can wait for, and which others that stops:
+Reasons to wait, and which later sequences in fair order (waiting_queue.py) wait as well:
 
-its adapter is not on the GPU     none: others pass it
-another computes its prefix       none: others pass it until it can share those pages
-other adapters take the room      none, until MAX_OVERTAKES sequences with adapters have passed it;
-                                  then, at its tenant's turn, room is reserved for it: no more of
-                                  those are admitted until its own adapter is in; room is their
-                                  number, Σ of their ranks, and memory
-too few places or KV pages        all: what comes free is its own; who gives way to it is said in
-                                  preemption.py
-
-Those behind a sequence are those whose turn comes later.
+adapter is not on the GPU         none: others overtake.
+another computes the same prefix  none: others overtake until the pages can be shared.
+other adapters use up the step's  none, until MAX_OVERTAKES sequences with adapters have overtaken.
+number of adapters, Σ of ranks,   Then, once it is next of its tenant, capacity is reserved for the
+or GPU memory                     sequence: no other sequence with an adapter begins before it.
+no slot, or too few KV pages      all: the next slot and pages that come free are for this
+                                  sequence. preemption.py may free some.
 """
 
 from collections.abc import Iterable
@@ -28,39 +23,43 @@ MAX_OVERTAKES = 32
 
 
 class AdapterProvider(Protocol):
-    """Where adapters are, as far as scheduling needs it.
+    """Source of adapters, as far as the scheduler needs one.
 
     Implemented by Tiers (residency/tiers.py).
     """
 
     def residency(self, ref: AdapterRef) -> Residency:
-        """The fastest place that holds an adapter now."""
+        """Return the nearest tier that holds an adapter now."""
 
     def copy_s(self, ref: AdapterRef) -> float:
-        """How long an adapter's copy to the GPU takes; 0 if some request asked for it before."""
+        """Return the seconds that copying an adapter to the GPU takes; 0 if requested before."""
 
     def loaded_at_s(self, ref: AdapterRef) -> float:
-        """When an adapter that is on the GPU came there, by the monotonic clock."""
+        """Return the monotonic time at which an adapter, now on the GPU, was loaded there."""
 
     def request(self, ref: AdapterRef, tenant: str) -> None:
-        """Start to load an adapter to the GPU for a tenant, or spare it for a while if it is there.
+        """Start loading an adapter to the GPU for a tenant; spare it from eviction for a while.
 
-        Doing so again changes nothing.
+        Repeated calls change nothing.
         """
 
     def rank(self, ref: AdapterRef) -> int | None:
-        """An adapter's largest rank while it is on the GPU, else None."""
+        """Return the largest rank of an adapter that is on the GPU, else None."""
 
     def lease(self, ref: AdapterRef, tenant: str) -> AdapterLease | None:
-        """A tenant's lease of an adapter on the GPU. Raises AdapterError if its loading failed."""
+        """Lease an adapter to a tenant; None if it is not on the GPU.
+
+        Raises AdapterError if loading failed.
+        """
 
 
 class Admission:
-    """Admits waiting sequences to one step; `prepare` is asked in the order of their turns.
+    """Admission of waiting sequences to one step, asked in fair order.
 
-    max_adapters, max_ranks: bounds of the number and of Σ rank of the distinct adapters that run;
-    one may run whatever its rank. failed: errors of adapters that could not be loaded, by digest.
-    reserved_for: the sequence that waits for room which no other may take.
+    max_adapters: limit of distinct adapters in the step.
+    max_ranks: limit of Σ rank of the distinct adapters; a single adapter may exceed it.
+    failed: errors of adapters that could not be loaded, by digest.
+    reserved_for: sequence before which no other with an adapter may begin.
     """
 
     def __init__(
@@ -77,17 +76,17 @@ class Admission:
         self._adapters = adapters
         self.failed: dict[str, AdapterError] = {}
         self._active: set[str] = set()  # digests of the adapters that the step computes with
-        self._ranks = 0  # their sum
+        self._ranks = 0  # Σ rank of the active adapters
         self._blocked: set[str] = set()  # digests that cannot join the step
         self.reserved_for: Sequence | None = None
-        self._leases = False  # whether any is held, if only until the step in flight is read
+        self._leases = False  # whether a running sequence holds one, even if it is complete
         for sequence in running:
             self._include(sequence)
 
     def prepare(self, sequence: Sequence, admitted: int) -> bool:
-        """Lease the sequence's adapter; returns whether it can run if there are KV pages for it.
+        """Lease the sequence's adapter; return whether only a slot and KV pages are still needed.
 
-        admitted: how many sequences with adapters ever were.
+        admitted: sequences with adapters that have ever begun.
         """
         if sequence.adapter is not None and not self._leased(sequence, sequence.adapter, admitted):
             return False
@@ -99,7 +98,7 @@ class Admission:
         return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)
 
     def admit(self, sequence: Sequence) -> None:
-        """Count the sequence among those that run."""
+        """Count the sequence among the running ones."""
         self._include(sequence)
         sequence.overtakes = OvertakeCount()
 
@@ -121,7 +120,7 @@ class Admission:
         return False
 
     def _has_room(self, ref: AdapterRef) -> bool:
-        """Whether running adapters leave it room; one that is not on the GPU has no rank yet."""
+        """Whether the limits allow this adapter; its rank counts as 0 until it is on the GPU."""
         if not self._active or ref.digest in self._active:
             return True
         ranks = self._ranks + (self._adapters.rank(ref) or 0)
@@ -131,12 +130,12 @@ class Admission:
         self, sequence: Sequence, ref: AdapterRef, has_room: bool, admitted: int
     ) -> None:
         self._adapters.request(ref, sequence.request.scheduling.tenant)
-        # On the host and not further: what keeps it out is leased memory, as a rule.
+        # An adapter that stays on the host mostly waits for GPU memory that leases occupy.
         if has_room and self._adapters.residency(ref) is not Residency.HOST:
             sequence.overtakes.pause()
             return
         sequence.overtakes.update(admitted)
-        # Without any lease there is none to wait for, and reserving room would help nobody.
+        # Without any lease no memory will be given back, so reserving capacity would not help.
         if sequence.overtakes.count >= MAX_OVERTAKES and self._leases:
             self.reserved_for = sequence
 

@@ -1,14 +1,14 @@
-"""Who gives way to a sequence whose turn has come, but for which places or KV pages are too few.
+"""Choice of running sequences to preempt for a waiting sequence that lacks a slot or KV pages.
 
-Turns (fairness.py) decide who begins, and what runs holds its place and pages to its end: with long
-answers a tenant would hold all of an engine, and others would wait for one of them to end. So its
-running sequences are preempted for another tenant's where that tenant
+Fair order (fairness.py) decides which sequence begins next, but a running sequence holds its slot
+and pages to its end: with long answers one tenant would hold all of an engine while others wait.
+So sequences are preempted for a waiting sequence of another tenant if that tenant
 
-    is behind: its counter is less; and
-    would even then hold less than half as much, by weight, of the places or pages.
+    is behind: its virtual counter is less; and
+    would hold less than half as much, by weight, of the slots or pages, even with the sequence.
 
-By the second, who gave way has no claim to what was taken, so nobody is preempted in turns; and
-tenants that hold about as much leave each other's streams alone.
+The second condition prevents thrashing: a preempted tenant cannot claim back what it gave up, and
+tenants that hold about as much leave each other's sequences alone.
 """
 
 from collections import Counter
@@ -22,9 +22,9 @@ _TIMES_AS_MUCH = 2.0
 
 
 def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
-    """Whether there is a place, or a tenant that has one is ahead of one that waits.
+    """Whether a slot is free, or a running tenant is ahead of a waiting one.
 
-    level: the least counter of those that wait.
+    level: least counter of the waiting tenants.
     """
     return len(active) < max_running or any(
         sequence.cost.counter.value > level for sequence in active
@@ -34,7 +34,7 @@ def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
 def sequences_to_preempt(
     waiting: Sequence | None, active: list[Sequence], max_running: int, cache: KVCache
 ) -> list[Sequence]:
-    """Which active sequences give way to one that waits, if any does; none if too few may."""
+    """Return the active sequences to preempt for a waiting one; none if too few qualify."""
     if waiting is None or waiting.status is SequenceStatus.FINISHED:
         return []
     pages = cache.most_pages(waiting.length)
@@ -48,7 +48,7 @@ def sequences_to_preempt(
 
 
 def furthest_ahead_last(sequence: Sequence) -> tuple[float, int]:
-    """The key that sorts by tenants' counters, and each tenant's sequences by arrival."""
+    """Sort key: by the tenant's counter, then by arrival."""
     return sequence.cost.counter.value, sequence.arrival
 
 
@@ -59,9 +59,11 @@ def _giving_way(
     lacking: int,
     holds: Callable[[Sequence], int],
 ) -> list[Sequence] | None:
-    """The sequences that give way, until what they hold is as much as lacks; None if too few may.
+    """Choose sequences to preempt until they hold `lacking`; None if too few qualify.
 
-    wanted: how much of it the waiting one is to have.
+    wanted: slots or pages that the waiting sequence needs.
+    lacking: slots or pages to free.
+    holds: returns the slots or pages that a sequence holds.
     """
     own, held = waiting.cost.counter, Counter[VirtualCounter]()
     for sequence in active:

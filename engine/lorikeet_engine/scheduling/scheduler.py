@@ -1,4 +1,4 @@
-"""Plans each step: decodes, then chunks of prompts in their tenants' turns, in one batch."""
+"""Planner of steps: decodes first, then chunks of prompts in fair order, in one batch."""
 
 import math
 import time
@@ -31,18 +31,20 @@ from lorikeet_engine.scheduling.step_budget import PromptBudget, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.scheduling.waiting_queue import WaitingQueue
 
-# No more begin in a plan once those that did have so many KV pages, cached or not: some ms of work.
+# A plan begins no more sequences once the begun ones have this many KV pages, cached ones included:
+# allocating them takes some ms.
 _PAGES_PER_PLAN = 8192
-# Weights of past work fall by a factor e in this time.
+# Time in which the weight of past work falls by a factor e.
 _DECAY_S = 5.0
-# The length of answers until some have ended, and over how many it is averaged.
+# Assumed length of answers before any has ended.
 _ANSWER_TOKENS = 128.0
+# Answers over which the mean length is taken.
 _ANSWERS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """The most tokens, sequences and distinct adapters of one step."""
+    """Limits of one step: tokens, sequences and distinct adapters."""
 
     tokens: int
     sequences: int
@@ -51,7 +53,12 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. failed: sequences without their adapter, dropped. scored: what chunks score."""
+    """Plan of one step.
+
+    chunks: tokens to compute, at most one chunk a sequence.
+    failed: dropped sequences, with the error of their adapter.
+    scored: prompt tokens in the chunks whose log probabilities are wanted.
+    """
 
     chunks: list[Chunk]
     failed: dict[Sequence, AdapterError]
@@ -59,10 +66,13 @@ class StepPlan:
 
 
 class Throughput:
-    """The cost of the work done per second, as fairness.py counts cost, and answers' mean length.
+    """Work that a busy engine does per second, and the mean length of answers.
 
-    saturated: whether sequences wait only because steps have no room. Only such time is measured;
-    until there is any, the throughput is that of full batches of decodes.
+    Work is in the cost units of fairness.py. Only time in which the engine was saturated is
+    measured; until then cost_per_s is that of full batches of decodes.
+
+    saturated: whether sequences wait only because the last planned step has no capacity left.
+    answer_tokens: mean length of answers, in tokens.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -74,7 +84,7 @@ class Throughput:
 
     @property
     def cost_per_s(self) -> float:
-        """The cost of the work done per second."""
+        """Cost of the work done per second."""
         return self._cost / self._s
 
     def add(self, cost: float) -> None:
@@ -82,7 +92,10 @@ class Throughput:
         self._step_cost += cost
 
     def step_planned(self, saturated: bool) -> None:
-        """Close the account of the step before. saturated: for the step that was planned now."""
+        """Account for the work given since the plan before.
+
+        saturated: the value for the step planned now.
+        """
         now_s = time.monotonic()
         elapsed_s = now_s - self._planned_s
         if self.saturated:
@@ -92,14 +105,15 @@ class Throughput:
         self._step_cost, self._planned_s, self.saturated = 0.0, now_s, saturated
 
     def answer_ended(self, tokens: int) -> None:
-        """Count an answer of this many tokens in their mean length."""
+        """Include an answer of this many tokens in the mean length."""
         self.answer_tokens += (tokens - self.answer_tokens) / _ANSWERS
 
 
 class Scheduler:
-    """The sequences that wait and those that run. Used by one thread, but for wait_s.
+    """Waiting and running sequences of one engine. One thread only, except `wait_s`.
 
-    Only running sequences hold KV pages; one that waits for them or a place alone may be leased to.
+    Only running sequences hold KV pages. A waiting sequence may already hold its adapter's lease,
+    if nothing else but a slot or KV pages is missing.
     """
 
     def __init__(
@@ -119,13 +133,13 @@ class Scheduler:
         self._counters = counters
         self.waiting = WaitingQueue(self._tenants)
         self.running: list[Sequence] = []  # in the order of arrival
-        self._admitted = 0  # sequences with adapters, so far
-        self._reserved_for: Sequence | None = None  # the next with an adapter to begin
-        # The next in fair order, if the last plan had no slot or too few KV pages for it.
+        self._admitted = 0  # sequences with adapters that have begun since the start
+        self._reserved_for: Sequence | None = None  # must begin before others with adapters
+        # Next in fair order, if the last plan had no slot or too few KV pages for it.
         self._short_of_memory: Sequence | None = None
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its tenant's turn."""
+        """Put a new sequence into the queue of its tenant, and request its adapter."""
         params = sequence.request.scheduling
         answer = min(sequence.max_tokens, self._throughput.answer_tokens)
         counter = self._tenants.open_sequence(params.tenant, params.weight)
@@ -136,9 +150,10 @@ class Scheduler:
         counter.charge(PROMPT_TOKEN * sequence.copy_s / self._costs.prompt_token_s)
 
     def request_adapter(self, sequence: Sequence) -> None:
-        """Begin to load a sequence's adapter, if it has one; doing so again changes nothing.
+        """Start loading a sequence's adapter, if it has one. Repeated calls change nothing.
 
-        `add` does it, and the engine before that, while the sequence's grammar is compiled.
+        `add` calls this method; the engine calls it earlier, while the sequence's grammar is
+        compiled.
         """
         ref, timings = sequence.adapter, sequence.timings
         if ref is None:
@@ -149,7 +164,7 @@ class Scheduler:
         self._adapters.request(ref, sequence.request.scheduling.tenant)
 
     def wait_s(self, params: SchedulingParams) -> float:
-        """How long a request with these parameters would wait for its turn. On any thread."""
+        """Estimate the seconds that a new request with these parameters would wait. Any thread."""
         if not self._throughput.saturated:
             return 0.0
         cost = self._tenants.cost_ahead_of(params.tenant, params.weight)
@@ -177,9 +192,11 @@ class Scheduler:
         return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
-        """Note that the device computes these chunks, in this order; the next plan builds on it.
+        """Record that the device computes these chunks, in this order.
 
-        forced: by row, the tokens that must follow the sampled one.
+        The next plan builds on them.
+
+        forced: by row, tokens that must follow the sampled token.
         """
         rows, tokens = count(), 0
         for chunk in chunks:
@@ -194,19 +211,19 @@ class Scheduler:
         self._throughput.add(OUTPUT_TOKEN * tokens)
 
     def written(self, chunk: Chunk) -> None:
-        """Note that a chunk's keys and values are in its pages: full pages can now be found.
+        """Record that a chunk's keys and values are in its pages, and publish its full pages.
 
-        Of a chunk that completes its sequence, once the token sampled from it is known to be good.
+        A chunk that a token is sampled from is reported once that token is known to be finite.
         """
         kv = chunk.sequence.kv
-        if chunk.pages is kv.pages:  # not preempted since
+        if chunk.pages is kv.pages:  # else preempted since the step was planned
             self._cache.publish_written(kv, chunk.end)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take out a sequence that has its last token, and free what it holds.
+        """Remove a sequence that has its last token, and free its resources.
 
-        A step in flight may still write to its pages. Their next owner writes in a later step, and
-        the device computes one step after the other.
+        A step in flight may still write to the freed pages. That is safe: their next owner writes
+        in a later step, and the device computes one step after the other.
         """
         preempted = sequence.status is SequenceStatus.PREEMPTED
         (self.waiting if preempted else self.running).remove(sequence)
@@ -214,7 +231,7 @@ class Scheduler:
         self._end(sequence)
 
     def drop(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Take out every sequence that matches, waiting or running, and free what it holds."""
+        """Remove all matching sequences, waiting or running, and free their resources."""
         waiting = [sequence for sequence in self.waiting if matches(sequence)]
         running = [sequence for sequence in self.running if matches(sequence)]
         for sequence in waiting:
@@ -246,7 +263,7 @@ class Scheduler:
             elif self._cache.grow(sequence.kv, sequence.length):
                 chunks.append(Chunk.of(sequence, sequence.decode_tokens))
                 index += 1
-            else:  # the youngest of the tenant that is furthest ahead, perhaps this very sequence
+            else:  # preempts the youngest of the tenant furthest ahead, perhaps this very sequence
                 self._preempt(active.pop())
         return chunks
 
@@ -263,9 +280,9 @@ class Scheduler:
         budget: PromptBudget,
         step_budget: StepBudget | None,
     ) -> "_Prefills":
-        """Schedule chunks of prompts: first with those that may begin, then the other running ones.
+        """Return chunks of prompts: first in fair order with waiting sequences, then all others.
 
-        prefilling: the active sequences that do not decode.
+        prefilling: active sequences that do not decode.
         """
         chunks, failed, saturated = list[Chunk](), dict[str, AdapterError](), bool(self.waiting)
         max_running = self._limits.sequences
@@ -288,23 +305,26 @@ class Scheduler:
     def _prefill_in_fair_order(
         self, admission: Admission, prefilling: list[Sequence], budget: PromptBudget, active: int
     ) -> tuple[list[Chunk], bool]:
-        """Schedule chunks of running and newly begun prompts; return also _Prefills.saturated."""
+        """Begin waiting sequences and return chunks of prompts, in fair order.
+
+        Returns also _Prefills.saturated.
+        """
         chunks: list[Chunk] = []
         begun: list[Sequence] = []
-        pages = 0  # of those begun
-        served: set[VirtualCounter] = set()  # or would be if the step had capacity
+        pages = 0  # of the begun sequences
+        served: set[VirtualCounter] = set()  # tenants served, or not only for want of capacity
         saturated = True
         order = self.waiting.in_fair_order(prefilling, admission.is_blocked, self._reserved_for)
         for sequence in order:
             if sequence.status is not SequenceStatus.RUNNING:
                 if sequence.pending_rows:
-                    break  # just preempted: its last token is read with the step in flight
+                    break  # just preempted: its last token comes with the step in flight
                 ready = admission.prepare(sequence, self._admitted)
                 if not sequence.awaits_adapter:
                     served.add(sequence.cost.counter)
                 if not ready:
                     continue
-                running = active + len(begun)  # a page is left for each that grows
+                running = active + len(begun)  # each must still be able to grow by a page
                 slot = running < self._limits.sequences
                 if not (slot and self._cache.allocate(sequence.kv, sequence.length, running)):
                     self._short_of_memory = sequence
@@ -320,7 +340,7 @@ class Scheduler:
         self._reserved_for = admission.reserved_for
         self.waiting.skip_turn(counter for counter in order.exhausted if counter not in served)
         for sequence in begun:
-            self.waiting.remove(sequence)  # before its status changes: the queue sorts by it
+            self.waiting.remove(sequence)  # before the status changes: the queue sorts by status
             sequence.status = SequenceStatus.RUNNING
         if begun:
             self.running = sorted([*self.running, *begun], key=lambda s: s.arrival)
@@ -331,7 +351,8 @@ class Scheduler:
     ) -> list[Chunk]:
         """Preempt prefilling sequences until the others have KV pages for a chunk.
 
-        For a step that has no chunk otherwise. Returns none while a step in flight may free pages.
+        Called for a step that has no chunk otherwise. Returns none while a step in flight may free
+        pages.
         """
         chunks: list[Chunk] = []
         while prefilling and not chunks and self._all_is_read():
@@ -342,9 +363,12 @@ class Scheduler:
         return chunks
 
     def _prompt_chunk(self, sequence: Sequence, budget: PromptBudget, spare: int) -> list[Chunk]:
-        """The next chunk of a prompt, charged to its tenant, if the step has room and pages for it.
+        """Return the next chunk of a prompt and charge its tenant.
 
-        spare: as KVCache.reach has it.
+        The list is empty where budget or KV pages do not suffice.
+
+
+        spare: sequences that must still be able to grow by a page (KVCache.reach).
         """
         end = self._cache.reach(sequence.kv, sequence.length, spare)
         if not budget.fits(sequence, end):
@@ -370,7 +394,7 @@ class Scheduler:
             timings.loaded_s = self._adapters.loaded_at_s(sequence.adapter)
 
     def _preempt(self, sequence: Sequence) -> None:
-        # It keeps its tokens and later computes them anew, but for pages that are still cached.
+        # The sequence keeps its tokens; those whose pages leave the cache are computed again.
         self.running.remove(sequence)
         self._free(sequence)
         sequence.timings.preemptions += 1
@@ -379,7 +403,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _all_is_read(self) -> bool:
-        """Whether no step is in flight that, once read, lets sequences give pages back."""
+        """Whether no step is in flight; reading one may make sequences give pages back."""
         return all(sequence.kv.written == sequence.kv.computed for sequence in self.running)
 
     def _drop_failed(self, errors: dict[str, AdapterError]) -> dict[Sequence, AdapterError]:

@@ -1,7 +1,7 @@
-"""Queue of waiting sequences and the fair order in which they are served.
+"""Queue of waiting sequences, and the fair order in which they are looked at.
 
-WaitingQueue keeps a queue for each tenant. FairOrder goes through all queues: the next sequence is
-always of the tenant whose virtual counter (fairness.py) is least.
+WaitingQueue keeps one queue per tenant. FairOrder merges the queues: the next sequence is always of
+the tenant with the least virtual counter (fairness.py).
 """
 
 from bisect import bisect_left, insort
@@ -14,9 +14,9 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class WaitingQueue:
-    """A queue for each tenant: preempted sequences first, then by priority, then by arrival.
+    """One queue per tenant: preempted sequences first, then by priority, then by arrival.
 
-    Changed by one thread; may be counted and iterated on any.
+    Changed by one thread; any thread may count and iterate.
     """
 
     def __init__(self, counters: VirtualCounters) -> None:
@@ -27,18 +27,21 @@ class WaitingQueue:
         return sum(map(len, list(self._queues.values())))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All sequences, tenant by tenant."""
+        """Iterate over all sequences, tenant by tenant."""
         return chain.from_iterable(map(list, list(self._queues.values())))
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence into its tenant's queue, and let the tenant wait for a turn."""
+        """Put a sequence into its tenant's queue, and count the tenant among the waiting ones."""
         counter = sequence.cost.counter
         self._counters.start_waiting(counter)
         insort(self._queues.setdefault(counter, []), sequence, key=_queue_key)
         counter.backlog += sequence.cost.expected
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of its tenant's queue."""
+        """Take a sequence out of its tenant's queue.
+
+        The sequence's status must still be that of `add`.
+        """
         counter = sequence.cost.counter
         queue = self._queues[counter]
         del queue[bisect_left(queue, _queue_key(sequence), key=_queue_key)]
@@ -54,11 +57,14 @@ class WaitingQueue:
         is_blocked: Callable[[Sequence], bool],
         first: Sequence | None,
     ) -> "FairOrder":
-        """The waiting sequences in their turns; none may be added or removed meanwhile.
+        """Return waiting and prefilling sequences in fair order.
 
-        prefilling: sequences that run already and come before others of their tenants. is_blocked:
-        whether a sequence need not be looked at, since its adapter cannot be used in this step.
-        first: one that comes before its turn, if it has not ended.
+        The queue must not change during the iteration.
+
+
+        prefilling: running sequences; they precede the waiting ones of their tenants.
+        is_blocked: tells sequences to skip, whose adapters cannot be used in this step.
+        first: sequence that precedes all others, unless it has finished.
         """
         queues: dict[VirtualCounter, list[Sequence]] = {}
         for sequence in prefilling:
@@ -68,16 +74,17 @@ class WaitingQueue:
         return FairOrder(queues, is_blocked, first)
 
     def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
-        """Give no credit to tenants of whom nothing that waits could have been served."""
+        """Stop counting tenants as waiting that had nothing to serve: they gain no credit."""
         for counter in counters:
             self._counters.stop_waiting(counter)
 
 
 class FairOrder:
-    """Iterates over sequences; the next is always of the tenant whose counter is least by then.
+    """Iterator over sequences; the next is always of the tenant whose counter is least by then.
 
-    O(tenants) at first, then O(log tenants) for each sequence. exhausted: the tenants of whom no
-    sequence is left.
+    O(tenants) at first, then O(log tenants) for each sequence.
+
+    exhausted: tenants with no sequence left.
     """
 
     def __init__(

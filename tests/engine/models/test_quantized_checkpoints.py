@@ -79,7 +79,7 @@ def nf4(wide_checkpoints, tmp_path_factory):
 
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_nf4_checkpoint_computes_what_its_library_does(nf4, family, double):
+def test_an_nf4_checkpoint_gives_the_logits_of_bitsandbytes(nf4, family, double):
     model, folder = nf4(family, double)
     with torch.inference_mode():
         want = model(torch.tensor([PROMPT])).logits[0]
@@ -103,7 +103,7 @@ def test_an_adapter_is_added_to_the_exact_values_of_an_nf4_base(nf4, wide_checkp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(96, 64), (40, 192)], ids=["even", "odd"])
-def test_a_weight_rounded_to_nf4_is_what_bitsandbytes_makes_of_it(shape, dtype):
+def test_a_weight_rounded_to_nf4_equals_bitsandbytes(shape, dtype):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     want = dequantize_4bit(*quantize_4bit(weight, quant_type="nf4", compress_statistics=True))
     got = round_to_nf4(weight)
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_floats_can_be_served_as_if_it_were_nf4(wide_checkpoints
     assert torch.equal(logits(folder, model), logits(want))
 
 
-def test_what_is_quantised_already_is_not_rounded_again(nf4, tmp_path):
+def test_a_quantised_checkpoint_is_not_rounded_to_nf4_again(nf4, tmp_path):
     with pytest.raises(ModelError, match="quantised already, as nf4"):
         assembled(nf4("llama")[1], tmp_path)
 
@@ -158,7 +158,7 @@ def packed(nibbles):
 
 
 def awq(path, q, zeros, scales):
-    """As AutoAWQ packs: nibble i of an integer is column order[i] of eight."""
+    """Pack as AutoAWQ does: nibble i of an integer is column order[i] of eight."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     return {
         f"{path}.qweight": packed(q.view(len(q), -1, 8)[..., order]),
@@ -168,7 +168,7 @@ def awq(path, q, zeros, scales):
 
 
 def gptq(path, q, zeros, scales, group_of, less=1):
-    """As GPTQModel packs: eight rows in one, and in its first format 1 off each of eight zeros.
+    """Pack as GPTQModel does: eight rows in one; in its first format each zero point less 1.
 
     That is taken off the integer that has them all (convert_gptq_v2_to_v1_format in its
     utils/model.py), so a zero of 0 borrows from the next.
@@ -282,7 +282,7 @@ def test_a_quantised_lm_head_beside_tied_embeddings_is_left_unread(variant_check
     assert torch.equal(logits(other), logits(folder))
 
 
-def test_quantised_linears_that_config_json_does_not_speak_of_are_named(tiny_checkpoints, tmp_path):
+def test_quantised_linears_that_config_json_does_not_mention_are_named(tiny_checkpoints, tmp_path):
     folder, _ = quantized(tiny_checkpoints["llama"], tmp_path, "awq", **AWQ)
     unsaid = saved(tiny_checkpoints["llama"], tmp_path / "unsaid", load_file(folder / SINGLE))
     with pytest.raises(ModelError, match=r"q_proj.qweight, .* want config.json to say"):
@@ -328,7 +328,7 @@ def test_one_group_can_hold_all_inputs(tiny_checkpoints, tmp_path):
     assert logits(folder).isfinite().all()
 
 
-def test_a_rehearsal_knows_what_the_floats_will_take(nf4, wide_checkpoints, tmp_path):
+def test_a_rehearsal_knows_the_bytes_of_dequantised_weights(nf4, wide_checkpoints, tmp_path):
     plain = rehearse_load(wide_checkpoints["llama"], torch.bfloat16)[1]
     assert rehearse_load(nf4("llama")[1], torch.bfloat16)[1] == plain
     folder, _ = quantized(wide_checkpoints["llama"], tmp_path, "awq", **AWQ)

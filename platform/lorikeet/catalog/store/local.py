@@ -8,8 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lorikeet.catalog.store.local_multipart import LocalParts
-from lorikeet.catalog.store.object_store import StoredObject, check_key, check_prefix
+from lorikeet.catalog.store.object_store import (
+    StoredObject,
+    UnfinishedUpload,
+    check_key,
+    check_prefix,
+)
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
 
 _UNFINISHED = ".unfinished"  # no key starts with a dot
@@ -31,7 +35,7 @@ class LocalStore:
         return str(self._folder)
 
     @property
-    def parts(self) -> LocalParts:
+    def parts(self) -> "LocalParts":
         """See ObjectStore."""
         return LocalParts(self)
 
@@ -150,6 +154,63 @@ class LocalStore:
             raise StoreError(
                 f"{self.url}: {key}: {error}: check the folder's owner, mode and space"
             ) from error
+
+
+class LocalParts:
+    """A PartStore without addresses: parts come through the gateway.
+
+    Parts are put one after the other only when they are downloaded; copying is left to put_file.
+    """
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+
+    def begin(self, _key: str) -> str:
+        """See PartStore."""
+        return ""
+
+    def url(self, _key: str, _token: str, _number: int, _size: int) -> str | None:
+        """See PartStore."""
+        return None
+
+    def put(self, key: str, _token: str, number: int, path: Path) -> None:
+        """See PartStore."""
+        self._store.put_file(f"{key}/{number:05d}", path)
+
+    def sizes(self, key: str, _token: str) -> dict[int, int]:
+        """See PartStore."""
+        return {
+            int(part.rpartition("/")[2]): self._store.size(part)
+            for part in self._store.list(f"{key}/")
+        }
+
+    def join(self, _key: str, _token: str) -> None:
+        """See PartStore."""
+
+    def download(self, key: str, _token: str, path: Path) -> str:
+        """See PartStore."""
+        digest = hashlib.sha256()
+        try:
+            with path.open("wb") as file:
+                for part in self._store.list(f"{key}/"):
+                    data = self._store.get(part)
+                    digest.update(data)
+                    file.write(data)
+        except OSError as error:
+            raise StoreError(f"{path.parent}: {error.strerror}: free some space there") from error
+        return digest.hexdigest()
+
+    def copy(self, _key: str, _target: str) -> None:
+        """See PartStore."""
+
+    def delete(self, key: str, _token: str) -> None:
+        """See PartStore."""
+        for part in self._store.list(f"{key}/"):
+            self._store.delete(part)
+
+    def unfinished(self, _prefix: str) -> Iterator[UnfinishedUpload]:
+        """See PartStore. Every part is an object here."""
+        return iter(())
 
 
 def _make_folder(folder: Path) -> None:

@@ -2,6 +2,19 @@
 
 Endpoint, region and credentials are boto3's own business: AWS_ENDPOINT_URL_S3, AWS_PROFILE,
 AWS_ACCESS_KEY_ID, a role and so on.
+
+Written for AWS, and tested on MiniStack and on Ceph's radosgw 16.2 as well. They differ in this:
+
+- Signatures: MiniStack checks none.
+- Checksums of what is put: radosgw ignores them. Digests are checked by those who read.
+- Two conditional PUTs meet: AWS may answer 409 to one, to try again; the others only 412.
+- If-Match on PUT: radosgw wants the ETag without its quotes. Not used here.
+- If-Match on DELETE and on CompleteMultipartUpload: radosgw ignores it. Not used here.
+- Conditional PUT into a versioned bucket: radosgw refuses it.
+- Errors: radosgw sends a code and no message.
+
+So the store builds on what all three keep: If-None-Match: * on PUT, ranges, listings in byte
+order, and reads that see every write before them.
 """
 
 import random
@@ -11,7 +24,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import boto3
 from boto3.exceptions import Boto3Error
@@ -31,10 +44,13 @@ from botocore.exceptions import ConnectionError as HTTPConnectionError
 from botocore.response import StreamingBody
 
 from lorikeet.catalog.store import parallel_download
-from lorikeet.catalog.store.object_store import StoredObject, check_key, check_prefix
-from lorikeet.catalog.store.s3_errors import explain, is_conflict
-from lorikeet.catalog.store.s3_multipart import ObjectAddress, S3Parts
-from lorikeet.errors import StoreError, StoreRefused
+from lorikeet.catalog.store.object_store import (
+    StoredObject,
+    UnfinishedUpload,
+    check_key,
+    check_prefix,
+)
+from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError, StoreRefused
 
 _ATTEMPTS = 8
 _MIB = 2**20
@@ -58,6 +74,28 @@ _CONFIG = Config(
 )
 _PATIENT = Config(read_timeout=12)
 """How copies, joins and uploads are made, which S3 answers when they are done: tried once."""
+_URL_LASTS_S = 3600
+_LARGEST_COPY_BYTES = 5 * 2**30  # of one CopyObject
+_ABSENT = frozenset({"404", "NoSuchKey", "NoSuchUpload"})
+_EXISTS = frozenset({"412", "PreconditionFailed"})
+_CONFLICT = frozenset({"409", "ConditionalRequestConflict"})
+_FORBIDDEN = frozenset({"403", "AccessDenied"})
+_REFUSED = frozenset(
+    {
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "RequestTimeTooSkewed",
+        "SignatureDoesNotMatch",
+    }
+)
+
+
+class _Address(TypedDict):
+    """Where an object lies, as S3's calls take it."""
+
+    Bucket: str
+    Key: str
 
 
 class S3Store:
@@ -80,9 +118,9 @@ class S3Store:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     @property
-    def parts(self) -> S3Parts:
+    def parts(self) -> "S3Parts":
         """See ObjectStore."""
-        return S3Parts(self, self._client, self._patient, self._address, self._errors)
+        return S3Parts(self)
 
     def get(self, key: str) -> bytes:
         """See ObjectStore."""
@@ -122,7 +160,7 @@ class S3Store:
                     self._client.put_object(**self._address(key), Body=data, IfNoneMatch="*")
                     return
                 except ClientError as error:
-                    if not is_conflict(error) or attempt == _ATTEMPTS - 1:
+                    if not _is_conflict(error) or attempt == _ATTEMPTS - 1:
                         raise
                     time.sleep(_pause(attempt))
 
@@ -204,7 +242,7 @@ class S3Store:
             got.raw.drain_conn()
         return self._client.get_object(**self._address(key), Range=wanted)["Body"]
 
-    def _address(self, key: str) -> ObjectAddress:
+    def _address(self, key: str) -> _Address:
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
 
     @contextmanager
@@ -212,11 +250,11 @@ class S3Store:
         try:
             yield
         except ClientError as error:
-            raise explain(error, self.url, self._bucket, key) from error
+            raise _explain(error, self.url, self._bucket, key) from error
         except Boto3Error as error:  # the transfers' own wrapping
             cause = error.__cause__ or error.__context__
             if isinstance(cause, ClientError):
-                raise explain(cause, self.url, self._bucket, key) from error
+                raise _explain(cause, self.url, self._bucket, key) from error
             raise StoreError(f"{self.url}: {key}: {error}") from error
         except (NoCredentialsError, PartialCredentialsError) as error:
             raise StoreRefused(
@@ -229,6 +267,133 @@ class S3Store:
             ) from error
         except (BotoCoreError, ValueError, OSError) as error:
             raise StoreError(f"{self.url}: {key}: {error}") from error
+
+
+class S3Parts:
+    """A PartStore over a bucket's multipart uploads; the token is S3's upload id."""
+
+    def __init__(self, store: S3Store) -> None:
+        self._store = store
+        self._client, self._patient = store._client, store._patient
+        self._address, self._errors = store._address, store._errors
+
+    def begin(self, key: str) -> str:
+        """See PartStore."""
+        with self._errors(key):
+            return self._client.create_multipart_upload(**self._address(key))["UploadId"]
+
+    def url(self, key: str, token: str, number: int, size: int) -> str:
+        """See PartStore. S3 refuses a body of another length: it is part of the signature."""
+        with self._errors(key):
+            return self._client.generate_presigned_url(
+                "upload_part",
+                Params={
+                    **self._address(key),
+                    "UploadId": token,
+                    "PartNumber": number,
+                    "ContentLength": size,
+                },
+                ExpiresIn=_URL_LASTS_S,
+            )
+
+    def put(self, key: str, token: str, number: int, path: Path) -> None:
+        """See PartStore."""
+        with self._errors(key), path.open("rb") as file:
+            self._patient.upload_part(
+                **self._address(key), UploadId=token, PartNumber=number, Body=file
+            )
+
+    def sizes(self, key: str, token: str) -> dict[int, int]:
+        """See PartStore."""
+        return {number: size for number, (size, _) in self._parts(key, token).items()}
+
+    def join(self, key: str, token: str) -> None:
+        """See PartStore."""
+        with suppress(ObjectNotFound), self._errors(key):  # not found: it is joined already
+            parts = self._parts(key, token)
+            self._patient.complete_multipart_upload(
+                **self._address(key),
+                UploadId=token,
+                MultipartUpload={
+                    "Parts": [
+                        {"PartNumber": number, "ETag": etag}
+                        for number, (_, etag) in sorted(parts.items())
+                    ]
+                },
+            )
+
+    def download(self, key: str, _token: str, path: Path) -> str:
+        """See PartStore."""
+        return self._store.download(key, path)
+
+    def copy(self, key: str, target: str) -> None:
+        """See PartStore. Larger objects than one request can copy are left to put_file."""
+        if self._store.size(key) > _LARGEST_COPY_BYTES:
+            return
+        with self._errors(key):
+            address = self._address(key)
+            self._patient.copy_object(
+                **self._address(target),
+                CopySource={"Bucket": address["Bucket"], "Key": address["Key"]},
+            )
+
+    def delete(self, key: str, token: str) -> None:
+        """See PartStore."""
+        with suppress(ObjectNotFound), self._errors(key):
+            self._client.abort_multipart_upload(**self._address(key), UploadId=token)
+        self._store.delete(key)
+
+    def unfinished(self, prefix: str) -> Iterator[UnfinishedUpload]:
+        """See PartStore."""
+        address = self._address("x")
+        root = address["Key"].removesuffix("x")
+        pages = self._client.get_paginator("list_multipart_uploads").paginate(
+            Bucket=address["Bucket"], Prefix=root + prefix
+        )
+        with self._errors(prefix):
+            for page in pages:
+                for found in page.get("Uploads", ()):
+                    key = found["Key"].removeprefix(root)
+                    yield UnfinishedUpload(key, found["UploadId"], found["Initiated"].timestamp())
+
+    def _parts(self, key: str, token: str) -> dict[int, tuple[int, str]]:
+        """Bytes and ETag by number. One page: an upload has at most a thousand parts."""
+        with self._errors(key):
+            answer = self._client.list_parts(**self._address(key), UploadId=token)
+        return {
+            part["PartNumber"]: (part["Size"], part["ETag"]) for part in answer.get("Parts", ())
+        }
+
+
+def _is_conflict(error: ClientError) -> bool:
+    """Two conditional writes met, and neither need have won: try again."""
+    return _code(error) in _CONFLICT
+
+
+def _explain(error: ClientError, url: str, bucket: str, key: str) -> StoreError:
+    """What an answer about this key, in the store at `url`, means here."""
+    code = _code(error)
+    if code in _ABSENT:
+        return ObjectNotFound(f"no object {key} in {url}")
+    if code in _EXISTS:
+        return ObjectExists(f"there already is {key} in {url}")
+    if code == "NoSuchBucket":
+        return StoreRefused(
+            f"bucket {bucket!r} does not exist: create it, or correct LORIKEET_CATALOG"
+        )
+    if code in _REFUSED:
+        return StoreRefused(f"{url}: the credentials are refused ({code}): renew them")
+    if code in _FORBIDDEN:
+        return StoreRefused(
+            f"{url}: {error.operation_name} is not allowed: the role needs "
+            "s3:ListBucket on the bucket and s3:GetObject, s3:PutObject, s3:DeleteObject under "
+            "the prefix"
+        )
+    return StoreError(f"{url}: {error.operation_name} {key}: {error}")
+
+
+def _code(error: ClientError) -> str:
+    return error.response.get("Error", {}).get("Code", "")
 
 
 def _note_begin(context: dict[str, Any], **_: object) -> None:
