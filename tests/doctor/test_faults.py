@@ -263,7 +263,11 @@ PLANTED = {
         r"--shm-size=11g",
     ),
     "too few open files": Fault(
-        "limits", {"host": replace(HOST, open_files=1024)}, WARNING, "1024 per process", "ulimit -Hn"
+        "limits",
+        {"host": replace(HOST, open_files=1024)},
+        WARNING,
+        "1024 per process",
+        "ulimit -Hn",
     ),
     "an arena smaller than an adapter": Fault(
         "catalog",
