@@ -13,10 +13,10 @@ def kv_shape(
 ) -> tuple[int, ...]:
     """Return the shape of a tensor of N KV pages.
 
-    [layers of a page, 2, pages, page_size, kv_heads, kv_head_dim]: index 0 of the second dimension
-    is keys, index 1 values. The model's KvGroups say which layers share a page.
+    [layers of a page, 2, pages, page_size, kv_heads, kv_head_dim]; the second dimension is keys and
+    values. The model's KvGroups say which layers share a page.
 
-    shape: the part of the base model that this rank computes.
+    shape: part of the base model that this rank computes.
     """
     width = kv_head_dim(shape.head_dim, settings.device)
     layers = config.kv_groups.page_layers
@@ -30,6 +30,6 @@ def allocate_kv(
     pages: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Allocate N KV pages on a device as one tensor of zeros, of kv_shape."""
+    """Allocate a tensor of N KV pages, zeros, on a device."""
     size = kv_shape(config, shape, settings, pages)
     return torch.zeros(size, dtype=settings.torch_kv_dtype, device=device)

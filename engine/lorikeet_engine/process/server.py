@@ -83,7 +83,8 @@ def _leave_cores() -> None:
     """Let torch use no threads of its own beside a GPU.
 
     Each thread that packs adapters would have one torch thread per core. These would wait for one
-    another in busy loops, beside the threads that launch steps. Packing has its own threads (pack).
+    another in busy loops, beside the threads that launch steps. Packing has its own threads
+    (blob_packing.pack).
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.set_num_threads(1)
