@@ -121,7 +121,7 @@ class TestEnds:
 
 
 class TestOneByOne:
-    """Requests whose tokens the device must see one by one: none are forced, the output is the same."""
+    """Where the device must see each token, none are forced and the output is the same."""
 
     @pytest.mark.parametrize(
         "more", [{"logprobs": 2}, {"frequency_penalty": 1.0}, {"logit_bias": ((7, 2.0),)}], ids=str

@@ -1,7 +1,6 @@
 """Penalties, logprobs and grammars through a whole engine: alone, in crowds, one step late.
 
-That their tokens are right when sequences are preempted, forked and aborted, test_page_accounts
-says.
+test_random_traffic.py holds their tokens to be right when sequences are preempted and aborted.
 """
 
 import threading

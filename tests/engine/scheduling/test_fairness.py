@@ -48,7 +48,7 @@ def test_two_tenants_that_always_wait_are_served_alike_whatever_they_send(overla
 
 
 def steps_to_first_tokens(noisy_streams):
-    """Return the steps until first tokens of a tenant with 8 streams, beside one with noisy_streams."""
+    """Return a tenant's steps to first tokens: 8 streams, beside a tenant with noisy_streams."""
     harness = SchedulerHarness(tokens=64, sequences=16, pages=400)
     took, streams = [], {A: 8, B: noisy_streams}
     since = {}  # request under way → the step in which it came
