@@ -11,7 +11,7 @@ SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loa
 # These import torch and mostly PEFT, 8 s of processor time. Two of the others import torch, so that
 # their halves take about as long.
 ENGINE_TESTS := tests/engine tests/corpus tests/demo tests/gpu tests/cli/test_convert.py \
-	tests/doctor/test_cuda.py tests/doctor/test_own_model_page.py \
+	tests/doctor/test_machine.py tests/doctor/test_own_model_page.py \
 	tests/loadtest/engine tests/loadtest/test_goodput.py tests/loadtest/test_real_service.py \
 	tests/replica/test_engine_settings.py
 # These hold times to bounds, and run alone.

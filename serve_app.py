@@ -1,6 +1,6 @@
-"""The whole system: engines, the controller that keeps adapters on them, the gateway in front.
+"""Ray Serve application: engines, the controller that keeps adapters on them, gateways in front.
 
-serve run serve_app:app
+Start it with `serve run serve_app:app`.
 """
 
 from lorikeet.serving.deployments import controller, engine, gateway

@@ -1,7 +1,7 @@
-"""The tasks of the demo's adapters: whose they are, what they ask and what is right.
+"""Tasks of the demo's adapters: tenant, prompts and the one right answer to each.
 
-A prompt belongs for ever to one side of a split by its own hash. Nothing that any model is
-trained on, base or adapter, holds a held-out prompt as a prompt.
+One prompt in eight is held out, by its hash. No model saw a held-out prompt as a prompt in
+training, neither the base model nor an adapter.
 """
 
 import json
@@ -39,12 +39,6 @@ class Task:
         """The adapter's name in a request."""
         return f"{self.tenant}/{self.name}"
 
-    def training_pair(self, rng: Random) -> Pair:
-        """A pair whose prompt is not held out."""
-        while held_out((pair := self.draw(rng)).prompt):
-            pass
-        return pair
-
     def held_out_pairs(self, count: int, seed: int = 0) -> list[Pair]:
         """`count` pairs with different held-out prompts, the same for the same seed."""
         rng, pairs = Random(seed), dict[str, Pair]()
@@ -57,13 +51,6 @@ class Task:
 def held_out(prompt: str) -> bool:
     """True for one prompt in eight."""
     return sha256(prompt.encode()).digest()[0] < 32
-
-
-def training_text(make: Callable[[Random], str], rng: Random) -> str:
-    """A text of `make` that is no held-out prompt."""
-    while held_out(text := make(rng)):
-        pass
-    return text
 
 
 class Flower(NamedTuple):

@@ -1,4 +1,4 @@
-"""One table says how every error is answered, and one module when to come back."""
+"""Table of errors' answers, and Retry-After."""
 
 import pickle
 import re
@@ -33,12 +33,12 @@ OURS = [kind for kind in KINDS if issubclass(kind, LorikeetError)]
 ENGINES = [kind for kind in vars(engine).values() if isinstance(kind, type)]
 
 
-def test_every_error_has_its_row_and_every_row_its_error():
+def test_every_error_class_has_a_row_and_every_row_a_class():
     assert {kind.code for kind in OURS} | OF_NO_CLASS == set(ERRORS)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ENGINES if issubclass(kind, Exception)])
-def test_every_error_of_the_engines_has_a_code_with_a_row(kind):
+def test_every_engine_error_has_a_code_with_a_row(kind):
     assert engine_code(pickle.loads(pickle.dumps(kind("why")))) in ERRORS
 
 
@@ -58,7 +58,7 @@ def test_every_error_of_the_engines_has_a_code_with_a_row(kind):
         (engine.DeviceLost("no"), "generation_failed"),
     ],
 )
-def test_an_error_of_the_engines_has_the_code_of_its_kind(error, code):
+def test_an_engine_error_has_the_code_of_its_class(error, code):
     assert engine_code(error) == code
 
 
@@ -80,7 +80,7 @@ def test_the_documentation_lists_the_table():
     assert listed == ERRORS
 
 
-def test_a_code_of_no_row_is_the_services_own_fault():
+def test_an_unknown_code_is_a_server_error():
     assert status_of("never_heard_of") == 500
     assert openai_error_body("never_heard_of", "why")["error"]["type"] == "server_error"
 
@@ -104,19 +104,19 @@ def test_anthropics_clients_know_an_overload_by_its_status_and_a_code_by_its_det
 @pytest.mark.parametrize(
     ("wait_s", "said"), [(None, 1), (0.0, 1), (0.2, 1), (1.0, 1), (1.01, 2), (59.5, 60)]
 )
-def test_who_is_refused_comes_back_after_whole_seconds(wait_s, said):
+def test_retry_after_is_in_whole_seconds(wait_s, said):
     assert whole_seconds(wait_s) == said
 
 
-def test_a_long_queue_is_short_again_after_the_longest_wait_that_is_allowed():
+def test_the_wait_for_a_short_queue_is_at_most_max_queue_s():
     assert until_queue_is_short(wait_s=70, max_queue_s=60) == 10
     assert until_queue_is_short(wait_s=500, max_queue_s=60) == 60
 
 
-def test_one_of_many_that_run_ends_soon():
+def test_the_wait_for_an_end_shrinks_with_the_running_requests():
     assert until_one_ends(usual_s=8.0, running=4) == 2.0
     assert until_one_ends(usual_s=8.0, running=0) == 8.0
 
 
-def test_a_budget_is_new_on_the_first_of_the_next_month():
+def test_a_budget_starts_again_on_the_first_of_the_next_month():
     assert until_next_month(1798761599.0) == 1  # the last second of 2026

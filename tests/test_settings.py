@@ -39,7 +39,7 @@ def test_a_catalog_is_in_a_bucket_or_a_folder(place):
     assert Settings.from_env({"LORIKEET_CATALOG": place}).catalog == place
 
 
-def test_there_are_as_many_replicas_as_asked_for_unless_there_may_be_more():
+def test_max_replicas_defaults_to_replicas():
     assert Settings.from_env({"LORIKEET_REPLICAS": "3"}).most_replicas("lorikeet-demo") == 3
     assert Settings.from_env({"LORIKEET_MAX_REPLICAS": "5"}).most_replicas("lorikeet-demo") == 5
 
@@ -107,7 +107,7 @@ def test_each_base_model_may_have_numbers_of_its_own():
         ("LORIKEET_INTER_TOKEN_GOAL_MS", "soon", "number"),
     ],
 )
-def test_a_bad_value_is_named_with_what_is_wanted(name, value, want):
+def test_an_invalid_value_is_named_with_the_expected_form(name, value, want):
     with pytest.raises(InvalidSetting, match=f"{name}={re.escape(repr(value))}.*{want}") as refused:
         Settings.from_env({name: value})
     assert "Value error" not in refused.value.message
@@ -118,7 +118,7 @@ def test_an_unknown_variable_stops_the_start_and_lists_the_known():
         Settings.from_env({"LORIKEET_SLOTS": "4"})
 
 
-def test_a_misspelt_variable_is_told_what_it_may_mean():
+def test_a_misspelt_variable_gets_a_suggestion():
     with pytest.raises(InvalidSetting, match=r"did you mean LORIKEET_KV_CACHE_MEMORY\?"):
         Settings.from_env({"LORIKEET_KV_CACHE_MEMROY": "1GiB"})
     with pytest.raises(InvalidSetting) as strange:
@@ -128,10 +128,10 @@ def test_a_misspelt_variable_is_told_what_it_may_mean():
 
 @pytest.mark.parametrize("name", ["LORIKEET_CATALOG", "LORIKEET_CACHE_DIR", "LORIKEET_REPLICAS"])
 @pytest.mark.parametrize("value", ["", " "])
-def test_a_variable_that_is_set_but_empty_is_no_default(name, value):
+def test_an_empty_variable_is_refused(name, value):
     with pytest.raises(InvalidSetting, match=f"{name} is set but empty: unset it"):
         Settings.from_env({name: value})
 
 
-def test_the_command_lines_own_variables_are_left_alone():
+def test_variables_of_the_command_line_are_ignored():
     Settings.from_env({"LORIKEET_ADMIN_KEY": "lk_x", "LORIKEET_SERVER": "http://127.0.0.1:8001"})

@@ -1,4 +1,4 @@
-"""One parser and one printer of sizes, for settings, commands, files and the doctor."""
+"""Parsing and formatting of sizes for settings, commands, files and the doctor."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_a_size_is_read_the_same_everywhere(given, size):
 @pytest.mark.parametrize(
     "given", ["", "four", "1.2.3MiB", "-1GiB", "1e9", "2PiB", "GiB", "1,5GiB", "٣GiB", "9" * 40]
 )
-def test_what_is_no_size_is_told_what_one_looks_like(given):
+def test_an_invalid_size_is_refused_with_an_example(given):
     with pytest.raises(ValueError, match="want a size such as 512MiB or 2GiB"):
         parse_size(given)
 

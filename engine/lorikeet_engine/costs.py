@@ -1,7 +1,7 @@
-"""What an engine's work costs: coefficients by which routing, placement and simulation estimate.
+"""Costs of an engine's work: coefficients for estimates in routing, placement and simulation.
 
-The defaults are those of one NVIDIA H200 with Llama-3.1-8B's shapes; the tables they come from are
-in docs/benchmarks.md. An engine measures its own when it starts.
+The defaults were measured on one NVIDIA H200 with Llama-3.1-8B's shapes; the comments name their
+tables in docs/benchmarks.md. An engine measures its own when it starts.
 """
 
 from bisect import bisect_left
@@ -11,43 +11,49 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""A step whose prompts see as many tokens or more is no single graph on CUDA."""
+"""Number of tokens seen by prompts from which on a step is several graphs on CUDA."""
 SEEN_TO_SPLIT = 1 << 19
-"""Decodes beside prompts that see as many tokens or more are attended to apart on CUDA."""
+"""Number of tokens seen by prompts from which on decodes get attention kernels apart on CUDA."""
 
 
 class RowsTime(NamedTuple):
-    """How long a step with N tokens takes without attention and adapters."""
+    """Seconds of a step with N tokens, without attention and adapters."""
 
     tokens: int
     seconds: float
 
 
 def seen_tokens(tokens: int, depth: int = 0) -> int:
-    """The tokens that those of a prompt see, added up, which begin at this depth in it.
+    """Return the tokens that N tokens of a prompt, beginning at `depth`, see in sum.
 
-    tokens · (depth + tokens / 2): a token sees about all before it.
+    tokens · (depth + tokens / 2): each token sees about all before it.
     """
     return tokens * (2 * depth + tokens) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """The seconds that a step takes, by what it holds: `step_s` is the formula.
+    """Coefficients of the time of a step, by its contents; `step_s` is the formula.
 
-    rows: what its tokens take without attention and adapters, ascending; between two points and
-    beyond the last one goes along a line. seen_token_s: for each token that a decode sees in all
-    layers; in this share of them, `windowed`, it sees `window` tokens at most, None: all.
-    prompt_seen_s: for each token that a prompt's token sees. pieces_s: with prompts that see
-    SEEN_IN_PIECES tokens or more, once, and with others by their share of as many, since a single
-    graph reads keys anew for each token. split_s: with decodes beside prompts that see
-    SEEN_TO_SPLIT tokens or more, once more. lora_s, rank_s: with adapters, once and for each rank
-    of the distinct ones that decode. lora_token_s: for each prompt token with an adapter. A step
-    has room for step_tokens tokens, and for max_running sequences.
+    rows: points of the time of a step's tokens without attention and adapters, ascending. Times
+        between and beyond the points are on straight lines.
+    seen_token_s: for each token that a decode sees, in all layers together.
+    window: tokens that a decode sees at most in layers with a sliding window; None without such.
+    windowed: share of the layers with a sliding window.
+    prompt_seen_s: for each token that a prompt token sees.
+    pieces_s: once for a step whose prompts see SEEN_IN_PIECES tokens or more. Prompts that see less
+        cost their share of it, since a single graph reads keys again for each token.
+    split_s: once more for decodes beside prompts that see SEEN_TO_SPLIT tokens or more.
+    lora_s: once for a step with adapters.
+    rank_s: for each rank of the distinct adapters that decode.
+    lora_token_s: for each prompt token with an adapter.
+    step_tokens: most tokens of a step.
+    max_running: most sequences of a step.
     """
 
-    # "Decode steps", without their attention: 4.25 ms with 1 sequence, 9.69 with 256; up to 128 a
-    # step is bound by reading the weights. "Prefill": 44.4 ms for 2,048 tokens, pieces_s in it.
+    # "Decode steps", without their attention: 4.25 ms with 1 sequence, 9.69 ms with 256. Up to 128
+    # sequences a step is bound by reading the weights. "Prefill": 44.4 ms for 2,048 tokens,
+    # pieces_s included.
     rows: tuple[RowsTime, ...] = (
         RowsTime(1, 4.24e-3),
         RowsTime(32, 4.4e-3),
@@ -56,20 +62,20 @@ class StepCosts:
         RowsTime(512, 9.7e-3),
         RowsTime(2048, 42.9e-3),
     )
-    # 2.74 ms for 256 sequences of 320 tokens, of which 0.21 are there with one of 16 as well.
+    # Attention of a step of 256 decodes: 2.74 ms at 320 tokens each, 0.21 ms at 16.
     seen_token_s: float = 31e-9
     window: int | None = None
     windowed: float = 0.0
-    # "Long contexts": chunks of 128 to 2,048 tokens deeper and deeper in a prompt.
+    # "Long contexts": chunks of 128 to 2,048 tokens at growing depths of a prompt.
     prompt_seen_s: float = 1.0e-9
-    # "Long contexts": a chunk of 128 tokens takes 5.8 ms at depth 0 and 8.6 at 8,192, of which what
-    # it sees there is 1.1; beside 64 decodes one of 192 takes 9.9 and 15.0 ms.
+    # "Long contexts": a step with a chunk of 128 tokens takes 5.8 ms at depth 0 and 8.6 ms at depth
+    # 8,192, where attention takes 1.1 ms. Beside 64 decodes a chunk of 192 takes 9.9 and 15.0 ms.
     pieces_s: float = 1.6e-3
     split_s: float = 1.9e-3
-    # "LoRA kernels": least squares over the rows of 1 to 256 tokens, within 0.2 ms of each.
+    # "LoRA kernels": least squares over the rows of 1 to 256 tokens; off by 0.2 ms at most.
     lora_s: float = 0.27e-3
     rank_s: float = 1.29e-6
-    # "LoRA kernels": 2.53 ms more for 2,048 prompt tokens, 9.09 for 8,192.
+    # "LoRA kernels": adapters add 2.53 ms to 2,048 prompt tokens, 9.09 ms to 8,192.
     lora_token_s: float = 1.2e-6
     # The engine's defaults.
     step_tokens: int = 2048
@@ -82,11 +88,11 @@ class StepCosts:
 
     @property
     def prompt_token_s(self) -> float:
-        """What a prompt's token takes in a step full of them, without what it sees."""
+        """Seconds of a prompt token in a step full of prompt tokens, without attention."""
         return (self.rows_s(self.step_tokens) + self.pieces_s) / self.step_tokens
 
     def rows_s(self, tokens: int) -> float:
-        """What a step of N tokens takes without attention and adapters."""
+        """Return the seconds of a step of N tokens without attention and adapters."""
         at = min(bisect_left(self.rows, (tokens,)), len(self.rows) - 1)
         if at == 0:
             return self.rows[0].seconds
@@ -94,9 +100,11 @@ class StepCosts:
         return few_s + (many_s - few_s) * (tokens - few) / (many - few)
 
     def decode_sees(self, length: float) -> float:
-        """The tokens that a decode sees, the mean of all layers. length: of its sequence, with it.
+        """Return the tokens that a decode sees, as the mean over all layers.
 
-        So layers with a window count by what they read.
+        Layers with a window thus count by what they read.
+
+        length: length of the decoding sequence, the token itself included.
         """
         if self.window is None or length <= self.window:
             return length
@@ -105,15 +113,17 @@ class StepCosts:
     def step_s(
         self, tokens: int, ranks: int, context: float = 0.0, *, adapted: int = 0, seen: int = 0
     ) -> float:
-        """One step:
+        """Return the seconds of one step:
 
             rows_s(tokens) + (lora_s + rank_s · ranks, if any) + lora_token_s · adapted
             + seen_token_s · context + prompt_seen_s · seen
-            + (pieces_s and split_s, by what prompts see)
+            + (pieces_s and split_s, by the tokens that prompts see)
 
-        tokens: of decodes and prompts. ranks: Σ rank over the distinct adapters of its decodes.
-        context: Σ of decode_sees over its decodes. adapted: its prompts' tokens with adapters.
-        seen: Σ of seen_tokens over its prompts.
+        tokens: tokens of decodes and prompts.
+        ranks: Σ rank over the distinct adapters of the decodes.
+        context: Σ of decode_sees over the decodes.
+        adapted: prompt tokens with adapters.
+        seen: Σ of seen_tokens over the prompts.
         """
         lora_s = self.lora_s + self.rank_s * ranks if ranks else 0.0
         lora_s += self.lora_token_s * adapted
@@ -121,13 +131,16 @@ class StepCosts:
         return self.rows_s(tokens) + lora_s + seen_s
 
     def prompts_seen_s(self, seen: int, *, beside_decodes: bool, steps: int = 1) -> float:
-        """What N steps take more because their prompts see M tokens, as in step_s."""
+        """Return the seconds that N steps take longer because their prompts see `seen` tokens."""
         split_s = self.split_s if beside_decodes and seen >= SEEN_TO_SPLIT else 0.0
         pieces_s = self.pieces_s * min(steps, seen / SEEN_IN_PIECES)
         return self.prompt_seen_s * seen + pieces_s + split_s
 
     def prompts_s(self, tokens: float, seen: float) -> float:
-        """What prompts take among others that fill steps; seen: Σ of their seen_tokens."""
+        """Return the seconds of prompts in steps that other prompts fill.
+
+        seen: Σ of seen_tokens over the prompts.
+        """
         return self.prompt_token_s * tokens + self.prompt_seen_s * seen
 
     def prefill_s(
@@ -140,10 +153,13 @@ class StepCosts:
         ranks: int = 0,
         context: int = 0,
     ) -> float:
-        """All steps of a prompt that has them to itself, but for the decodes beside it.
+        """Return the seconds of all steps of a prompt, with no other prompts but decodes beside it.
 
-        tokens: those that are not cached; depth: how many come before them. sequences, ranks,
-        context: of the decodes, as in step_s.
+        tokens: prompt tokens that are not cached.
+        depth: number of cached tokens before them.
+        sequences: number of decodes.
+        ranks: Σ rank of the decodes' adapters, as in step_s.
+        context: Σ of decode_sees over the decodes, as in step_s.
         """
         room = max(1, self.step_tokens - sequences)
         whole, rest = divmod(tokens, room)
@@ -157,23 +173,24 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class LoadCosts:
-    """How long it takes to load an adapter to the GPU, from each tier through all nearer ones.
+    """Time to load an adapter to the GPU, from each tier through all nearer ones.
 
-    bytes_per_s: of each link. latency_s: what a load of no bytes would take.
+    host_latency_s, disk_latency_s, remote_latency_s: seconds for a load of no bytes.
+    host_bytes_per_s, disk_bytes_per_s, remote_bytes_per_s: bandwidth of each link.
     """
 
-    # "Loading adapters": 84 MB from the host add 4.0 ms to a first token, from the disk 22 ms;
-    # the copy alone runs at 55 GB/s, packing from the disk at 84 MB in 15 ms.
+    # "Loading adapters": loading 84 MB delays a first token by 4.0 ms from the host and by 22 ms
+    # from the disk. The copy alone runs at 55 GB/s; packing 84 MB from the disk takes 15 ms.
     host_latency_s: float = 2.5e-3
     host_bytes_per_s: float = 55e9
     disk_latency_s: float = 3.0e-3
     disk_bytes_per_s: float = 5.6e9
-    # Not measured here: a first byte from S3 in 30 ms, then 8 Gb/s.
+    # Assumed, not measured: a first byte from S3 after 30 ms, then 8 Gb/s.
     remote_latency_s: float = 30e-3
     remote_bytes_per_s: float = 1e9
 
     def load_s(self, tier: Residency, size_bytes: int) -> float:
-        """A load's time with nothing else on the links; 0 for an adapter that is on the GPU."""
+        """Return the seconds of a load with nothing else on the links; 0 if already on the GPU."""
         if tier is Residency.GPU:
             return 0.0
         seconds = self.host_latency_s + size_bytes / self.host_bytes_per_s
@@ -187,7 +204,7 @@ class LoadCosts:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """What steps and loads take on one engine, as far as it has measured them."""
+    """Costs of steps and loads on one engine; defaults where nothing was measured."""
 
     steps: StepCosts = field(default_factory=StepCosts)
     loads: LoadCosts = field(default_factory=LoadCosts)

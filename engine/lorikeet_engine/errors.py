@@ -1,30 +1,30 @@
-"""Every error the engine raises.
+"""All errors that the engine raises.
 
 EngineError
 ├── SettingsError        settings that contradict each other or do not fit the machine
 ├── InvalidRequest       a request that can never run: too long, bad sampling values
-├── EngineOverloaded     waited longer than it may, or would: `retry_after_s` says when to come back
+├── EngineOverloaded     the request waited too long, or would: `retry_after_s` says when to retry
 ├── EngineClosed         submitted after close, or the engine died
-├── StepFailed           the forward pass this request was part of raised
+├── StepFailed           the forward pass of this request's step raised
 ├── NotFinite            the logits of this request overflowed
-├── DeviceLost           the device can no longer be used; only a new process can
-├── ShapeError           tensors handed to an operator do not fit together
-├── ModelError           a base model folder that cannot be loaded
-└── AdapterError         carries the adapter's label
-    ├── AdapterRejected  a file that is not an acceptable adapter, with `field` and reason
+├── DeviceLost           the device is unusable until a new process starts
+├── ShapeError           tensors given to an operator do not fit together
+├── ModelError           a base model's folder that cannot be loaded
+└── AdapterError         an error of one adapter
+    ├── AdapterRejected  not an acceptable adapter, with `field` and reason
     ├── AdapterTooLarge  a rank or a size above the configured limit
-    ├── AdapterNotReady  still on its way when the request would wait no longer
-    ├── AdapterLoadFailed  an accepted adapter that could not be brought to the GPU
-    └── AdapterDamaged   weights that changed in memory under requests
+    ├── AdapterNotReady  still loading when the request would wait no longer
+    ├── AdapterLoadFailed  an accepted adapter that could not be loaded to the GPU
+    └── AdapterDamaged   weights that changed in memory while requests used them
 
-All are picklable: they cross process borders as they are.
+All are picklable: they cross process borders unchanged.
 """
 
 from typing import Any
 
 
 class EngineError(Exception):
-    """Base of the tree. Keyword fields become attributes and survive pickling."""
+    """Base of the tree. Keyword arguments become attributes and survive pickling."""
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
@@ -46,73 +46,85 @@ def _rebuild(kind: type[EngineError], message: str, fields: dict[str, Any]) -> E
 
 
 class SettingsError(EngineError):
-    """Settings that contradict each other, the model or the memory there is."""
+    """Settings that contradict each other, the model or the available memory."""
 
 
 class InvalidRequest(EngineError):
-    """A request that can never run. `param` names the offending field."""
+    """Request that can never run.
+
+    param: name of the offending field.
+    """
 
 
 class EngineOverloaded(EngineError):
-    """The request waited as long as it may, or would. `retry_after_s`: when to send it again."""
+    """Request that waited as long as it may, or would have to.
+
+    retry_after_s: seconds after which to send the request again.
+    """
 
 
 class EngineClosed(EngineError):
-    """The engine no longer takes requests."""
+    """Engine that takes no more requests."""
 
 
 class StepFailed(EngineError):
-    """The forward pass that this request was part of raised; the engine goes on."""
+    """Failure of the forward pass that computed the request; the engine goes on."""
 
 
 class NotFinite(EngineError):
-    """The logits of this request are not numbers: its adapter's weights overflow."""
+    """Logits of a request that are not numbers: its adapter's weights overflow."""
 
     @classmethod
     def under(cls, adapter: object) -> "NotFinite":
-        """The error of a request under this adapter, None for the base model alone."""
+        """Return the error of a request under this adapter; None for the base model alone."""
         source = "the base model" if adapter is None else f"adapter {adapter}"
         return cls(f"the logits of {source} are not finite: it overflows")
 
 
 class DeviceLost(EngineError):
-    """The device can no longer be used by this process: no later step would work either."""
+    """Loss of the device for this process: no later step would work either."""
 
 
 class ShapeError(EngineError):
-    """Tensors handed to an operator do not fit together."""
+    """Tensors given to an operator that do not fit together."""
 
 
 class ModelError(EngineError):
-    """The base model's folder cannot be loaded."""
+    """Base model's folder that cannot be loaded."""
 
 
 class AdapterError(EngineError):
-    """Something is wrong with one adapter."""
+    """Error of one adapter."""
 
 
 class AdapterRejected(AdapterError):
-    """Not an acceptable adapter. `field` names the file, tensor or config key at fault."""
+    """File or folder that is no acceptable adapter.
+
+    field: name of the file, tensor or config key at fault.
+    """
 
 
 class AdapterTooLarge(AdapterError):
-    """A rank or a byte size above the configured limit."""
+    """Rank or byte size above the configured limit."""
 
 
 class AdapterNotReady(AdapterError):
-    """The adapter is still on its way. `retry_after_s`: when it should be there."""
+    """Adapter that is still loading.
+
+    retry_after_s: seconds after which the adapter should be there.
+    """
 
 
 class AdapterLoadFailed(AdapterError):
-    """An accepted adapter could not be brought to the GPU.
+    """Accepted adapter that could not be loaded to the GPU.
 
-    `own_disk`: where it is true, the machine's disk is full or broken and its memory no way round
-    that; others may load it.
+    own_disk: whether this machine's disk is full or broken and its memory no way round that. Other
+        machines may load the adapter.
     """
 
 
 class AdapterDamaged(AdapterError):
-    """The adapter's weights in memory are no longer those of its digest; they are loaded anew.
+    """Adapter whose weights in memory no longer match its digest; they are loaded again.
 
-    `retry_after_s`: when they should be there again.
+    retry_after_s: seconds after which the weights should be there again.
     """

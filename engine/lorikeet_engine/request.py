@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: plain, picklable messages about token ids."""
+"""Messages into and out of the engine: requests and outputs of token ids, plain and picklable."""
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -8,21 +8,22 @@ from lorikeet_engine.errors import EngineError, InvalidRequest
 
 MAX_LOGPROBS = 20
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""Beyond them logits of 32 bits would overflow."""
+"""Bounds beyond which logits of 32 bits would overflow."""
 
 
 class FinishReason(Enum):
-    """Why a choice ended, in OpenAI's words."""
+    """Reason why a choice ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class LogprobsMode(StrEnum):
-    """Which distribution log probabilities are of, in vLLM's words.
+    """Distribution that log probabilities are taken from, in vLLM's words.
 
-    RAW: the model's own. PROCESSED: the one that tokens are drawn from, behind penalties, biases,
-    bans, grammar, temperature and filters; greedy tokens have neither temperature nor filters.
+    RAW: the model's own.
+    PROCESSED: the one that tokens are drawn from, after penalties, biases, bans, grammar,
+        temperature and filters. Greedy tokens have neither temperature nor filters.
     """
 
     RAW = "raw_logprobs"
@@ -31,23 +32,31 @@ class LogprobsMode(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens. Validated when built; raises InvalidRequest.
+    """Parameters of sampling. Raises InvalidRequest when built with bad values.
 
-    temperature 0 is greedy. Filters follow it in this order: top_k (0 keeps the whole vocabulary),
-    top_p, then min_p, which keeps tokens at least min_p times as likely as the likeliest. A seed
-    makes a choice repeatable: choice i of a request samples from seed + i. stop_token_ids end a
-    choice and are not part of its output, unless keep_stop_token; the model's own end-of-sequence
-    ids are added unless ignore_eos. Neither can be sampled before the output has min_tokens tokens.
+    Filters apply after temperature, in the order top_k, top_p, min_p.
 
-    presence_penalty is subtracted once from the logit of every token of the output, and
-    frequency_penalty once for each time that it occurs; logit_bias is added to the logits of its
-    ids. Before them, repetition_penalty divides the logit of every token of prompt and output where
-    it is above 0, and multiplies it elsewhere. logprobs: how many of the most likely tokens to
-    report at each step beside the sampled one; None reports none. logprobs_mode: of which
-    distribution these are. prompt_logprobs: how many to
-    report at each token of a prompt but its first, beside that token; None reports none, and the
-    prompt may be found in the prefix cache, which a prompt that is scored is not. grammar: what the
-    output must follow, in the language of the engine's Grammars.
+    max_tokens: most tokens of the output.
+    min_tokens: length of the output before which stop tokens are not sampled.
+    temperature: 0 is greedy.
+    top_p: keeps the likeliest tokens that together have this probability.
+    top_k: keeps the k likeliest tokens; 0 keeps all.
+    min_p: keeps tokens at least min_p times as likely as the likeliest.
+    seed: makes a choice repeatable: choice i of a request samples from seed + i.
+    stop_token_ids: end a choice and are not part of its output, unless keep_stop_token.
+    ignore_eos: do not add the model's own end-of-sequence ids to stop_token_ids.
+    presence_penalty: subtracted once from the logit of every token of the output.
+    frequency_penalty: subtracted from a token's logit once for each occurrence in the output.
+    repetition_penalty: divides logits above 0, and multiplies others, of every token of prompt and
+        output; applied before the other penalties.
+    logit_bias: added to the logits of these token ids.
+    logprobs: number of most likely tokens to report beside each sampled token; None reports
+        nothing.
+    logprobs_mode: distribution that `logprobs` are taken from.
+    prompt_logprobs: number of most likely tokens to report beside each prompt token except the
+        first; None reports nothing. A scored prompt is not taken from the prefix cache.
+    keep_stop_token: keep the stop token in the output.
+    grammar: language that the output must belong to, in the notation of the engine's Grammars.
     """
 
     max_tokens: int = 16
@@ -99,12 +108,12 @@ class SamplingParams:
 
     @property
     def has_repetition_penalty(self) -> bool:
-        """Whether the prompt, too, changes the logits of what follows."""
+        """Whether tokens of the prompt change logits, too."""
         return self.repetition_penalty != 1.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the output so far changes the logits of what follows."""
+        """Whether tokens of the output change logits."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return penalties != (0.0, 0.0, 1.0)
 
@@ -116,13 +125,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SchedulingParams:
-    """How the scheduler treats a request. Raises InvalidRequest when built.
+    """Parameters of scheduling. Raises InvalidRequest when built with bad values.
 
-    tenant: requests of one tenant share its turn; the engine's time is divided between tenants that
-    wait in proportion to their weight. priority: among requests of one tenant the higher goes
-    first. max_queue_s: a request that has not begun to run by then fails with EngineOverloaded.
-    max_load_s: a request whose adapter is not on the GPU by then fails with AdapterNotReady; the
-    adapter goes on loading. None is no bound.
+    tenant: requests of one tenant share its part of the engine's time.
+    weight: waiting tenants divide the engine's time in proportion to their weights.
+    priority: requests with a higher value precede others of the same tenant.
+    max_queue_s: a request that has not begun by then fails with EngineOverloaded; None is no bound.
+    max_load_s: a request whose adapter is not on the GPU by then fails with AdapterNotReady, and
+        the adapter goes on loading; None is no bound.
     """
 
     tenant: str = ""
@@ -137,9 +147,11 @@ class SchedulingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One call: n choices for each prompt; those of one prompt share its KV pages.
+    """One call: n choices for each prompt. Choices of one prompt share its KV pages.
 
-    Choice i continues prompts[i // n]. `salt` keeps tenants' cached prefixes apart.
+    Choice i continues prompts[i // n].
+
+    salt: keeps tenants' cached prefixes apart.
     """
 
     request_id: str
@@ -158,10 +170,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities of one token, sampled or a prompt's, and of the most likely in its place.
+    """Log probability of one token, sampled or of a prompt, and of the most likely alternatives.
 
-    top: (token id, log probability), the most likely first. They are of the distribution that
-    LogprobsMode names, for a prompt's tokens of the model's own.
+    top: (token id, log probability), the most likely first.
+
+    The distribution is that of LogprobsMode; for prompt tokens it is always the model's own.
     """
 
     logprob: float
@@ -170,12 +183,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class EngineTimings:
-    """How long each phase of one choice took until its newest token, in seconds.
+    """Duration of each phase of one choice until its newest token, in seconds.
 
-    queued_s: from submit to its first step, of which its adapter was loading for load_s; prefill_s:
-    from there to its first token; decode_s: from there to its newest. cached_tokens: tokens of its
-    prompt that were in the KV cache. preemptions: how often it had to begin anew. steps: how many
-    it took part in.
+    queued_s: from submit to the first step.
+    load_s: part of queued_s in which the adapter was loading.
+    prefill_s: from the first step to the first token.
+    decode_s: from the first token to the newest.
+    cached_tokens: prompt tokens that were in the KV cache.
+    preemptions: times that the choice was preempted.
+    steps: steps that the choice took part in.
     """
 
     queued_s: float = 0.0
@@ -189,10 +205,11 @@ class EngineTimings:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens of one choice, in order. `finish` is set on the last one and only there.
+    """New tokens of one choice, in order.
 
-    logprobs: one for each of token_ids, where they were asked for. timings: on the first and the
-    last output of a choice.
+    finish: set on the last output of a choice, and only there.
+    logprobs: one for each of token_ids, if requested.
+    timings: on the first and the last output of a choice.
     """
 
     request_id: str
@@ -205,10 +222,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """How likely the next tokens of a prompt are, each given those before it.
+    """Log probabilities of prompt tokens, each given the tokens before it.
 
-    A prompt's come in order, from its second token to its last. choice: the prompt's first, before
-    whose own tokens they come.
+    Those of one prompt come in order, from its second token to its last, before the choice's
+    output.
+
+    choice: first choice of the prompt.
     """
 
     request_id: str
@@ -218,7 +237,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The whole request ended with an error; nothing more follows."""
+    """Error that ended a whole request; no output follows."""
 
     request_id: str
     error: EngineError

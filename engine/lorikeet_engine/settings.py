@@ -1,4 +1,4 @@
-"""The settings of one engine."""
+"""Settings of one engine."""
 
 import math
 from dataclasses import dataclass
@@ -17,25 +17,31 @@ _ROUNDINGS = {"auto": None, "nf4": Quantization.NF4, "fp8": Quantization.FP8}
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """An engine's settings; sizes are in bytes. Raises SettingsError when built.
+    """Settings of an engine; sizes are in bytes. Raises SettingsError when built with bad values.
 
-    model: a Hugging Face checkpoint's folder. dtype: of the base model.
-    weight_dtype: auto; or nf4: the linears' weights are rounded to NF4's values, which adapters
-    were trained on with QLoRA, and stay in dtype; or fp8: they are rounded to FP8 and stay so, in
-    half of bfloat16's bytes.
-    kv_dtype: of the KV cache: auto, the base model's, or fp8 (E4M3), in half of 16 bits' memory.
-    kv_bytes, adapter_gpu_bytes: bytes, or a MemoryShare of what is free on the device: for the slot
-    pool beside the base model's weights, for the KV cache beside all else that serving needs.
-    page_size: tokens of a KV page. max_context: prompt plus output in tokens; None for as many as
-    the model and the KV cache allow. max_batch_tokens, max_running, max_batch_adapters: tokens,
-    sequences and distinct adapters of one step. cache_dir: the adapters' disk cache.
-    inter_token_goal_s: how long a step with decodes may take, for which the ranks of its adapters
-    and the tokens of prompts beside the decodes are bounded; never below one adapter and 128 such
-    tokens. None for no bound.
-    tensor_parallel: how many GPUs of this machine hold the base model together, each a part of it;
-    kv_bytes and adapter_gpu_bytes are of each. On a CPU, as many processes.
-    overlap: launch a step before the tokens of the one before it are read, so that a GPU need not
-    wait for the host; a CPU gains nothing by it and makes each token wait for one more step.
+    model: folder of a Hugging Face checkpoint.
+    cache_dir: folder of the adapters' disk cache.
+    dtype: dtype of the base model.
+    weight_dtype: `auto` leaves the linears' weights as they are. `nf4` rounds them to NF4's values,
+        on which QLoRA trains adapters, and keeps them in dtype. `fp8` rounds them to FP8 and keeps
+        them so, in half of bfloat16's bytes.
+    kv_dtype: dtype of the KV cache: `auto` is the base model's, `fp8` is E4M3, half of 16 bits.
+    page_size: tokens of a KV page.
+    kv_bytes: size of the KV cache: bytes, or a MemoryShare of the memory that all other parts of
+        serving leave free on the device.
+    max_context: prompt plus output in tokens; None for as many as model and KV cache allow.
+    max_batch_tokens: most tokens of one step.
+    max_running: most sequences of one step.
+    max_batch_adapters: most distinct adapters of one step.
+    adapter_gpu_bytes: size of the slot pool: bytes, or a MemoryShare of the memory that the base
+        model's weights leave free on the device.
+    inter_token_goal_s: longest step with decodes. Bounds the ranks of its adapters and the prompt
+        tokens beside the decodes, but never below one adapter and 128 prompt tokens. None: no
+        bound.
+    overlap: launch a step before the tokens of the step before are read, so that a GPU need not
+        wait for the host. A CPU gains nothing, and each token waits for one more step.
+    tensor_parallel: GPUs of this machine that hold the base model together, each a part of it;
+        kv_bytes and adapter_gpu_bytes are those of each GPU. On a CPU, the number of processes.
     """
 
     model: Path
@@ -87,20 +93,20 @@ class EngineSettings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch.dtype of `dtype`."""
+        """torch.dtype of `dtype`."""
         return _DTYPES[self.dtype]
 
     @property
     def rounding(self) -> Quantization | None:
-        """What weight_dtype rounds the linears' weights to; None: nothing."""
+        """Quantization that weight_dtype rounds the linears' weights to; None for no rounding."""
         return _ROUNDINGS[self.weight_dtype]
 
     @property
     def torch_kv_dtype(self) -> torch.dtype:
-        """The torch.dtype of the KV cache."""
+        """torch.dtype of the KV cache."""
         return FP8_KV if self.kv_dtype == "fp8" else self.torch_dtype
 
     @property
     def torch_adapter_dtype(self) -> torch.dtype:
-        """The torch.dtype of `adapter_dtype`."""
+        """torch.dtype of `adapter_dtype`."""
         return _DTYPES[self.adapter_dtype]

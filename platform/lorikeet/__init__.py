@@ -1,1 +1,1 @@
-"""The platform around the engine: catalog, placement, routing, tenancy, HTTP, Ray Serve, CLI."""
+"""Platform around the engine: catalog, placement, routing, tenancy, HTTP, Ray Serve, CLI."""

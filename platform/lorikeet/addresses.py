@@ -1,4 +1,4 @@
-"""Addresses in settings: of the catalog, listeners, the collector of traces, imported adapters."""
+"""Addresses in settings: catalog, listeners, trace collector, sources of imported adapters."""
 
 import ipaddress
 import re
@@ -8,19 +8,22 @@ from typing import NamedTuple
 from lorikeet.errors import InvalidSetting
 
 SERVES_PORT = 8000
-"""Where Ray Serve listens for tenants unless it is told otherwise."""
-_LABEL = "[A-Za-z0-9-]{1,63}"  # of a host's name
+"""Ray Serve's default port, for tenants."""
+_LABEL = "[A-Za-z0-9-]{1,63}"  # one label of a host name
 
 
 def parse_catalog(value: object) -> object:
-    """Check where a catalog is: a folder, s3://bucket or s3://bucket/prefix. Raises ValueError."""
+    """Return a catalog's address if it is a folder, s3://bucket or s3://bucket/prefix.
+
+    Raises ValueError for another URL.
+    """
     if _is_url(value) and not re.fullmatch(r"s3://[^/]+(/.*)?", str(value)):
         raise ValueError("want a folder or s3://bucket/prefix")
     return value
 
 
 def parse_folder(value: object) -> object:
-    """Check that a folder is of this machine. Raises ValueError."""
+    """Return a folder's path. Raises ValueError for a URL."""
     if _is_url(value):
         raise ValueError("want a folder of this machine")
     return value
@@ -31,7 +34,7 @@ def _is_url(value: object) -> bool:
 
 
 def parse_prefixes(value: object) -> object:
-    """Parse s3://bucket/prefix, several separated by commas. Raises ValueError."""
+    """Return the prefixes in `s3://bucket/prefix,s3://…`. Raises ValueError."""
     if not isinstance(value, str):
         return value
     prefixes = tuple(item.strip().rstrip("/") for item in value.split(",") if item.strip())
@@ -41,7 +44,10 @@ def parse_prefixes(value: object) -> object:
 
 
 class Address(NamedTuple):
-    """Where to listen. host: a name or an IP address, without the brackets around IPv6."""
+    """Address to listen at.
+
+    host: name or IP address; IPv6 without brackets.
+    """
 
     host: str
     port: int
@@ -51,7 +57,7 @@ class Address(NamedTuple):
 
 
 def parse_address(value: object) -> object:
-    """Parse host:port. Raises ValueError."""
+    """Return the Address of `host:port` or `[ipv6]:port`. Raises ValueError."""
     if not isinstance(value, str):
         return value
     host = rf"\[([0-9A-Fa-f:.]+)\]|({_LABEL}(?:\.{_LABEL})*)"
@@ -64,14 +70,14 @@ def parse_address(value: object) -> object:
 
 
 def parse_collector(value: object) -> object:
-    """Check the URL of a collector of traces. Raises ValueError."""
+    """Return the URL of a trace collector. Raises ValueError for another form."""
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", str(value)):
         raise ValueError("want an address such as http://collector:4318")
     return value
 
 
 def public_port(environ: Mapping[str, str]) -> int:
-    """The port for tenants, which PORT names to `make serve`. Raises InvalidSetting."""
+    """Return the port for tenants, PORT or Serve's default. Raises InvalidSetting."""
     text = environ.get("PORT") or str(SERVES_PORT)
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**16):
         raise InvalidSetting(f"PORT={text!r}: want a port, an integer from 1 to 65535")

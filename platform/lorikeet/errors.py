@@ -1,37 +1,37 @@
-"""Every error the platform raises, and how the API answers it: the tree and the one table.
+"""All errors of the platform: the tree of classes, and the table of the API's answers.
 
 LorikeetError             `code` names the kind, `message` says what to do
-├── InvalidSetting        a bad value or an unknown LORIKEET_ variable
-├── InvalidInput          a request or a name that cannot be right; `param` names the field
-│   ├── UnsupportedParameter  a field that is not served here
-│   │   └── ThreadsUnsupported  one by which Anthropic's clients have conversations stored
-│   ├── UnknownPreviousResponse  no such response to go on from, or not this tenant's
-│   ├── RequestTooLarge   a body above the limit
-│   ├── RequestTimeout    a body that did not come in time
-│   ├── ContextLengthExceeded  a prompt that the model's context cannot hold
-│   └── InvalidAdapter    an upload that is not an acceptable adapter
+├── InvalidSetting        invalid value or unknown name of a LORIKEET_ variable
+├── InvalidInput          invalid request or name; `param` names the field
+│   ├── UnsupportedParameter  field that this service does not support
+│   │   └── ThreadsUnsupported  field by which Anthropic's clients ask to store a conversation
+│   ├── UnknownPreviousResponse  no such stored response, or another tenant's
+│   ├── RequestTooLarge   body above the size limit
+│   ├── RequestTimeout    body that did not arrive in time
+│   ├── ContextLengthExceeded  prompt too long for the model's context
+│   └── InvalidAdapter    upload that is not an acceptable adapter
 ├── NotFound
-│   ├── UnknownModel      no such model, or not this tenant's: the two look alike
+│   ├── UnknownModel      no such model, or another tenant's: clients cannot tell them apart
 │   ├── UnknownTenant
 │   └── UnknownKey
-├── InvalidKey            no key, or one that is not known
-│   └── EndedKey          one that was revoked or has expired, for ever
-├── Forbidden             a good key whose scopes do not allow this
-├── Conflict              what is there does not allow this; read again, then decide
-├── RateLimited           carries retry_after_s and how the limits stand
+├── InvalidKey            missing or unknown API key
+│   └── EndedKey          API key that was revoked or has expired, for ever
+├── Forbidden             valid key whose scopes do not allow the operation
+├── Conflict              the current state does not allow the operation; read it again
+├── RateLimited           limit reached; carries retry_after_s and the limits' status
 │   └── InsufficientQuota the month's budget is used up
 ├── Unavailable           the service cannot do this now; carries retry_after_s
-│   └── Overloaded        it has more to do than it can
-├── GenerationFailed      the engine failed this request
-└── StoreError            the object store did not do what was asked
-    ├── StoreRefused      the store answers: refused, no bucket, or a newer release's catalog
-    │   └── NoCatalog     the store answers, and holds none
+│   └── Overloaded        too many requests
+├── GenerationFailed      the engine failed the request
+└── StoreError            an operation of the object store failed
+    ├── StoreRefused      the store answered: access denied, no bucket, or a newer catalog format
+    │   └── NoCatalog     the store answered and holds no catalog
     ├── ObjectNotFound
-    └── ObjectExists      an if-absent write found the object there
+    └── ObjectExists      the object of an if-absent write already exists
 
-A client sees a code, which ERRORS gives its HTTP status, and what OpenAI and Anthropic call its
-kind; docs/openai.md lists them. Three codes have no class: a replica's Refusal names two, and
-Starlette raises the third.
+Clients see an error's code. ERRORS maps each code to its HTTP status and to the error types of the
+OpenAI and Anthropic APIs; docs/openai.md lists the table. Three codes have no class: two are named
+by replicas' Refusals, one is raised by Starlette.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,12 @@ _NOT_FOUND, _RATE = "not_found_error", "rate_limit_error"
 
 
 class ErrorKind(NamedTuple):
-    """How the API answers an error. type, anthropic_type: what the two APIs call its kind."""
+    """Answer of the API to an error.
+
+    status: HTTP status.
+    type: error type in OpenAI's APIs.
+    anthropic_type: error type in Anthropic's API.
+    """
 
     status: int
     type: str
@@ -75,44 +80,50 @@ ERRORS: Mapping[str, ErrorKind] = {
     "generation_failed": ErrorKind(500, _SERVER, _API),
     "unavailable": ErrorKind(503, _SERVER, _API),
     "overloaded": ErrorKind(503, _SERVER, "overloaded_error"),
-    # The adapter goes on coming; the caller would not wait for it.
+    # The adapter continues to load; the caller did not want to wait for it.
     "adapter_not_ready": ErrorKind(503, _SERVER, _API),
-    # An adapter that was accepted once: its file or the way to it is broken, which may pass.
+    # 503, since the adapter was accepted at registration: its file or the store is broken, which
+    # may be repaired.
     "adapter_load_failed": ErrorKind(503, _SERVER, _API),
     "store_error": ErrorKind(503, _SERVER, _API),
 }
-"""Each code's HTTP status and types."""
+"""HTTP status and error types by code."""
 
 _ENGINE_CODES: Mapping[type, str] = {
     engine.EngineError: "generation_failed",
-    engine.InvalidRequest: "invalid_value",  # unless the error names a code of its own
+    engine.InvalidRequest: "invalid_value",  # unless the error's fields name a code
     engine.EngineClosed: "unavailable",
     engine.EngineOverloaded: "overloaded",
     engine.AdapterError: "adapter_load_failed",
     engine.AdapterNotReady: "adapter_not_ready",
     engine.AdapterTooLarge: "invalid_adapter",
 }
-"""The code of each class of the engine's errors; a derived class has its base's."""
+"""Codes of the engine's error classes; subclasses that are not listed have their base's code."""
 
 
 def kind_of(code: str) -> ErrorKind:
-    """An error's row, by its code; one that is in no table is the service's own fault."""
+    """Return an error code's row of ERRORS; internal_error's row for an unknown code."""
     return ERRORS.get(code, ERRORS[LorikeetError.code])
 
 
 def status_of(code: str) -> int:
-    """The HTTP status of an error's code."""
+    """Return the HTTP status of an error's code."""
     return kind_of(code).status
 
 
 def engine_code(error: engine.EngineError) -> str:
-    """The code of an error that the engine raised."""
+    """Return the code of an error that the engine raised."""
     code = next(_ENGINE_CODES[kind] for kind in type(error).__mro__ if kind in _ENGINE_CODES)
     return str(error.fields.get("code", code))
 
 
 class LorikeetError(Exception):
-    """Base of the tree."""
+    """Base class of the platform's errors.
+
+    message: text for the client, which says what to do.
+    param: name of the request's field at fault.
+    retry_after_s: seconds until a retry makes sense.
+    """
 
     code = "internal_error"
 
@@ -126,67 +137,67 @@ class LorikeetError(Exception):
 
 
 class InvalidSetting(LorikeetError):
-    """A bad value or an unknown LORIKEET_ variable."""
+    """Invalid value or unknown name of a LORIKEET_ variable."""
 
     code = "invalid_setting"
 
 
 class InvalidInput(LorikeetError):
-    """A request or a name that cannot be right."""
+    """Invalid request or name."""
 
     code = "invalid_value"
 
 
 class UnsupportedParameter(InvalidInput):
-    """A field that is not served here."""
+    """Field that this service does not support."""
 
     code = "unsupported_parameter"
 
 
 class ThreadsUnsupported(UnsupportedParameter):
-    """A field to have conversations stored; at its code Anthropic's clients go on without."""
+    """Field that asks to store a conversation; Anthropic's clients know the code and omit it."""
 
     code = "thread_unsupported_request"
 
 
 class UnknownPreviousResponse(InvalidInput):
-    """No such stored response to go on from; OpenAI's clients know it by its code."""
+    """No such stored response to continue; OpenAI's clients recognise the code."""
 
     code = "previous_response_not_found"
 
 
 class RequestTooLarge(InvalidInput):
-    """A body above the limit."""
+    """Body above the size limit."""
 
     code = "request_too_large"
 
 
 class RequestTimeout(InvalidInput):
-    """A body that did not come in time."""
+    """Body that did not arrive in time."""
 
     code = "request_timeout"
 
 
 class ContextLengthExceeded(InvalidInput):
-    """A prompt that does not fit into the model's context."""
+    """Prompt too long for the model's context."""
 
     code = "context_length_exceeded"
 
 
 class InvalidAdapter(InvalidInput):
-    """An upload that is not an acceptable adapter."""
+    """Upload that is not an acceptable adapter."""
 
     code = "invalid_adapter"
 
 
 class NotFound(LorikeetError):
-    """Something named is not there."""
+    """No object of the given name."""
 
     code = "not_found"
 
 
 class UnknownModel(NotFound):
-    """No such model, or not this tenant's."""
+    """No such model, or another tenant's."""
 
     code = "model_not_found"
 
@@ -204,31 +215,34 @@ class UnknownKey(NotFound):
 
 
 class InvalidKey(LorikeetError):
-    """No key, or one that is not known."""
+    """Missing or unknown API key."""
 
     code = "invalid_api_key"
 
 
 class EndedKey(InvalidKey):
-    """A key that was revoked or has expired, for ever."""
+    """API key that was revoked or has expired, for ever."""
 
 
 class Forbidden(LorikeetError):
-    """A good key whose scopes do not allow this."""
+    """Valid key whose scopes do not allow the operation."""
 
     code = "forbidden"
 
 
 class Conflict(LorikeetError):
-    """What is there does not allow this: someone changed it first, or it already exists."""
+    """Operation refused by the current state: changed concurrently, or already existing."""
 
     code = "conflict"
 
 
 class LimitStatus(NamedTuple):
-    """How a limit per minute stands. kind: "requests", "tokens" or "bytes".
+    """Status of a limit per minute, for the x-ratelimit headers.
 
-    remaining: what may pass at once; reset_s: until all may again that may at once.
+    kind: "requests", "tokens" or "bytes".
+    limit: amount per minute.
+    remaining: amount that may pass now.
+    reset_s: seconds until the token bucket is full again.
     """
 
     kind: str
@@ -238,7 +252,7 @@ class LimitStatus(NamedTuple):
 
 
 class RateLimited(LorikeetError):
-    """A limit of the tenant or the key is reached."""
+    """Limit of the tenant or the key that is reached."""
 
     code = "rate_limit_exceeded"
 
@@ -248,41 +262,41 @@ class RateLimited(LorikeetError):
 
 
 class InsufficientQuota(RateLimited):
-    """The budget of this month is used up."""
+    """Budget of the month that is used up."""
 
     code = "insufficient_quota"
 
 
 class Unavailable(LorikeetError):
-    """The service cannot do this now."""
+    """Service that cannot serve the request now."""
 
     code = "unavailable"
 
 
 class Overloaded(Unavailable):
-    """The service has more to do than it can."""
+    """Service with too many requests."""
 
     code = "overloaded"
 
 
 class GenerationFailed(LorikeetError):
-    """The engine failed this request."""
+    """Request that failed in the engine."""
 
     code = "generation_failed"
 
 
 class StoreError(LorikeetError):
-    """The object store did not do what was asked."""
+    """Failed operation of the object store."""
 
     code = "store_error"
 
 
 class StoreRefused(StoreError):
-    """The store answers, and asking again is of no use before somebody has mended something."""
+    """Refusal by a store that answers; retries fail until an operator has repaired the cause."""
 
 
 class NoCatalog(StoreRefused):
-    """The store answers, and holds no catalog."""
+    """Store that answers and holds no catalog."""
 
 
 class ObjectNotFound(StoreError):
@@ -290,4 +304,4 @@ class ObjectNotFound(StoreError):
 
 
 class ObjectExists(StoreError):
-    """An if-absent write found the object there."""
+    """Object of an if-absent write that already exists."""

@@ -1,4 +1,4 @@
-"""Writes the log events of this package and the engine to stderr, one JSON object a line."""
+"""Logging setup: events of this package and the engine on stderr, one JSON object per line."""
 
 import json
 import logging
@@ -12,10 +12,10 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
 def log_to_stderr() -> None:
-    """Send the events of `lorikeet` and `lorikeet_engine` to the process's own stderr.
+    """Send the events of `lorikeet` and `lorikeet_engine` to the process's original stderr.
 
-    Ray Serve may redirect sys.stderr into a buffered log of its own that drops their fields; the
-    process's stderr is a file that Ray keeps and shows to the driver.
+    Ray Serve may replace sys.stderr by its own buffered log, which drops the events' fields. The
+    original stderr is a file that Ray keeps and shows to the driver.
     """
     handler = logging.StreamHandler(sys.__stderr__)
     handler.setFormatter(JsonLines())
@@ -27,10 +27,10 @@ def log_to_stderr() -> None:
 
 
 class JsonLines(logging.Formatter):
-    """Formats an event: time (UTC), level, event, its own fields, and an exception's stack."""
+    """Formatter of an event as JSON: time (UTC), level, event, the event's fields, stack."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format one event as one line."""
+        """Return one event as one line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
@@ -39,16 +39,19 @@ class JsonLines(logging.Formatter):
             **{
                 name: value
                 for name, value in vars(record).items()
-                if name not in _STANDARD and not name.startswith("_")  # Ray's own notes
+                if name not in _STANDARD and not name.startswith("_")  # attributes that Ray adds
             },
         }
         if record.exc_info:
-            # Not formatException: it prints, and Serve may have replaced print.
+            # Not formatException, which uses print: Serve may have replaced print.
             line["stack"] = "".join(traceback.format_exception(*record.exc_info))
         return json.dumps(line, default=str)
 
 
 def log_unexpected(event: str, request_id: str, error: Exception) -> None:
-    """Log what broke and where. Not the exception's text: it may quote a prompt or a key."""
+    """Log an unexpected exception's type and stack.
+
+    The exception's text is not logged, since it may quote a prompt or a key.
+    """
     where = "".join(traceback.format_tb(error.__traceback__))
     log.error(event, extra={"request_id": request_id, "error": type(error).__name__, "at": where})

@@ -1,18 +1,19 @@
-"""Rendezvous hashing: every process that sees the same replicas orders them alike for a key."""
+"""Rendezvous hashing: an order of replicas for a key that is the same in every process."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
 CANDIDATES = 2
+"""Replicas per key that `rendezvous_candidates` returns."""
 _CANDIDATES_REMEMBERED = 100_000
-_ORDERS_REMEMBERED = 32_768  # of 64 replicas each: 20 MB, and 2 s of hashing
+_ORDERS_REMEMBERED = 32_768  # with 64 replicas each: 20 MB, and 2 s of hashing saved
 
 
 def by_preference(key: str, replicas: Iterable[str]) -> list[str]:
-    """Replicas in the order in which `key` prefers them.
+    """Return the replicas ordered by weight for `key`, highest first.
 
-    Adding or removing a replica moves only the keys whose first choice it becomes or was.
+    Adding or removing a replica changes the first choice of only those keys that choose it.
     Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
     """
     return sorted(replicas, key=lambda replica: (_weight(key, replica), replica), reverse=True)
@@ -20,13 +21,13 @@ def by_preference(key: str, replicas: Iterable[str]) -> list[str]:
 
 @lru_cache(_ORDERS_REMEMBERED)
 def preferred(key: str, replicas: tuple[str, ...]) -> Sequence[str]:
-    """All replicas by preference, remembered: from one plan to the next most are the same."""
+    """Return `by_preference`, cached, since consecutive plans ask for mostly the same keys."""
     return by_preference(key, replicas)
 
 
 @lru_cache(_CANDIDATES_REMEMBERED)
 def rendezvous_candidates(key: str, replicas: tuple[str, ...]) -> Sequence[str]:
-    """The first CANDIDATES by preference, remembered: finding them takes 1.5 µs a replica."""
+    """Return the first CANDIDATES of `by_preference`, cached, since it takes 1.5 µs a replica."""
     return by_preference(key, replicas)[:CANDIDATES]
 
 

@@ -1,7 +1,8 @@
-"""When a client that was refused may send its request again: what every Retry-After says.
+"""Retry-After of refused requests: all constants and formulas.
 
-A 429 or 503 without a time of its own says 1 s. What an engine refuses comes with the wait that
-its scheduler expects; a limit per minute with the time until its bucket holds what is missing.
+A 429 or 503 without a time of its own says 1 s. A refusal by an engine carries the wait that its
+scheduler expects. A refusal by a limit per minute carries the time until its token bucket holds
+enough.
 """
 
 import math
@@ -10,33 +11,40 @@ from datetime import UTC, datetime, timedelta
 _MIN_S = 1.0
 NO_REPLICA_S = 5.0
 STORE_AWAY_S = 5.0
-"""A gateway asks a store that is away every second, but nobody knows for how long it is."""
+"""Wait for an unreachable store, which gateways retry every second; outages last longer."""
 FULL_GATEWAY_S = 1.0
-"""A full gateway holds enough requests that one of them ends all the time."""
+"""Wait for a gateway with too many requests, so many that some end within a second."""
 FULL_PROXY_S = 5
-"""A proxy knows no rate; as many requests as it holds have passed it some seconds later."""
+"""Wait for a proxy with too many requests, all of which have passed it after some seconds."""
 
 
 def whole_seconds(wait_s: float | None) -> int:
-    """The header's value: wait_s rounded up, 1 at least, and 1 if unknown."""
+    """Return the header's value: `wait_s` rounded up, at least 1; 1 if None."""
     return math.ceil(max(_MIN_S, wait_s or 0.0))
 
 
 def until_queue_is_short(wait_s: float, max_queue_s: float) -> float:
-    """Seconds until a request that may wait max_queue_s, but would wait wait_s, can be accepted.
+    """Return seconds until the queue is short enough for a request that was refused, at least 1.
 
-    By max_queue_s from now all that waits has begun, or has waited for too long itself.
+    The result is at most `max_queue_s`: by then, every request that waits now has started or has
+    exceeded its own limit.
+
+    wait_s: time that the request would wait now.
+    max_queue_s: time that a request may wait.
     """
     return max(_MIN_S, min(wait_s - max_queue_s, max_queue_s))
 
 
 def until_one_ends(usual_s: float, running: int) -> float:
-    """Seconds until one of the running requests ends, where one takes usual_s."""
+    """Return expected seconds until one of `running` requests ends, if each takes `usual_s`."""
     return usual_s / max(1, running)
 
 
 def until_next_month(now: float) -> float:
-    """Seconds from now, in Unix seconds, until a new month's budget begins: the first, UTC."""
+    """Return seconds from `now` until the budget of the next month starts, on its first day, UTC.
+
+    now: Unix seconds.
+    """
     at = datetime.fromtimestamp(now, UTC)
     first = at.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     following = (first + timedelta(days=32)).replace(day=1)

@@ -1,4 +1,4 @@
-"""Every setting of the service, parsed once from the environment."""
+"""Settings of the service. `Settings.from_env()` reads them from the environment."""
 
 import difflib
 import os
@@ -29,7 +29,7 @@ from lorikeet.errors import InvalidSetting
 from lorikeet.sizes import parse_size
 
 _PREFIX = "LORIKEET_"
-_CLIENT_VARIABLES = frozenset({"LORIKEET_SERVER", "LORIKEET_ADMIN_KEY"})  # read by the CLI alone
+_CLIENT_VARIABLES = frozenset({"LORIKEET_SERVER", "LORIKEET_ADMIN_KEY"})  # only the CLI's
 
 
 def _parse_memory(value: object) -> object:
@@ -51,7 +51,7 @@ def _parse_memory(value: object) -> object:
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    """The names and values of `name=value,name=value`, "" for what is missing of one."""
+    """Split `name=value,name=value` into pairs; a missing name or value is ""."""
     items = [item.partition("=") for item in text.split(",") if item.strip()]
     return [(name.strip(), value.strip()) for name, _, value in items]
 
@@ -66,13 +66,16 @@ def _parse_models(value: object) -> object:
     if len(models) < len(pairs):
         raise ValueError("a name is given twice")
     for name in models:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):  # of files, handles and labels
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):  # names files, handles and labels
             raise ValueError(f"{name!r}: want a name of letters, digits, '.', '_' and '-'")
     return models
 
 
 def _by_model(value: object, given: ValidationInfo) -> object:
-    """A value for every base model, or `a=4,b=1` for some; the others have the default."""
+    """Return values by base model, from one value for all or from `a=4,b=1` for some.
+
+    Base models that are not named get the field's default. Raises ValueError.
+    """
     models = given.data.get("base_models", {})
     assert given.field_name is not None
     default = Settings.model_fields[given.field_name].default
@@ -93,15 +96,25 @@ def _by_model(value: object, given: ValidationInfo) -> object:
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)]
-"""Bytes as an int, a share of the device's free memory as a float in (0, 1], or auto."""
+"""Bytes as an int, a share of the device's free memory as a float in (0, 1], or "auto"."""
 ByModel = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_by_model)]
-"""A number by base model."""
+"""Numbers by base model."""
 WeightDtypes = Annotated[dict[str, Literal["auto", "nf4", "fp8"]], BeforeValidator(_by_model)]
 KvDtypes = Annotated[dict[str, Literal["auto", "fp8"]], BeforeValidator(_by_model)]
 
 
 class Settings(BaseModel):
-    """One field for each LORIKEET_ variable; the field's description is its documentation."""
+    """Settings of the service, one field per LORIKEET_ variable.
+
+    Construct with `Settings.from_env()`, which reads the environment.
+
+    The constructor itself, `Settings(...)`, ignores the environment: fields that are not given have
+    their defaults, so a bare `Settings()` means the demo's base model, with catalog and cache in
+    `.lorikeet` of the current folder. Only tests and benchmarks call it, with a catalog of their
+    own.
+
+    A field's description is its documentation in docs/settings.md.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -124,15 +137,15 @@ class Settings(BaseModel):
     max_replicas: ByModel = Field(
         None,
         validate_default=True,
-        description="most replicas of each base model: more start when adapters in use outgrow the "
-        "slot pools, requests wait, or LORIKEET_MAX_RUNNING or KV pages are used up, and end "
-        "minutes after; a=8 for some; not set: LORIKEET_REPLICAS",
+        description="most replicas of each base model: replicas are added when adapters in use "
+        "outgrow the slot pools, requests wait, or LORIKEET_MAX_RUNNING or KV pages are used up, "
+        "and removed minutes after; a=8 for some; not set: LORIKEET_REPLICAS",
     )
     tensor_parallel: ByModel = Field(
         1,
         validate_default=True,
-        description="GPUs of each replica, all of one machine, that hold the base model together, "
-        "each a part of it; a=2 for some base models; where there are no GPUs, processes",
+        description="GPUs of each replica, all on one machine, over which the base model is "
+        "sharded; a=2 for some base models; processes where there are no GPUs",
     )
     gateways: int = Field(1, ge=1, description="gateway replicas")
     admin_address: Annotated[Address, BeforeValidator(parse_address)] = Field(
@@ -151,15 +164,15 @@ class Settings(BaseModel):
     weight_dtype: WeightDtypes = Field(
         "auto",
         validate_default=True,
-        description="what the linears' weights are rounded to: auto, nothing; fp8, in half of "
-        "bfloat16's memory; nf4, what QLoRA trains adapters on, in as much memory as before; "
-        "a=fp8 for some base models",
+        description="rounding of the linears' weights: auto, none; fp8, half of bfloat16's memory; "
+        "nf4, the format on which QLoRA trains adapters, in as much memory as auto; a=fp8 for some "
+        "base models",
     )
     kv_dtype: KvDtypes = Field(
         "auto",
         validate_default=True,
-        description="data type of the KV cache: auto, the base model's, or fp8 (E4M3), of which "
-        "twice as many tokens fit as of 16 bits; a=fp8 for some base models",
+        description="data type of the KV cache: auto, the base model's; or fp8 (E4M3), which holds "
+        "twice as many tokens as 16 bits; a=fp8 for some base models",
     )
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="data type of adapters on the device; auto: the base model's"
@@ -178,26 +191,26 @@ class Settings(BaseModel):
     )
     adapter_gpu_memory: Memory = Field(
         "auto",
-        description="slot pool, the adapters' room on each device: bytes, or a share such as 20% "
-        "of what the weights leave; auto: 10% on cuda, 64MiB on cpu",
+        description="slot pool, the adapters' memory on each device: bytes, or a share such as 20% "
+        "of the memory that the weights leave; auto: 10% on cuda, 64MiB on cpu",
     )
     adapter_host_memory: Bytes = Field(
         256 * 2**20,
-        description="host arena of each replica, for adapters off the GPU; registration refuses an "
-        "adapter that is larger",
+        description="host arena of each replica, for adapters off the GPU; registration refuses "
+        "larger adapters",
     )
     adapter_disk: Bytes = Field(
         4 * 2**30, description="disk cache, shared by the replicas of a machine"
     )
     cache_dir: Annotated[Path, BeforeValidator(parse_folder)] = Field(
         Path(".lorikeet/cache"),
-        description="folder of the disk cache, and of pushed adapters that are on their way",
+        description="folder of the disk cache, and of pushed adapters until the store has them",
     )
     max_rank: int = Field(64, ge=1, description="largest LoRA rank accepted")
     max_adapter_bytes: Bytes = Field(2**30, description="largest adapter upload accepted")
     import_from: Annotated[tuple[str, ...], BeforeValidator(parse_prefixes)] = Field(
         (),
-        description="s3://bucket/prefix that lorikeet register may read adapters from, several "
+        description="s3://bucket/prefix from which lorikeet register may read adapters, several "
         "separated by commas; not set: none",
     )
     max_batch_tokens: int = Field(2048, ge=1, description="most tokens of one step")
@@ -215,8 +228,8 @@ class Settings(BaseModel):
         15.0,
         gt=0,
         allow_inf_nan=False,
-        description="seconds between two writes of what tenants used; a killed process loses no "
-        "more than that",
+        description="seconds between two writes of tenants' usage; a killed process loses no more "
+        "than that",
     )
     responses_lifetime_h: int | None = Field(
         None,
@@ -229,7 +242,7 @@ class Settings(BaseModel):
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="most seconds that a request waits for its turn on a replica; one that would "
+        description="most seconds that a request waits in a replica's queue; a request that would "
         "wait longer is refused at once, with Retry-After",
     )
     max_ongoing_requests: int = Field(
@@ -245,17 +258,16 @@ class Settings(BaseModel):
         ge=0,
         le=1,
         allow_inf_nan=False,
-        description="share of the requests that are traced; a caller's traceparent decides for "
-        "itself",
+        description="share of the requests that are traced; a caller's traceparent overrides it",
     )
 
     def most_replicas(self, base_model: str) -> int:
-        """To which the replicas of one base model may grow."""
+        """Return the most replicas that one base model may have."""
         return self.max_replicas.get(base_model, self.replicas[base_model])
 
     @property
     def most_engines(self) -> int:
-        """The replicas of all base models, when each has as many as it may."""
+        """Most replicas of all base models together."""
         return sum(map(self.most_replicas, self.base_models))
 
     @field_validator("max_replicas")
@@ -269,9 +281,9 @@ class Settings(BaseModel):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
-        """Read LORIKEET_ variables.
+        """Return the settings of the LORIKEET_ variables in `environ`, or defaults.
 
-        Raises InvalidSetting for a bad value, an empty one, or an unknown name.
+        Raises InvalidSetting for an invalid or empty value, or an unknown name.
         """
         given = {
             name.removeprefix(_PREFIX).lower(): value
@@ -285,7 +297,7 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            problems = dict.fromkeys(map(_describe, error.errors()))  # one for all base models
+            problems = dict.fromkeys(map(_describe, error.errors()))  # once, not per base model
             raise InvalidSetting("; ".join(problems)) from error
 
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Parsing and formatting of sizes in bytes, such as 512MiB."""
 
 import re
 from decimal import Decimal
@@ -11,7 +11,10 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)")
 
 
 def parse_size(given: object) -> int:
-    """4096, 512MiB, 2.5GB or 1 tib in bytes. Raises ValueError, which says what is wanted."""
+    """Return the bytes of a size such as 4096, 512MiB, 2.5GB or 1 tib.
+
+    Raises ValueError, with the expected form, for any other text and for less than 1 byte.
+    """
     match = _SIZE.fullmatch(str(given).strip())
     if match is None or match[2].upper() not in _BYTES:
         raise ValueError("want a size such as 512MiB or 2GiB")
@@ -22,7 +25,7 @@ def parse_size(given: object) -> int:
 
 
 def show_size(count: int | None) -> str | None:
-    """512 B or 13.1 MiB, for reading; None where it is not known."""
+    """Return a rounded size for display, such as 512 B or 13.1 MiB; None for None."""
     if count is None:
         return None
     unit = next((unit for unit in reversed(_BINARY) if count >= _BINARY[unit]), "B")
@@ -30,6 +33,6 @@ def show_size(count: int | None) -> str | None:
 
 
 def write_size(count: int) -> str:
-    """512MiB or 2GiB: exactly N bytes, for parse_size."""
+    """Return the exact size as `parse_size` reads it, in the largest binary unit: 512MiB."""
     unit = next(unit for unit in reversed(_BINARY) if not count % _BINARY[unit])
     return str(count) if unit == "B" else f"{count // _BINARY[unit]}{unit}"

@@ -1,4 +1,4 @@
-"""Many writers, each a process of its own: python many_writers.py URL FOLDER WRITERS SECONDS KILLS.
+"""Many writers, each in its own process: python many_writers.py URL FOLDER WRITERS SECONDS KILLS.
 
 They register versions, move aliases by compare-and-swap and make snapshots, at random, until the
 time is over and that many of them were killed and replaced. Each says what was acknowledged to it
@@ -51,7 +51,7 @@ def main(url: str, folder: Path, writers: int, seconds: float, kills: int) -> No
 
 
 def prepare(store: Any) -> None:
-    """Two versions of each adapter; and what a client does but once is done before the forks."""
+    """Register two versions of each adapter; also initializes the client before the forks."""
     AdapterCatalog.init(store)
     catalog = AdapterCatalog(store)
     for tenant in TENANTS:
@@ -85,7 +85,7 @@ def _start(store: ObjectStore, folder: Path, name: str) -> int:
 
 
 def work(catalog: AdapterCatalog, folder: Path, name: str) -> Iterator[str]:
-    """What was acknowledged, one line each."""
+    """Write to the catalog and yield a line for each acknowledged change."""
     chance = random.Random(name)
     blob = folder / f"{name}.blob"
     for number in count():

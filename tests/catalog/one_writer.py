@@ -1,4 +1,4 @@
-"""A writer in a process of its own: python one_writer.py URL NAME COUNT.
+"""Writer in its own process: python one_writer.py URL NAME COUNT.
 
 Registers COUNT versions of acme/support, each with blobs of its own, and makes each prod; says
 each one on a line of its output once it is committed.

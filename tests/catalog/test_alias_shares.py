@@ -1,4 +1,4 @@
-"""Aliases that give a part of their requests to a second version."""
+"""Aliases that give a share of their requests to a second version."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def store_url(tmp_path: object) -> str:
 
 @pytest.fixture
 def shared(catalog: AdapterCatalog, register: Register) -> AdapterCatalog:
-    """prod is version 1, and version 2 gets a tenth."""
+    """Catalog in which prod is version 1 and version 2 gets a tenth of the requests."""
     for number in range(3):
         register("acme/support", str(number).encode())
     catalog.give_share("acme", "support", 2, 0.1, actor="ann")
@@ -44,7 +44,7 @@ def test_a_session_stays_with_its_version_while_the_share_grows(shared: AdapterC
     assert 1870 < len(many) < 2130
 
 
-def test_adapters_do_not_share_their_guinea_pigs(
+def test_sessions_with_the_second_version_differ_between_adapters(
     shared: AdapterCatalog, register: Register
 ) -> None:
     for number in range(2):
@@ -55,7 +55,7 @@ def test_adapters_do_not_share_their_guinea_pigs(
     assert len(mine & theirs) < 80  # 40 ± 4 standard deviations of 6, and far from 400
 
 
-def test_without_a_session_the_first_version_is_meant(shared: AdapterCatalog) -> None:
+def test_without_a_session_the_first_version_is_selected(shared: AdapterCatalog) -> None:
     assert shared.reader.state.resolve("acme/support", "acme").version == 1
 
 
@@ -70,7 +70,7 @@ def test_promoting_either_version_ends_a_share(shared: AdapterCatalog) -> None:
     assert set(seen(shared).values()) == {2}
 
 
-def test_rolling_back_takes_the_share_back_first(shared: AdapterCatalog) -> None:
+def test_a_rollback_ends_the_share_first(shared: AdapterCatalog) -> None:
     shared.promote("acme", "support", 2, actor="ann")
     shared.give_share("acme", "support", 3, 0.1, actor="ann")
 
@@ -79,7 +79,7 @@ def test_rolling_back_takes_the_share_back_first(shared: AdapterCatalog) -> None
     assert shared.rollback("acme", "support", actor="ann").aliases == {"prod": 1}
 
 
-def test_what_cannot_be_shared_is_refused(shared: AdapterCatalog) -> None:
+def test_an_impossible_share_is_refused(shared: AdapterCatalog) -> None:
     with pytest.raises(Conflict, match="already points to version 1"):
         shared.give_share("acme", "support", 1, 0.1, actor="ann")
     with pytest.raises(NotFound, match="no alias 'canary'"):

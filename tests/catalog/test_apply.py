@@ -1,4 +1,4 @@
-"""Whatever administrators do, in whatever order: what always holds of the state."""
+"""Invariants of the state after any sequence of operations."""
 
 from collections.abc import Collection
 
@@ -120,7 +120,7 @@ def check_adapter(record: AdapterRecord) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(ACTS, max_size=40))
-def test_what_always_holds(acts: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_states_keep_their_invariants_and_snapshots_give_the_same_state(acts: list[tuple]) -> None:  # type: ignore[type-arg]
     tenant = TenantCreated(name="a")
     start = (CatalogCreated(), tenant)
     entries = [Entry(seq=1, nonce="n", actor="ann", time=1.0, changes=start)]
@@ -166,7 +166,7 @@ def test_what_always_holds(acts: list[tuple]) -> None:  # type: ignore[type-arg]
 
 
 def stored(state: CatalogState) -> CatalogView:
-    """A view that begins with a snapshot of this state; no two partitions have one digest."""
+    """Make a view of a snapshot of the state, whose partitions have different digests."""
     data = {
         str(number): partition_to_bytes(partition)
         for number, partition in enumerate(state.partitions)
@@ -180,7 +180,7 @@ def stored(state: CatalogState) -> CatalogView:
     return CatalogView(Stored(), CatalogState(state.seq, state.time, unread))
 
 
-def test_what_entries_do_not_change_is_shared_with_the_state_before() -> None:
+def test_unchanged_partitions_are_shared_with_the_previous_state() -> None:
     facts = BlobFacts("1", 10, 8, "demo", 20)
     tenants = [TenantCreated(name=name) for name in "ab"]
     start = apply_entries(

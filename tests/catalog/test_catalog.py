@@ -1,4 +1,4 @@
-"""A catalog's tenants and keys, as an administrator meets them."""
+"""Tenants and keys of a catalog."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def test_a_store_holds_one_catalog(store: ObjectStore) -> None:
         AdapterCatalog.init(store)
 
 
-def test_an_empty_store_says_what_to_do(store: ObjectStore) -> None:
+def test_an_empty_store_raises_with_the_remedy(store: ObjectStore) -> None:
     with pytest.raises(StoreError, match="lorikeet init"):
         CatalogReader(store).refresh()
 
@@ -46,7 +46,7 @@ def test_a_second_reader_sees_the_same_state(
     assert reader.state is reader.refresh()
 
 
-def test_a_tenant_is_made_once(catalog: AdapterCatalog) -> None:
+def test_a_tenant_is_created_once(catalog: AdapterCatalog) -> None:
     catalog.limit_tenant("acme", max_concurrent=4, actor="ann")
 
     with pytest.raises(Conflict, match="already is a tenant 'acme'"):
@@ -74,7 +74,7 @@ def test_a_tenants_limit_is_changed_in_place(catalog: AdapterCatalog, clock: lis
 @pytest.mark.parametrize(
     ("name", "limit", "param"), [("A", None, "tenant"), ("a", 0, "max_concurrent")]
 )
-def test_a_bad_tenant_is_refused(
+def test_an_invalid_tenant_is_refused(
     catalog: AdapterCatalog, name: str, limit: int | None, param: str
 ) -> None:
     with pytest.raises(InvalidInput) as refused:
@@ -96,7 +96,7 @@ def test_a_key_is_found_by_its_secrets_hash_and_nothing_else_is_kept(
     assert not any(secret.encode() in store.get(name) for name in store.list(""))
 
 
-def test_a_revoked_key_stays_known_and_revoked(catalog: AdapterCatalog) -> None:
+def test_a_revoked_key_stays_in_the_catalog_and_revoked(catalog: AdapterCatalog) -> None:
     key, secret = catalog.create_key("acme", [Scope.INFER], actor="ann")
 
     assert catalog.revoke_key(key.id, actor="ann").revoked
@@ -122,7 +122,7 @@ def test_the_last_admins_key_is_not_revoked(catalog: AdapterCatalog) -> None:
     assert not catalog.reader.state.key(second.id).revoked
 
 
-def test_keys_that_make_no_sense_are_refused(catalog: AdapterCatalog) -> None:
+def test_invalid_keys_are_refused(catalog: AdapterCatalog) -> None:
     with pytest.raises(UnknownTenant, match="nobody"):
         catalog.create_key("nobody", [Scope.INFER], actor="ann")
     with pytest.raises(InvalidInput, match="at least one"):

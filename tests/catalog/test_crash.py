@@ -1,4 +1,4 @@
-"""A writer that dies at any point leaves a catalog that reads well and goes on."""
+"""A writer that crashes at any point leaves a catalog that can be read and changed."""
 
 import hashlib
 import random
@@ -21,7 +21,7 @@ WRITER = Path(__file__).with_name("one_writer.py")
 
 
 def check(store: ObjectStore, at_least: set[tuple[int, str]]) -> None:
-    """All that was promised is there, and every version has its blob."""
+    """Check that every acknowledged version is registered and every version has its blob."""
     catalog = CatalogReader(store)
     record = list(catalog.refresh().adapters("acme"))
     versions = record[0].versions if record else ()
@@ -43,7 +43,7 @@ def register(store: ObjectStore, folder: Path, data: bytes) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_crash_between_any_two_steps(tmp_path: Path, after: bool) -> None:
+def test_a_crash_between_any_two_steps_loses_nothing(tmp_path: Path, after: bool) -> None:
     crashes = 0
     survived = False
     while not survived:
@@ -63,7 +63,7 @@ def test_a_crash_between_any_two_steps(tmp_path: Path, after: bool) -> None:
     assert crashes >= 7  # what there is to read, the blob, the commit
 
 
-def test_writers_that_are_killed(
+def test_killed_writers_lose_nothing(
     catalog: AdapterCatalog, store_url: str, store: ObjectStore, tmp_path: Path
 ) -> None:
     chance = random.Random(7)

@@ -1,4 +1,4 @@
-"""Garbage collection: all that is garbage goes, nothing that somebody needs or is about to need."""
+"""Garbage collection deletes all garbage, and nothing that is needed or about to be named."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ NOW = time.time() + 100 * DAY  # the collector's: all that a test writes is a hu
 
 
 def collect(reader: CatalogReader, **options: Any) -> list[str]:
-    """The keys that went, without the snapshots'."""
+    """Collect garbage and return the deleted keys."""
     collector = GarbageCollector(reader, 7 * DAY, clock=lambda: NOW, **options)
     return [found.key for found in collector.collect()]
 
@@ -47,7 +47,7 @@ def blobs(store: ObjectStore) -> set[str]:
     return {key.rpartition("/")[2] for key in store.list("blobs/")}
 
 
-def test_blobs_go_that_no_version_needs(
+def test_blobs_that_no_version_needs_are_deleted(
     catalog: AdapterCatalog,
     store: ObjectStore,
     register: Register,
@@ -80,7 +80,7 @@ def test_blobs_go_that_no_version_needs(
     assert list(store.list(MARKS)) == []
 
 
-def test_what_is_younger_than_the_grace_period_stays(
+def test_objects_younger_than_the_grace_period_stay(
     catalog: AdapterCatalog, store: ObjectStore, tmp_path: Path
 ) -> None:
     digest = put_blob(store, tmp_path, b"not named yet")
@@ -112,7 +112,7 @@ def test_a_retirement_can_be_undone_until_its_blob_is_collected(
     assert len(blobs(store)) == 1
 
 
-def test_uploads_in_flight_keep_their_blobs_and_old_ones_go(
+def test_uploads_in_flight_keep_their_blobs_and_old_uploads_are_deleted(
     catalog: AdapterCatalog, store: ObjectStore, tmp_path: Path
 ) -> None:
     uploads = ResumableUploads(store)
@@ -140,7 +140,7 @@ def test_uploads_in_flight_keep_their_blobs_and_old_ones_go(
     assert left not in set(uploads.in_flight())
 
 
-def test_a_catalog_keeps_its_newest_snapshots_and_their_parts(
+def test_the_newest_snapshots_and_their_partitions_are_kept(
     catalog: AdapterCatalog, store: ObjectStore, register: Register
 ) -> None:
     for number in range(7):
@@ -167,7 +167,7 @@ def test_a_catalog_keeps_its_newest_snapshots_and_their_parts(
     ]
 
 
-def test_a_part_that_a_snapshot_names_again_counts_as_new(tmp_path: Path) -> None:
+def test_a_partition_that_a_snapshot_names_again_counts_as_new(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     catalog = AdapterCatalog.init(store)
     catalog.create_tenant("acme", actor="ann")
@@ -189,7 +189,7 @@ def test_a_part_that_a_snapshot_names_again_counts_as_new(tmp_path: Path) -> Non
 
 
 class Turns:
-    """Whose turn it is: each letter one call, then anybody's."""
+    """Order of calls: each letter allows that thread one call; after the last, all may call."""
 
     def __init__(self, order: str) -> None:
         self._order = order
@@ -211,7 +211,7 @@ class Turns:
 
 
 class Taking:
-    """A store whose calls about blobs and marks wait for their turn."""
+    """Store whose calls about blobs and marks wait for their turn."""
 
     def __init__(self, store: ObjectStore, who: str, turns: Turns) -> None:
         self._store = store
@@ -240,7 +240,7 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("at_hand", [True, False])
-def test_in_whatever_order_a_claim_and_a_collection_go_the_blob_is_there_in_the_end(
+def test_a_claimed_blob_survives_any_interleaving_with_a_collection(
     at_hand: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.catalog.store.gc_protection._POLL_S", 0.001)
@@ -280,7 +280,9 @@ def test_in_whatever_order_a_claim_and_a_collection_go_the_blob_is_there_in_the_
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_collection_that_dies_anywhere_takes_nothing_needed(tmp_path: Path, after: bool) -> None:
+def test_a_collection_that_crashes_anywhere_deletes_nothing_needed(
+    tmp_path: Path, after: bool
+) -> None:
     crashes, survived = 0, False
     while not survived:
         store = LocalStore(tmp_path / f"store-{crashes}")

@@ -1,4 +1,4 @@
-"""What was: the log's entries, the catalog as of a moment, and undoing a retirement."""
+"""History: the log's entries, the catalog as of a moment, and undoing a retirement."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def found(catalog: AdapterCatalog, limit: int = 100, **wanted: object) -> list[i
     return [entry.seq for entry in page.entries]
 
 
-def test_entries_are_found_by_whom_they_concern_and_who_wrote_them(
+def test_entries_are_found_by_tenant_adapter_and_actor(
     catalog: AdapterCatalog, register: Register, clock: list[float]
 ) -> None:
     register("acme/support", b"1")  # 3
@@ -51,13 +51,15 @@ def test_entries_are_found_by_whom_they_concern_and_who_wrote_them(
     assert found(catalog, since=1500.0) == [8, 7, 6]
 
 
-def test_a_batch_shows_what_was_asked_for(catalog: AdapterCatalog, register: Register) -> None:
+def test_a_found_entry_shows_only_its_matching_changes(
+    catalog: AdapterCatalog, register: Register
+) -> None:
     register("acme/support", b"1")
     (entry,) = catalog.reader.history.find(HistoryQuery(tenant="acme", name="support"), 1).entries
     assert [change.type for change in entry.changes] == ["version_registered", "alias_moved"]
 
 
-def test_a_search_goes_on_where_it_ended(catalog: AdapterCatalog) -> None:
+def test_a_search_continues_from_its_last_page(catalog: AdapterCatalog) -> None:
     for number in range(BLOCK + 10):
         catalog.limit_tenant("acme", max_concurrent=number + 1, actor="ann")
     newest = catalog.reader.state.seq
@@ -72,7 +74,7 @@ def test_a_search_goes_on_where_it_ended(catalog: AdapterCatalog) -> None:
     assert seqs == list(range(newest, 0, -1))
 
 
-def test_a_search_passes_over_a_clock_that_is_behind(
+def test_a_search_tolerates_a_writers_slow_clock(
     catalog: AdapterCatalog, clock: list[float]
 ) -> None:
     for time in (50_000.0, 49_900.0, 50_100.0):
@@ -81,7 +83,7 @@ def test_a_search_passes_over_a_clock_that_is_behind(
     assert found(catalog, since=50_000.0) == [5, 3]
 
 
-def test_a_long_search_stops_and_says_where(
+def test_a_long_search_stops_and_returns_where_to_continue(
     catalog: AdapterCatalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.catalog.history._MOST_READ", 10)
@@ -93,7 +95,7 @@ def test_a_long_search_stops_and_says_where(
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_the_catalog_as_of_any_entry_is_what_it_was(
+def test_the_catalog_as_of_any_entry_equals_the_state_of_that_time(
     catalog: AdapterCatalog, register: Register, clock: list[float], snapshot: bool
 ) -> None:
     states = {catalog.reader.state.seq: catalog.reader.state}

@@ -1,4 +1,4 @@
-"""The view of the catalog that a machine keeps for starts while the store is away."""
+"""File of the catalog's view on a machine, for starts while the store is away."""
 
 import os
 import time
@@ -28,14 +28,14 @@ def kept(tmp_path: Path) -> KeptView:
 
 
 def begun_with(kept: KeptView, tmp_path: Path) -> CatalogReader:
-    """A reader that has not asked its store yet."""
+    """Make a reader from the file, which has not asked its store yet."""
     reader, found = CatalogReader(LocalStore(tmp_path / "store")), kept.read()
     assert found is not None
     reader.begin_with(found.state)
     return reader
 
 
-def test_what_is_kept_is_what_was_seen_and_goes_on_from_there(
+def test_a_saved_state_equals_the_written_one_and_catches_up_from_there(
     writer: AdapterCatalog, kept: KeptView, tmp_path: Path
 ) -> None:
     key, _ = writer.create_key("acme", {Scope.INFER}, actor="test")
@@ -56,7 +56,7 @@ def test_what_is_kept_is_what_was_seen_and_goes_on_from_there(
     assert reader.snapshot() == writer.reader.state.seq
 
 
-def test_an_older_state_that_a_slow_gateway_wrote_is_not_confirmed(
+def test_an_older_state_from_a_slow_gateway_is_not_confirmed(
     writer: AdapterCatalog, kept: KeptView, tmp_path: Path
 ) -> None:
     older = writer.reader.state
@@ -72,7 +72,7 @@ def test_an_older_state_that_a_slow_gateway_wrote_is_not_confirmed(
     assert found.age_s > 3500
 
 
-def test_a_partition_that_was_not_read_is_read_from_the_store_with_what_changed_it(
+def test_an_unread_partition_is_read_from_the_store_with_its_pending_entries(
     writer: AdapterCatalog, kept: KeptView, tmp_path: Path
 ) -> None:
     writer.reader.snapshot()
@@ -88,7 +88,7 @@ def test_a_partition_that_was_not_read_is_read_from_the_store_with_what_changed_
     assert reader.ask(lambda state: state.tenant("globex")).name == "globex"
 
 
-def test_its_age_counts_from_when_the_store_last_confirmed_it(
+def test_the_age_counts_from_the_stores_last_confirmation(
     writer: AdapterCatalog, kept: KeptView, tmp_path: Path
 ) -> None:
     kept.write(writer.reader.state)
@@ -110,7 +110,7 @@ def test_another_catalog_has_another_file(writer: AdapterCatalog, tmp_path: Path
 
 
 @pytest.mark.parametrize("damage", [b"", b"no zlib", None])
-def test_a_damaged_file_is_as_none(
+def test_a_damaged_file_is_ignored(
     writer: AdapterCatalog, kept: KeptView, tmp_path: Path, damage: bytes | None
 ) -> None:
     kept.write(writer.reader.state)

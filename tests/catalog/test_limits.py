@@ -1,4 +1,4 @@
-"""What an admin settles with tenants and of keys, and how it is kept."""
+"""Options of tenants and keys: rules, rotation and storage."""
 
 import hashlib
 import json
@@ -35,11 +35,11 @@ TERMS: dict[str, Any] = {
 
 @pytest.fixture
 def store_url(tmp_path: Path) -> str:
-    """The bytes are the same in every store."""
+    """Use the local store only: the bytes are the same in every store."""
     return str(tmp_path / "store")
 
 
-def test_terms_that_are_not_named_stay(catalog: AdapterCatalog) -> None:
+def test_options_that_are_not_given_stay(catalog: AdapterCatalog) -> None:
     catalog.limit_tenant("acme", max_context=10, weight=3.0, actor="ann")
     catalog.limit_tenant("acme", requests_per_min=7, max_context=None, actor="ann")
 
@@ -47,7 +47,7 @@ def test_terms_that_are_not_named_stay(catalog: AdapterCatalog) -> None:
     assert catalog.reader.state.tenant("acme") == expected
 
 
-def test_every_term_is_kept_in_log_and_snapshots(
+def test_every_option_survives_log_and_snapshots(
     catalog: AdapterCatalog, store: ObjectStore
 ) -> None:
     catalog.create_tenant("full", actor="ann", **TERMS)
@@ -74,7 +74,7 @@ def test_every_term_is_kept_in_log_and_snapshots(
 
 
 @pytest.mark.parametrize("schema", [1, 5])
-def test_a_part_of_another_release_is_refused(
+def test_a_partition_of_an_unknown_schema_is_refused(
     catalog: AdapterCatalog, tmp_path: Path, schema: int
 ) -> None:
     catalog.reader.snapshot()
@@ -102,16 +102,14 @@ def test_a_part_of_another_release_is_refused(
         ("burst_s", 1e6),
     ],
 )
-def test_terms_that_make_no_sense_are_refused(
-    catalog: AdapterCatalog, name: str, value: float
-) -> None:
+def test_invalid_options_are_refused(catalog: AdapterCatalog, name: str, value: float) -> None:
     with pytest.raises(InvalidInput) as refused:
         catalog.limit_tenant("acme", actor="ann", **{name: value})  # type: ignore[misc]
 
     assert refused.value.param == name
 
 
-def test_a_rotated_key_has_a_successor_like_itself(
+def test_a_rotated_key_has_a_successor_with_its_options(
     catalog: AdapterCatalog, clock: list[float]
 ) -> None:
     options = KeyOptions(name="ci", max_concurrent=3, priority=2, expires=3000.0)
@@ -138,7 +136,7 @@ def test_a_rotated_key_has_a_successor_like_itself(
         catalog.rotate_key(old.id, 60.0, actor="bob")
 
 
-def test_an_overlap_prolongs_nothing(catalog: AdapterCatalog) -> None:
+def test_an_overlap_never_extends_an_expiry(catalog: AdapterCatalog) -> None:
     old, _ = catalog.create_key("acme", [Scope.INFER], expires=1100.0, actor="ann")
     catalog.rotate_key(old.id, 3600.0, actor="ann")
 
@@ -153,7 +151,7 @@ def test_without_overlap_the_old_key_is_revoked(catalog: AdapterCatalog) -> None
     assert not catalog.reader.state.key(new.id).revoked
 
 
-def test_what_is_valid_no_more_is_not_rotated(catalog: AdapterCatalog, clock: list[float]) -> None:
+def test_an_invalid_key_is_not_rotated(catalog: AdapterCatalog, clock: list[float]) -> None:
     revoked, _ = catalog.create_key("acme", [Scope.INFER], actor="ann")
     catalog.revoke_key(revoked.id, actor="ann")
     expired, _ = catalog.create_key("acme", [Scope.INFER], expires=1010.0, actor="ann")
@@ -165,7 +163,9 @@ def test_what_is_valid_no_more_is_not_rotated(catalog: AdapterCatalog, clock: li
         catalog.limit_key(revoked.id, max_context=5, actor="ann")
 
 
-def test_somebody_can_always_administer(catalog: AdapterCatalog, clock: list[float]) -> None:
+def test_an_admins_key_without_expiry_always_remains(
+    catalog: AdapterCatalog, clock: list[float]
+) -> None:
     first, _ = catalog.create_key(None, [Scope.ADMIN], actor="ann")
     catalog.create_key(None, [Scope.ADMIN], expires=2000.0, actor="ann")  # does not last
     catalog.create_key(None, [Scope.READ_ONLY], actor="ann")  # changes nothing
@@ -199,7 +199,7 @@ def test_an_admins_key_has_no_limits(catalog: AdapterCatalog) -> None:
         ({"expires": 1e12}, "expires"),
     ],
 )
-def test_keys_with_terms_that_make_no_sense_are_refused(
+def test_keys_with_invalid_options_are_refused(
     catalog: AdapterCatalog, options: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(InvalidInput) as refused:
@@ -208,7 +208,7 @@ def test_keys_with_terms_that_make_no_sense_are_refused(
     assert refused.value.param == param
 
 
-def test_a_publish_key_is_for_adapters_of_its_patterns(catalog: AdapterCatalog) -> None:
+def test_a_publish_key_may_push_adapters_of_its_patterns_only(catalog: AdapterCatalog) -> None:
     key, _ = catalog.create_key(
         "acme", [Scope.PUBLISH], adapters=("policy-*", "draft"), actor="ann"
     )

@@ -1,4 +1,4 @@
-"""The log: one commit point, no gaps, and readers that stop where they do not understand."""
+"""Log: one commit point, no gaps, and readers that stop at an unknown format."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from lorikeet.errors import Conflict, StoreError
 
 
 class Watched(LocalStore):
-    """A local store that keeps the names of the reads it was asked for."""
+    """Local store that records its reads."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -32,7 +32,7 @@ class Watched(LocalStore):
 
 
 class Forgetful(LocalStore):
-    """A local store whose answers to writes if absent get lost, or that fails before writing."""
+    """Local store that loses the answers of writes if absent, or fails before writing."""
 
     def __init__(self, folder: Path, *, writes: bool) -> None:
         super().__init__(folder)
@@ -84,7 +84,7 @@ def test_a_taken_number_is_a_conflict(store: ObjectStore) -> None:
     assert log.read(0) == [first]
 
 
-def test_a_lost_answer_to_ones_own_success_is_success(tmp_path: Path) -> None:
+def test_an_append_whose_answer_was_lost_succeeds(tmp_path: Path) -> None:
     entry = Log(Forgetful(tmp_path, writes=True)).append(0, "ann", 1.0, [CatalogCreated()])
 
     assert Log(LocalStore(tmp_path)).read(0) == [entry]
@@ -133,7 +133,7 @@ NEWER = {"seq": 2, "schema": 1, "nonce": "n", "actor": "a", "time": 1.0}
         ("\x00", "not a log entry.*restore"),
     ],
 )
-def test_an_entry_that_cannot_be_read_stops_the_reader_where_it_is(
+def test_an_unreadable_entry_stops_the_reader_before_it(
     tmp_path: Path, data: str, message: str
 ) -> None:
     store = LocalStore(tmp_path)
@@ -160,7 +160,7 @@ def test_a_reader_fetches_one_object_for_each_block(tmp_path: Path) -> None:
     assert gets == [f"get log/{seq:012d}.json" for seq in (127, 255, 259)]
 
 
-def test_a_writer_that_read_nothing_goes_on_with_the_block(tmp_path: Path) -> None:
+def test_a_new_writer_continues_the_block(tmp_path: Path) -> None:
     entries = fill(Log(LocalStore(tmp_path)), 5)
     entries.append(Log(LocalStore(tmp_path)).append(5, "bob", 2.0, [KeyRevoked(id="k")]))
     watched = Watched(tmp_path)
@@ -191,7 +191,7 @@ def test_a_lost_object_is_healed_by_the_next_or_named(tmp_path: Path) -> None:
         Log(store).read(0)
 
 
-def test_strange_objects_beside_the_log_are_passed_over(tmp_path: Path) -> None:
+def test_other_objects_beside_the_log_are_ignored(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     catalog = AdapterCatalog.init(store)
     store.put_if_absent("log/README", b"hands off")
@@ -200,7 +200,7 @@ def test_strange_objects_beside_the_log_are_passed_over(tmp_path: Path) -> None:
     assert catalog.create_tenant("a", actor="ann").name == "a"
 
 
-def test_a_log_that_is_gone_is_not_taken_for_one_without_news(tmp_path: Path) -> None:
+def test_a_lost_log_is_not_taken_for_an_up_to_date_one(tmp_path: Path) -> None:
     log = Log(LocalStore(tmp_path / "store"))
     log.append(0, "ann", 1.5, [CatalogCreated()])
     assert log.read(1) == []

@@ -1,4 +1,4 @@
-"""Sixteen writers at once, and writers killed at any point: nothing is lost, nothing is twice.
+"""Sixteen writers at once, and writers killed at any point: no change is lost or doubled.
 
 On MiniStack, or whatever server the fixture s3_bucket is told to use.
 """
@@ -60,7 +60,9 @@ def test_sixteen_writers_lose_nothing(url: str, tmp_path: Path, seconds: float) 
 @pytest.mark.parametrize(
     "seconds", [4, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(300)])]
 )
-def test_fifty_writers_killed_at_random_points(url: str, tmp_path: Path, seconds: float) -> None:
+def test_fifty_writers_killed_at_random_points_lose_nothing(
+    url: str, tmp_path: Path, seconds: float
+) -> None:
     said, seen = run(url, tmp_path, writers=5, seconds=seconds, kills=50)
 
     check(url, said)
@@ -71,7 +73,7 @@ def test_fifty_writers_killed_at_random_points(url: str, tmp_path: Path, seconds
 def run(
     url: str, folder: Path, writers: int, seconds: float, kills: int
 ) -> tuple[dict[str, Done], list[int]]:
-    """What each writer was told, and the entries that a reader saw come."""
+    """Run the writers; return their acknowledged changes, and the entries that a reader saw."""
     crowd = subprocess.Popen(
         [
             sys.executable,
@@ -123,7 +125,7 @@ def told(text: str) -> Done:
 
 
 def check(url: str, said: dict[str, Done]) -> dict[str, Done]:
-    """Hold what the writers were told against the log; what the log says of each writer."""
+    """Check the acknowledged changes against the log; return the changes of each writer."""
     store = open_store(url)
     entries = Log(store).read(0)
     assert [entry.seq for entry in entries] == list(range(1, len(entries) + 1))
@@ -151,7 +153,7 @@ def check(url: str, said: dict[str, Done]) -> dict[str, Done]:
 
 
 def by_writer(entries: Sequence[Entry]) -> dict[str, Done]:
-    """What each actor did, from the log alone; a move is from where the log had the alias."""
+    """Return each actor's changes from the log; a move begins where the log had the alias."""
     written: dict[str, Done] = defaultdict(Done)
     prod: dict[str, int] = {}
     for entry in entries:

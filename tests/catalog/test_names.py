@@ -1,4 +1,4 @@
-"""What may be a name."""
+"""Valid names of tenants, adapters and aliases."""
 
 import pytest
 

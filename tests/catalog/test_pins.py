@@ -39,7 +39,7 @@ def test_a_pin_follows_its_alias_until_it_ends(
     assert catalog.reader.state.pins(1060.0) == ()
 
 
-def test_a_pin_on_a_retired_version_promises_nothing(
+def test_a_pin_on_a_retired_version_keeps_no_version(
     catalog: AdapterCatalog, register: Register
 ) -> None:
     register("acme/support", b"1")
@@ -52,7 +52,7 @@ def test_a_pin_on_a_retired_version_promises_nothing(
     assert catalog.reader.state.pins(0) == (pin,)
 
 
-def test_a_second_pin_replaces_the_first_and_unpin_takes_it_away(
+def test_a_second_pin_replaces_the_first_and_unpin_removes_it(
     catalog: AdapterCatalog, register: Register
 ) -> None:
     register("acme/support", b"1")
@@ -66,7 +66,7 @@ def test_a_second_pin_replaces_the_first_and_unpin_takes_it_away(
         catalog.unpin("acme", "support", actor="ann")
 
 
-def test_a_tenants_pin_and_its_adapters_pins_stand_beside_each_other(
+def test_a_tenants_pin_and_its_adapters_pins_coexist(
     catalog: AdapterCatalog, register: Register
 ) -> None:
     register("acme/support", b"1")
@@ -83,7 +83,7 @@ def test_a_tenants_pin_and_its_adapters_pins_stand_beside_each_other(
         catalog.unpin("acme", None, actor="ann")
 
 
-def test_new_terms_leave_a_pin_its_age_until_it_ends(
+def test_changed_options_keep_a_pins_age_until_it_expires(
     catalog: AdapterCatalog, register: Register, clock: list[float]
 ) -> None:
     register("acme/support", b"1")
@@ -119,7 +119,7 @@ def test_pins_stay_within_a_tenants_budget(
     catalog.pin("acme", "c", actor="ann")
 
 
-def test_a_smaller_budget_refuses_only_what_adds_to_it(
+def test_a_lowered_budget_refuses_only_pins_that_add_bytes(
     catalog: AdapterCatalog, register: Register
 ) -> None:
     for name in "ab":
@@ -134,7 +134,7 @@ def test_a_smaller_budget_refuses_only_what_adds_to_it(
     catalog.promote("acme", "a", 2, actor="ann")  # a pin stops no promotion; the plan will say so
 
 
-def test_a_budget_of_a_tenant_is_its_own_and_kept_beside_its_limit(
+def test_a_tenants_budget_is_its_own_and_independent_of_its_limits(
     catalog: AdapterCatalog, register: Register
 ) -> None:
     catalog.create_tenant("globex", actor="ann")
@@ -150,9 +150,7 @@ def test_a_budget_of_a_tenant_is_its_own_and_kept_beside_its_limit(
         catalog.limit_tenant("nobody", pin_budget_bytes=10, actor="ann")
 
 
-def test_what_a_pin_would_do_is_answered_without_pinning(
-    catalog: AdapterCatalog, register: Register
-) -> None:
+def test_a_question_about_a_pin_sets_no_pin(catalog: AdapterCatalog, register: Register) -> None:
     register("acme/support", b"1")
     seq = catalog.reader.state.seq
 
@@ -168,7 +166,7 @@ def test_what_a_pin_would_do_is_answered_without_pinning(
     assert catalog.reader.refresh().seq == seq
 
 
-def test_pins_that_make_no_sense_are_refused(catalog: AdapterCatalog, register: Register) -> None:
+def test_invalid_pins_are_refused(catalog: AdapterCatalog, register: Register) -> None:
     register("acme/support", b"1")
 
     with pytest.raises(UnknownModel):

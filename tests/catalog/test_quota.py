@@ -1,4 +1,4 @@
-"""A tenant takes no more of the catalog than it may."""
+"""A tenant's adapters stay within its quota."""
 
 import hashlib
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.catalog.conftest import Register
 
 @pytest.fixture
 def store_url(tmp_path: Path) -> str:
-    """The rules are the same for every store."""
+    """Use the local store only: the rules are the same for every store."""
     return str(tmp_path / "store")
 
 
@@ -60,7 +60,7 @@ def test_no_more_bytes_than_the_limit(catalog: AdapterCatalog, register: Registe
         catalog.restore("acme", "a", 1, actor="ann")
 
 
-def test_a_smaller_limit_refuses_only_what_adds(
+def test_a_lowered_limit_refuses_only_changes_that_add(
     catalog: AdapterCatalog, register: Register
 ) -> None:
     register("acme/a", b"1" * 40)
@@ -73,7 +73,7 @@ def test_a_smaller_limit_refuses_only_what_adds(
         register("acme/a", b"3")
 
 
-def test_of_two_that_race_for_the_last_place_one_gets_it(
+def test_of_two_concurrent_registrations_at_the_limit_one_succeeds(
     catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     catalog.limit_tenant("acme", max_adapters=3, actor="ann")

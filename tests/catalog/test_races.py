@@ -1,4 +1,4 @@
-"""Many administrators at once: every update is kept or refused, none is lost."""
+"""Concurrent administrators: every update is committed or refused, none is lost."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ WRITER = Path(__file__).with_name("one_writer.py")
 
 
 def catalogs(store: ObjectStore, count: int) -> list[AdapterCatalog]:
-    """Each as if in a process of its own: they share the store alone."""
+    """Make catalogs that share only the store, as if each had its own process."""
     return [AdapterCatalog(store) for _ in range(count)]
 
 
@@ -47,7 +47,7 @@ def test_two_processes_lose_no_version(catalog: AdapterCatalog, store_url: str) 
 
 
 class SlowToFail(LocalStore):
-    """A store that does not answer, as which a client takes it after SILENT_S."""
+    """Store that does not answer, so that its client fails after SILENT_S."""
 
     SILENT_S = 0.3
     asked = 0
@@ -59,7 +59,7 @@ class SlowToFail(LocalStore):
         raise StoreError("no answer")
 
     def before_it_fails(self) -> None:
-        """Nothing, unless a test says otherwise."""
+        """Do nothing; tests replace it."""
 
 
 def test_writers_that_wait_for_each_other_fail_together(
@@ -80,7 +80,7 @@ def test_writers_that_wait_for_each_other_fail_together(
     assert store.asked <= 3  # one; a busy machine may let a writer come late
 
 
-def test_a_store_that_works_again_is_asked_by_who_waited_through_its_failure(
+def test_a_store_that_recovers_is_asked_by_callers_that_waited_through_its_failure(
     catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     asked_s, working = time.monotonic(), catalog.reader.log
@@ -113,7 +113,7 @@ def test_threads_that_change_everything_lose_nothing(
     assert [entry.seq for entry in Log(store).read(0)] == list(range(1, state.seq + 1))
 
 
-def test_of_promotions_that_expect_the_same_exactly_one_succeeds(
+def test_of_promotions_with_the_same_expectation_exactly_one_succeeds(
     catalog: AdapterCatalog, store: ObjectStore, register: Register
 ) -> None:
     for number in range(9):
@@ -137,7 +137,7 @@ def test_of_promotions_that_expect_the_same_exactly_one_succeeds(
     assert record.alias_history == {"prod": (1,)}
 
 
-def test_the_same_blob_from_two_sides_is_one_version(
+def test_concurrent_registrations_of_one_blob_make_one_version(
     catalog: AdapterCatalog, store: ObjectStore, register: Register
 ) -> None:
     with ThreadPoolExecutor(6) as threads:
@@ -147,7 +147,7 @@ def test_the_same_blob_from_two_sides_is_one_version(
     assert len(catalog.reader.refresh().adapter("acme", "support").versions) == 1
 
 
-def test_readers_see_whole_states_that_only_move_on(
+def test_readers_see_complete_states_that_never_go_back(
     catalog: AdapterCatalog, store: ObjectStore, register: Register
 ) -> None:
     reader = CatalogReader(store)
@@ -178,7 +178,7 @@ def test_readers_see_whole_states_that_only_move_on(
 
 
 class Overtaken(LocalStore):
-    """A local store where someone else always commits first."""
+    """Local store in which a rival always commits first."""
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         rival = AdapterCatalog(LocalStore(Path(self.url)))
@@ -186,7 +186,7 @@ class Overtaken(LocalStore):
         super().put_if_absent(key, data)
 
 
-def test_a_writer_that_always_comes_second_gives_up(
+def test_a_writer_that_loses_every_race_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     AdapterCatalog.init(LocalStore(tmp_path))

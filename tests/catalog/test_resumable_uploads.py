@@ -1,4 +1,4 @@
-"""Blobs on their way in, in both stores: they go on where they were, and nothing is trusted."""
+"""Resumable uploads in both stores: interrupted ones continue, and no sender is trusted."""
 
 import hashlib
 import os
@@ -77,7 +77,7 @@ def test_an_upload_goes_on_in_another_process(
     assert other.begin(DIGEST, len(DATA), ANN) == (begun(uploads), (2,))
 
 
-def test_what_is_not_whole_cannot_be_downloaded(
+def test_an_incomplete_upload_cannot_be_downloaded(
     uploads: ResumableUploads, send: Send, tmp_path: Path
 ) -> None:
     send(begun(uploads), 1, 3)
@@ -99,7 +99,7 @@ def test_a_part_of_another_size_has_not_arrived(
     assert missing(uploads) == ()
 
 
-def test_other_bytes_than_the_digest_says_are_thrown_away(
+def test_bytes_with_another_digest_are_discarded(
     uploads: ResumableUploads, send: Send, store: ObjectStore, tmp_path: Path
 ) -> None:
     send(begun(uploads), data=DATA[::-1])
@@ -110,7 +110,7 @@ def test_other_bytes_than_the_digest_says_are_thrown_away(
     assert missing(uploads) == (1, 2, 3)
 
 
-def test_nothing_is_sent_of_a_blob_that_is_stored(
+def test_no_part_of_a_stored_blob_is_missing(
     uploads: ResumableUploads, store: ObjectStore, tmp_path: Path
 ) -> None:
     store.put_if_absent(blob_key(DIGEST), DATA)
@@ -137,7 +137,7 @@ def test_an_upload_belongs_to_the_key_that_began_it(
     assert missing(uploads, ANN) == ()
 
 
-def test_one_size_is_announced_and_kept_to(uploads: ResumableUploads) -> None:
+def test_an_upload_keeps_its_size(uploads: ResumableUploads) -> None:
     begun(uploads)
     with pytest.raises(Conflict, match=f"{len(DATA)} bytes, and now has 5"):
         uploads.begin(DIGEST, 5, ANN)
@@ -180,9 +180,7 @@ def test_an_address_takes_the_size_of_its_part_and_nothing_else(uploads: Resumab
     assert httpx.put(url, content=b"x" * 17).is_success
 
 
-def test_of_many_that_begin_at_once_one_upload_is_left(
-    uploads: ResumableUploads, store: ObjectStore
-) -> None:
+def test_concurrent_begins_leave_one_upload(uploads: ResumableUploads, store: ObjectStore) -> None:
     with ThreadPoolExecutor(8) as threads:
         found = set(threads.map(lambda _: begun(uploads), range(16)))
 
@@ -193,7 +191,7 @@ def test_of_many_that_begin_at_once_one_upload_is_left(
     assert len(begun_in_store) == (0 if uploads.url(upload, 1) is None else 1)
 
 
-def test_what_was_given_up_starts_over(
+def test_an_abandoned_upload_starts_over(
     uploads: ResumableUploads, send: Send, store: ObjectStore
 ) -> None:
     upload = begun(uploads)
@@ -215,21 +213,19 @@ def test_a_discarded_upload_takes_no_part(uploads: ResumableUploads, send: Send)
     assert list(uploads.in_flight()) == []
 
 
-def test_a_record_that_cannot_be_read_is_named(
-    uploads: ResumableUploads, store: ObjectStore
-) -> None:
+def test_a_damaged_record_is_named(uploads: ResumableUploads, store: ObjectStore) -> None:
     store.put_if_absent(f"uploads/{DIGEST}/{ANN}/upload.json", b"{}")
     with pytest.raises(StoreError, match=f"uploads/{DIGEST}/{ANN}/upload.json .*: delete it"):
         begun(uploads)
 
 
-def test_a_vast_blob_has_larger_parts_and_no_more_of_them(uploads: ResumableUploads) -> None:
+def test_a_large_blob_has_larger_parts_instead_of_more(uploads: ResumableUploads) -> None:
     upload, parts = uploads.begin(DIGEST, 10_000_001, ANN)
     assert len(parts) <= 1000
     assert sum(map(upload.part_size, parts)) == 10_000_001
 
 
-def test_a_sweep_removes_what_was_given_up_and_nothing_younger(
+def test_a_sweep_deletes_abandoned_uploads_and_no_younger_ones(
     uploads: ResumableUploads, send: Send, store: ObjectStore
 ) -> None:
     send(begun(uploads, ANN), 1)

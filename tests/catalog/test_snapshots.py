@@ -1,4 +1,4 @@
-"""Snapshots: the same catalog from few objects, whoever made them and whoever died making them."""
+"""Snapshots give the same catalog from few objects, also after crashes and concurrent writers."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ Register = Callable[..., VersionRecord]
 
 
 class Watched(LocalStore):
-    """A local store that keeps the names of what was read and written."""
+    """Local store that records the keys it reads and writes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -46,7 +46,7 @@ class Watched(LocalStore):
 
 
 def contents(reader: CatalogReader) -> list[bytes]:
-    """All that a catalog knows, partition by partition."""
+    """Refresh and return the bytes of every partition."""
     reader.refresh()
     reader.read(range(PARTITIONS + 1))
     return [
@@ -67,7 +67,7 @@ def unread(state: CatalogState) -> int:
     return sum(isinstance(partition, UnreadPartition) for partition in state.partitions)
 
 
-def test_a_reader_of_snapshot_and_tail_knows_what_the_log_says(
+def test_snapshot_and_tail_give_the_state_of_the_whole_log(
     catalog: AdapterCatalog, store: ObjectStore, register: Register
 ) -> None:
     register("acme/support", b"1")
@@ -89,7 +89,7 @@ def test_a_reader_of_snapshot_and_tail_knows_what_the_log_says(
     assert contents(reader) == contents(catalog.reader)
 
 
-def test_a_name_costs_its_part_and_the_tail(tmp_path: Path) -> None:
+def test_resolving_a_name_reads_its_partition_and_the_tail(tmp_path: Path) -> None:
     writer = filled(LocalStore(tmp_path))
     writer.reader.snapshot()
     writer.create_tenant("late", actor="ann")
@@ -104,7 +104,7 @@ def test_a_name_costs_its_part_and_the_tail(tmp_path: Path) -> None:
     assert unread(reader.state) == PARTITIONS
 
 
-def test_a_question_names_all_the_parts_that_it_lacks(tmp_path: Path) -> None:
+def test_a_question_raises_with_every_partition_that_it_lacks(tmp_path: Path) -> None:
     filled(LocalStore(tmp_path)).reader.snapshot()
     reader = CatalogReader(LocalStore(tmp_path))
     reader.refresh()
@@ -114,7 +114,7 @@ def test_a_question_names_all_the_parts_that_it_lacks(tmp_path: Path) -> None:
     assert missing.value.numbers == set(range(PARTITIONS))
 
 
-def test_only_changed_parts_are_written_again(tmp_path: Path) -> None:
+def test_only_changed_partitions_are_written_again(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     catalog = filled(watched)
     catalog.reader.snapshot()
@@ -139,7 +139,9 @@ def test_only_changed_parts_are_written_again(tmp_path: Path) -> None:
     assert contents(CatalogReader(watched)) == contents(catalog.reader)
 
 
-def test_a_writer_decides_by_parts_it_never_read(tmp_path: Path, register: Register) -> None:
+def test_a_writer_reads_the_partitions_that_a_decision_needs(
+    tmp_path: Path, register: Register
+) -> None:
     filled(LocalStore(tmp_path)).reader.snapshot()
     writer = AdapterCatalog(LocalStore(tmp_path))
 
@@ -148,7 +150,7 @@ def test_a_writer_decides_by_parts_it_never_read(tmp_path: Path, register: Regis
     assert contents(writer.reader) == contents(CatalogReader(LocalStore(tmp_path)))
 
 
-def test_many_make_snapshots_at_once(
+def test_concurrent_snapshots_are_consistent(
     catalog: AdapterCatalog, store: ObjectStore, register: Register
 ) -> None:
     def work(number: int) -> int:
@@ -164,7 +166,9 @@ def test_many_make_snapshots_at_once(
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_crash_anywhere_in_a_snapshot(tmp_path: Path, after: bool) -> None:
+def test_a_crash_anywhere_in_a_snapshot_leaves_a_readable_catalog(
+    tmp_path: Path, after: bool
+) -> None:
     calls = 0
     survived = False
     while not survived:
@@ -213,7 +217,7 @@ def test_a_reader_that_lives_long_keeps_few_entries(
     assert contents(reader) == contents(writer.reader)
 
 
-def test_a_reader_whose_snapshot_was_collected_turns_to_a_newer_one(tmp_path: Path) -> None:
+def test_a_reader_whose_snapshot_was_collected_uses_a_newer_one(tmp_path: Path) -> None:
     writer = filled(LocalStore(tmp_path))
     writer.reader.snapshot()
     reader = CatalogReader(LocalStore(tmp_path))
@@ -233,7 +237,7 @@ def test_a_reader_whose_snapshot_was_collected_turns_to_a_newer_one(tmp_path: Pa
     assert contents(reader) == contents(writer.reader)
 
 
-def test_an_older_snapshot_that_comes_late_takes_nothing_away(tmp_path: Path) -> None:
+def test_an_older_snapshot_that_arrives_late_is_ignored(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     writer = filled(store)
     writer.reader.snapshot()
@@ -278,7 +282,7 @@ def test_old_snapshots_stay_readable(tmp_path: Path) -> None:
     assert newest.seq == made[-1][0]
 
 
-def test_damage_is_named_with_its_remedy(tmp_path: Path) -> None:
+def test_a_damaged_object_is_named_with_its_remedy(tmp_path: Path) -> None:
     catalog = filled(LocalStore(tmp_path))
     catalog.reader.snapshot()
     digest = catalog.reader.state.partitions[partition_of("t3")].digest

@@ -1,4 +1,4 @@
-"""Versions and aliases: registered, shared, found by name, promoted, rolled back, retired."""
+"""Versions and aliases: registration, sharing, selection, promotion, rollback, retirement."""
 
 import hashlib
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def test_the_same_blob_is_the_same_version(catalog: AdapterCatalog, register: Re
     assert len(catalog.reader.state.adapter("acme", "support").versions) == 2
 
 
-def test_registering_needs_a_tenant_and_good_names(
+def test_registering_needs_a_tenant_and_valid_names(
     catalog: AdapterCatalog, store: ObjectStore, register: Register
 ) -> None:
     with pytest.raises(UnknownTenant):
@@ -168,7 +168,7 @@ def test_versions_and_aliases_select(catalog: AdapterCatalog, register: Register
     assert catalog.reader.state.adapter("acme", "support").aliases_of(2) == ("canary",)
 
 
-def test_promote_can_insist_on_what_was_there(catalog: AdapterCatalog, register: Register) -> None:
+def test_promote_checks_the_expected_version(catalog: AdapterCatalog, register: Register) -> None:
     for data in (b"1", b"2", b"3"):
         register("acme/support", data)
 
@@ -180,7 +180,7 @@ def test_promote_can_insist_on_what_was_there(catalog: AdapterCatalog, register:
     assert prod(catalog) == 2
 
 
-def test_promote_refuses_what_is_not_there(catalog: AdapterCatalog, register: Register) -> None:
+def test_promote_refuses_an_absent_version(catalog: AdapterCatalog, register: Register) -> None:
     register("acme/support", b"1")
 
     with pytest.raises(UnknownModel, match="has no version 2"):
@@ -262,7 +262,7 @@ def test_a_shared_adapter_that_was_retired_comes_back_private(
     assert catalog.reader.state.visible_to("other") == ()
 
 
-def test_what_is_known_of_a_version_is_kept_in_log_and_snapshot_and_need_not_be(
+def test_optional_facts_of_a_version_survive_log_and_snapshot(
     catalog: AdapterCatalog, store: ObjectStore, tmp_path: Path
 ) -> None:
     touches = TouchedModules(("q_proj", "v_proj"), 2, 4, 1024, tokens=3)

@@ -309,7 +309,7 @@ def test_what_cannot_be_meant_is_wrong_usage(base: Path, tmp_path: Path) -> None
     old = save_pickle(tmp_path / "old", peft.get_peft_model_state_dict(trained(**PLAIN)))
     for arguments, says in (
         ((pair, tmp_path / "new"), "give --base-model"),
-        ((old, base), "is there already"),
+        ((old, base), "exists already"),
         ((old, tmp_path / "new", "--alpha", "8"), "TensorRT-LLM's tensors only"),
         ((tmp_path / "none", tmp_path / "new"), "does not exist"),
     ):

@@ -44,7 +44,7 @@ def test_a_server_without_tls_is_told_from_none(lorikeet: Lorikeet) -> None:
     url = lorikeet.url.replace("http://", "https://")
     said = sentence(run("--server", url, "--key", "lk_x", "list"))
     assert f"no TLS with {url}" in said
-    assert "http://, or SSL_CERT_FILE" in said
+    assert "http://, or set SSL_CERT_FILE" in said
 
 
 def test_an_address_that_cannot_be_one_is_said(lorikeet: Lorikeet) -> None:
@@ -53,7 +53,7 @@ def test_an_address_that_cannot_be_one_is_said(lorikeet: Lorikeet) -> None:
 
 def test_a_server_that_is_not_lorikeet_is_recognised(stranger: str) -> None:
     said = sentence(run("--server", stranger, "--key", "lk_x", "list"))
-    assert "is that the gateway's address?" in said
+    assert "is that the admin listener's address?" in said
 
 
 def test_the_tenants_door_is_told_from_the_admins() -> None:

@@ -129,7 +129,7 @@ def test_a_dry_run_says_what_would_move_and_changes_nothing(
     assert [each["pin"] for each in moves["lost"]] == ["acme/support@prod"]
     said = registered.do("pin", "acme/legal", *options)
     assert "Would load 2 images, 1.0 KiB. Nothing was changed." in said
-    assert "Other pins would lose their place:" in said
+    assert "Other pins would no longer be met:" in said
     assert registered.catalog.reader.refresh() is before
 
 

@@ -11,7 +11,7 @@ def test_register_with_smoke_tells_how_far_they_differ(lorikeet: Lorikeet, tmp_p
     folder = str(peft_folder(tmp_path / "adapter"))
     said = lorikeet.do("register", folder, "acme/support", "--smoke")
     assert "acme/support version 1, now prod" in said
-    assert "50% of 8 tokens are the base model's, the first that differs is number 2" in said
+    assert "50% of 8 tokens equal the base model's, the first that differs is number 2" in said
 
 
 def test_smoke_of_a_version_with_ones_own_prompts(lorikeet: Lorikeet, tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_an_adapter_that_changes_nothing_is_warned_of(lorikeet: Lorikeet, tmp_pa
     lorikeet.engines.second = 1
     result = lorikeet.run("smoke", "acme/support")
     assert result.exit_code == 0
-    assert "100% of 8 tokens are the base model's, none differs" in result.stdout
+    assert "100% of 8 tokens equal the base model's, none differs" in result.stdout
     assert result.stderr.startswith("Warning: the adapter changed none of 8 tokens")
 
 

@@ -140,7 +140,7 @@ def test_a_publish_key_is_for_adapters_of_some_names(lorikeet: Lorikeet) -> None
     assert models(lorikeet, key["key"]) == httpx.codes.FORBIDDEN
     assert "publish policy-* draft" in lorikeet.do("keys", "list")
     refused = lorikeet.run("keys", "create", *words, "--read-only")
-    assert (refused.exit_code, "for nothing else" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "want --publish with --tenant" in refused.stderr) == (2, True)
 
 
 def test_a_key_is_rotated_with_overlap(lorikeet: Lorikeet) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.catalog.store.s3_multipart import S3Parts
+from lorikeet.catalog.store.s3 import S3Parts
 from lorikeet.cli.adapters import upload
 from tests.cli.conftest import Lorikeet, new_catalog, serving
 from tests.cli.peft_folders import peft_folder
@@ -163,7 +163,7 @@ def test_an_upload_that_cannot_go_on_says_where_it_is(lorikeet: Lorikeet, folder
         result = lorikeet.run("--server", road.url, "register", str(folder), "acme/support")
         assert result.exit_code == 1
         assert "stuck at" in result.stderr
-        assert "The same command goes on from there" in " ".join(result.stderr.split())
+        assert "Run the same command again to resume" in " ".join(result.stderr.split())
         before = road.puts()
         road.trouble = lambda _: False
         lorikeet.do("--server", road.url, "register", str(folder), "acme/support")
@@ -180,7 +180,7 @@ def test_ctrl_c_keeps_what_arrived(lorikeet: Lorikeet, folder: Path) -> None:
         _, said = running.communicate(timeout=20)
         assert running.returncode == 130
         assert "interrupted at" in said
-        assert "the same command goes on from there" in said
+        assert "run the same command again to resume" in said
         assert "Traceback" not in said
 
         kept, sent = len(parts_of(lorikeet)), road.puts()
@@ -215,7 +215,7 @@ def test_a_full_disk_of_the_admins_is_told(lorikeet: Lorikeet, folder: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert result.exit_code == 1
-    assert "free some space there, or let TMPDIR" in " ".join(result.stderr.split())
+    assert "free some space there, or set TMPDIR" in " ".join(result.stderr.split())
 
 
 def test_an_unknown_tenant_is_told_before_any_byte_is_sent(

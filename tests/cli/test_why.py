@@ -69,7 +69,12 @@ def test_it_tells_the_stages_of_a_push(lorikeet: Lorikeet, tmp_path: Path) -> No
         content=(tmp_path / "blob").read_bytes(),
     )
     said = lorikeet.do("why", pushed.headers["x-request-id"])
-    for stage in ("body received", "checked", "brought to all replicas", "told to all gateways"):
+    for stage in (
+        "body received",
+        "checked",
+        "delivered to all replicas",
+        "announced to all gateways",
+    ):
         assert f"\n {stage} " in said
     assert "Tokens" not in said
 
@@ -94,7 +99,7 @@ def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch)
     assert queued.split()[5] == "500.0"
     assert "█" in queued
     assert "Attempt 1 went to r3, which failed: the replica was lost" in said
-    assert "Attempt 2 went to r7, as the best had no room or did not answer" in said
+    assert "Attempt 2 went to r7, as the best was full or did not answer" in said
     assert ["r7", "13.0", "10.0", "2.0", "0.0", "1.0", "0.0"] in [line.split() for line in lines]
 
 

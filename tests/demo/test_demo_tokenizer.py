@@ -1,37 +1,30 @@
 """The demo's tokenizer: every byte is a token, and a chat is what the template writes."""
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
-from demo.tokenizer import build_tokenizer, chat_text
 
-BUILT = build_tokenizer()
-
-
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text().filter(lambda text: "<|" not in text))
-def test_any_text_comes_back_from_its_bytes(text: str) -> None:
-    ids = BUILT(text, add_special_tokens=False)["input_ids"]
+def test_any_text_comes_back_from_its_bytes(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert ids == [byte + 6 for byte in text.encode()]
-    assert BUILT.decode(ids) == text
+    assert tokenizer.decode(ids) == text
 
 
 def test_plain_text_begins_with_one_bos(tokenizer: Tokenizer) -> None:
     assert tokenizer("hi")["input_ids"] == [0, 6 + ord("h"), 6 + ord("i")]
 
 
-def test_the_shipped_tokenizer_is_the_built_one(tokenizer: Tokenizer) -> None:
-    assert tokenizer.get_vocab() == BUILT.get_vocab()
-    assert tokenizer.chat_template == BUILT.chat_template
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
-
-
-def test_training_chats_are_written_as_the_template_writes_them(tokenizer: Tokenizer) -> None:
+def test_a_chat_is_written_one_turn_after_another(tokenizer: Tokenizer) -> None:
     turns = [("system", "Be brief."), ("user", " hi \n there "), ("assistant", "Hello!")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == chat_text(turns)
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == (
+        "<|bos|><|system|>Be brief.<|eos|><|user|>hi \n there<|eos|><|assistant|>Hello!<|eos|>"
+    )
 
 
 def test_a_generation_prompt_opens_the_assistants_turn(tokenizer: Tokenizer) -> None:

@@ -5,7 +5,7 @@ from statistics import mean
 import pytest
 
 from demo.tasks import TASKS
-from demo.train import FOLDER
+from tests.demo.conftest import MODEL
 from tests.engine.engine_driver import Answers, build, greedy
 from tests.engine.peft_adapters import BlobShelf
 
@@ -17,7 +17,7 @@ def asked(tmp_path, tokenizer):
     """A shelf of adapters; adapters and prompts by request."""
     shelf, asked = BlobShelf(tmp_path / "blobs"), {}
     for task in TASKS:
-        ref = shelf.add(FOLDER / "adapters" / task.model, task.name, task.tenant)
+        ref = shelf.add(MODEL.parent / "adapters" / task.model, task.name, task.tenant)
         for i, pair in enumerate(task.held_out_pairs(PROMPTS, seed=5)):
             message = [{"role": "user", "content": pair.prompt}]
             ids = tokenizer.apply_chat_template(
@@ -33,7 +33,7 @@ def answered(shelf, asked, cache_dir, followed=None, **settings):
 
     followed: None for its own.
     """
-    engine = build(FOLDER / "model", shelf, cache_dir, kv_pages=2000, **settings)
+    engine = build(MODEL, shelf, cache_dir, kv_pages=2000, **settings)
     answers = Answers(engine)
     for name, (adapter, ids) in asked.items():
         answers.submit(greedy(name, ids, adapter=adapter, max_tokens=40, ignore_eos=False))

@@ -13,9 +13,8 @@ import pytest
 from demo.fill_catalog import fill_catalog
 from loadtest.ports import free_port
 from lorikeet.doctor.checks import CHECKS, run_checks
-from lorikeet.doctor.cuda import Cuda, Gpu
 from lorikeet.doctor.finding import Finding, Severity
-from lorikeet.doctor.host import Host
+from lorikeet.doctor.machine import Cuda, Gpu, Host
 from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.settings import Settings
 

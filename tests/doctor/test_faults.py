@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loadtest.ports import free_port
-from lorikeet.doctor import environment, versions
-from lorikeet.doctor.cuda import Cuda
+from lorikeet.doctor import environment, software
 from lorikeet.doctor.finding import Severity
+from lorikeet.doctor.machine import Cuda
 from lorikeet.gateway.body import MAX_JSON_BYTES
 from lorikeet.replica.request_builder import MOST_LOGPROBS
 from tests.doctor.conftest import GIB, H100, HOST, Patient, faults, keys_of, variable
@@ -138,7 +138,7 @@ PLANTED = {
         {"gpu_memory": GIB},
         PROBLEM,
         "no room for the steps",
-        "LORIKEET_WEIGHT_DTYPE=lorikeet-demo=fp8, share .*TENSOR_PARALLEL.*GPU with more memory",
+        "LORIKEET_WEIGHT_DTYPE=lorikeet-demo=fp8, split .*TENSOR_PARALLEL.*GPU with more memory",
     ),
     "KV pages too few for one request": Fault(
         "memory",
@@ -213,17 +213,17 @@ PLANTED = {
         "LORIKEET_WEIGHT_DTYPE=auto",
     ),
     "fewer GPUs than engines": Fault(
-        "gpus", gpus(1), PROBLEM, "1 .NVIDIA H100., and 2 are wanted", "LORIKEET_REPLICAS=1"
+        "gpus", gpus(1), PROBLEM, "1 .NVIDIA H100., 2 needed", "LORIKEET_REPLICAS=1"
     ),
     "fewer GPUs than replicas of two": Fault(
-        "gpus", gpus(2, tensor_parallel="2"), PROBLEM, "4 are wanted", "LORIKEET_REPLICAS=1"
+        "gpus", gpus(2, tensor_parallel="2"), PROBLEM, "4 needed", "LORIKEET_REPLICAS=1"
     ),
     "fewer GPUs than one replica has": Fault(
         "gpus",
         gpus(1, tensor_parallel="2", replicas="1"),
         PROBLEM,
-        "2 are wanted: LORIKEET_TENSOR_PARALLEL for each",
-        "of one machine: lower LORIKEET_TENSOR_PARALLEL",
+        "2 needed: LORIKEET_TENSOR_PARALLEL for each",
+        "in one machine: lower LORIKEET_TENSOR_PARALLEL",
     ),
     "GPUs of one replica that are not joined": Fault(
         "gpus",
@@ -232,17 +232,21 @@ PLANTED = {
             "more": {"LORIKEET_TENSOR_PARALLEL": "2", "LORIKEET_REPLICAS": "1"},
         },
         WARNING,
-        "cannot read one another's memory",
+        "no peer access to each other's memory",
         "NVLink",
     ),
     "fewer GPUs than there may be engines": Fault(
-        "gpus", gpus(2, max_replicas="4"), WARNING, "there may be 4", "LORIKEET_MAX_REPLICAS=2"
+        "gpus",
+        gpus(2, max_replicas="4"),
+        WARNING,
+        "4 when replicas scale up",
+        "LORIKEET_MAX_REPLICAS=2",
     ),
     "an old driver": Fault(
         "gpus",
         {"cuda": Cuda((), (13, 0), (12, 4)), "more": {"LORIKEET_DEVICE": "cuda"}},
         PROBLEM,
-        r"the driver knows CUDA 12\.4, torch was built for 13\.0",
+        r"the driver supports CUDA 12\.4, torch is built for 13\.0",
         "update the NVIDIA driver",
     ),
     "a GPU, and torch for the CPU": Fault(
@@ -259,7 +263,11 @@ PLANTED = {
         r"--shm-size=11g",
     ),
     "too few open files": Fault(
-        "limits", {"host": replace(HOST, open_files=1024)}, WARNING, "1024 a process", "ulimit -Hn"
+        "limits",
+        {"host": replace(HOST, open_files=1024)},
+        WARNING,
+        "1024 per process",
+        "ulimit -Hn",
     ),
     "an arena smaller than an adapter": Fault(
         "catalog",
@@ -282,7 +290,7 @@ PLANTED = {
         "catalog",
         variable("BASE_MODELS", "other=demo/model"),
         WARNING,
-        "of lorikeet-demo, which is not served",
+        "for lorikeet-demo, which is not served",
         "LORIKEET_BASE_MODELS",
     ),
     "a stranger's admin key": Fault(
@@ -344,8 +352,8 @@ def own_head(file: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "plant", "severity", "found", "fix"),
     [
-        ("model.safetensors", Path.unlink, PROBLEM, "does not exist", "not whole: `hf download"),
-        ("model.safetensors", cut, PROBLEM, "no whole safetensors", "not whole: `hf download"),
+        ("model.safetensors", Path.unlink, PROBLEM, "does not exist", "incomplete: `hf download"),
+        ("model.safetensors", cut, PROBLEM, "no whole safetensors", "incomplete: `hf download"),
         ("model.safetensors", leave_a_note, PROBLEM, "no whole safetensors", "lfs pull"),
         ("config.json", another_family, PROBLEM, "model_type='gemma'", "Llama, Mistral"),
         (
@@ -353,7 +361,7 @@ def own_head(file: Path) -> None:
             unknown_rope,
             PROBLEM,
             "rope_type='xpos'",
-            "take rope_.* out of config.json",
+            "remove rope_.* from config.json",
         ),
         ("config.json", rope_of_vllm, PROBLEM, "attn_factor=0.9", "write attention_factor"),
         ("model.safetensors", own_head, PROBLEM, "trained lm_head", '"tie_word_embeddings": false'),
@@ -414,7 +422,7 @@ def test_a_checkpoint_of_fp8_on_gpus_that_have_none(patient: Patient) -> None:
 def test_fp8_weights_in_another_dtype_than_gpus_have_products_for(patient: Patient) -> None:
     found = patient.examined("base models", **gpus(2, dtype="float16", weight_dtype="fp8"))
     (fault,) = (finding for finding in found if finding.severity is PROBLEM)
-    assert fault.message == "its linears are served in FP8, which wants bfloat16 and not float16"
+    assert fault.message == "the linears are served in FP8, which needs bfloat16, not float16"
     assert fault.fix == "LORIKEET_DTYPE=bfloat16"
 
 
@@ -426,7 +434,7 @@ def test_a_quantised_copy_of_another_layout(patient: Patient) -> None:
     save_file(tensors, path)
     (fault,) = faults(patient.examined("base models"))
     assert "up_proj.weight_scale is F32 [3]: want" in fault.message
-    assert re.search("not whole: `hf download.*or choose a copy that is not quant", fault.fix)
+    assert re.search("incomplete: `hf download.*or choose a copy that is not quant", fault.fix)
 
 
 def test_a_mixture_of_experts_that_is_not_quantised_as_fp8(patient: Patient) -> None:
@@ -494,8 +502,8 @@ def test_packages_that_are_too_old_or_not_there(
     patient: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = {"ray": "2.59.0", "torch": None}
-    known = versions._version
-    monkeypatch.setattr(versions, "_version", lambda name: installed.get(name, known(name)))
+    known = software._version
+    monkeypatch.setattr(software, "_version", lambda name: installed.get(name, known(name)))
     (fault,) = faults(patient.examined("versions"))
     assert fault.severity is PROBLEM
     assert "ray is 2.59.0: want ==2.60.*" in fault.message
@@ -506,7 +514,7 @@ def test_packages_that_are_too_old_or_not_there(
 def test_nothing_to_compile_kernels_with(
     patient: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.doctor.gpus.lacks", lambda requirement: None)
+    monkeypatch.setattr("lorikeet.doctor.software._unmet", lambda requirement: None)
     bare = {"PATH": str(tmp_path), "HOME": str(tmp_path), "CC": "", "CXX": ""}
     on_gpus = gpus(2) | {"more": bare}
     (fault,) = faults(patient.examined("kernels", **on_gpus))
@@ -551,7 +559,7 @@ def test_one_port_for_both_listeners(patient: Patient) -> None:
     port = free_port()
     change = variable("ADMIN_ADDRESS", f"127.0.0.1:{port}") | {"http_port": port}
     (fault,) = (f for f in faults(patient.examined("ports", **change)) if f.severity is PROBLEM)
-    assert f"{port} is to be the public listener's and the admin listener's" in fault.message
+    assert f"{port} is set for both the public and the admin listener" in fault.message
     assert "PORT" in fault.fix
 
 
@@ -566,7 +574,7 @@ def test_a_full_disk_is_given_no_cache_of_nothing(
 def test_a_check_that_breaks_stops_no_other(patient: Patient) -> None:
     findings = patient.examined("host memory", "limits", "versions", host=None)
     assert [finding.severity for finding in findings] == [OK, PROBLEM, PROBLEM]
-    assert "could not be looked at" in findings[1].message
+    assert "the check failed" in findings[1].message
 
 
 def test_settings_that_contradict_are_told_once(patient: Patient) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loadtest.engine.random_model import LLAMA_3_1_8B, write_config
-from lorikeet.doctor.cuda import Cuda
+from lorikeet.doctor.machine import Cuda
 from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.execution.memory_plan import plan_memory

@@ -20,7 +20,7 @@ from lorikeet_engine.errors import AdapterError, StepFailed
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import Failed, PromptLogprobs, Request, SamplingParams, Tokens
 from lorikeet_engine.residency import loader, requested_adapters, tiers
-from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 from tests.engine.blobs import Shelf
 from tests.engine.hash_model import PAGE, SHAPE, build, predict, predict_scores, shift_of
 
@@ -222,6 +222,9 @@ class CheckedEngine:
         for shared in (held for held in holders.values() if len(held) > 1):
             assert len({_content(*holder) for holder in shared}) == 1
         assert not any(sequence.kv.pages for sequence in scheduler.waiting)
+        assert all(s.status is SequenceStatus.RUNNING for s in scheduler.running)
+        waiting = {SequenceStatus.WAITING, SequenceStatus.PREEMPTED}
+        assert waiting.issuperset(s.status for s in scheduler.waiting)
         sequences = (*scheduler.running, *scheduler.waiting)
         leases = Counter(s.adapter.digest for s in sequences if s.adapter and s.lease)
         assert leases == {a.digest: a.leases for a in self.engine.adapters() if a.leases}

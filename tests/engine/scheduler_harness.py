@@ -11,11 +11,10 @@ from lorikeet_engine.errors import AdapterLoadFailed
 from lorikeet_engine.request import Request, SamplingParams, SchedulingParams
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from lorikeet_engine.scheduling.kv_cache import KVCache, PageKeys
-from lorikeet_engine.scheduling.scheduler import Scheduler
-from lorikeet_engine.scheduling.sequence import Sequence
-from lorikeet_engine.scheduling.step_budget import PromptRoom
+from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
+from lorikeet_engine.scheduling.step_budget import PromptBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
-from lorikeet_engine.scheduling.step_plan import SchedulerLimits
 
 PAGE = 4
 COSTS = StepCosts(prompt_seen_s=0.0, pieces_s=0.0)  # a prompt costs as many as its tokens
@@ -87,8 +86,8 @@ class FixedBudget(NamedTuple):
     def max_ranks(self, _context):
         return self.ranks
 
-    def prompt_room(self, _decodes, tokens):
-        return PromptRoom(tokens)
+    def prompt_budget(self, _decodes, tokens):
+        return PromptBudget(tokens)
 
 
 class SchedulerHarness:
@@ -177,7 +176,7 @@ class SchedulerHarness:
         for chunk in chunks:
             sequence = chunk.sequence
             self.computed_tokens += chunk.length
-            if sequence.ended:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             self.scheduler.written(chunk)
             if chunk.completes:
@@ -201,6 +200,12 @@ class SchedulerHarness:
         running = [s for s in self.scheduler.running if not s.complete]
         assert sum(chunk.length for chunk in chunks) <= limits.tokens
         assert len(running) <= limits.sequences
+        assert all(s.status is SequenceStatus.RUNNING for s in self.scheduler.running)
+        for sequence in self.scheduler.waiting:
+            preempted = sequence.timings.preemptions > 0
+            expected = SequenceStatus.PREEMPTED if preempted else SequenceStatus.WAITING
+            assert sequence.status is expected
+            assert not sequence.kv.pages
         adapters = {s.adapter.digest for s in running if s.adapter}
         assert len(adapters) <= limits.adapters
         if adapters - self.present and len(adapters) > 1:

@@ -1,4 +1,4 @@
-"""What each of a gateway's two listeners passes on, and how the second opens and closes."""
+"""Paths that a gateway's two listeners pass on, and start and end of the admin listener."""
 
 import asyncio
 import http.client
@@ -82,7 +82,7 @@ def raw_get(url: str, path: str) -> tuple[int, bytes, list[str]]:
     return answer.status, answer.read(), answer.headers.get_all("x-request-id", [])
 
 
-def test_the_admin_door_serves_everything(address: Address) -> None:
+def test_the_admin_listener_serves_every_path(address: Address) -> None:
     with gateway("a", address):
         for path in (*PUBLIC, "/admin/v1/status", "/metrics", "/ui"):
             answer = CLIENT.get(f"http://{address}{path}")
@@ -90,7 +90,7 @@ def test_the_admin_door_serves_everything(address: Address) -> None:
             assert len(answer.headers.get_list("x-request-id")) == 1
 
 
-def test_a_path_below_a_prefix_is_judged_without_it(address: Address) -> None:
+def test_a_path_is_judged_without_its_root_path(address: Address) -> None:
     async def ask(path: str) -> int:
         transport = httpx.ASGITransport(PublicListener(application("a")), root_path="/two")
         async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
@@ -100,7 +100,7 @@ def test_a_path_below_a_prefix_is_judged_without_it(address: Address) -> None:
     assert asyncio.run(ask("/two/admin/v1/status")) == 404
 
 
-def test_nobody_is_let_in_before_the_start_or_after_the_end(address: Address) -> None:
+def test_connections_are_refused_before_the_start_and_after_the_end(address: Address) -> None:
     listener = AdminListener(address)
     with pytest.raises(httpx.ConnectError):
         CLIENT.get(f"http://{address}/")
@@ -112,7 +112,7 @@ def test_nobody_is_let_in_before_the_start_or_after_the_end(address: Address) ->
         CLIENT.get(f"http://{address}/")
 
 
-def test_a_taken_address_says_what_to_change(address: Address) -> None:
+def test_an_address_in_use_is_refused_with_the_remedy(address: Address) -> None:
     with (
         socket.create_server(address),
         pytest.raises(InvalidSetting, match=f"LORIKEET_ADMIN_ADDRESS={address}: .*in use: stop"),
@@ -132,7 +132,7 @@ def test_gateways_of_one_host_share_the_address(address: Address) -> None:
         assert names == {"a", "b"}
 
 
-def test_what_a_gateway_has_begun_it_ends_and_its_successor_takes_the_rest(
+def test_an_ending_gateway_finishes_its_requests_and_its_successor_takes_new_ones(
     address: Address,
 ) -> None:
     url, ended = f"http://{address}/?wait_s=1", []
@@ -158,13 +158,13 @@ def until_connected(address: Address) -> None:
         pass
 
 
-def test_large_bodies_come_through(address: Address) -> None:
+def test_large_bodies_pass(address: Address) -> None:
     with gateway("a", address):
         answer = CLIENT.put(f"http://{address}/admin/v1/upload", content=bytes(16 << 20))
     assert answer.json()["bytes"] == 16 << 20
 
 
-def test_an_address_may_be_of_ipv6(address: Address) -> None:
+def test_an_address_may_be_ipv6(address: Address) -> None:
     six = Address("::1", address.port)
     try:
         socket.create_server(six, family=socket.AF_INET6).close()

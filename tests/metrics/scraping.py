@@ -1,4 +1,4 @@
-"""A page of metrics, read by prometheus_client's own parser."""
+"""Page of metrics, read by prometheus_client's parser."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Scraped:
-    """The samples of a page. Every series is there once."""
+    """Samples of a page. Checks that every series occurs once."""
 
     def __init__(self, page: str) -> None:
         self._values: Values = {}
@@ -21,12 +21,12 @@ class Scraped:
                 self._values[series] = sample.value
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of the series that have these labels, perhaps among others; of none, 0."""
+        """Return the sum of all series that have at least these labels; 0 if there are none."""
         wanted = set(labels.items())
         return sum(v for (n, has), v in self._values.items() if n == name and wanted <= has)
 
     def labels(self, name: str, label: str) -> set[str]:
-        """The values that a label has."""
+        """Return the values of a label."""
         return {dict(has)[label] for n, has in self._values if n == name and label in dict(has)}
 
     @property
@@ -35,7 +35,7 @@ class Scraped:
 
 
 def check_with_promtool(page: bytes) -> None:
-    """Skips where Debian's package `prometheus` is not installed."""
+    """Check a page with promtool; skip the test without Debian's package `prometheus`."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool, of Debian's package `prometheus`, is not installed")

@@ -1,4 +1,4 @@
-"""What an engine might say of itself."""
+"""Example of an engine's status."""
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts
@@ -16,7 +16,11 @@ SOME = Distribution((0.1, 1.0), (1, 2, 0), 1.5)
 
 
 def engine_status(some: Distribution = SOME, nothing: Distribution = NOTHING) -> EngineStatus:
-    """nothing: of loads from the disk and the host, and of all gaps but those without adapters."""
+    """Return a status.
+
+    some: distribution of most values.
+    nothing: distribution of loads from disk and host, and of token gaps with adapters.
+    """
     gpu, host, disk, remote = sorted(Residency, reverse=True)
     return EngineStatus(
         live=LiveStats(running=11, waiting=12, kv_pages_used=13, kv_pages_total=14),

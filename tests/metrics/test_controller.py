@@ -1,4 +1,4 @@
-"""Pins by how they stand, those that do not hold by why, and replicas."""
+"""Metrics of the controller: pins by state and reason, replicas."""
 
 from lorikeet.metrics.controller import ReplicaCount, controller_metrics
 from lorikeet.metrics.exposition import join, render
@@ -16,7 +16,7 @@ REPORTS = [
 ]
 
 
-def test_pins_are_counted_by_how_they_stand_and_why_not_all_hold() -> None:
+def test_pins_are_counted_by_state_and_unmet_pins_by_reason() -> None:
     nothing = promise(ref("nothing"))
     pins = (
         promise(HELD, replicas=1),
@@ -46,7 +46,7 @@ def test_pins_are_counted_by_how_they_stand_and_why_not_all_hold() -> None:
     assert page.total("lorikeet_controller_survey_seconds") == 0.25
 
 
-def test_without_replicas_every_pin_says_so() -> None:
+def test_without_replicas_every_pin_is_unmet_for_that_reason() -> None:
     found = pin_statuses(ResolvedPins((promise(HELD),)), [])
     page = Scraped(join([render(controller_metrics(found, {}, 0.0), {})]).decode())
     assert page.total("lorikeet_pins_unmet", reason="no_replica") == 1

@@ -1,4 +1,4 @@
-"""The text is what Prometheus reads: the same samples, however labels are spelt."""
+"""Exposition text: Prometheus reads the samples as they were, with any label values."""
 
 import math
 
@@ -25,7 +25,7 @@ def read(*metrics: Metric, **labels: str) -> Scraped:
 
 @settings(deadline=None)
 @given(NAMES, NAMES)
-def test_no_name_breaks_the_text(tenant: str, gateway: str) -> None:
+def test_any_label_value_is_read_back(tenant: str, gateway: str) -> None:
     tokens = CounterMetricFamily("lorikeet_tokens_total", "Tokens.", labels=["tenant"])
     tokens.add_metric([tenant], 7)
     tokens.add_metric([f"{tenant} junior"], 8)
@@ -34,7 +34,7 @@ def test_no_name_breaks_the_text(tenant: str, gateway: str) -> None:
     assert page.total("lorikeet_tokens_total") == 15
 
 
-def test_promtool_takes_names_full_of_quotes_and_new_lines() -> None:
+def test_promtool_accepts_label_values_with_quotes_and_newlines() -> None:
     tokens = CounterMetricFamily("lorikeet_tokens_total", "Tokens.", labels=["tenant"])
     tokens.add_metric(['a"} 1\nlorikeet_fake{b="\\'], 7)
     check_with_promtool(join([render([tokens], {"gateway": "ü\\n"})]))
@@ -42,17 +42,17 @@ def test_promtool_takes_names_full_of_quotes_and_new_lines() -> None:
 
 @settings(deadline=None)
 @given(st.floats(allow_nan=False))
-def test_a_number_is_read_as_it_was(value: float) -> None:
+def test_a_number_is_read_back_exactly(value: float) -> None:
     page = read(GaugeMetricFamily("lorikeet_pins", "Pins.", value))
     assert page.total("lorikeet_pins") == value
 
 
-def test_no_number_is_none() -> None:
+def test_nan_is_read_back() -> None:
     page = read(GaugeMetricFamily("lorikeet_pins", "Pins.", math.nan))
     assert math.isnan(page.total("lorikeet_pins"))
 
 
-def test_parts_of_several_processes_share_their_heads() -> None:
+def test_joined_parts_share_their_headers() -> None:
     parts = []
     for replica in ("one", "two"):
         seconds = HistogramMetricFamily("lorikeet_step_seconds", "What a step took.", labels=[])
@@ -69,11 +69,11 @@ def test_parts_of_several_processes_share_their_heads() -> None:
     check_with_promtool(text.encode())
 
 
-def test_what_has_no_samples_is_not_mentioned() -> None:
+def test_metrics_without_samples_are_left_out() -> None:
     assert join([render([GaugeMetricFamily("lorikeet_pins", "Pins.", labels=["x"])], {})]) == b""
 
 
-def test_when_counting_began_is_not_told() -> None:
+def test_created_samples_are_left_out() -> None:
     registry = CollectorRegistry()
     Counter("lorikeet_request_retries_total", "Retries.", registry=registry).inc()
     assert Scraped(render(registry.collect(), {}).decode()).names == {

@@ -1,4 +1,4 @@
-"""Which names have series of their own: few, the busiest; everything is counted once."""
+"""Counters by name: the busiest have series of their own, and every use counts once."""
 
 import random
 from collections import Counter
@@ -7,7 +7,7 @@ from lorikeet.metrics.named_counters import OTHER, ROUND_S, BusiestNames, NamedC
 
 
 class Watched:
-    """A counter of the busiest, scraped as Prometheus would: what `increase` says of each name."""
+    """Counters of the busiest names with a simulated scraper, which sums each name's increase."""
 
     def __init__(self, most: int) -> None:
         self.now = 0.0
@@ -31,20 +31,20 @@ class Watched:
         return values
 
 
-def test_names_that_fit_are_all_shown_from_their_first_use() -> None:
+def test_names_up_to_the_limit_are_shown_from_their_first_use() -> None:
     watched = Watched(most=3)
     assert [watched.use(name) for name in "abcabba"] == list("abcabba")
     assert watched.scrape() == {"a": 3, "b": 3, "c": 1}
 
 
-def test_those_that_do_not_fit_are_counted_together() -> None:
+def test_names_beyond_the_limit_are_counted_together() -> None:
     watched = Watched(most=2)
     for name in "abcdcd":
         watched.use(name)
     assert watched.scrape() == {"a": 1, "b": 1, OTHER: 4}
 
 
-def test_a_busier_one_takes_the_place_of_the_least_busy_in_the_next_round() -> None:
+def test_a_busier_name_replaces_the_least_busy_in_the_next_round() -> None:
     watched = Watched(most=2)
     for name in "aaab" + 5 * "c":
         watched.use(name)
@@ -57,7 +57,7 @@ def test_a_busier_one_takes_the_place_of_the_least_busy_in_the_next_round() -> N
     assert watched.scrape() == {"a": 3, "c": 2, OTHER: 6}
 
 
-def test_one_that_comes_back_at_once_goes_on_where_it_was() -> None:
+def test_a_name_that_returns_within_a_round_continues_its_count() -> None:
     watched = Watched(most=1)
     for name in "a" + 5 * "b":
         watched.use(name)
@@ -69,7 +69,7 @@ def test_one_that_comes_back_at_once_goes_on_where_it_was() -> None:
     assert watched.scrape() == {"a": 2, "b": 1, OTHER: 5 + 50}
 
 
-def test_near_equals_do_not_take_turns() -> None:
+def test_equally_busy_names_do_not_replace_each_other() -> None:
     watched, numbers = Watched(most=5), random.Random(1)
     names = [str(n) for n in range(10)]
     for name in names[:5]:
@@ -81,7 +81,7 @@ def test_near_equals_do_not_take_turns() -> None:
     assert watched.scrape().keys() == {*names[:5], OTHER}
 
 
-def test_the_busiest_of_many_are_shown_however_they_came_and_all_is_counted_once() -> None:
+def test_the_busiest_names_are_shown_in_any_order_of_arrival_and_every_use_counts_once() -> None:
     watched, numbers = Watched(most=20), random.Random(2)
     weights = [1 / rank for rank in range(1, 5_001)]
     names = [f"n{rank}" for rank in range(5_000)]
@@ -89,7 +89,7 @@ def test_the_busiest_of_many_are_shown_however_they_came_and_all_is_counted_once
     uses: Counter[str] = Counter()
     for second in range(600):
         if second == 300:
-            numbers.shuffle(names)  # others are in fashion
+            numbers.shuffle(names)  # other names become popular
         for name in numbers.choices(names, weights, k=40):
             watched.use(name)
             uses[name] += 1
@@ -102,7 +102,7 @@ def test_the_busiest_of_many_are_shown_however_they_came_and_all_is_counted_once
     assert all(watched.increase[name] <= uses[name] for name in shown if name != OTHER)
 
 
-def test_what_is_remembered_of_the_others_is_bounded() -> None:
+def test_memory_of_other_names_is_bounded() -> None:
     watched = Watched(most=1)
     for n in range(30_000):
         watched.use(f"n{n}")

@@ -1,4 +1,4 @@
-"""A replica's status as Prometheus reads them."""
+"""Metrics of a replica's status, as Prometheus reads them."""
 
 from lorikeet.metrics.exposition import join, render
 from lorikeet.metrics.replica import replica_metrics
@@ -12,7 +12,7 @@ def page_of(status) -> Scraped:
     return Scraped(text.decode())
 
 
-def test_each_number_of_the_engines_is_there_under_its_name() -> None:
+def test_every_number_of_the_status_has_its_metric() -> None:
     page = page_of(engine_status())
     tiers = {"gpu": (3, 300, 1000, 7), "host": (5, 500, 2000, 8), "disk": (100_000, 9000, 9999, 9)}
     for tier, numbers in tiers.items():
@@ -41,14 +41,14 @@ def test_each_number_of_the_engines_is_there_under_its_name() -> None:
     assert page.total("lorikeet_inter_token_latency_seconds_count", residency="none") == 3
 
 
-def test_a_bucket_counts_those_below_it_too() -> None:
+def test_buckets_are_cumulative() -> None:
     page = page_of(engine_status())
     buckets = {"0.1": 1, "1.0": 3, "+Inf": 3}
     for bound, values in buckets.items():
         assert page.total("lorikeet_step_seconds_bucket", le=bound) == values
 
 
-def test_what_has_no_values_yet_has_counters_but_no_histograms() -> None:
+def test_empty_distributions_have_counters_but_no_histograms() -> None:
     page = page_of(engine_status())
     assert page.total("lorikeet_adapter_loads_total", source="host") == 0
     assert page.labels("lorikeet_adapter_loads_total", "source") == {"remote", "disk", "host"}

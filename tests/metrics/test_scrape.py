@@ -1,4 +1,4 @@
-"""GET /metrics over the API: who may read it, and that its numbers are what was sent."""
+"""GET /metrics over the API: access, and numbers that match the requests."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ def gateway(tmp_path: Path) -> Iterator[Gateway]:
 
 
 async def answer(call: Call) -> Items:
-    """A replica's whole answer: 12 tokens of prompt, 8 of them cached, 34 of output."""
+    """Stream a whole answer: 12 prompt tokens, 8 of them cached, 34 output tokens."""
     digest = call.adapter.digest if call.adapter else None
     found = Residency.HOST if call.adapter else None
     yield Attempt(call.request_id, "replica-7", 0.001)
@@ -69,7 +69,9 @@ def read(gateway: Gateway, key: str | None) -> bytes:
     return got.content
 
 
-def test_each_scrape_goes_where_the_service_then_leads(gateway: Gateway) -> None:
+def test_a_scrapes_connection_is_closed_so_that_each_scrape_reaches_a_live_gateway(
+    gateway: Gateway,
+) -> None:
     got = gateway.request("GET", "/metrics", gateway.admin_key)
     assert got.headers["connection"] == "close"
 
@@ -78,14 +80,14 @@ def scrape(gateway: Gateway) -> Scraped:
     return Scraped(read(gateway, gateway.admin_key).decode())
 
 
-def test_it_wants_an_admins_key_and_a_read_only_one_will_do(gateway: Gateway) -> None:
+def test_the_page_needs_an_admin_key_which_may_be_read_only(gateway: Gateway) -> None:
     _, reader = gateway.catalog.create_key(None, {Scope.READ_ONLY}, actor="test")
     assert read(gateway, reader)
     assert gateway.request("GET", "/metrics", None).status_code == 401
     assert gateway.request("GET", "/metrics", gateway.keys["acme"]).status_code == 403
 
 
-def test_requests_are_counted_by_what_became_of_them(gateway: Gateway) -> None:
+def test_requests_are_counted_by_outcome(gateway: Gateway) -> None:
     for replay, times in ((answer, 3), (refuse, 2), (fail, 1), (answer_after_a_loss, 1)):
         gateway.engines.replay = replay
         for _ in range(times):
@@ -115,7 +117,7 @@ def test_requests_are_counted_by_what_became_of_them(gateway: Gateway) -> None:
     assert page.total("lorikeet_requests_total", gateway="gateway", base_model="tiny") == 8
 
 
-def test_tokens_are_counted_for_the_tenant_and_for_the_adapter(gateway: Gateway) -> None:
+def test_tokens_are_counted_by_tenant_and_by_adapter(gateway: Gateway) -> None:
     gateway.register("globex/other")
     for model, tenant in (("acme/support", "acme"), ("globex/other", "globex"), ("tiny", "acme")):
         assert gateway.post(CHAT, chat(model), tenant=tenant).is_success
@@ -135,7 +137,7 @@ def test_tokens_are_counted_for_the_tenant_and_for_the_adapter(gateway: Gateway)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_times_are_counted_by_where_the_adapter_was(gateway: Gateway, stream: bool) -> None:
+def test_latencies_are_counted_by_the_adapters_tier(gateway: Gateway, stream: bool) -> None:
     for model in ("acme/support", "acme/support", "tiny"):
         assert gateway.post(CHAT, chat(model, stream=stream)).is_success
     assert eventually(lambda: not gateway.engines.calls[2:] or len(gateway.engines.closed) == 3)
@@ -151,7 +153,7 @@ def test_times_are_counted_by_where_the_adapter_was(gateway: Gateway, stream: bo
     assert page.total("lorikeet_request_queue_time_seconds_bucket", residency="host", le="0.1") == 0
 
 
-def test_a_request_is_open_until_its_client_leaves(gateway: Gateway) -> None:
+def test_a_request_is_in_flight_until_its_client_leaves(gateway: Gateway) -> None:
     gateway.engines.replay = endless
     with gateway.openai().chat.completions.create(**chat(stream=True)) as stream:
         next(iter(stream))
@@ -170,7 +172,7 @@ def test_a_request_is_open_until_its_client_leaves(gateway: Gateway) -> None:
     assert eventually(left)
 
 
-def test_it_says_what_the_log_of_requests_takes(gateway: Gateway) -> None:
+def test_the_page_has_the_memory_of_the_request_log(gateway: Gateway) -> None:
     def kept() -> float:
         return scrape(gateway).total("lorikeet_request_log_bytes")
 
@@ -181,7 +183,7 @@ def test_it_says_what_the_log_of_requests_takes(gateway: Gateway) -> None:
     assert kept() < 32 * 1000
 
 
-def test_it_says_how_new_the_catalog_is(gateway: Gateway) -> None:
+def test_the_page_has_the_age_of_the_catalog(gateway: Gateway) -> None:
     gateway.register("acme/more")
 
     def caught_up() -> bool:
@@ -192,7 +194,7 @@ def test_it_says_how_new_the_catalog_is(gateway: Gateway) -> None:
     assert eventually(caught_up)
 
 
-def test_every_base_model_is_there_before_it_is_asked_for(gateway: Gateway) -> None:
+def test_every_base_model_has_series_before_its_first_request(gateway: Gateway) -> None:
     page = scrape(gateway)
     assert page.labels("lorikeet_requests_total", "base_model") == {"tiny", "wider"}
     assert page.labels("lorikeet_requests_total", "outcome") == {
@@ -204,7 +206,7 @@ def test_every_base_model_is_there_before_it_is_asked_for(gateway: Gateway) -> N
 
 
 class Others(Peers):
-    """Another gateway, whose part a test makes."""
+    """Another gateway, with a part of the page that the test sets."""
 
     def __init__(self, page: bytes) -> None:
         super().__init__()
@@ -219,7 +221,7 @@ class Others(Peers):
         return Poll((self.page,), 1)
 
 
-def test_the_page_is_the_whole_services_and_kept_for_a_second(tmp_path: Path) -> None:
+def test_the_page_covers_the_whole_service_and_is_cached_for_a_second(tmp_path: Path) -> None:
     other = GatewayMetrics()
     other.add_base_models(["tiny"])
     others = Others(render(other.collect(), {"gateway": "another"}))
@@ -239,7 +241,7 @@ def test_the_page_is_the_whole_services_and_kept_for_a_second(tmp_path: Path) ->
 
 
 async def _many_read(gateway: Gateway, times: int) -> float:
-    """Read it many times at once; how long that took, seconds."""
+    """Read the page many times concurrently; return the seconds that it took."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     await asyncio.gather(

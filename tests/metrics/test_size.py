@@ -1,4 +1,4 @@
-"""What a scrape of a large service weighs and takes: 1,000 tenants, 100,000 adapters."""
+"""Size and time of a scrape of a large service: 1,000 tenants, 100,000 adapters."""
 
 import gc
 import itertools
@@ -37,7 +37,7 @@ FULL = Distribution(LOAD_S, (1_234_567,) * (len(LOAD_S) + 1), 1_234_567.890123)
 
 
 class Second(Peers):
-    """The other gateway, as busy as the first."""
+    """Other gateway, as busy as the first."""
 
     def __init__(self, page: bytes) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def ended(tenant: str, base_model: str) -> RequestRecord:
 
 
 def requests() -> Iterable[RequestRecord]:
-    """Every tenant's, of every outcome, residency and adapter."""
+    """Yield requests of every tenant, outcome, residency and adapter."""
     endings = itertools.cycle(itertools.product(RESIDENCIES, OUTCOMES))
     for n, (residency, outcome) in zip(range(ADAPTERS), endings, strict=False):
         record = ended(
@@ -79,7 +79,7 @@ def filled() -> GatewayMetrics:
 
 
 def timed(gateway: Gateway) -> tuple[float, bytes]:
-    """A scrape's processor time in this process, gateway and client alike, and its page."""
+    """Return a scrape's CPU seconds in this process, gateway and client together, and its page."""
     began_s = time.process_time()
     answer = gateway.request("GET", "/metrics", gateway.admin_key)
     took_s = time.process_time() - began_s
@@ -107,10 +107,10 @@ def test_a_scrape_of_a_large_service_is_small_and_quick(
         tmp_path, peers=second, metrics_pages=pages, metrics=metrics, name="first000"
     ) as gateway:
         gc.collect()
-        gc.freeze()  # or the collector walks what all tests before this one have left
+        gc.freeze()  # else the collector walks the objects of all earlier tests
         scrapes = [timed(gateway)]
         for _ in range(3):  # the quietest of four: other processes share this machine's caches
-            time.sleep(FRESH_S)  # until the last page is no longer good
+            time.sleep(FRESH_S)  # until the cached page has expired
             scrapes.append(timed(gateway))
         took_s, page = min(scrapes)
     assert len(page) < 2e6
@@ -125,7 +125,9 @@ def test_a_scrape_of_a_large_service_is_small_and_quick(
 
 
 @pytest.mark.parametrize(("gateways", "named"), [(1, TENANTS), (4, 500)])
-def test_many_gateways_name_fewer_tenants_each_and_count_all(gateways: int, named: int) -> None:
+def test_each_of_many_gateways_names_fewer_tenants_and_counts_all(
+    gateways: int, named: int
+) -> None:
     metrics = GatewayMetrics(gateways)
     for n in range(TENANTS):
         metrics.count(ended(f"t{n}", "tiny"))

@@ -1,4 +1,4 @@
-"""ResolvedPins and reports, as short as a test can say them."""
+"""Short builders of ResolvedPins and reports."""
 
 from lorikeet.catalog.records import PinRecord
 from lorikeet.catalog.rules.pin_budget import PinnedVersion
@@ -24,7 +24,7 @@ def promise(
     created: float = 0.0,
     size: int = 10,
 ) -> ResolvedPin:
-    """A pin of the first ref's adapter, or of its tenant where there are several."""
+    """Build a pin of the ref's adapter, or of its tenant if there are several refs."""
     name = refs[0].name if len(refs) == 1 else None
     pin = PinRecord(
         refs[0].tenant, name, "prod", tier, replicas, priority, "", None, created, "ann"
@@ -41,7 +41,7 @@ def held(
     leases: int = 0,
     pinned: bool = False,
 ) -> AdapterStatus:
-    """The status of an adapter, in one piece where it is on the GPU."""
+    """Build an adapter's status, in one piece if it is on the GPU."""
     pieces = ((0, image_bytes),) if tier is Residency.GPU and image_bytes else ()
     named = adapter.tenant, adapter.name, adapter.version, adapter.digest
     return AdapterStatus(*named, tier, image_bytes, uses, pinned, leases=leases, pieces=pieces)

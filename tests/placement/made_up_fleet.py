@@ -1,4 +1,4 @@
-"""A made-up fleet that does its prefetches, as short as a test can say it."""
+"""Made-up fleet that carries out its prefetches."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ GPU, HOST, DISK = Residency.GPU, Residency.HOST, Residency.DISK
 def replica(
     room: int, *on_gpu: str, host: int = 0, on_host: tuple[str, ...] = (), **more
 ) -> ReplicaView:
-    """What is held there, each used once."""
+    """Build a replica that holds these adapters on its GPU, each used once."""
     held = dict.fromkeys(on_host, HOST) | dict.fromkeys(on_gpu, GPU)
     return ReplicaView(room, host, held, dict.fromkeys(held, 1.0), **more)
 
 
 def evictable(replica: ReplicaView, tier: Residency, sizes: Mapping[str, int]) -> list[str]:
-    """What an engine would evict from a tier, in its order."""
+    """List the adapters that an engine would evict from a tier, in its order."""
     there = [d for d, t in replica.held.items() if t is tier and replica.pinned.get(d, DISK) < tier]
     return sorted(there, key=lambda d: (replica.uses.get(d, 0.0) / math.sqrt(sizes[d]), d))
 
 
 def free_bytes(replica: ReplicaView, tier: Residency, sizes: Mapping[str, int]) -> int:
-    """What of the room beside the pins nobody uses."""
+    """Return the free bytes of a tier, without those of pins."""
     room = replica.gpu_bytes if tier is GPU else replica.host_bytes
     return room - sum(sizes[d] for d in evictable(replica, tier, sizes))
 
@@ -33,7 +33,7 @@ def free_bytes(replica: ReplicaView, tier: Residency, sizes: Mapping[str, int]) 
 def perform(
     replica: ReplicaView, prefetches: Sequence[Prefetch], sizes: Mapping[str, int]
 ) -> ReplicaView:
-    """The replica after its prefetches. What has no room although all else is evicted is a bug."""
+    """Return the replica after its prefetches; each must fit once all others are evicted."""
     new: set[str] = set()
     for digest, tier, uses in prefetches:
         while free_bytes(replica, tier, sizes) < sizes[digest]:
@@ -52,7 +52,7 @@ def settle(
     replicas: Mapping[str, ReplicaView],
     **more,
 ) -> tuple[dict[str, ReplicaView], list[Prefetch]]:
-    """The fleet once nothing more is prefetched, and the prefetches until then."""
+    """Return the fleet once no more prefetches are planned, and the prefetches until then."""
     replicas, given = dict(replicas), []
     for _ in range(1000):
         prefetches = plan_prefetches(demand, sizes, replicas, **more)

@@ -1,4 +1,4 @@
-"""The demand for adapters: uses that replicas count, added up, and halved at the same pace."""
+"""Demand for adapters: uses of all replicas, added up, with the engines' decay."""
 
 import pytest
 
@@ -23,20 +23,20 @@ def test_uses_halve_as_in_the_engines():
     assert HALF_LIFE_S == eviction_score.HALF_LIFE_S
 
 
-def test_what_replicas_count_is_added_up():
+def test_uses_of_all_replicas_are_added():
     demand = Demand()
     demand.observe([used("p", a=1.0, b=2.0), used("q", b=3.0)], 0.0)
     assert uses_of(demand) == {"a": 1.0, "b": 5.0}
 
 
-def test_it_follows_the_replicas_counts():
+def test_demand_follows_the_replicas_counts():
     demand = Demand()
     for now_s, count in ((0.0, 4.0), (HALF_LIFE_S, 2.0), (HALF_LIFE_S + 1, 7.0)):
         demand.observe([used("p", a=count)], now_s)
         assert uses_of(demand) == {"a": count}
 
 
-def test_what_a_lost_replica_counted_fades():
+def test_uses_of_a_lost_replica_decay():
     demand = Demand()
     demand.observe([used("p", a=8.0, image_bytes=7), used("q", b=1.0)], 0.0)
     demand.observe([used("q", a=1.0, b=1.0)], 2 * HALF_LIFE_S)
@@ -46,7 +46,7 @@ def test_what_a_lost_replica_counted_fades():
     assert demand.adapters == {}
 
 
-def test_only_the_most_used_are_remembered(monkeypatch: pytest.MonkeyPatch):
+def test_only_the_most_used_adapters_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(demand_module, "_MOST_ADAPTERS", 3)
     demand = Demand()
     demand.observe([used("p", **{f"a{n}": n + 1.0 for n in range(10)})], 0.0)

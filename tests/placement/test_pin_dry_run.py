@@ -1,4 +1,4 @@
-"""The dry run of a pin: what one more pin would move."""
+"""Dry run of a pin: the moves that one more pin would cause."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def moves(new: ResolvedPin, reports: list[ReplicaReport], *before: ResolvedPin) 
     return dry_run_pin(new.pin.key, ResolvedPins(before), ResolvedPins((*others, new)), reports)
 
 
-def test_it_loads_what_is_not_there_yet_from_where_it_is() -> None:
+def test_missing_adapters_are_loaded_from_their_present_tier() -> None:
     near = held(SUPPORT, Residency.HOST)
     there = held(SUPPORT, Residency.GPU, 12)
     reports = [report("r0"), report("r1", adapters=(near,)), report("r2", adapters=(there,))]
@@ -32,13 +32,13 @@ def test_it_loads_what_is_not_there_yet_from_where_it_is() -> None:
     )
 
 
-def test_what_is_on_its_way_already_is_not_counted() -> None:
+def test_a_planned_load_of_another_pin_is_not_counted() -> None:
     assert moves(promise(SUPPORT, LEGAL), [report("r0")], promise(SUPPORT)).loads == (
         PlannedLoad("r0", LEGAL, Residency.REMOTE, Residency.GPU, 10),
     )
 
 
-def test_a_more_urgent_pin_takes_the_place_of_another_and_says_so() -> None:
+def test_a_pin_of_higher_priority_displaces_another_and_reports_it() -> None:
     reports = [report("r0", gpu=10), report("r1", gpu=20)]
     found = moves(promise(LEGAL, priority=1), reports, promise(SUPPORT))
     assert [(load.replica, load.ref) for load in found.loads] == [("r0", LEGAL), ("r1", LEGAL)]
@@ -47,19 +47,19 @@ def test_a_more_urgent_pin_takes_the_place_of_another_and_says_so() -> None:
     assert [(each.pin.name, each.ref) for each in found.lost] == [("support", SUPPORT)]
 
 
-def test_what_was_unmet_before_is_not_lost() -> None:
+def test_a_pin_that_was_unmet_before_is_not_reported_as_lost() -> None:
     before = promise(SUPPORT, size=50), promise(ref("sales"), size=5)
     found = moves(promise(LEGAL), [report("r0", gpu=20)], *before)
     assert found.lost == ()
 
 
-def test_what_of_the_pin_itself_is_unmet() -> None:
+def test_shortfalls_of_the_new_pin_are_unmet() -> None:
     found = moves(promise(LEGAL), [report("r0", gpu=5)], promise(SUPPORT))
     assert [each.ref for each in found.unmet] == [LEGAL]
     assert (found.loads, found.releases, found.lost) == ((), (), ())
 
 
-def test_changed_terms_move_only_what_they_change() -> None:
+def test_changed_options_move_only_the_adapters_they_affect() -> None:
     before = promise(SUPPORT)
     lower = replace(before, pin=replace(before.pin, tier=Residency.DISK))
     found = moves(lower, [report("r0")], before)
@@ -68,7 +68,7 @@ def test_changed_terms_move_only_what_they_change() -> None:
     assert moves(before, [report("r0")], before) == PinDryRun((), (), (), ())
 
 
-def test_it_is_the_plan_itself_that_is_compared() -> None:
+def test_the_dry_run_compares_the_plans_themselves() -> None:
     reports = [report(f"r{n}", gpu=25) for n in range(4)]
     before = tuple(promise(ref(f"a{n}"), replicas=2, created=n) for n in range(5))
     new = promise(LEGAL, replicas=3, priority=1)

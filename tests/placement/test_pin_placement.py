@@ -1,4 +1,4 @@
-"""What is kept where: whose turn it is, what fits, and what a change moves."""
+"""Placement of pins: priorities, capacities and budgets, and the moves that a change causes."""
 
 import random
 import time
@@ -30,7 +30,7 @@ def test_a_pin_on_all_replicas_reaches_each():
     assert placement == PlacementPlan(dict.fromkeys(REPLICAS, keep), ())
 
 
-def test_a_pin_on_n_replicas_takes_those_its_requests_prefer():
+def test_a_pin_on_n_replicas_takes_those_that_its_requests_are_routed_to():
     placement = place(promise(SUPPORT, tier=Residency.HOST, replicas=2))
     assert holders(placement, SUPPORT) == set(by_preference(SUPPORT.digest, REPLICAS)[:2])
 
@@ -47,7 +47,7 @@ def test_a_tenants_pin_keeps_each_of_its_adapters():
         assert holders(placement, each) == {by_preference(each.digest, REPLICAS)[0]}
 
 
-def test_the_nearer_of_two_tiers_holds():
+def test_the_nearer_of_two_tiers_wins():
     promises = [
         promise(SUPPORT),
         promise(SUPPORT, LEGAL, tier=Residency.DISK),
@@ -69,7 +69,7 @@ def test_two_names_of_the_same_weights_are_kept_and_counted_once_at_the_nearer_t
         assert placement.shortfalls == ()
 
 
-def test_what_moves_nearer_leaves_its_room_to_others():
+def test_a_pin_that_moves_nearer_frees_its_bytes_on_the_old_tier():
     placement = place(
         promise(SUPPORT, tier=Residency.DISK),
         promise(SUPPORT, LEGAL, tier=Residency.GPU, created=1.0),
@@ -79,25 +79,25 @@ def test_what_moves_nearer_leaves_its_room_to_others():
     assert placement.shortfalls == ()
 
 
-def test_a_replica_without_pins_is_in_the_plan_so_that_it_lets_go_of_old_ones():
+def test_a_replica_without_pins_is_in_the_plan_and_releases_old_ones():
     assert place().targets == {replica: {} for replica in REPLICAS}
 
 
-def test_more_replicas_asked_for_than_there_are_is_all_and_is_said():
+def test_a_pin_on_more_replicas_than_exist_takes_all_and_reports_a_shortfall():
     placement = place(promise(LEGAL, replicas=9))
     assert holders(placement, LEGAL) == set(REPLICAS)
     (shortfall,) = placement.shortfalls
     assert shortfall.reason == "9 replicas are wanted, and 3 serve tiny"
 
 
-def test_a_pin_that_names_nothing_or_is_served_nowhere_is_said():
+def test_a_pin_without_version_or_replica_reports_a_shortfall():
     nothing = ResolvedPin(promise(SUPPORT).pin, ())
     assert [each.ref for each in place(nothing).shortfalls] == [None]
     (shortfall,) = place(promise(SUPPORT), reports=[]).shortfalls
     assert shortfall.reason == "no replica of tiny reports"
 
 
-def test_a_pin_of_a_tenant_without_adapters_lacks_nothing():
+def test_a_pin_of_a_tenant_without_adapters_has_no_shortfall():
     assert place(ResolvedPin(promise(SUPPORT, LEGAL).pin, ())).shortfalls == ()
 
 
@@ -114,7 +114,7 @@ def test_the_higher_priority_is_kept_then_the_older_pin():
         assert short(placement) == ["sales", "legal", "support"][kept:]
 
 
-def test_what_has_no_room_says_how_much_there_is():
+def test_a_pin_that_does_not_fit_reports_the_free_bytes():
     (shortfall,) = place(
         promise(SUPPORT), promise(LEGAL, created=1.0, size=8), reports=[report("r0", gpu=15)]
     ).shortfalls
@@ -124,7 +124,7 @@ def test_what_has_no_room_says_how_much_there_is():
     )
 
 
-def test_a_pin_on_n_replicas_goes_where_there_is_room():
+def test_a_pin_on_n_replicas_goes_to_those_with_free_bytes():
     first, *others = by_preference(SUPPORT.digest, REPLICAS)
     reports = [report(replica, gpu=0 if replica == first else ROOMY) for replica in REPLICAS]
     placement = place(promise(SUPPORT, replicas=2), reports=reports)
@@ -132,14 +132,14 @@ def test_a_pin_on_n_replicas_goes_where_there_is_room():
     assert placement.shortfalls == ()
 
 
-def test_a_pin_on_all_replicas_is_kept_where_there_is_room():
+def test_a_pin_on_all_replicas_is_kept_on_those_with_free_bytes():
     reports = [report("r0"), report("r1", gpu=9), report("r2")]
     placement = place(promise(SUPPORT), reports=reports)
     assert holders(placement, SUPPORT) == {"r0", "r2"}
     assert "kept on 2 of 3 replicas" in placement.shortfalls[0].reason
 
 
-def test_each_tier_has_its_own_room():
+def test_each_tier_has_its_own_capacity():
     placement = place(
         promise(SUPPORT, tier=Residency.GPU),
         promise(LEGAL, tier=Residency.HOST),
@@ -150,7 +150,7 @@ def test_each_tier_has_its_own_room():
     assert short(placement) == ["sales"]
 
 
-def test_an_engine_knows_best_what_an_adapter_takes():
+def test_an_engines_size_of_an_adapter_wins_over_the_catalogs():
     measured = held(SUPPORT, Residency.GPU, 20)
     reports = [report("r0", gpu=25, adapters=(measured,)), report("r1", gpu=15)]
     placement = place(promise(SUPPORT, size=10), reports=reports)
@@ -186,7 +186,7 @@ def test_a_budget_is_charged_once_for_the_same_weights():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_replica_is_promised_more_than_it_holds_and_nothing_is_dropped_silently(seed: int):
+def test_targets_never_exceed_capacity_and_every_missing_pin_is_reported(seed: int):
     numbers = random.Random(seed)
     reports = [report(r, *(numbers.randint(0, 150) for _ in range(3))) for r in REPLICAS]
     promises = [random_promise(numbers, number) for number in range(60)]
@@ -213,7 +213,7 @@ def test_no_replica_is_promised_more_than_it_holds_and_nothing_is_dropped_silent
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_order_of_what_is_known_changes_nothing(seed: int):
+def test_the_order_of_pins_and_reports_changes_nothing(seed: int):
     numbers = random.Random(seed)
     reports = [report(r, *(numbers.randint(0, 150) for _ in range(3))) for r in REPLICAS]
     promises = [random_promise(numbers, number) for number in range(60)]
@@ -223,7 +223,7 @@ def test_the_order_of_what_is_known_changes_nothing(seed: int):
     assert place(*promises, reports=reports) == placement
 
 
-def test_a_new_pin_takes_no_place_from_those_as_urgent():
+def test_a_new_pin_displaces_no_pin_of_equal_priority():
     reports = [report(replica, gpu=100) for replica in REPLICAS]
     promises = [promise(ref(f"a{n}"), replicas=2, created=n) for n in range(20)]
     before = place(*promises, reports=reports).targets
@@ -233,7 +233,7 @@ def test_a_new_pin_takes_no_place_from_those_as_urgent():
         assert keeps.items() <= after[replica].items()
 
 
-def test_a_replica_more_moves_no_more_than_its_share():
+def test_one_more_replica_moves_at_most_its_share_of_pins():
     names = [f"r{n}" for n in range(8)]
     promises = [promise(ref(f"a{n}"), replicas=1, created=n) for n in range(400)]
     before = place(*promises, reports=[report(name) for name in names])

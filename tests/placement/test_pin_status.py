@@ -1,4 +1,4 @@
-"""Whether a pin is met, will be, or cannot be."""
+"""Status of pins: met, loading or unmet."""
 
 import pytest
 
@@ -23,12 +23,12 @@ def at(adapter: AdapterRef, tier: Residency) -> AdapterStatus:
 
 @pytest.mark.parametrize("promised", [Residency.DISK, Residency.HOST, Residency.GPU])
 @pytest.mark.parametrize("found", [Residency.DISK, Residency.HOST, Residency.GPU])
-def test_met_is_at_the_promised_tier_or_nearer(promised: Residency, found: Residency) -> None:
+def test_a_pin_is_met_at_its_tier_or_nearer(promised: Residency, found: Residency) -> None:
     state = stands(promise(SUPPORT, tier=promised), report("r0", adapters=(at(SUPPORT, found),)))
     assert state is (PinState.MET if found >= promised else PinState.LOADING)
 
 
-def test_met_is_on_every_replica_of_the_base_model_or_on_so_many() -> None:
+def test_a_pin_is_met_on_every_replica_or_on_the_number_it_wants() -> None:
     reports = [
         report("r0", adapters=(at(SUPPORT, Residency.GPU),)),
         report("r1"),
@@ -47,8 +47,8 @@ def test_a_tenants_pin_is_met_when_all_of_its_adapters_are() -> None:
     )
 
 
-def test_what_has_no_place_in_the_plan_is_unmet_wherever_it_is_now() -> None:
-    """The adapter is there by chance, and the next request for another may take its place."""
+def test_a_pin_with_a_shortfall_is_unmet_even_if_its_adapter_is_loaded() -> None:
+    """The adapter is loaded by chance, and the next request for another may evict it."""
     there = report("r0", gpu=5, adapters=(at(SUPPORT, Residency.GPU),))
     assert stands(promise(SUPPORT), there) is PinState.UNMET
 

@@ -1,4 +1,4 @@
-"""What is prefetched: by demand, where there is room, and never without end."""
+"""Plan of prefetches: follows demand, fills free space, and comes to rest."""
 
 import random
 import time
@@ -45,7 +45,7 @@ def test_an_adapter_in_use_that_is_nowhere_comes_to_its_first_rendezvous_candida
     assert plan_prefetches({"a": 1.0}, ONES, replicas) == {first: [Prefetch("a", GPU, 1.0)]}
 
 
-def test_where_it_is_nearest_it_has_the_least_way_to_go():
+def test_a_replica_that_holds_the_adapter_nearer_is_preferred():
     first, *others = by_preference("a", "pqr")
     replicas = {first: replica(5), **{name: replica(5) for name in others}}
     for tier in (DISK, HOST):
@@ -53,13 +53,13 @@ def test_where_it_is_nearest_it_has_the_least_way_to_go():
         assert list(plan_prefetches({"a": 1.0}, ONES, replicas)) == [others[1]]
 
 
-def test_what_is_hardly_used_or_of_unknown_size_stays_where_it_is():
+def test_adapters_hardly_used_or_of_unknown_size_are_not_moved():
     replicas = {"p": replica(5, host=5)}
     assert plan_prefetches({"a": 0.4}, ONES, replicas) == {}
     assert plan_prefetches({"a": 9.0}, {}, replicas) == {}
 
 
-def test_a_replica_that_joined_gets_the_most_wanted_that_had_no_room():
+def test_a_new_replica_gets_the_most_used_adapters_that_fit_nowhere_else():
     demand = many(40)
     replicas = {
         "p": replica(10, *list(demand)[:10]),
@@ -71,7 +71,7 @@ def test_a_replica_that_joined_gets_the_most_wanted_that_had_no_room():
     assert settled["new"].held == dict.fromkeys(list(demand)[20:30], GPU)
 
 
-def test_a_replica_that_joined_takes_its_share_of_the_hottest():
+def test_a_new_replica_takes_its_share_of_the_hottest_adapters():
     demand = many(10, uses=100.0)
     replicas = {
         "p": replica(10, *list(demand)[:5]),
@@ -86,7 +86,7 @@ def test_a_replica_that_joined_takes_its_share_of_the_hottest():
     assert len(given) < 10
 
 
-def test_adapters_of_a_replica_that_died_displace_what_is_wanted_half_as_much():
+def test_adapters_of_a_dead_replica_evict_those_used_half_as_much():
     demand = {"cold": 1.0, "cool": 2.0, "x": 3.0, "y": 3.0, "lost": 4.0}
     replicas = {"p": replica(2, "cold", "cool"), "q": replica(2, "x", "y")}
     settled, given = settle(demand, ONES, replicas)
@@ -94,7 +94,7 @@ def test_adapters_of_a_replica_that_died_displace_what_is_wanted_half_as_much():
     assert len(given) == 1
 
 
-def test_two_adapters_wanted_alike_do_not_swap():
+def test_two_equally_used_adapters_do_not_swap():
     replicas = {"p": replica(1, "a")}
     assert plan_prefetches({"a": 3.0, "b": 5.0}, ONES, replicas) == {}
     assert plan_prefetches({"a": 2.0, "b": 5.0}, ONES, replicas) != {}
@@ -109,14 +109,14 @@ def test_the_more_load_on_an_adapter_the_more_copies_it_has():
         assert all(len(holders(settled, each)) == 1 for each in others)
 
 
-def test_what_sizes_leave_over_of_a_full_arena_is_let_be():
+def test_fragments_of_a_full_arena_are_not_filled():
     demand = many(20)
     full = {"p": replica(20, *list(demand)[:19])}
     assert plan_prefetches(demand, ONES, full) == {}
     assert len(plan_prefetches(demand, ONES, {"p": replica(20, *list(demand)[:18])})["p"]) == 2
 
 
-def test_a_lone_request_does_not_come_everywhere():
+def test_a_single_request_does_not_copy_an_adapter_everywhere():
     _, given = settle({"a": 3.0}, ONES, {f"r{n}": replica(20, host=20) for n in range(8)})
     assert len(given) == 1
 
@@ -128,7 +128,7 @@ def test_copies_go_to_the_next_in_the_adapters_order():
     assert holders(settled, "hot") == set(by_preference("hot", names)[:2])
 
 
-def test_what_has_no_room_on_a_gpu_comes_to_a_host():
+def test_an_adapter_that_fits_on_no_gpu_comes_to_a_host():
     replicas = {
         "p": replica(1, "a", host=2),
         "q": replica(1, "b", host=2),
@@ -153,7 +153,7 @@ def test_with_spares_every_adapter_in_use_is_on_two_replicas():
     assert sole_copies(demand, settled) == {"p": 0, "q": 0}
 
 
-def test_spares_take_the_place_of_what_nobody_uses():
+def test_spares_evict_unused_adapters():
     demand = many(4)
     unused = tuple(f"old{n}" for n in range(4))
     replicas = {
@@ -177,7 +177,7 @@ def test_a_sole_copy_is_used_and_only_there_on_gpu_or_host():
     assert sole_copies({}, replicas) == {"p": 0, "q": 0}
 
 
-def test_pins_count_as_there_and_give_no_room():
+def test_pinned_adapters_count_as_held_and_are_never_evicted():
     kept = {"pinned": GPU, "host-pinned": HOST}
     held = {"pinned": GPU, "host-pinned": HOST, "a": GPU}
     replicas = {"p": ReplicaView(1, 0, held, {"a": 1.0}, kept)}
@@ -188,7 +188,7 @@ def test_pins_count_as_there_and_give_no_room():
     assert plan_prefetches({"pinned": 1.0}, ONES, promised) == {}
 
 
-def test_prefetches_of_one_time_are_bounded():
+def test_prefetches_of_one_plan_are_bounded():
     demand = many(100)
     prefetches = plan_prefetches(demand, ONES, {"p": replica(100)})["p"]
     assert [each.digest for each in prefetches] == list(demand)[: prefetch_plan.MOST_PREFETCHES]
@@ -222,7 +222,7 @@ def fleets(draw: st.DrawFn):
 
 @settings(max_examples=60, deadline=None)
 @given(fleets(), st.booleans())
-def test_orders_never_exceed_the_room_nor_touch_a_pin(fleet, spares: bool):
+def test_prefetches_never_exceed_a_tier_nor_evict_a_pin(fleet, spares: bool):
     demand, sizes, replicas = fleet
     prefetches = plan_prefetches(demand, sizes, replicas, spares=spares)
     assert prefetches == plan_prefetches(
@@ -241,13 +241,13 @@ def test_orders_never_exceed_the_room_nor_touch_a_pin(fleet, spares: bool):
 
 @settings(max_examples=60, deadline=None)
 @given(fleets(), st.booleans())
-def test_orders_end(fleet, spares: bool):
+def test_plans_converge_to_no_prefetches(fleet, spares: bool):
     settle(*fleet, spares=spares)
 
 
 @settings(max_examples=60, deadline=None)
 @given(fleets())
-def test_what_is_evicted_was_wanted_half_as_much(fleet):
+def test_prefetches_to_gpus_raise_the_uses_that_copies_draw(fleet):
     demand, sizes, replicas = fleet
     settled, given = settle(demand, sizes, replicas)
     before, after = (sum(worth(demand, fleet)) for fleet in (replicas, settled))
@@ -255,7 +255,7 @@ def test_what_is_evicted_was_wanted_half_as_much(fleet):
 
 
 def worth(demand: dict[str, float], replicas: dict[str, ReplicaView]) -> Iterator[float]:
-    """What the copies on GPUs draw: the first of an adapter all its uses, the second half, …"""
+    """Yield the uses that each copy on a GPU draws: an adapter's first all, the second half, …"""
     for digest, uses in demand.items():
         yield from (uses / (n + 1) for n in range(len(holders(replicas, digest))))
 

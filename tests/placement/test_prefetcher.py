@@ -1,4 +1,4 @@
-"""From reports to prefetches: none is sent twice, and a fleet at work gets hardly any."""
+"""Prefetcher: sends no prefetch twice, and hardly any to a fleet at work."""
 
 import random
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ def prefetches_of(
     return dict(decided.prefetches)
 
 
-def test_what_was_sent_is_sent_again_only_if_it_never_comes():
+def test_a_prefetch_is_sent_again_only_if_it_was_never_loaded():
     prefetcher = Prefetcher()
     reports = [replica("p", adapter(A))]
     assert prefetches_of(prefetcher, reports, 0.0) == {"p": (PrefetchTarget(A, GPU, 3.0),)}
@@ -41,7 +41,7 @@ def test_what_was_sent_is_sent_again_only_if_it_never_comes():
     assert prefetches_of(prefetcher, [replica("p", adapter(A, GPU))], 90.0) == {}
 
 
-def test_adapters_on_their_way_take_room():
+def test_adapters_being_loaded_take_their_bytes():
     prefetcher = Prefetcher()
     assert prefetches_of(prefetcher, [replica("p", adapter(A), gpu=10)], 0.0)
     assert (
@@ -58,7 +58,7 @@ def test_adapters_of_a_lost_replica_come_to_another():
     assert bring == PrefetchTarget(A, GPU, 4.5)
 
 
-def test_pins_take_their_room_before_they_are_there():
+def test_pins_take_their_bytes_before_they_are_loaded():
     prefetcher = Prefetcher()
     reports = [replica("p", adapter(A), adapter(B), gpu=20)]
     plan = {"p": {A.digest: PinTarget(A, GPU)}}
@@ -67,7 +67,7 @@ def test_pins_take_their_room_before_they_are_there():
     assert prefetches_of(Prefetcher(), small, 0.0, plan) == {}
 
 
-def test_spares_are_asked_for_and_counted():
+def test_spares_are_planned_and_sole_copies_reported():
     prefetcher = Prefetcher()
     reports = [replica("p", adapter(A, GPU), host=10), replica("q", host=10)]
     decided = prefetcher.decide(reports, {}, 0.0, spares=True)
@@ -87,7 +87,7 @@ def test_a_host_has_room_for_a_part_for_each_gpu_that_shares_an_adapter():
 
 
 class Engine:
-    """A replica's GPU under the engines' own eviction, without times."""
+    """GPU of a replica with the engines' own eviction, without durations."""
 
     def __init__(self, name: str, room: int) -> None:
         self.name, self._room = name, room

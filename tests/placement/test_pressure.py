@@ -1,4 +1,4 @@
-"""The pressure on a replica, in numbers."""
+"""Pressure on a replica as numbers."""
 
 from lorikeet.placement.pressure import ReplicaPressure, from_stats, measure_pressure, to_stats
 from lorikeet.protocol.replica_report import ReplicaReport
@@ -7,7 +7,7 @@ from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
 from tests.placement.builders import held, ref
 
 
-def test_what_is_used_more_than_once_or_pinned_is_the_working_set():
+def test_adapters_used_more_than_once_or_pinned_are_the_working_set():
     adapters = (
         held(ref("used"), Residency.DISK, 30, 1.5),
         held(ref("once"), Residency.GPU, 20, 0.9),
@@ -25,7 +25,7 @@ def test_what_is_used_more_than_once_or_pinned_is_the_working_set():
     )
 
 
-def test_numbers_carry_all_that_is_known():
+def test_statistics_keep_every_known_value():
     for sole_copies in (None, 0.0, 0.4):
         signals = ReplicaPressure(40, 100, 0.5, 0.5, 0.25, sole_copies)
         assert from_stats(to_stats(signals) | {"running_requests": 3}) == signals

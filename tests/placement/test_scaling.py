@@ -1,4 +1,4 @@
-"""When the fleet grows and shrinks: soon under pressure, late without, never back and forth."""
+"""The fleet grows soon under pressure, shrinks late without, and never oscillates."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def pressure(
 
 
 class Fleet:
-    """Ticks of 2 s; new replicas run after `start_s`, and bear what `load` says of their number."""
+    """Ticks of 2 s. New replicas run after `start_s`; `load` maps their number to a pressure."""
 
     def __init__(self, replicas: int, least: int = 1, most: int = 8, start_s: float = 20.0) -> None:
         self.target = self.running = replicas
@@ -69,7 +69,7 @@ class Fleet:
 
 
 def shared(**volumes: float) -> Callable[[int], ReplicaPressure]:
-    """A load that the replicas share."""
+    """Load that the replicas share."""
     return lambda running: pressure(**{name: each / running for name, each in volumes.items()})
 
 
@@ -77,7 +77,7 @@ def shared(**volumes: float) -> Callable[[int], ReplicaPressure]:
     ("load", "replicas"),
     [({"working": 350}, 4), ({"running": 2.5}, 3), ({"kv": 4.0}, 5), ({"working": 1e9}, 8)],
 )
-def test_it_grows_to_what_bears_the_load_in_one_go(load, replicas: int):
+def test_the_fleet_grows_in_one_step_to_the_replicas_that_the_load_needs(load, replicas: int):
     fleet = Fleet(2)
     fleet.run(shared(**load), UPSCALE_S)
     assert fleet.targets == [2]
@@ -95,7 +95,7 @@ def test_a_moment_of_pressure_changes_nothing():
     assert fleet.targets == [2]
 
 
-def test_while_requests_wait_it_grows_by_one_at_a_time():
+def test_while_requests_wait_the_fleet_grows_one_by_one():
     fleet = Fleet(1)
     fleet.run(lambda _: pressure(wait=3.0), UPSCALE_S + 20)
     assert fleet.targets == [1, 2]
@@ -112,7 +112,7 @@ def test_one_replicas_queue_alone_is_no_pressure():
     assert decision.state.pressed_since_s is None
 
 
-def test_it_shrinks_one_by_one_after_minutes_of_calm():
+def test_the_fleet_shrinks_one_by_one_after_minutes_of_calm():
     fleet = Fleet(4, least=2)
     fleet.run(shared(running=0.2), DOWNSCALE_S)
     assert fleet.targets == [4]
@@ -122,7 +122,7 @@ def test_it_shrinks_one_by_one_after_minutes_of_calm():
     assert fleet.targets == [4, 3, 2]
 
 
-def test_one_busy_moment_begins_the_calm_anew():
+def test_one_busy_moment_restarts_the_calm():
     fleet = Fleet(3)
     for _ in range(4):
         fleet.run(shared(running=0.2), DOWNSCALE_S - 4)
@@ -131,7 +131,9 @@ def test_one_busy_moment_begins_the_calm_anew():
 
 
 @pytest.mark.parametrize("sole_copies", [0.06, None])
-def test_it_waits_for_second_copies_before_it_shrinks_but_not_for_ever(sole_copies: float | None):
+def test_the_fleet_waits_for_second_copies_before_it_shrinks_but_not_for_ever(
+    sole_copies: float | None,
+):
     fleet = Fleet(3)
     fleet.run(lambda _: pressure(sole_copies=sole_copies), DOWNSCALE_S + SOLE_COPIES_S)
     assert fleet.targets == [3]
@@ -143,7 +145,7 @@ def test_it_waits_for_second_copies_before_it_shrinks_but_not_for_ever(sole_copi
     assert fleet.targets == [3, 2]
 
 
-def test_a_silent_or_starting_replica_is_no_calm():
+def test_a_silent_or_starting_replica_prevents_calm():
     since = ScalingState(calm_since_s=0.0)
     assert scale([IDLE] * 2, 3, 3, 1, 8, since, 1e6, DELAYS).replicas == 3
     assert scale([IDLE] * 2, 2, 3, 1, 8, since, 1e6, DELAYS).replicas == 3
@@ -158,7 +160,9 @@ def test_a_silent_or_starting_replica_is_no_calm():
     st.floats(0, 2),
     st.floats(0, 4),
 )
-def test_what_one_fewer_can_bear_never_grows_it_back(count, working, running, kv, wait):
+def test_a_fleet_that_has_shrunk_does_not_grow_again_under_the_same_load(
+    count, working, running, kv, wait
+):
     before = [pressure(working, wait, running, kv)] * count
     if not could_shrink(before):
         return

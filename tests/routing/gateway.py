@@ -1,4 +1,4 @@
-"""A gateway's view of four replicas, on a clock that stands."""
+"""Gateway's view of four replicas, on a clock that tests move."""
 
 from dataclasses import replace
 from itertools import count
@@ -22,7 +22,7 @@ NAMES = ("r0", "r1", "r2", "r3")
 
 
 class Gateway:
-    """A fleet with a clock that stands, and replicas that number their status updates."""
+    """Fleet with a clock that tests move, and replicas that number their status updates."""
 
     def __init__(self, names=NAMES, seed=1):
         self.now_s = 100.0

@@ -1,4 +1,4 @@
-"""How long it takes to choose a replica."""
+"""Time of the choice of a replica."""
 
 from dataclasses import replace
 from random import Random
@@ -9,8 +9,8 @@ from lorikeet_engine.adapter import Residency
 from tests.routing.gateway import ASK, IDLE, REF, Gateway
 
 
-def test_one_choice_takes_less_than_0_3_ms_and_so_does_its_booking(slowdown):
-    """64 replicas, 10,000 adapters, a tenth of them nowhere, prompts of 2,000 tokens.
+def test_ranking_takes_less_than_0_3_ms_and_so_does_tracking(slowdown):
+    """64 replicas, 10,000 adapters, a tenth of them on no replica, prompts of 2,000 tokens.
 
     p99 of the quietest of four rounds: other processes share this machine's caches.
     """

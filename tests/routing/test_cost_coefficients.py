@@ -1,4 +1,4 @@
-"""The coefficients against the measurements that they were fitted to (docs/benchmarks.md)."""
+"""Cost coefficients against the measurements that they were fitted to (docs/benchmarks.md)."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def test_a_step_of_decodes(sequences, context, ms):
         (128, 8, 1.80),
     ],
 )
-def test_what_adapters_add_to_a_step(adapters, rank, ms):
+def test_adapters_lengthen_a_step(adapters, rank, ms):
     added_s = STEPS.step_s(128, adapters * rank) - STEPS.step_s(128, 0)
     assert added_s == pytest.approx(ms / 1e3, abs=0.25e-3)
 
@@ -45,12 +45,12 @@ def test_what_adapters_add_to_a_step(adapters, rank, ms):
         (0.0, 5120, 5120),
     ],
 )
-def test_a_decode_sees_a_window_at_most_where_its_layer_has_one(windowed, length, sees):
+def test_a_decode_sees_at_most_the_window_of_a_layer(windowed, length, sees):
     assert replace(STEPS, window=1024, windowed=windowed).decode_sees(length) == sees
     assert STEPS.decode_sees(length) == length
 
 
-def test_long_contexts_weigh_less_where_layers_have_windows():
+def test_long_contexts_cost_less_with_windowed_layers():
     gemma = replace(H200_LLAMA_8B, steps=replace(STEPS, window=1024, windowed=40 / 48))
     for prompt in (500, 8000):
         of_llama, of_gemma = (
@@ -91,7 +91,7 @@ def test_loads(tier, ms):
     assert LOADS.load_s(tier, R16_BYTES) == pytest.approx(ms / 1e3, rel=0.01)
 
 
-def test_capacity_is_that_of_a_full_batch():
+def test_capacity_is_the_rate_of_a_full_batch():
     # 256 sequences of 1 prompt token and 256 answer tokens each: one ends with every step.
     per_s = capacity_per_s(H200_LLAMA_8B, 1, 256, 0)
     step_s = STEPS.step_s(256, 0, 256 * 129)

@@ -1,4 +1,4 @@
-"""What a gateway knows of its replicas, from every source, and where it then sends requests."""
+"""Fleet: knowledge of replicas from every source, and the ranking that follows."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,14 +15,14 @@ from lorikeet_engine.telemetry.status import EvictionCandidate
 from tests.routing.gateway import ASK, BASE, BUSY, IDLE, MB, NAMES, OTHER, REF, Gateway
 
 
-def test_a_request_goes_where_its_adapter_is_and_nearer_is_better(gateway):
+def test_a_request_goes_to_a_replica_with_its_adapter_at_the_nearest_tier(gateway):
     gateway.receive_all()
     for name, tier in zip(NAMES[1:], (Residency.DISK, Residency.HOST, Residency.GPU), strict=True):
         gateway.receive(name, moved={REF.digest: tier})
         assert gateway.firsts() == {name}
 
 
-def test_gateways_that_know_the_same_do_not_all_send_to_the_same_replica():
+def test_gateways_with_equal_knowledge_spread_over_replicas():
     gateways = [Gateway(seed=seed) for seed in range(80)]
     for gateway in gateways:
         for name in NAMES:
@@ -33,12 +33,12 @@ def test_gateways_that_know_the_same_do_not_all_send_to_the_same_replica():
     assert sent.most_common(1)[0][1] < 60
 
 
-def test_an_adapter_that_is_nowhere_goes_to_its_first_rendezvous_candidate(gateway):
+def test_an_adapter_on_no_replica_goes_to_its_first_rendezvous_candidate(gateway):
     gateway.receive_all()
     assert gateway.firsts() == {by_preference(REF.digest, NAMES)[0]}
 
 
-def test_all_in_order_are_different_and_exist(gateway):
+def test_a_ranking_has_existing_replicas_each_once(gateway):
     gateway.receive("r1", moved={REF.digest: Residency.GPU})
     for _ in range(20):
         order = gateway.order(ASK)
@@ -46,11 +46,11 @@ def test_all_in_order_are_different_and_exist(gateway):
         assert set(order) <= set(NAMES)
 
 
-def test_no_replicas_no_order():
+def test_without_replicas_the_ranking_is_empty():
     assert Fleet().rank_replicas(ASK) == Fleet().rank_replicas(BASE) == []
 
 
-def test_a_busy_resident_gives_way_and_an_idle_one_does_not(gateway):
+def test_a_busy_replica_with_the_adapter_loses_and_an_idle_one_wins(gateway):
     gateway.receive_all()
     gateway.receive("r2", BUSY, moved={REF.digest: Residency.GPU})
     assert "r2" not in gateway.firsts()
@@ -58,7 +58,7 @@ def test_a_busy_resident_gives_way_and_an_idle_one_does_not(gateway):
     assert gateway.firsts() == {"r2"}
 
 
-def test_what_this_gateway_sends_counts_at_once_and_until_a_status_includes_it(gateway):
+def test_own_requests_count_at_once_and_until_a_status_includes_them(gateway):
     gateway.receive_all()
     sent = Counter()
     for _ in range(40):
@@ -68,14 +68,14 @@ def test_what_this_gateway_sends_counts_at_once_and_until_a_status_includes_it(g
     assert sorted(sent) == sorted(NAMES)
     assert max(sent.values()) <= 13  # ten each
     gateway.now_s += 1.0
-    for name in NAMES:  # its update knows of all of them
+    for name in NAMES:  # its update includes all of them
         gateway.receive(name, replace(IDLE, waiting=10, pending_tokens=5000))
     gateway.receive("r1", IDLE)
     gateway.fleet.set_replicas(("r1", "r2"))
     assert gateway.firsts(BASE) == {"r1"}
 
 
-def test_of_another_tenants_queue_only_what_comes_first_counts():
+def test_only_the_part_of_other_tenants_queue_that_is_served_first_counts():
     gateway = Gateway(("r0", "r1"))
     gateway.receive_all()
     noisy, quiet = BASE._replace(tenant="noisy"), BASE._replace(tenant="quiet")
@@ -94,7 +94,7 @@ def test_of_another_tenants_queue_only_what_comes_first_counts():
     assert gateway.first(quiet) == "r0"
 
 
-def test_a_status_from_before_a_request_was_sent_does_not_hide_it(gateway):
+def test_a_status_older_than_a_request_does_not_hide_the_request(gateway):
     gateway.receive_all()
     for _ in range(30):
         gateway.send("r0", BASE)
@@ -103,17 +103,17 @@ def test_a_status_from_before_a_request_was_sent_does_not_hide_it(gateway):
     assert gateway.firsts(BASE) == {"r1"}
 
 
-def test_an_adapter_on_its_way_draws_the_next_request(gateway):
+def test_a_loading_adapter_attracts_the_next_request(gateway):
     gateway.receive_all()
     first = by_preference(REF.digest, NAMES)[0]
     other = next(name for name in NAMES if name != first)
     request_id = gateway.send(other)
     assert gateway.firsts() == {other}
-    gateway.fleet.on_ended(request_id)  # it failed: the adapter never came
+    gateway.fleet.on_ended(request_id)  # failed: the adapter was never loaded
     assert gateway.firsts() == {first}
 
 
-def test_an_answer_says_where_the_adapter_was_and_its_first_bytes_where_it_is(gateway):
+def test_an_answer_header_reports_the_tier_and_first_bytes_mean_the_gpu(gateway):
     gateway.receive_all()
     for name in ("r1", "r3"):
         gateway.receive(name, moved={REF.digest: Residency.GPU})
@@ -126,7 +126,7 @@ def test_an_answer_says_where_the_adapter_was_and_its_first_bytes_where_it_is(ga
     assert gateway.firsts() == {"r2"}
 
 
-def test_own_streams_of_an_adapter_draw_its_requests(gateway):
+def test_own_streams_of_an_adapter_attract_its_requests(gateway):
     gateway.receive_all(replace(IDLE, decoding=100, ranks=160))
     for name in ("r0", "r2"):
         gateway.receive(
@@ -142,7 +142,7 @@ def test_own_streams_of_an_adapter_draw_its_requests(gateway):
     assert gateway.firsts() == {"r0"}
 
 
-def test_evicting_what_is_in_use_is_avoided(gateway):
+def test_evicting_adapters_in_use_is_avoided(gateway):
     full = replace(IDLE, free_bytes=0)
     gateway.fleet.set_replicas(("r0", "r1"))
     gateway.receive(
@@ -158,7 +158,7 @@ def test_evicting_what_is_in_use_is_avoided(gateway):
     assert gateway.firsts() == {"r1"}
 
 
-def test_each_replica_is_judged_by_what_was_measured_there(gateway):
+def test_each_replica_is_ranked_by_its_own_measurements(gateway):
     slow = MeasuredCosts(StepCosts((RowsTime(1, 4e-3), RowsTime(2048, 2.0))), LoadCosts())
     gateway.fleet.set_replicas(("r1", "r2"))
     for _ in range(2):
@@ -168,7 +168,7 @@ def test_each_replica_is_judged_by_what_was_measured_there(gateway):
     assert gateway.firsts(BASE) == {"r2"}
 
 
-def test_replicas_that_measured_about_the_same_leave_adapters_at_their_candidates(gateway):
+def test_similar_measurements_leave_adapters_at_their_rendezvous_candidates(gateway):
     for _ in range(2):
         gateway.now_s += 1.0
         for at, name in enumerate(NAMES):
@@ -179,7 +179,7 @@ def test_replicas_that_measured_about_the_same_leave_adapters_at_their_candidate
         assert gateway.firsts(ASK._replace(adapter=ref), 5) == {by_preference(ref.digest, NAMES)[0]}
 
 
-def test_engines_of_any_pace_keep_an_adapter_for_as_many_steps(gateway):
+def test_the_price_of_a_copy_scales_with_the_time_of_a_step(gateway):
     rows = (RowsTime(1, 0.1), RowsTime(256, 0.36), RowsTime(2048, 1.0))
     slow = MeasuredCosts(StepCosts(rows), LoadCosts())
     little = replace(IDLE, decoding=1, waiting=1, pending_tokens=500)
@@ -191,7 +191,7 @@ def test_engines_of_any_pace_keep_an_adapter_for_as_many_steps(gateway):
     assert gateway.firsts() == {"r1"}
 
 
-def test_a_snapshot_replaces_what_was_known_also_in_parts(gateway):
+def test_a_snapshot_replaces_known_adapters_even_in_parts(gateway):
     gateway.receive_all()
     gateway.receive("r1", moved={REF.digest: Residency.GPU})
     gateway.receive("r3", moved={OTHER.digest: Residency.GPU})
@@ -202,7 +202,7 @@ def test_a_snapshot_replaces_what_was_known_also_in_parts(gateway):
     assert set(gateway.order(ASK._replace(adapter=OTHER))[:2]) == {"r1", "r3"}
 
 
-def test_a_prompt_goes_where_its_beginning_was_computed(gateway):
+def test_a_prompt_goes_to_the_replica_that_computed_its_prefix(gateway):
     gateway.receive_all()
     ask = BASE._replace(work=Work(4000), prefix_hashes=prefix_hashes("once upon a time " * 1000))
     gateway.fleet.on_ended(gateway.send("r2", ask))

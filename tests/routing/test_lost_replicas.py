@@ -1,4 +1,4 @@
-"""Replicas that are lost, gone or silent, or cannot load an adapter, and what replaces them."""
+"""Replicas that are lost, gone or silent, or cannot load an adapter."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from lorikeet_engine.adapter import Residency
 from tests.routing.gateway import ASK, BASE, BUSY, IDLE, NAMES, OTHER, REF
 
 
-def test_a_lost_replica_is_out_of_the_order_until_its_next_status(gateway):
+def test_a_lost_replica_is_not_ranked_until_its_next_status(gateway):
     gateway.receive_all()
     gateway.receive("r1", moved={REF.digest: Residency.GPU})
     gateway.fleet.on_replica_lost("r1")
@@ -21,7 +21,7 @@ def test_a_lost_replica_is_out_of_the_order_until_its_next_status(gateway):
     assert gateway.firsts() == {"r1"}
 
 
-def test_a_lost_replica_without_status_is_tried_again_after_a_while(gateway):
+def test_a_lost_replica_without_status_is_ranked_again_after_lost_s(gateway):
     gateway.fleet.on_replica_lost("r1")
     gateway.now_s += LOST_S - 0.1
     assert "r1" not in {name for _ in range(40) for name in gateway.order(BASE)}
@@ -37,7 +37,7 @@ def test_an_old_status_does_not_bring_a_lost_replica_back(gateway):
     assert "r1" not in {name for _ in range(40) for name in gateway.order(BASE)}
 
 
-def test_while_nothing_can_be_fetched_a_busy_resident_does_not_give_way(gateway):
+def test_while_fetches_are_paused_a_busy_replica_with_the_adapter_wins(gateway):
     gateway.receive_all()
     gateway.receive("r1", BUSY, moved={REF.digest: Residency.HOST})
     assert "r1" not in gateway.firsts()
@@ -50,7 +50,7 @@ def test_while_nothing_can_be_fetched_a_busy_resident_does_not_give_way(gateway)
     assert "r1" not in gateway.firsts()
 
 
-def test_what_a_replica_with_a_full_disk_lacks_goes_elsewhere_and_what_it_has_does_not(gateway):
+def test_a_full_disk_only_diverts_adapters_that_its_replica_lacks(gateway):
     gateway.receive_all()
     full = gateway.first()
     gateway.receive(full, moved={OTHER.digest: Residency.HOST})
@@ -65,14 +65,14 @@ def test_what_a_replica_with_a_full_disk_lacks_goes_elsewhere_and_what_it_has_do
     assert gateway.first() == full
 
 
-def test_a_full_disk_of_a_replica_that_is_gone_keeps_nobody_from_loading(gateway):
+def test_a_full_disk_of_a_removed_replica_pauses_no_fetches(gateway):
     gateway.receive_all()
     full, *others = NAMES
     gateway.fleet.set_replicas(others)
     assert gateway.fleet.on_load_failed(REF.digest, full)
 
 
-def test_when_all_are_lost_all_are_tried(gateway):
+def test_when_all_replicas_are_lost_all_are_ranked(gateway):
     for name in NAMES:
         gateway.fleet.on_replica_lost(name)
     assert {name for _ in range(40) for name in gateway.order(ASK)} == set(NAMES)
@@ -99,7 +99,7 @@ def test_a_replica_that_is_gone_is_forgotten(gateway):
     assert gateway.firsts() == {by_preference(REF.digest, NAMES)[0]}
 
 
-def test_without_any_status_own_counts_and_serves_queues_decide(gateway):
+def test_without_any_status_own_requests_and_serves_queue_lengths_decide(gateway):
     queues = {"r0": 90, "r1": 60, "r2": 3, "r3": 70}
     for _ in range(20):
         order = gateway.order(BASE, queues.get)
@@ -111,7 +111,7 @@ def test_without_any_status_own_counts_and_serves_queues_decide(gateway):
     assert all(3 <= sent[name] <= 7 for name in NAMES)
 
 
-def test_a_replica_without_recent_status_is_judged_by_own_counts(gateway):
+def test_a_replica_without_recent_status_is_ranked_by_own_requests(gateway):
     gateway.receive_all()
     gateway.receive("r0", BUSY)
     gateway.fleet.set_replicas(("r0", "r1"))

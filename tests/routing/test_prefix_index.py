@@ -1,4 +1,4 @@
-"""Which replica has computed how much of a prompt."""
+"""Prefix hashes, and the index of replicas that computed prefixes."""
 
 from lorikeet.routing.locations import (
     BLOCK_TOKENS,
@@ -12,7 +12,7 @@ BLOCK = "x" * (BLOCK_TOKENS * CHARACTERS_PER_TOKEN)
 
 
 def text(*letters: str) -> str:
-    """A block of each letter."""
+    """Return one block per letter."""
     return "".join(BLOCK.replace("x", letter) for letter in letters)
 
 
@@ -23,7 +23,7 @@ def test_prompts_share_the_blocks_up_to_their_first_difference():
     assert prefix_hashes(text("b")) != one[1:2]  # what came before is part of a block
 
 
-def test_only_whole_blocks_count_and_only_so_many():
+def test_only_full_blocks_are_hashed_up_to_a_maximum():
     assert len(prefix_hashes(BLOCK[:-1])) == 0
     assert len(prefix_hashes(BLOCK)) == len(prefix_hashes(BLOCK * 2 + "y")) - 1 == 1
     assert len(prefix_hashes(BLOCK * (MAX_HASHED_BLOCKS + 5))) == MAX_HASHED_BLOCKS
@@ -39,7 +39,7 @@ def test_salts_keep_equal_prompts_apart():
     assert len(chains) == 6
 
 
-def test_who_computed_a_block_last_has_all_before_it():
+def test_the_replica_of_a_block_has_all_blocks_before_it():
     known = PrefixIndex()
     known.add(prefix_hashes(text("a", "b", "c")), "first")
     assert known.cached_tokens(prefix_hashes(text("a", "b", "z"))) == {"first": 2 * BLOCK_TOKENS}
@@ -51,7 +51,7 @@ def test_who_computed_a_block_last_has_all_before_it():
     assert known.cached_tokens(prefix_hashes(text("z", "a"))) == {}
 
 
-def test_what_was_not_computed_for_longest_is_forgotten():
+def test_the_least_recently_computed_blocks_are_dropped():
     known = PrefixIndex(max_blocks=3)
     for letter in "abc":
         known.add(prefix_hashes(text(letter)), letter)

@@ -1,4 +1,4 @@
-"""What the cost of a replica depends on, and in which direction; the candidate sample."""
+"""Expected cost of a replica, and the candidate sample."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -74,12 +74,12 @@ def test_a_busier_replica_costs_more(more):
     assert cost_s(now=status(**more)) > cost_s()
 
 
-def test_of_two_alike_the_one_whose_sequences_see_less_is_first():
+def test_of_two_equal_replicas_the_one_with_shorter_contexts_is_first():
     long, short = status(context=40 * 32_000), status(context=40 * 500)
     assert first(option("long", long), option("short", short)) == "short"
 
 
-def test_what_is_cached_of_a_prompt_is_still_seen_by_the_rest():
+def test_uncached_tokens_still_attend_to_cached_tokens():
     long = Work(prompt_tokens=100_000)
     fresh, deep = (
         expected_cost(work, option(cached_tokens=cached)).prefill_s
@@ -88,13 +88,13 @@ def test_what_is_cached_of_a_prompt_is_still_seen_by_the_rest():
     assert fresh < deep < expected_cost(long, option()).prefill_s
 
 
-def test_a_rank_that_is_in_the_batch_already_costs_nothing_more():
+def test_an_adapter_that_is_in_the_batch_adds_no_rank():
     assert cost_s(running=True) < cost_s()
     gains = [cost_s(WORK._replace(rank=rank)) - cost_s(running=True) for rank in (8, 16, 32, 64)]
     assert gains == sorted(gains)
 
 
-def test_a_load_behind_others_in_an_arena_that_is_leased_or_used_costs_more():
+def test_a_load_costs_more_behind_others_or_in_a_leased_or_used_arena():
     idle = status(waiting=0, waiting_tokens=0)
     cold = {"tier": Residency.HOST, "now": idle}
     for worse in (
@@ -112,7 +112,7 @@ def test_a_load_overlaps_with_the_wait_for_running_capacity():
     assert added_when_free_s > added_when_full_s == pytest.approx(COSTS.copy_s)
 
 
-def test_what_is_cached_of_a_prompt_and_a_load_that_has_begun_cost_less():
+def test_a_cached_prefix_and_a_started_load_lower_the_cost():
     assert cost_s(cached_tokens=640) < cost_s(cached_tokens=64) < cost_s()
     assert cost_s(cached_tokens=WORK.prompt_tokens + 9) > 0
     idle = status(waiting=0, waiting_tokens=0)
@@ -129,7 +129,7 @@ def test_many_sequences_cost_others_more_than_one():
     )
 
 
-def test_the_base_model_goes_where_least_is_to_do():
+def test_a_base_model_request_goes_to_the_least_loaded_replica():
     options = [option(i, status(waiting_tokens=n)) for i, n in enumerate((900, 300, 600))]
     ranked = rank_by_cost(Work(prompt_tokens=100), options)
     assert [each.replica for each in ranked] == [1, 2, 0]
@@ -139,7 +139,7 @@ def test_equal_replicas_keep_their_order():
     assert first(option("first"), option("second")) == "first"
 
 
-def test_while_nothing_can_be_fetched_who_has_the_adapter_comes_first():
+def test_replicas_that_cannot_fetch_a_missing_adapter_rank_last():
     tiers = zip("rdhg", sorted(Residency), (0, 90_000, 90_000, 90_000), strict=True)
     options = [option(name, status(waiting_tokens=n), tier=tier) for name, tier, n in tiers]
     assert [each.replica for each in rank_by_cost(WORK, options)] == [*"rgdh"]
@@ -147,7 +147,7 @@ def test_while_nothing_can_be_fetched_who_has_the_adapter_comes_first():
     assert [each.replica for each in rank_by_cost(WORK, in_vain)] == [*"gdhr"]
 
 
-def test_a_hot_adapter_spreads_once_its_replica_is_busy_enough_and_no_sooner():
+def test_a_hot_adapter_spreads_only_once_its_replica_is_busy_enough():
     elsewhere = option("elsewhere", status(waiting_tokens=0), tier=Residency.HOST)
     chosen = [
         first(option("holder", status(waiting_tokens=tokens), running=True), elsewhere)
@@ -158,7 +158,7 @@ def test_a_hot_adapter_spreads_once_its_replica_is_busy_enough_and_no_sooner():
     assert chosen[-1] == "elsewhere"
 
 
-def test_a_sample_has_holders_on_gpu_and_off_it_and_two_at_random_once_each():
+def test_a_sample_has_holders_on_and_off_the_gpu_and_two_random_replicas_each_once():
     rng, everyone = Random(1), list(range(1000))
     for residents in ([], [5], list(range(MOST_ON_GPU)), everyone):
         for _ in range(50):
@@ -170,32 +170,32 @@ def test_a_sample_has_holders_on_gpu_and_off_it_and_two_at_random_once_each():
             assert set(few[:from_residents]) <= set(residents)
 
 
-def test_of_replicas_that_all_have_it_on_the_gpu_two_are_looked_at():
+def test_a_sample_has_two_of_many_replicas_with_the_adapter_on_the_gpu():
     rng, everyone = Random(1), list(range(4))
     samples = [sample(everyone, (), everyone, rng) for _ in range(200)]
     assert {len(set(few)) for few in samples} == {2}
     assert len({frozenset(few) for few in samples}) == 6  # each pair
 
 
-def test_of_two_replicas_both_are_looked_at():
+def test_a_sample_of_two_replicas_has_both():
     assert all(len(candidate_sample(None, [0, 1], Random(seed))) == 2 for seed in range(50))
     assert candidate_sample(None, [0], Random(1)) == [0]
 
 
-def test_every_resident_and_every_replica_gets_its_turn():
+def test_every_holder_and_every_replica_is_sampled_sometimes():
     rng, everyone = Random(1), list(range(30))
     seen = {one for _ in range(500) for one in sample(range(10), (), everyone, rng)}
     assert seen == set(everyone)
 
 
-def test_rendezvous_candidates_are_looked_at_where_nobody_has_the_adapter():
+def test_a_sample_has_rendezvous_candidates_when_no_replica_has_the_adapter():
     rng, everyone = Random(1), list(range(1000))
     assert {5, 7} <= set(sample((), (), everyone, rng, lambda: [5, 7]))
     assert 5 not in sample([1], (), everyone, rng, lambda: [5])
     assert 5 not in sample((), [1], everyone, rng, lambda: [5])
 
 
-def test_rendezvous_candidates_are_the_first_by_preference_remembered_or_not():
+def test_rendezvous_candidates_are_the_first_by_preference_cached_or_not():
     replicas = tuple(f"r{i}" for i in range(20))
     for digest in ("a", "b", "a"):
         wanted = by_preference(digest, replicas)[:CANDIDATES]
@@ -203,7 +203,7 @@ def test_rendezvous_candidates_are_the_first_by_preference_remembered_or_not():
 
 
 def test_one_choice_takes_less_than_0_3_ms(slowdown):
-    """64 replicas, 10,000 adapters; every second choice has to find rendezvous candidates."""
+    """64 replicas, 10,000 adapters; every second request needs rendezvous candidates."""
     rng, replicas, took_s = Random(1), tuple(f"replica-{i}" for i in range(64)), []
     statuses = {name: status(running=rng.randrange(200)) for name in replicas}
     residents = {digest: rng.sample(replicas, 1 + digest % 5) for digest in range(10_000)}
@@ -224,7 +224,7 @@ def test_one_choice_takes_less_than_0_3_ms(slowdown):
 
 
 @pytest.mark.parametrize("tier", Residency)
-def test_the_wait_and_the_load_overlap_and_all_else_adds_up(tier):
+def test_the_wait_and_the_load_overlap_and_the_other_costs_add_up(tier):
     cost = expected_cost(WORK, option(tier=tier, evicted_uses=2.0))
     assert all(part >= 0 for part in cost)
     longer_s, shorter_s = max(cost.queue_s, cost.load_s), min(cost.queue_s, cost.load_s)

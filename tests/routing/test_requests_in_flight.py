@@ -1,4 +1,4 @@
-"""What a fleet keeps of requests in flight: counts that return to zero, and each decision."""
+"""Requests in flight in a fleet: counts that return to zero, and routing decisions."""
 
 from random import Random
 from threading import Thread
@@ -10,7 +10,7 @@ from tests.routing.gateway import ASK, BASE, NAMES, OTHER, REF, Gateway
 
 
 def test_counts_return_to_zero(gateway):
-    """Whatever becomes of requests, and in whatever order the gateway learns it."""
+    """Random outcomes of requests, in random order of events."""
     rng, open_ids = Random(3), []
     asks = [ASK, BASE, ASK._replace(adapter=OTHER), ASK._replace(prefix_hashes=(1, 2, 3))]
     for _ in range(4000):
@@ -43,7 +43,7 @@ def test_counts_return_to_zero(gateway):
 
 
 def test_a_request_that_is_not_tracked_leaves_no_trace(gateway):
-    """The router may still be choosing when the client has gone."""
+    """The router may still be choosing after the client has gone."""
     gateway.fleet.on_begun("gone")
     gateway.fleet.on_ended("gone")
     gateway.fleet.assign("gone", "r0", ASK)
@@ -53,7 +53,7 @@ def test_a_request_that_is_not_tracked_leaves_no_trace(gateway):
     assert not gateway.fleet._in_flight
 
 
-def test_the_replica_that_accepted_a_request_is_known_and_not_the_one_it_was_assigned_to(gateway):
+def test_accepted_by_is_the_accepting_replica_not_the_assigned_one(gateway):
     gateway.fleet.on_begun("a")
     gateway.fleet.assign("a", "r0", ASK)
     assert gateway.fleet.accepted_by("a") is None
@@ -61,7 +61,7 @@ def test_the_replica_that_accepted_a_request_is_known_and_not_the_one_it_was_ass
     assert gateway.fleet.accepted_by("a") == "r2"
 
 
-def test_the_first_to_say_that_a_request_was_accepted_counts(gateway):
+def test_only_the_first_report_of_acceptance_counts(gateway):
     request_id = gateway.send("r1")
     taken = gateway.fleet.decision(request_id)
     gateway.now_s += 1
@@ -69,7 +69,7 @@ def test_the_first_to_say_that_a_request_was_accepted_counts(gateway):
     assert gateway.fleet.decision(request_id) == taken
 
 
-def test_a_replica_that_is_gone_has_requests_in_flight_until_its_requests_have_ended(gateway):
+def test_a_removed_replica_has_requests_in_flight_until_they_end(gateway):
     request_id = gateway.send("r1")
     gateway.fleet.set_replicas(["r0"])
     assert gateway.fleet.has_in_flight("r1")
@@ -78,7 +78,7 @@ def test_a_replica_that_is_gone_has_requests_in_flight_until_its_requests_have_e
     assert not gateway.fleet.has_in_flight("r1")
 
 
-def test_the_adapters_of_requests_that_wait_for_room_are_told(gateway):
+def test_adapters_of_requests_that_wait_for_a_slot_are_listed(gateway):
     gateway.receive_all()
     gateway.receive("r3", moved={OTHER.digest: Residency.GPU})
     gateway.fleet.on_begun("a")
@@ -94,7 +94,7 @@ def test_the_adapters_of_requests_that_wait_for_room_are_told(gateway):
     assert gateway.fleet.take_waiting_adapters() == {}
 
 
-def test_two_threads_leave_counts_right():
+def test_counts_are_correct_with_two_threads():
     gateway = Gateway()
 
     def route(number):

@@ -1,10 +1,10 @@
-"""What one of Serve's handles returns for a streaming call, without Serve."""
+"""Fake of the response that a Serve handle returns for a streaming call."""
 
 import asyncio
 
 
 class FakeStream:
-    """Says what it is told to, one item after the other; an exception is raised instead."""
+    """Stream of the items given to `say`; exceptions among them are raised."""
 
     def __init__(self, replica=None):
         self.replica = replica

@@ -1,4 +1,4 @@
-"""A gateway's end of a replica in the same process: what Ray Serve carries elsewhere."""
+"""Gateway's end of calls to a replica in the same process, without Ray Serve."""
 
 import asyncio
 from contextlib import aclosing, asynccontextmanager
@@ -10,21 +10,21 @@ _numbers = count()
 
 
 class LocalGateway:
-    """Makes calls to one replica."""
+    """Client of one replica."""
 
     def __init__(self, replica, name):
         self._replica, self._name = replica, name
         self._buffers = ResponseBuffers()
 
     async def listen(self):
-        """Hear the answers, until cancelled."""
+        """Receive answers until cancelled."""
         responses = self._replica.response_stream(self._replica.name, self._name)
         async with aclosing(responses) as groups:
             async for some in groups:
                 self._buffers.deliver(self._replica.name, some)
 
     async def stream_answer(self, call):
-        """An answer's items. Closing it cancels the call, and waits for that."""
+        """Stream an answer's items. Closing the stream cancels the call and waits for its end."""
         with self._buffers.opened(call.request_id) as buffer:
             asking = asyncio.create_task(self._ask(call, buffer))
             try:
@@ -48,7 +48,7 @@ class LocalGateway:
 
 @asynccontextmanager
 async def local_gateway(replica, name="g0"):
-    """A gateway that listens."""
+    """Yield a gateway that receives answers."""
     gateway = LocalGateway(replica, name)
     listening = asyncio.create_task(gateway.listen())
     try:
@@ -59,7 +59,7 @@ async def local_gateway(replica, name="g0"):
 
 
 async def answer_of(replica, call):
-    """The items of one call, by a gateway of its own."""
+    """Stream the items of one call, through a gateway of its own."""
     async with (
         local_gateway(replica, f"gateway {next(_numbers)}") as gateway,
         aclosing(gateway.stream_answer(call)) as items,

@@ -1,4 +1,4 @@
-"""Serve's side of scaling: numbers in and out, as Serve hands them on."""
+"""Autoscaling policy, called as Serve calls it."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def context(
     target: int,
     age_s: float = 0,
 ) -> AutoscalingContext:
-    """What Serve knows when these replicas' numbers came `age_s` ago."""
+    """Return Serve's context when these replicas' stats came `age_s` ago."""
     series: dict[str, dict[str, list[Any]]] = {}
     for replica, numbers in stats.items():
         for name, value in numbers.items():
@@ -58,7 +58,7 @@ def context(
 
 
 def decide(stats: Mapping[str, float], for_s: float, count: int, age_s: float = 0) -> int:
-    """What the policy says of so many replicas after these numbers have lasted so long."""
+    """Return the policy's decision for `count` replicas after these stats have lasted `for_s`."""
     state: dict[str, Any] = {}
     said = count
     for second in range(0, int(for_s) + 1, 2):
@@ -67,7 +67,7 @@ def decide(stats: Mapping[str, float], for_s: float, count: int, age_s: float = 
     return said
 
 
-def test_the_policy_grows_and_shrinks_by_the_last_numbers():
+def test_the_policy_scales_by_the_last_stats():
     full = {**IDLE, "working_bytes": 250}
     assert decide(full, UPSCALE_S - 2, 1) == 1
     assert decide(full, UPSCALE_S, 1) == 3
@@ -76,13 +76,13 @@ def test_the_policy_grows_and_shrinks_by_the_last_numbers():
     assert decide({**IDLE, "sole_copies": 0.2}, DOWNSCALE_S, 3) == 3
 
 
-def test_old_numbers_and_none_change_nothing():
+def test_stale_or_missing_stats_change_nothing():
     assert decide({**IDLE, "running_share": 2}, UPSCALE_S, 1, age_s=60) == 1
     assert decide(IDLE, DOWNSCALE_S, 3, age_s=60) == 3
     assert decide({}, DOWNSCALE_S, 3) == 3
 
 
-def test_a_number_that_is_no_longer_sent_is_not_known():
+def test_a_stat_that_is_no_longer_sent_counts_as_unknown():
     at = context(
         {"r0": IDLE, "r1": IDLE},
         1e9,
@@ -95,7 +95,7 @@ def test_a_number_that_is_no_longer_sent_is_not_known():
     assert policy(at)[0] == 2
 
 
-def test_serve_is_given_the_range_our_delays_and_no_delays_of_its_own():
+def test_serve_gets_the_range_and_the_policys_delays_but_no_own_delays():
     config = autoscaling(2, 6, downscale_s=1.0)
     assert (config.min_replicas, config.max_replicas) == (2, 6)
     assert config.upscale_delay_s == config.downscale_delay_s == 0

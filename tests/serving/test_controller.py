@@ -1,4 +1,4 @@
-"""The controller while the store is away: it goes on with what was last known of the catalog."""
+"""Controller during an outage of the store."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ DIGEST = "a" * 64
 
 
 class HangingStore(RemoteStore):
-    """Calls may also hang until the store is back."""
+    """Store whose calls may also hang until it is back."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -52,7 +52,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HangingStore:
 
 @pytest.fixture
 def catalog(store: HangingStore, settings: Settings, tmp_path: Path) -> AdapterCatalog:
-    """With one adapter, which is pinned; gateways of this machine have kept it."""
+    """Catalog with one pinned adapter; gateways of this machine keep its view."""
     catalog = AdapterCatalog.init(store)
     catalog.create_tenant("acme", actor="test")
     (tmp_path / "blob").write_bytes(b"weights")
@@ -84,20 +84,20 @@ def controlled(settings: Settings, watch: Callable[[], Awaitable[None]]) -> None
 
 
 async def pinned_on(replicas: Replicas, name: str) -> None:
-    """Return once a replica is told to keep the pinned adapter."""
+    """Wait until a replica is told to keep the pinned adapter."""
     async with asyncio.timeout(20):
         while not any(to == name and DIGEST in each.pins for to, each in replicas.received):
             await asyncio.sleep(0.01)
 
 
-def test_one_that_starts_goes_by_the_view_that_its_machine_kept(
+def test_a_controller_that_starts_uses_the_view_that_its_machine_keeps(
     settings: Settings, store: HangingStore, catalog: AdapterCatalog, replicas: Replicas
 ) -> None:
     store.is_away = True
     controlled(settings, lambda: pinned_on(replicas, "p"))
 
 
-def test_without_a_view_it_sends_nothing_until_the_store_is_back(
+def test_a_controller_without_a_view_sends_nothing_until_the_store_is_back(
     settings: Settings, store: HangingStore, catalog: AdapterCatalog, replicas: Replicas
 ) -> None:
     KeptView(settings.cache_dir, store.url).path.unlink()
@@ -105,7 +105,7 @@ def test_without_a_view_it_sends_nothing_until_the_store_is_back(
 
     async def watch() -> None:
         await asyncio.sleep(0.3)
-        assert replicas.received == []  # which would unpin what they hold
+        assert replicas.received == []  # an empty plan would unpin their adapters
         store.is_away = False
         await pinned_on(replicas, "p")
 
@@ -113,7 +113,7 @@ def test_without_a_view_it_sends_nothing_until_the_store_is_back(
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_replicas_that_come_meanwhile_get_their_pins(
+def test_replicas_that_start_during_an_outage_get_their_pins(
     settings: Settings, store: HangingStore, catalog: AdapterCatalog, replicas: Replicas, hangs
 ) -> None:
     async def watch() -> None:

@@ -1,4 +1,4 @@
-"""A gateway's calls, by handles that are not Serve's: where answers come from, what ends them."""
+"""ServeEngineClient with a fake handle: answers, cancellation and retries."""
 
 import asyncio
 from contextlib import aclosing
@@ -31,7 +31,7 @@ HEADER, USAGE = AnswerHeader("r0", None, None), FinalUsage(1, 0, 1)
 
 
 class Handle:
-    """A handle of one replica, `r0`, that does what the test says."""
+    """Fake handle of one replica, `r0`, driven by the test."""
 
     app_name, deployment_name = "test", "engine-tiny"
 
@@ -74,7 +74,7 @@ def run(scenario):
 
 
 async def asked(engines, handle, call=CALL):
-    """A call that has reached its replica; its result is the answer's items."""
+    """Return the task of a call that has reached its replica; its result: the answer's items."""
 
     async def items():
         return [item async for item in engines.stream_answer(BASE, call)]
@@ -84,7 +84,7 @@ async def asked(engines, handle, call=CALL):
     return asking
 
 
-def test_it_is_ready_while_there_are_replicas():
+def test_the_client_is_ready_while_there_are_replicas():
     async def scenario(engines, _):
         assert engines.ready()
         fleet_of(Handle.app_name, Handle.deployment_name).set_replicas([])
@@ -93,11 +93,11 @@ def test_it_is_ready_while_there_are_replicas():
     run(scenario)
 
 
-def test_an_answer_comes_on_the_response_stream_and_its_call_ends_by_itself():
+def test_an_answer_comes_on_the_response_stream_and_its_call_is_not_cancelled():
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
         sent, fleet = RoutingRequest(Work(prompt_tokens=1)), fleet_of("test", "engine-tiny")
-        fleet.assign("r", "r0", sent)  # as the router does; Serve has not said who took it
+        fleet.assign("r", "r0", sent)  # as the router does; Serve has not reported the replica
         handle.deliver(HEADER, b"a")
         handle.deliver(USAGE, b"b", ended=True)
         attempt, *items = await asking
@@ -112,7 +112,7 @@ def test_an_answer_comes_on_the_response_stream_and_its_call_ends_by_itself():
     run(scenario)
 
 
-def test_a_client_that_leaves_cancels_the_call():
+def test_closing_the_answer_cancels_the_call():
     async def scenario(engines, handle):
         async with aclosing(engines.stream_answer(BASE, CALL)) as items:
             reading = asyncio.create_task(anext(items))
@@ -124,7 +124,7 @@ def test_a_client_that_leaves_cancels_the_call():
     run(scenario)
 
 
-def test_a_refusal_of_the_call_itself_is_its_answer():
+def test_a_refusal_by_the_call_is_the_answer():
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
         refusal = Refusal("invalid_value", "no")
@@ -135,7 +135,7 @@ def test_a_refusal_of_the_call_itself_is_its_answer():
 
 
 @pytest.mark.parametrize("begun", [(HEADER,), (HEADER, b"a")])
-def test_a_call_that_ended_without_the_end_of_its_answer_is_not_made_again(monkeypatch, begun):
+def test_a_call_that_ended_before_its_answer_is_not_retried(monkeypatch, begun):
     monkeypatch.setattr(engines_module, "_LATE_S", 0.05)
 
     async def scenario(engines, handle):
@@ -149,7 +149,7 @@ def test_a_call_that_ended_without_the_end_of_its_answer_is_not_made_again(monke
     run(scenario)
 
 
-def test_what_ended_the_stream_by_its_size_is_not_made_again():
+def test_a_call_whose_answer_was_too_large_for_the_stream_is_not_retried():
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
         handle.deliver(HEADER)
@@ -161,7 +161,7 @@ def test_what_ended_the_stream_by_its_size_is_not_made_again():
     run(scenario)
 
 
-def test_a_call_that_had_not_begun_on_a_replica_that_died_is_made_again():
+def test_a_call_without_a_first_byte_is_retried_when_its_replica_dies():
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
         handle.deliver(HEADER)
@@ -180,7 +180,7 @@ def ended_by(code):
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
 
 
-def test_a_long_rest_of_an_answer_may_take_its_time_while_it_comes(monkeypatch):
+def test_an_answer_may_end_long_after_its_call_while_items_come(monkeypatch):
     monkeypatch.setattr(engines_module, "_LATE_S", 0.5)
 
     async def scenario(engines, handle):
@@ -198,7 +198,7 @@ def test_a_long_rest_of_an_answer_may_take_its_time_while_it_comes(monkeypatch):
     run(scenario)
 
 
-def test_an_adapter_that_a_full_disk_has_no_room_for_is_loaded_by_another_replica():
+def test_a_full_disk_sends_the_call_to_another_replica():
     call = replace(CALL, adapter=AdapterRef("acme", "support", 1, "d" * 64))
     refusal = Refusal("adapter_load_failed", "no room", own_disk=True)
 
@@ -216,7 +216,7 @@ def test_an_adapter_that_a_full_disk_has_no_room_for_is_loaded_by_another_replic
     run(scenario)
 
 
-def test_an_adapter_that_no_disk_has_room_for_is_refused():
+def test_a_call_is_refused_when_every_disk_is_full():
     call = replace(CALL, adapter=AdapterRef("acme", "support", 1, "d" * 64))
     refusal = Refusal("adapter_load_failed", "no room", own_disk=True)
 

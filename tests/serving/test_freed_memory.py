@@ -1,4 +1,4 @@
-"""What a process frees, the system has again."""
+"""Return of freed memory to the system."""
 
 import ctypes
 import subprocess
@@ -62,10 +62,10 @@ def run(program: str, giving: str) -> int:
 
 
 @pytest.mark.parametrize(("giving", "mapped"), [("None", 0), (GIVING, 10)], ids=["no", "yes"])
-def test_stacks_are_mapped_by_themselves(giving: str, mapped: int) -> None:
+def test_stacks_are_mapped_separately(giving: str, mapped: int) -> None:
     assert run(STACKS, giving) == mapped
 
 
-def test_what_lies_between_blocks_in_use_is_given_back() -> None:
+def test_free_pages_between_used_blocks_are_returned() -> None:
     assert run(HOLES, "None") < 5
     assert run(HOLES, GIVING) > 30

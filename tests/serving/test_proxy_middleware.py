@@ -1,4 +1,4 @@
-"""What clients see of Serve's own answers."""
+"""Middleware of Serve's proxy: Serve's own answers, request ids, pacing by key."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ def answer(
     method: str = "GET",
     headers: Mapping[str, str] = {"x-request-id": "mine"},
 ) -> httpx.Response:
-    """The answer of an application in a proxy."""
+    """Return the answer of an application behind the middleware."""
     for middleware in reversed(middlewares()):
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
 
@@ -45,7 +45,7 @@ def serve_says(status: int, text: str, *headers: tuple[bytes, bytes]) -> ASGIApp
 
 
 @pytest.mark.parametrize(("headers", "retry_after"), [([(b"retry-after", b"5")], "5"), ([], "1")])
-def test_serves_own_refusals_are_in_our_words(
+def test_serves_own_503_becomes_an_openai_error(
     headers: list[tuple[bytes, bytes]], retry_after: str
 ) -> None:
     refused = answer(serve_says(503, "Request dropped …", *headers, (b"x-request-id", b"theirs")))
@@ -58,7 +58,7 @@ def test_serves_own_refusals_are_in_our_words(
     assert int(refused.headers["content-length"]) == len(refused.content)
 
 
-def test_anthropics_clients_get_them_in_their_shape() -> None:
+def test_serves_own_503_becomes_an_anthropic_error_for_anthropic_clients() -> None:
     refused = answer(serve_says(503, "…", (b"x-request-id", b"theirs")), "/v1/messages")
     assert (refused.status_code, refused.json()["request_id"]) == (503, "theirs")
     assert refused.json()["error"]["details"] == {"error_code": "unavailable"}
@@ -74,7 +74,7 @@ def test_anthropics_clients_get_them_in_their_shape() -> None:
     ],
     ids=["our refusal", "plain", "not found", "stream"],
 )
-def test_other_answers_pass_as_they_are(ours: Response) -> None:
+def test_other_answers_pass_unchanged(ours: Response) -> None:
     passed = answer(ours)
     assert passed.status_code == ours.status_code
     assert passed.headers.get("retry-after") == ours.headers.get("retry-after")
@@ -82,7 +82,7 @@ def test_other_answers_pass_as_they_are(ours: Response) -> None:
     assert passed.content == (b"data: 1\n\ndata: 2\n\n" if streamed else ours.body)
 
 
-def test_the_gateways_request_id_is_the_only_one() -> None:
+def test_an_answer_has_only_the_gateways_request_id() -> None:
     ids = [(b"x-request-id", b"ours"), (b"x-request-id", b"serves")]
     passed = answer(serve_says(200, "fine", *ids))
     assert passed.headers.get_list("x-request-id") == ["ours"]
@@ -105,7 +105,7 @@ def test_serves_list_of_applications_is_hidden_and_its_health_check_is_not() -> 
         (True, "POST", True),
     ],
 )
-def test_serve_reads_no_pushed_body_ahead_and_in_a_gateway_none(
+def test_serve_reads_no_put_body_ahead_and_in_a_gateway_no_body(
     in_gateway: bool, method: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if in_gateway:
@@ -125,7 +125,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 def begun_in_order(*sent: Headers) -> list[Headers]:
-    """The headers of requests that come at once in this order, as they reach the application."""
+    """Send requests at once, in this order; return their headers in the order of their start."""
     begun = list[Headers]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,21 +150,23 @@ def bearer(key: str) -> Headers:
 
 
 async def _nothing(*_: object) -> None:
-    """Neither receives nor sends."""
+    """Receive and send nothing."""
 
 
 @pytest.mark.parametrize("other", [bearer("another"), []], ids=["another key", "none"])
-def test_many_requests_with_a_key_let_others_begin_between_them(other: Headers) -> None:
+def test_requests_with_other_keys_start_between_many_requests_with_one_key(other: Headers) -> None:
     begun = begun_in_order(*[bearer("many")] * 500, other)
     assert begun.index(other) == 1
     assert len(begun) == 501
 
 
-def test_keys_do_not_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_with_different_keys_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(proxy_middleware, "START_INTERVAL_S", 0.1)
     began_s = time.monotonic()
     begun_in_order(*[bearer(f"key {i}") for i in range(100)])
-    assert time.monotonic() - began_s < 5.0  # one after the other they take ten
+    assert time.monotonic() - began_s < 5.0  # in sequence they take ten
 
 
 @pytest.mark.parametrize(
@@ -177,13 +179,13 @@ def test_keys_do_not_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=["spaces", "x-api-key", "both", "twice"],
 )
-def test_requests_with_a_key_begin_a_pause_apart_however_it_is_sent(as_well: Headers) -> None:
+def test_requests_with_a_key_start_an_interval_apart_in_either_header(as_well: Headers) -> None:
     began_s = time.monotonic()
     begun_in_order(*[bearer("one"), as_well] * 25)
     assert time.monotonic() - began_s >= 49 * START_INTERVAL_S
 
 
-def test_where_too_many_wait_for_their_turn_more_are_refused(
+def test_requests_beyond_the_longest_queue_of_a_key_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(proxy_middleware, "MAX_WAITING", 3)

@@ -1,4 +1,4 @@
-"""A gateway sends a pushed blob to those that say they lack it, by a handle that is not Serve's."""
+"""Delivery of a pushed blob to replicas without it, through a fake handle."""
 
 import asyncio
 import hashlib
@@ -25,7 +25,11 @@ REF = AdapterRef("acme", "policy", 1, hashlib.sha256(BLOB).hexdigest())
 
 @dataclass
 class Holder:
-    """What a replica does with messages. lost: it cannot be reached. hangs: it never answers."""
+    """Fake replica that receives messages.
+
+    lost: whether it cannot be reached.
+    hangs: whether it never answers.
+    """
 
     blob: bytes | None = None
     lost: bool = False
@@ -48,7 +52,7 @@ class Holder:
 
 
 class Answer:
-    """One replica's, to a broadcast."""
+    """Fake answer of one replica to a broadcast."""
 
     def __init__(self, holder, message):
         self._holder, self._message = holder, message
@@ -58,7 +62,7 @@ class Answer:
 
 
 class Handle:
-    """A handle of these replicas."""
+    """Fake Serve handle of these replicas."""
 
     def __init__(self, *holders):
         self._holders = holders
@@ -69,7 +73,7 @@ class Handle:
 
 
 class Broadcast:
-    """What Serve gives for one."""
+    """Fake response of Serve to a broadcast."""
 
     def __init__(self, answers):
         self._answers = answers
@@ -96,19 +100,19 @@ def deliver(blob, *holders):
     return asyncio.run(asyncio.wait_for(PushDelivery(Handle(*holders)).deliver(REF, blob), 20))
 
 
-def test_a_replica_that_lacks_a_blob_is_sent_it_whole(blob):
+def test_a_replica_without_the_blob_is_sent_all_parts(blob):
     one, other = Holder(), Holder()
     assert deliver(blob, one, other)
     assert one.blob == other.blob == BLOB
 
 
-def test_a_silent_replica_makes_nobody_be_sent_a_blob_again(blob):
+def test_a_silent_replica_does_not_cause_a_transfer(blob):
     holding, silent = Holder(BLOB), Holder(lost=True)
     assert not deliver(blob, holding, silent)
     assert [type(message) for message in holding.taken] == [HoldPushed]
 
 
-def test_a_silent_replica_does_not_hold_up_each_part_for_those_that_answer(blob):
+def test_a_silent_replica_does_not_delay_every_part(blob):
     lacking, silent = Holder(), Holder(hangs=True)
 
     async def scenario():
@@ -125,13 +129,13 @@ def test_a_silent_replica_does_not_hold_up_each_part_for_those_that_answer(blob)
     assert took_s < 1.5
 
 
-def test_who_did_not_answer_is_logged(blob, caplog):
+def test_replicas_that_do_not_answer_are_logged(blob, caplog):
     deliver(blob, Holder(BLOB), Holder(lost=True))
     (record,) = [each for each in caplog.records if each.message == "push_unanswered"]
     assert (record.asked, "RayActorError" in record.error) == ("HoldPushed", True)
 
 
-def test_replicas_of_the_machine_are_told_of_a_blob_that_is_coming(blob, monkeypatch):
+def test_replicas_of_the_same_machine_are_told_of_an_incoming_blob(blob, monkeypatch):
     here, lost = Holder(), Holder(lost=True)
     asyncio.run(PushDelivery(Handle(here, lost)).expect(REF.digest, blob, 99))
     (told,) = here.taken

@@ -1,4 +1,4 @@
-"""Calls of all replicas, by a handle that is not Serve's."""
+"""Broadcasts to replicas through a fake handle."""
 
 import asyncio
 import gc
@@ -10,7 +10,7 @@ from lorikeet.serving.replica_calls import broadcast_with_failures
 
 
 class Slow:
-    """A replica's answer, and all that a handle has to give one. ended: how it came to its end."""
+    """Fake handle, and the slow answer that it gives. ended: how the answer ended."""
 
     def __init__(self, error=None):
         self.begun, self.ended, self._error = asyncio.Event(), asyncio.Event(), error
@@ -45,8 +45,8 @@ async def cancelled_in_the_middle(slow):
     await asyncio.sleep(0.01)
 
 
-def test_calls_come_to_their_end_without_their_caller():
-    """gRPC's library keeps memory of each call that is cancelled."""
+def test_calls_run_to_their_end_when_the_caller_is_cancelled():
+    """A cancelled call would leak memory in grpc.aio."""
 
     async def run():
         await cancelled_in_the_middle(Slow())
@@ -55,7 +55,7 @@ def test_calls_come_to_their_end_without_their_caller():
     asyncio.run(run())
 
 
-def test_nobody_hears_how_calls_failed_whose_caller_is_gone(caplog):
+def test_failures_of_calls_with_a_cancelled_caller_are_not_logged(caplog):
     async def run():
         await cancelled_in_the_middle(Slow(DeploymentUnavailableError("engine")))
         gc.collect()

@@ -1,4 +1,4 @@
-"""What the controller sends replicas: what changed, until they have it, and no more than that."""
+"""Decisions that the controller sends to replicas: changes, until they are confirmed."""
 
 import asyncio
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ KEEP_A = {A.digest: PinTarget(A, Residency.GPU)}
 
 
 class Replicas:
-    """Stand behind the handle: all hear what is broadcast but those who are deaf."""
+    """Fake replicas of a handle: all receive broadcasts, except the deaf."""
 
     def __init__(self, *names: str) -> None:
         self.reports = {name: report(name) for name in names}
@@ -59,7 +59,7 @@ def tick(
     keeps: Mapping[str, PinTarget] = {},
     survey: bool = True,
 ) -> None:
-    """`keeps` on p; nothing is pinned elsewhere."""
+    """Run one tick of the controller with pins `keeps` on replica p."""
     if survey:
         asyncio.run(reconciler.survey())
     plan = {each.replica: keeps if each.replica == "p" else {} for each in reconciler.reports}
@@ -67,7 +67,7 @@ def tick(
     asyncio.run(reconciler.send(now_s))
 
 
-def test_every_replica_is_sent_its_decision_once_and_then_only_what_changed(replicas: Replicas):
+def test_a_decision_is_sent_once_and_again_only_when_it_changes(replicas: Replicas):
     reconciler = deployment_of()
     tick(reconciler, 0.0)
     assert replicas.take() == [("p", PlacementDecision()), ("q", PlacementDecision())]
@@ -79,7 +79,9 @@ def test_every_replica_is_sent_its_decision_once_and_then_only_what_changed(repl
     assert replicas.take() == []
 
 
-def test_a_replica_that_did_not_answer_is_sent_it_again_and_a_new_one_at_once(replicas: Replicas):
+def test_an_unconfirmed_decision_is_sent_again_and_a_new_replica_gets_its_own_at_once(
+    replicas: Replicas,
+):
     reconciler = deployment_of()
     tick(reconciler, 0.0)
     replicas.take()
@@ -92,7 +94,7 @@ def test_a_replica_that_did_not_answer_is_sent_it_again_and_a_new_one_at_once(re
     assert replicas.take() == [("p", PlacementDecision(KEEP_A)), ("new", PlacementDecision())]
 
 
-def test_now_and_then_decisions_are_sent_though_nothing_changed(replicas: Replicas):
+def test_a_confirmed_decision_is_sent_again_after_a_while(replicas: Replicas):
     reconciler = deployment_of()
     for now_s in range(0, 90, 3):
         tick(reconciler, float(now_s))
@@ -111,7 +113,9 @@ def test_prefetches_are_sent_once(replicas: Replicas):
     ]
 
 
-def test_while_one_replica_could_go_spares_are_brought_and_counted(replicas: Replicas):
+def test_while_the_fleet_may_shrink_second_copies_are_prefetched_and_sole_copies_counted(
+    replicas: Replicas,
+):
     used = held(A, Residency.GPU, 10, 3.0)
     replicas.reports["p"] = report("p", adapters=(used,))
     replicas.stats = dict.fromkeys(
@@ -132,7 +136,7 @@ def test_while_one_replica_could_go_spares_are_brought_and_counted(replicas: Rep
     assert replicas.take() == [("p", PlacementDecision()), ("q", PlacementDecision())]
 
 
-def test_a_replica_that_misses_an_answer_is_there_until_it_was_silent_for_too_long() -> None:
+def test_a_replica_counts_as_alive_until_its_silence_exceeds_the_timeout() -> None:
     now_s = [0.0]
     responding = RespondingReplicas(5.0, lambda: now_s[0])
     assert responding.update([report("r1"), report("r0")]) == [report("r0"), report("r1")]

@@ -1,4 +1,4 @@
-"""A gateway keeps a stream from every replica, and from one that is gone while it is needed."""
+"""Streams that a gateway keeps open from every replica."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -14,7 +14,7 @@ from tests.waiting import until
 
 
 class Replicas:
-    """Their streams in the order in which they were opened, and the items received."""
+    """Fake replicas: their streams in the order of opening, and the received items."""
 
     def __init__(self, silence_s):
         self.fleet = Fleet()
@@ -62,7 +62,7 @@ def names(replicas):
     return [stream.replica for stream in replicas.opened]
 
 
-def test_it_hears_every_replica_and_stops_when_one_is_gone():
+def test_a_stream_is_open_from_each_replica_and_closed_when_the_replica_is_gone():
     async def scenario(replicas):
         replicas.fleet.set_replicas(["r0", "r1"])
         await until(lambda: set(names(replicas)) == {"r0", "r1"})
@@ -77,7 +77,7 @@ def test_it_hears_every_replica_and_stops_when_one_is_gone():
     run(scenario)
 
 
-def test_it_hears_a_replica_that_is_gone_as_long_as_that_is_needed():
+def test_the_stream_of_a_removed_replica_stays_open_while_needed():
     async def scenario(replicas):
         replicas.fleet.set_replicas(["r0"])
         await until(lambda: replicas.opened)
@@ -95,7 +95,7 @@ def test_it_hears_a_replica_that_is_gone_as_long_as_that_is_needed():
 
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("broken"), RayActorError()])
-def test_a_stream_that_ends_is_opened_again_and_a_lost_replica_is_lost(end):
+def test_an_ended_stream_is_reopened_and_a_lost_replica_is_reported(end):
     async def scenario(replicas):
         replicas.fleet.set_replicas(["r0", "r1"])
         await until(lambda: len(replicas.opened) == 2)
@@ -111,7 +111,7 @@ def test_a_stream_that_ends_is_opened_again_and_a_lost_replica_is_lost(end):
     run(scenario)
 
 
-def test_one_that_must_not_be_silent_is_opened_again():
+def test_a_silent_stream_is_reopened():
     async def scenario(replicas):
         replicas.fleet.set_replicas(["r0"])
         await until(lambda: len(replicas.opened) >= 3)

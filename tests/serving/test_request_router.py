@@ -1,4 +1,4 @@
-"""What routing reads of a request."""
+"""Part of a request that the router reads."""
 
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.routing.locations import MAX_HASHED_CHARACTERS
@@ -15,7 +15,7 @@ def _hashes(*messages: dict[str, str]) -> tuple[int, ...]:
     return tuple(routing_request_of(call).prefix_hashes)
 
 
-def test_only_the_beginning_of_a_prompt_is_read() -> None:
+def test_only_the_hashed_part_of_a_prompt_is_read() -> None:
     long = {"role": "user", "content": "word " * MAX_HASHED_CHARACTERS}
     assert _hashes(long, _Unread()) == _hashes(long)
     assert _hashes({"role": "user", "content": "words"}, long) != _hashes(long)

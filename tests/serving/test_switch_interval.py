@@ -1,4 +1,4 @@
-"""Event loops do not wait for threads that parse as long as Python lets them."""
+"""Interpreter switch interval of gateways and replicas."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from lorikeet.serving import deployments
 
 
 class NoReplicaError(Exception):
-    """Raised in place of Serve's: here is no replica."""
+    """Fake of Serve's error outside a replica."""
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def nowhere() -> None:
 @pytest.mark.parametrize(
     ("replica", "arguments"), [(deployments.Gateway, 4), (deployments.EngineReplica, 2)]
 )
-def test_gateways_and_replicas_have_the_interpreter_back_after_half_a_millisecond(
+def test_gateways_and_replicas_switch_threads_after_half_a_millisecond(
     monkeypatch: pytest.MonkeyPatch, replica: Any, arguments: int
 ) -> None:
     monkeypatch.setattr(deployments.serve, "get_replica_context", nowhere)

@@ -1,4 +1,4 @@
-"""What a client does not read takes a bounded place for a bounded time."""
+"""Unread answers: bounded in memory and in time."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ KERNEL_BYTES = 2**24
 
 
 class Endless:
-    """An application that makes an answer without end, and notes when its client has gone."""
+    """Application that streams without end, and notes when its client has gone."""
 
     def __init__(self, pieces_per_s: float = 1e6) -> None:
         self.pause_s = 1 / pieces_per_s
@@ -48,7 +48,7 @@ def whole(size: int) -> ASGIApp:
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp) -> AsyncIterator[int]:
-    """The port of a server with the application behind the middleware, as in front of Serve."""
+    """Serve the application behind the middleware, as Serve's proxy does; yield the port."""
     for middleware in reversed(middlewares()):
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
@@ -64,7 +64,7 @@ async def serving(app: ASGIApp) -> AsyncIterator[int]:
 
 @contextlib.asynccontextmanager
 async def asking(port: int) -> AsyncIterator[asyncio.StreamReader]:
-    """A client that has sent a request, and reads 64 KiB at most unless it is read from."""
+    """Yield the reader of a client that has sent a request, with a buffer of 64 KiB."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
@@ -73,7 +73,7 @@ async def asking(port: int) -> AsyncIterator[asyncio.StreamReader]:
         writer.close()
 
 
-def test_a_stream_that_nobody_reads_is_held_back_and_cut_after_a_time(
+def test_an_unread_stream_is_paused_and_then_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(proxy_middleware, "STALLED_S", 0.5)
@@ -87,7 +87,7 @@ def test_a_stream_that_nobody_reads_is_held_back_and_cut_after_a_time(
     asyncio.run(scenario())
 
 
-def test_a_client_that_reads_slowly_gets_all_of_an_answer_that_is_there_at_once() -> None:
+def test_a_slow_client_gets_the_whole_of_a_complete_answer() -> None:
     async def scenario() -> None:
         size, pieces = 2**18, 3 * KERNEL_BYTES // 2**18
 
@@ -107,7 +107,7 @@ def test_a_client_that_reads_slowly_gets_all_of_an_answer_that_is_there_at_once(
     asyncio.run(scenario())
 
 
-def test_a_stream_that_is_read_as_it_comes_goes_on() -> None:
+def test_a_stream_that_is_read_continues() -> None:
     async def scenario() -> None:
         app = Endless(pieces_per_s=500)
         async with serving(app) as port, asking(port) as reader:
@@ -120,7 +120,7 @@ def test_a_stream_that_is_read_as_it_comes_goes_on() -> None:
     asyncio.run(scenario())
 
 
-def test_a_whole_answer_may_be_larger_than_what_may_wait() -> None:
+def test_a_complete_answer_may_exceed_the_buffers() -> None:
     async def scenario() -> None:
         size = 8 * 2**20
         async with serving(whole(size)) as port, asking(port) as reader:

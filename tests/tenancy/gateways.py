@@ -1,4 +1,4 @@
-"""Gateways of one service on a clock of their own."""
+"""Gateways of one service, on a clock for tests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ class Clock:
 
 
 class Gateway:
-    """One gateway's limiter. A gateway that has settled is one that is not new."""
+    """Rate limiter of one gateway. A settled gateway is not new."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Gateway:
 
 
 def settled(clock: Clock, **options: object) -> Gateway:
-    """A gateway without others, an hour after its start."""
+    """Make the only gateway, an hour after its start."""
     gateway = Gateway(clock, **options)  # type: ignore[arg-type]
     agree([gateway])
     clock.now += 3600
@@ -57,7 +57,7 @@ def settled(clock: Clock, **options: object) -> Gateway:
 
 
 def agree(gateways: Sequence[Gateway]) -> None:
-    """A round of every gateway, in which all answer."""
+    """Run a round of every gateway, in which all answer."""
     for gateway in gateways:
         now = gateway.clock()
         statement = gateway.shares.claim(now)

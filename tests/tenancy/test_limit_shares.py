@@ -1,4 +1,4 @@
-"""LimitShares of several gateways: they follow demand, and never add up to more than the limit."""
+"""LimitShares of several gateways: follow demand, and never add up to more than the limit."""
 
 import random
 
@@ -23,7 +23,7 @@ EXACT = 1e-6
 
 
 class Round:
-    """One gateway's round that is under way: it has asked, and not everyone has answered."""
+    """Round of one gateway that has asked the others and lacks some answers."""
 
     def __init__(self, shares: LimitShares, others: dict[str, LimitShares], now: float) -> None:
         self.shares = shares
@@ -41,7 +41,7 @@ class Round:
 
 
 class Fleet:
-    """Gateways whose rounds are cut in pieces that run in any order."""
+    """Gateways whose rounds are cut into steps that run in any order."""
 
     def __init__(self, count: int) -> None:
         self.now = 0.0
@@ -60,7 +60,7 @@ class Fleet:
         return name
 
     def stop(self, name: str) -> None:
-        """It dies, and Serve no longer lists it."""
+        """Remove a gateway: it dies, and Serve no longer lists it."""
         del self.gateways[name]
         self.rounds.pop(name, None)
         for each in self.rounds.values():
@@ -76,7 +76,7 @@ class Fleet:
             self.rounds[name] = Round(self.gateways[name], others, self.now)
 
     def settle(self, rounds: int) -> None:
-        """Whole rounds, a second apart."""
+        """Run whole rounds, a second apart."""
         for _ in range(rounds):
             for name in list(self.gateways):
                 self.begin(name)
@@ -102,7 +102,7 @@ steps = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(count=st.integers(2, 4), steps=steps)
-def test_however_late_answers_are_the_shares_are_never_more_than_the_whole(
+def test_shares_never_add_up_to_more_than_the_whole_however_late_answers_are(
     count: int, steps: list[tuple[str, int, int]]
 ) -> None:
     fleet = Fleet(count)
@@ -127,7 +127,7 @@ def test_however_late_answers_are_the_shares_are_never_more_than_the_whole(
     assert 0.9 <= sum(fleet.shares()) <= 1 + EXACT  # demand that fades is a little behind
 
 
-def test_of_two_that_want_more_at_once_one_sees_what_the_other_claims() -> None:
+def test_of_two_concurrent_claims_at_least_one_sees_the_other() -> None:
     fleet = Fleet(3)
     fleet.ask("g2", 1000)
     fleet.settle(3)
@@ -165,7 +165,7 @@ def test_a_few_requests_hardly_move_shares() -> None:
     assert fleet.shares() == pytest.approx([0.5, 0.5], abs=0.05)
 
 
-def test_without_answers_the_last_shares_hold() -> None:
+def test_without_answers_shares_stay() -> None:
     fleet = Fleet(3)
     fleet.ask("g1", 1000)
     fleet.settle(3)
@@ -192,7 +192,7 @@ def test_a_new_gateway_adds_no_more_than_the_least_share_until_it_has_agreed() -
     assert fleet.shares()[2] > 0.25
 
 
-def test_a_dead_gateways_part_goes_to_the_others() -> None:
+def test_a_dead_gateways_share_goes_to_the_others() -> None:
     fleet = Fleet(2)
     fleet.ask("g0", 1000)
     fleet.ask("g1", 1000)
@@ -204,7 +204,7 @@ def test_a_dead_gateways_part_goes_to_the_others() -> None:
     assert fleet.shares() == pytest.approx([1])
 
 
-def test_a_gateway_that_nobody_answers_takes_the_even_share_after_a_while() -> None:
+def test_a_gateway_without_answers_takes_the_even_share_after_a_while() -> None:
     shares = LimitShares("new", 4, 0.0)
     for second in range(int(DOUBT_S) + 2):
         own = shares.share_of(ACME, second)
@@ -213,7 +213,7 @@ def test_a_gateway_that_nobody_answers_takes_the_even_share_after_a_while() -> N
         shares.agree([], complete=False, now=second + 0.5)
 
 
-def test_what_nobody_asks_for_is_forgotten() -> None:
+def test_idle_subjects_are_forgotten() -> None:
     fleet = Fleet(2)
     fleet.ask("g0", 10)
     fleet.settle(3)
@@ -227,7 +227,7 @@ def test_what_nobody_asks_for_is_forgotten() -> None:
 def passed(
     gateways: list[Gateway], clock: Clock, limits: Limits, seconds: int, seed: int
 ) -> list[float]:
-    """When requests were let in, of far too many, while demand wanders between the gateways."""
+    """Return the times of admitted requests, among far too many, while demand moves around."""
     chance = random.Random(seed)
     times = []
     for tick in range(seconds * 10):
@@ -250,7 +250,7 @@ def most_in(times: list[float], window_s: float) -> int:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_in_any_minute_all_gateways_together_let_through_what_one_would(seed: int) -> None:
+def test_in_any_minute_all_gateways_together_admit_what_one_would(seed: int) -> None:
     clock = Clock()
     gateways = [Gateway(clock, f"g{i}", 3) for i in range(3)]
     agree(gateways)

@@ -1,4 +1,4 @@
-"""Who would wait for too long is refused at once, and told when to come back."""
+"""Requests that would wait too long are refused at once, with a time to retry."""
 
 import random
 import statistics
@@ -29,7 +29,7 @@ class Service:
         self._dice = random.Random(0)
 
     def ask(self, tenant: str = "acme") -> float | None:
-        """When to come back; None: it is let in."""
+        """Return the seconds after which to retry; None if the request is admitted."""
         weight = self.weights[tenant]
         try:
             self.line.check(tenant, weight, self.now)
@@ -40,7 +40,7 @@ class Service:
         return None
 
     def run(self, seconds: float, **per_s: float) -> dict[str, list[float]]:
-        """Go on for so long, while tenants ask so often; when the refused are to come back."""
+        """Send requests at a rate per tenant; return the refusals' retry times by tenant."""
         refusals: dict[str, list[float]] = {tenant: [] for tenant in per_s}
         due = dict.fromkeys(per_s, 0.0)
         for _ in range(round(seconds / STEP_S)):
@@ -68,7 +68,7 @@ class Service:
             self.running.append((tenant, self.now + self._dice.uniform(0, 2) * self.answer_s))
 
 
-def test_what_fits_into_running_capacity_is_let_in_however_slow_it_is() -> None:
+def test_requests_within_the_running_capacity_are_admitted_however_slow() -> None:
     service = Service(answer_s=1e6)
     for _ in range(MAX_RUNNING):
         assert service.ask() is None
@@ -85,7 +85,7 @@ def test_a_flood_is_refused_once_its_wait_would_be_too_long() -> None:
     assert max(steady) < 1.3 * MAX_QUEUE_S
 
 
-def test_who_comes_back_as_told_is_soon_let_in() -> None:
+def test_a_client_that_retries_after_retry_after_is_soon_admitted() -> None:
     service = Service(answer_s=8)
     service.run(100, acme=20)
     for _ in range(20):
@@ -97,19 +97,19 @@ def test_who_comes_back_as_told_is_soon_let_in() -> None:
         assert told_s < 0.2 * MAX_QUEUE_S
 
 
-def test_a_burst_is_let_in_as_long_as_nothing_is_known() -> None:
+def test_a_burst_is_admitted_while_there_is_no_estimate() -> None:
     service = Service(answer_s=0.1)
     assert [service.ask() for _ in range(1000)] == [None] * 1000
     service.run(20)
     assert not service.waiting
 
 
-def test_a_line_that_is_fast_enough_refuses_nobody() -> None:
+def test_a_fast_queue_refuses_no_request() -> None:
     service = Service(answer_s=8)
     assert service.run(600, acme=3.9)["acme"] == []
 
 
-def test_engines_that_become_faster_are_soon_believed() -> None:
+def test_the_estimate_follows_engines_that_become_faster() -> None:
     service = Service(answer_s=32)
     assert service.run(300, acme=20)["acme"]
     service.answer_s = 1
@@ -117,7 +117,7 @@ def test_engines_that_become_faster_are_soon_believed() -> None:
     assert service.run(100, acme=20)["acme"] == []
 
 
-def test_who_floods_the_service_lengthens_no_line_but_its_own() -> None:
+def test_a_tenant_that_floods_the_service_lengthens_only_its_own_queue() -> None:
     service = Service(answer_s=8, noisy=1.0, quiet=1.0)
     service.run(100, noisy=20)
     refusals = service.run(600, noisy=20, quiet=1)
@@ -125,14 +125,14 @@ def test_who_floods_the_service_lengthens_no_line_but_its_own() -> None:
     assert len(refusals["noisy"]) > 0.7 * 20 * 600
 
 
-def test_a_heavier_tenant_may_have_a_longer_line() -> None:
+def test_a_tenant_of_higher_weight_may_have_a_longer_queue() -> None:
     service = Service(answer_s=8, heavy=3.0, light=1.0)
     service.run(600, heavy=20, light=20)
     waiting = Counter(tenant for tenant, _ in service.waiting)
     assert waiting["heavy"] == pytest.approx(3 * waiting["light"], rel=0.2)
 
 
-def test_those_who_leave_wait_no_more() -> None:
+def test_requests_that_leave_no_longer_count_as_waiting() -> None:
     service = Service(answer_s=8)
     service.run(300, acme=20)
     assert service.ask() is not None
@@ -145,7 +145,7 @@ def test_those_who_leave_wait_no_more() -> None:
 @pytest.mark.parametrize(
     "line", [QueueTimeEstimator(None, 60.0, 0.0), QueueTimeEstimator(1, None, 0.0)]
 )
-def test_without_a_bound_everybody_is_let_in(line: QueueTimeEstimator) -> None:
+def test_without_a_bound_every_request_is_admitted(line: QueueTimeEstimator) -> None:
     for second in range(1000):
         line.check("acme", 1.0, second)
         line.enter("acme", 1.0, second)

@@ -1,4 +1,4 @@
-"""Limits bound what runs and what passes, and nothing else."""
+"""Limits bound running and admitted requests, and nothing else."""
 
 import pytest
 
@@ -21,14 +21,16 @@ def gateway(clock: Clock) -> Gateway:
 
 
 def wait_s(gateway: Gateway, limits: Limits, tokens: int = 1, **who: object) -> float:
-    """How long a request is told to wait."""
+    """Return the seconds that a refused request must wait."""
     with pytest.raises(RateLimited) as raised:
         gateway.enter(limits, tokens, **who)
     assert raised.value.retry_after_s is not None
     return raised.value.retry_after_s
 
 
-def test_requests_pass_up_to_the_burst_and_then_at_the_rate(gateway: Gateway, clock: Clock) -> None:
+def test_requests_are_admitted_up_to_the_burst_and_then_at_the_rate(
+    gateway: Gateway, clock: Clock
+) -> None:
     limits = Limits(requests_per_min=30, burst_s=20)
     for _ in range(10):
         gateway.enter(limits).release()
@@ -42,7 +44,9 @@ def test_requests_pass_up_to_the_burst_and_then_at_the_rate(gateway: Gateway, cl
 
 
 @pytest.mark.parametrize("limits", [Limits(requests_per_min=7), Limits(tokens_per_min=1000)])
-def test_who_waits_as_long_as_told_passes(gateway: Gateway, clock: Clock, limits: Limits) -> None:
+def test_a_client_that_waits_for_retry_after_is_admitted(
+    gateway: Gateway, clock: Clock, limits: Limits
+) -> None:
     waits = 0
     for tokens in (50, 400, 3, 170, 90) * 20:
         for _ in range(3):  # one wait for some tokens, one more for all once the body is read
@@ -57,7 +61,7 @@ def test_who_waits_as_long_as_told_passes(gateway: Gateway, clock: Clock, limits
     assert waits > 50
 
 
-def test_pushed_bytes_pass_up_to_the_burst_and_then_at_the_rate(
+def test_pushed_bytes_are_admitted_up_to_the_burst_and_then_at_the_rate(
     gateway: Gateway, clock: Clock
 ) -> None:
     limits = Limits(bytes_per_min=6000)
@@ -71,13 +75,13 @@ def test_pushed_bytes_pass_up_to_the_burst_and_then_at_the_rate(
     gateway.enter(limits).take_bytes(1000)
 
 
-def test_a_debt_of_pushed_bytes_stops_no_request(gateway: Gateway) -> None:
+def test_a_debt_of_pushed_bytes_refuses_no_request(gateway: Gateway) -> None:
     limits = Limits(bytes_per_min=60, requests_per_min=10)
     gateway.enter(limits).take_bytes(10_000)
     gateway.enter(limits).release()
 
 
-def test_tokens_are_reserved_and_settled_by_what_was_used(gateway: Gateway) -> None:
+def test_reserved_tokens_are_replaced_by_the_tokens_used(gateway: Gateway) -> None:
     limits = Limits(tokens_per_min=600)
     hold = gateway.enter(limits, 500)
     assert wait_s(gateway, limits, 200) == pytest.approx(10)
@@ -95,7 +99,7 @@ def test_an_answer_longer_than_reserved_is_paid_afterwards(gateway: Gateway, clo
     assert wait_s(gateway, limits, 1) == pytest.approx(30.1)
 
 
-def test_a_request_larger_than_the_burst_passes_when_nothing_is_missing(
+def test_a_request_larger_than_the_burst_is_admitted_by_a_full_bucket(
     gateway: Gateway, clock: Clock
 ) -> None:
     limits = Limits(tokens_per_min=600, burst_s=10)
@@ -105,13 +109,13 @@ def test_a_request_larger_than_the_burst_passes_when_nothing_is_missing(
     assert wait_s(gateway, limits, 400) == pytest.approx(9)
 
 
-def test_what_was_reserved_counts_where_nothing_is_settled(gateway: Gateway) -> None:
+def test_reserved_tokens_count_if_they_are_never_settled(gateway: Gateway) -> None:
     limits = Limits(tokens_per_min=600)
     gateway.enter(limits, 590).release()
     assert wait_s(gateway, limits, 20) == pytest.approx(1)
 
 
-def test_the_keys_limits_hold_beside_the_tenants(gateway: Gateway) -> None:
+def test_a_keys_limits_apply_in_addition_to_its_tenants(gateway: Gateway) -> None:
     tenant, key = Limits(requests_per_min=3), Limits(requests_per_min=2)
     for _ in range(2):
         gateway.enter(tenant, of_key=key).release()
@@ -122,7 +126,7 @@ def test_the_keys_limits_hold_beside_the_tenants(gateway: Gateway) -> None:
         gateway.enter(tenant, key_id="k3")
 
 
-def test_a_request_that_one_limit_refuses_takes_nothing_of_the_other(gateway: Gateway) -> None:
+def test_a_request_refused_by_one_limit_counts_for_no_other(gateway: Gateway) -> None:
     tenant, key = Limits(requests_per_min=2), Limits(requests_per_min=1)
     gateway.enter(tenant, of_key=key).release()
     for _ in range(5):
@@ -137,7 +141,9 @@ def test_tenants_do_not_share_limits(gateway: Gateway) -> None:
     wait_s(gateway, limits, tenant="acme")
 
 
-def test_requests_at_once_are_bounded_and_places_come_back(gateway: Gateway, clock: Clock) -> None:
+def test_requests_at_once_are_bounded_and_ended_ones_make_way(
+    gateway: Gateway, clock: Clock
+) -> None:
     limits = Limits(max_concurrent=2)
     for _ in range(3):
         holds = [gateway.enter(limits), gateway.enter(limits)]
@@ -147,7 +153,7 @@ def test_requests_at_once_are_bounded_and_places_come_back(gateway: Gateway, clo
             hold.release()
 
 
-def test_who_waits_for_a_place_is_told_by_how_long_requests_take(
+def test_retry_after_at_the_concurrency_limit_follows_the_duration_of_requests(
     gateway: Gateway, clock: Clock
 ) -> None:
     limits = Limits(max_concurrent=1)
@@ -159,7 +165,7 @@ def test_who_waits_for_a_place_is_told_by_how_long_requests_take(
     assert wait_s(gateway, limits) == pytest.approx(12, rel=0.01)
 
 
-def test_a_place_is_taken_before_the_body_is_read_and_given_back_if_it_never_comes(
+def test_a_request_counts_before_its_body_is_read_and_no_longer_if_none_comes(
     gateway: Gateway, clock: Clock
 ) -> None:
     limits = Limits(max_concurrent=1)
@@ -172,7 +178,7 @@ def test_a_place_is_taken_before_the_body_is_read_and_given_back_if_it_never_com
     assert wait_s(gateway, limits) == pytest.approx(1)  # not what the body took to fail
 
 
-def test_a_place_is_taken_once(gateway: Gateway) -> None:
+def test_a_request_counts_once(gateway: Gateway) -> None:
     limits = Limits(max_concurrent=2)
     for hold in [gateway.check(limits), gateway.check(limits)]:
         hold.body_is_here()
@@ -182,7 +188,7 @@ def test_a_place_is_taken_once(gateway: Gateway) -> None:
     assert not gateway.limiter.reading
 
 
-def test_the_requests_of_one_tenant_without_bodies_leave_room_for_others(clock: Clock) -> None:
+def test_one_tenants_requests_without_bodies_leave_capacity_for_other_tenants(clock: Clock) -> None:
     gateway = settled(clock, most=4)
     holds = [gateway.check(NONE), gateway.check(NONE)]
     with pytest.raises(RateLimited, match="send bodies without delay"):
@@ -192,12 +198,12 @@ def test_the_requests_of_one_tenant_without_bodies_leave_room_for_others(clock: 
     gateway.check(NONE).release()
 
 
-def test_without_limits_everything_passes(gateway: Gateway) -> None:
+def test_without_limits_every_request_is_admitted(gateway: Gateway) -> None:
     for _ in range(1000):
         gateway.enter(NONE, 10**6)
 
 
-def test_a_changed_limit_counts_for_the_next_request(gateway: Gateway) -> None:
+def test_a_changed_limit_applies_to_the_next_request(gateway: Gateway) -> None:
     for _ in range(5):
         gateway.enter(Limits(requests_per_min=100, max_concurrent=9))
     wait_s(gateway, Limits(max_concurrent=5))
@@ -213,7 +219,7 @@ def test_limit_statuses_are_those_of_the_tighter_limit(gateway: Gateway) -> None
     assert statuses["tokens"][1:] == pytest.approx((1200, 900, 15.0))
 
 
-def test_a_refusal_says_how_the_limits_stand(gateway: Gateway) -> None:
+def test_a_refusal_carries_the_limit_statuses(gateway: Gateway) -> None:
     limits = Limits(requests_per_min=2, tokens_per_min=1200)
     gateway.enter(limits, 600)
     gateway.enter(limits, 400)
@@ -224,7 +230,7 @@ def test_a_refusal_says_how_the_limits_stand(gateway: Gateway) -> None:
     assert statuses["tokens"][1:3] == (1200, 200)
 
 
-def test_all_tenants_together_stay_within_what_a_gateway_carries(clock: Clock) -> None:
+def test_all_tenants_together_stay_within_max_requests(clock: Clock) -> None:
     gateway = settled(clock, most=2)
     hold = gateway.enter(NONE, tenant="acme")
     gateway.enter(NONE, tenant="globex")
@@ -247,7 +253,7 @@ class Written:
         self.readings += 1
 
 
-def test_a_budget_is_what_was_written_and_what_was_settled_since(clock: Clock) -> None:
+def test_a_budget_counts_recorded_usage_and_tokens_settled_since(clock: Clock) -> None:
     written = Written()
     budget = MonthlyBudget(written, unseen_s=30)
     gateway = settled(clock, budget=budget)
@@ -270,7 +276,7 @@ def test_a_budget_is_what_was_written_and_what_was_settled_since(clock: Clock) -
     gateway.enter(limits).release()
 
 
-def test_who_has_used_up_the_budget_may_come_back_next_month(clock: Clock) -> None:
+def test_retry_after_of_a_used_up_budget_is_the_next_month(clock: Clock) -> None:
     clock.now = 1798761599.0  # the last second of 2026
     budget = MonthlyBudget(None, unseen_s=30)
     budget.settle("acme", 10, clock())
@@ -279,7 +285,7 @@ def test_who_has_used_up_the_budget_may_come_back_next_month(clock: Clock) -> No
     assert raised.value.retry_after_s == pytest.approx(1)
 
 
-def test_usage_is_read_only_while_somebody_has_a_budget(clock: Clock) -> None:
+def test_recorded_usage_is_read_only_while_a_tenant_has_a_budget(clock: Clock) -> None:
     budget = MonthlyBudget(Written(), unseen_s=30)
     assert not budget.due(clock())
     budget.check("acme", 10, clock())

@@ -1,4 +1,4 @@
-"""Usage written as replicas do, without waiting for time to pass."""
+"""Usage written as by replicas, without waiting for time to pass."""
 
 from datetime import date
 
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Replica:
-    """A ledger and its writer; `flush` as the writer's thread does."""
+    """Ledger and its writer, which the test flushes as the writer's thread does."""
 
     def __init__(self, store: ObjectStore, clock: Clock) -> None:
         self.ledger = UsageLedger(clock)
@@ -41,7 +41,7 @@ class Replica:
 def total(
     store: ObjectStore, clock: Clock, first: date = TODAY, last: date = TODAY
 ) -> UsageByAccount:
-    """What a reader finds who knows nothing yet, over all days."""
+    """Sum what a new reader finds over all days."""
     sums: dict[UsageAccount, UsageCounts] = {}
     for use in UsageReader(store, clock).read(first, last).values():
         for account, counts in use.items():

@@ -1,4 +1,4 @@
-"""Joining the parts of days: nothing is lost or counted twice wherever it is killed."""
+"""Compaction of days: a crash anywhere loses nothing and counts nothing twice."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ class Killed(Exception):
 
 
 class Mortal:
-    """Changes to the store, the n-th of which kills its process: before it is done, or after."""
+    """Store whose n-th change kills the process, before or after the change."""
 
     def __init__(self, store: ObjectStore, dies_at: int, *, after: bool) -> None:
         self._store, self._left, self._after = store, dies_at, after
@@ -60,7 +60,7 @@ class Mortal:
 
 
 def use_two_days(store: ObjectStore, clock: Clock) -> list[Replica]:
-    """Two replicas, two parts each of yesterday, and one of today."""
+    """Write two objects of yesterday and one of today, by each of two replicas."""
     replicas = [Replica(store, clock), Replica(store, clock)]
     for at in (NOON - DAY_S, NOON - DAY_S + 60, NOON):
         clock.now = at
@@ -77,7 +77,7 @@ def all_used(store: ObjectStore, clock: Clock):
 
 
 def run(store: ObjectStore, clock: Clock, later_s: float = 0.0) -> list[str]:
-    """A run so much later than all that was written; the store's own clock stands."""
+    """Clean up a time after everything was written; the store's own clock stands still."""
     return [one.key for one in clean_up(store, lambda: clock.now + later_s, dry_run=False)]
 
 
@@ -87,7 +87,7 @@ def local(tmp_path) -> LocalStore:
 
 
 class Dated:
-    """A store that says when its objects were written by the test's clock."""
+    """Store that dates its objects by the test's clock."""
 
     def __init__(self, store: ObjectStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
@@ -120,7 +120,7 @@ def test_a_day_that_is_over_becomes_one_object(store: ObjectStore) -> None:
     assert list(days_with_usage(store)) == [YESTERDAY, TODAY]
 
 
-def test_an_object_that_came_late_is_compacted_too(store: ObjectStore) -> None:
+def test_a_late_object_is_compacted_too(store: ObjectStore) -> None:
     clock = Clock()
     dated = Dated(store, clock)
     late = Replica(dated, clock)
@@ -142,7 +142,7 @@ def test_an_object_that_came_late_is_compacted_too(store: ObjectStore) -> None:
     assert [key.rpartition("/")[2] for key in yesterdays] == ["compacted-000002.json"]
 
 
-def test_an_object_that_is_written_again_after_compaction_counts_no_more(local) -> None:
+def test_an_object_written_again_after_compaction_does_not_count_again(local) -> None:
     clock = Clock()
     dated = Dated(local, clock)
     use_two_days(dated, clock)
@@ -179,12 +179,12 @@ def test_killed_at_any_point_nothing_is_lost_or_counted_twice(local, after: bool
     assert len([key for key in objects(local) if str(YESTERDAY) in key]) == 1
 
 
-def test_of_two_that_join_at_once_one_does(local) -> None:
+def test_of_two_concurrent_compactions_one_writes(local) -> None:
     clock = Clock()
     use_two_days(local, clock)
 
     class Other:
-        """Before this one writes, another has."""
+        """Write after a concurrent compaction has written."""
 
         def __getattr__(self, name: str) -> object:
             return getattr(local, name)

@@ -1,4 +1,4 @@
-"""Readers count everything once, whatever they read before and whatever is compacted meanwhile."""
+"""Readers count each object once, whatever they have read and whatever is compacted meanwhile."""
 
 from datetime import date
 
@@ -34,7 +34,7 @@ from tests.usage.replicas import (
 
 
 class Listening:
-    """Notes what is got and where lists begin."""
+    """Store that records GETs and the starts of LISTs."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -85,12 +85,12 @@ def test_a_period_is_read_by_day(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize("last", [date(2026, 10, 31), date(2028, 1, 1)])
-def test_a_period_has_a_first_day_and_an_end(last: date, store: ObjectStore) -> None:
+def test_a_period_is_neither_reversed_nor_too_long(last: date, store: ObjectStore) -> None:
     with pytest.raises(InvalidInput):
         UsageReader(store).read(date(2026, 11, 1), last)
 
 
-def test_a_part_is_read_once_and_later_with_one_short_list(store: ObjectStore) -> None:
+def test_an_object_is_read_once_and_later_reads_need_one_short_list(store: ObjectStore) -> None:
     listening = Listening(store)
     day = DayReader(listening, TODAY, lambda account: account.tenant)
     put(store, "a", 0, NOON, 1)
@@ -109,7 +109,7 @@ def tokens_after(day: DayReader[str], now: float) -> dict[str, int]:
     return tokens(day)
 
 
-def test_a_late_part_is_missed_only_until_the_next_of_its_writer(store: ObjectStore) -> None:
+def test_a_late_object_is_missed_only_until_its_writers_next_object(store: ObjectStore) -> None:
     day = DayReader(store, TODAY, lambda account: account.tenant)
     put(store, "a", 0, NOON, 1)
     day.read_new(NOON)
@@ -119,7 +119,7 @@ def test_a_late_part_is_missed_only_until_the_next_of_its_writer(store: ObjectSt
     assert tokens_after(day, NOON + 3600) == {"acme": 7}
 
 
-def test_what_was_compacted_meanwhile_counts_once(store: ObjectStore) -> None:
+def test_objects_compacted_during_a_read_count_once(store: ObjectStore) -> None:
     clock = Clock()
     replica, other = Replica(store, clock), Replica(store, clock)
     day = DayReader(store, TODAY, lambda account: account.tenant)
@@ -141,7 +141,7 @@ def test_what_was_compacted_meanwhile_counts_once(store: ObjectStore) -> None:
     }
 
 
-def test_a_month_begins_anew(store: ObjectStore) -> None:
+def test_a_new_month_begins_at_zero(store: ObjectStore) -> None:
     clock = Clock(NOON - 22 * DAY_S)  # the last of October
     replica, month = Replica(store, clock), MonthTokens(store, clock)
     replica.uses(SUPPORT, prompt_tokens=100, cached_tokens=50, output_tokens=5)
@@ -162,7 +162,9 @@ def test_a_month_begins_anew(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"schema":2}', b'{"schema":1,"rows":[]}'])
-def test_damage_is_told_and_never_taken_for_nothing(data: bytes, store: ObjectStore) -> None:
+def test_a_damaged_object_raises_and_does_not_count_as_empty(
+    data: bytes, store: ObjectStore
+) -> None:
     store.put_if_absent(compacted_key(TODAY, 1), data)
     with pytest.raises(StoreError, match="compacted-000001"):
         total(store, Clock())

@@ -1,4 +1,4 @@
-"""What is counted reaches the store once."""
+"""Counted usage reaches the store exactly once."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ from tests.usage.replicas import (
 
 
 class Flaky:
-    """A store whose next writes fail: before they are done, or with their answer lost."""
+    """Store whose next writes fail: before the write, or with a lost answer."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -59,7 +59,7 @@ def test_replicas_add_up_by_account(store: ObjectStore) -> None:
     }
 
 
-def test_what_nobody_used_is_no_object(store: ObjectStore) -> None:
+def test_without_usage_no_object_is_written(store: ObjectStore) -> None:
     replica = Replica(store, Clock())
     assert replica.flush()
     assert objects(store) == []
@@ -79,7 +79,7 @@ def test_a_repeated_write_counts_once(store: ObjectStore, failure: str) -> None:
     assert len(objects(store)) == 2
 
 
-def test_it_counts_for_the_day_on_which_it_was_used(store: ObjectStore) -> None:
+def test_usage_counts_for_the_day_on_which_it_happened(store: ObjectStore) -> None:
     clock = Clock(NOON - DAY_S)
     replica = Replica(store, clock)
     replica.uses(SUPPORT, output_tokens=1)
@@ -90,7 +90,7 @@ def test_it_counts_for_the_day_on_which_it_was_used(store: ObjectStore) -> None:
     assert total(store, clock) == {SUPPORT: UsageCounts(output_tokens=2)}
 
 
-def test_it_writes_by_itself_and_once_more_when_it_is_closed(store: ObjectStore) -> None:
+def test_the_writer_writes_at_intervals_and_once_more_when_closed(store: ObjectStore) -> None:
     ledger = UsageLedger()
     gathered = threading.Event()
     writer = UsageWriter(store, ledger, 0.05, gathered.set)

@@ -1,4 +1,4 @@
-"""Builds the large parts of an engine from its settings: model, adapters, KV pages, runner."""
+"""Assembly of an engine from its settings: model, adapter tiers, KV pages and runner."""
 
 import gc
 import logging
@@ -46,9 +46,10 @@ LoadModel = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """An engine's parts, with all memory allocated and all kernels compiled.
+    """Parts of an engine, with all memory allocated and all kernels compiled.
 
-    step_budget: None without an inter-token goal. forced_budget: of tokens that grammars force.
+    step_budget: None without an inter-token goal.
+    forced_budget: budget of the tokens that grammars force.
     """
 
     runner: ModelRunner
@@ -61,7 +62,7 @@ class Assembly:
     ranks: OneRank
 
     def close(self) -> None:
-        """Load no more adapters, and end the other ranks."""
+        """Stop loading adapters and end the other ranks."""
         self.tiers.close()
         self.ranks.close()
 
@@ -71,8 +72,10 @@ def assemble(
 ) -> Assembly:
     """Load the model and allocate all the memory that serving needs.
 
-    load: reads the base model, as load_model does. wake: called when adapters were loaded.
-    Raises ModelError, and SettingsError where memory or attention kernels for the device lack.
+    load: reads the base model, as load_model does.
+    wake: called when adapters were loaded.
+
+    Raises ModelError, and SettingsError if memory or attention kernels for the device are lacking.
     """
     ranks = start_ranks(settings, load)
     try:
@@ -123,12 +126,12 @@ def load_weights(
     group: RankGroup | None,
     start: StartUpStages,
 ) -> LlamaModel:
-    """The base model, or this rank's part of it. Raises ModelError and SettingsError."""
+    """Load the base model, or this rank's part of it. Raises ModelError and SettingsError."""
     with start.stage("weights"):
         dtype, context = settings.torch_dtype, settings.max_context
         model = load(settings.model, device, dtype, context, settings.rounding, group)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what rounding and dequantising took
+            torch.cuda.empty_cache()  # frees the scratch memory of rounding and dequantising
     return model
 
 
@@ -155,9 +158,9 @@ def build_tiers(
     free: int,
     ranks: OneRank,
 ) -> Tiers:
-    """The tiers that hold and load adapters, with the arenas of GPU and host allocated.
+    """Build the tiers that hold and load adapters; allocates the arenas of GPU and host.
 
-    free: bytes of the device of which the slot pool may be a share.
+    free: free bytes of the device, of which the slot pool may be a share.
     """
     dtype = settings.torch_adapter_dtype
     gpu_bytes = ranks.least(resolve(settings.adapter_gpu_bytes, free))
@@ -186,11 +189,13 @@ def build_runner(
     start: StartUpStages,
     ranks: OneRank,
 ) -> tuple[ModelRunner, int]:
-    """A runner and how many KV pages it has; on CUDA with all kernels compiled.
+    """Build a runner and return it with its number of KV pages; on CUDA, compile all kernels.
 
-    What steps and graphs take is measured, not estimated: on CUDA a runner with one KV page is
-    tried out first, and then built again with all the pages that the trial has left room for.
-    Graphs cannot be kept, since they hold the address of the KV pages. Raises SettingsError.
+    The memory of steps and graphs is measured, not estimated: on CUDA a trial runner with one KV
+        page
+    runs first; then the runner is built again with all the pages that the trial has left memory
+    for. The trial's graphs cannot be kept, since they hold the address of its KV pages. Raises
+    SettingsError.
     """
     device = model.device
     parts = RunnerParts.of(model, weights, settings)
@@ -212,6 +217,6 @@ def build_runner(
     with start.stage("KV cache"):
         runner = build(pages)
         if device.type == "cuda":
-            # takes its memory back before anything else does
+            # takes the memory of steps before another allocation does
             run_largest_step(runner, sampler, settings)
     return runner, pages

@@ -1,4 +1,4 @@
-"""Builds the input of one forward pass from the chunks that the scheduler planned."""
+"""Input of one forward pass, built from the chunks that the scheduler planned."""
 
 from dataclasses import dataclass
 from operator import itemgetter
@@ -18,15 +18,21 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The input of one step on the host: all that a process with the model's weights needs.
+    """Input of one step on the host: all that a process with the model's weights needs.
 
-    Fields that Batch has too mean what they mean there. A token that the step before sampled may
-    not be read yet: pending [tokens of this kind] int64 are the places of such tokens in token_ids,
-    where 0 stands, and pending_rows [as many] int64 their rows in the step before.
-    page_tables: each from the first page on that one of the step's tokens sees.
-    segments and head_segments [3, segments] int32: slots, starts and lengths of Batch's; none
-    without adapters. max_rank and head_rank: at least the rank of every adapter in them; head_rows:
-    Segments' max_rows of the latter; changes_experts: Segments' of the former.
+    Fields that Batch has too mean the same there.
+
+    token_ids: 0 stands where a token was sampled by the step before and may not be read yet.
+    pending: [pending tokens] int64, indices of such tokens in token_ids.
+    pending_rows: [pending tokens] int64, their rows in the step before.
+    page_tables: each begins with the first page that one of the step's tokens sees.
+    segments: [3, segments] int32, slots, starts and lengths of Batch.segments; none without
+        adapters.
+    max_rank: at least the rank of every adapter in segments.
+    changes_experts: as in Segments.
+    head_segments: [3, segments] int32, like segments, for lm_head.
+    head_rank: at least the rank of every adapter in head_segments.
+    head_rows: Segments.max_rows for lm_head.
     """
 
     token_ids: Int64s
@@ -46,9 +52,9 @@ class StepInput:
     head_rows: int
 
     def upload(self, device: torch.device, previous: torch.Tensor | None = None) -> Batch:
-        """The step's tensors on the device; the host waits for nothing.
+        """Copy the step to the device; the host waits for nothing.
 
-        previous: the tokens of the step before, which are there already, [rows] int64.
+        previous: tokens of the step before, already on the device, [rows] int64.
         """
         parts = (
             self.token_ids, self.positions, self.kv_slots.ravel(), self.logit_rows,
@@ -80,10 +86,10 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class LogitsInput:
-    """More logits of a step than its next tokens need, on the host.
+    """Rows of a step whose logits are wanted beyond those of its next tokens, on the host.
 
-    rows [rows] int64: the tokens whose logits are wanted. head_segments [3, segments] int32,
-    head_rank, head_rows: as StepInput has them, over these rows.
+    rows: [rows] int64, indices of tokens in the step.
+    head_segments, head_rank, head_rows: as in StepInput, over these rows.
     """
 
     rows: Int64s
@@ -92,15 +98,15 @@ class LogitsInput:
     head_rows: int
 
     def upload(self, device: torch.device) -> tuple[torch.Tensor, Segments | None]:
-        """The rows and the head's segments on the device; the host waits for nothing."""
+        """Copy the rows and lm_head's segments to the device; the host waits for nothing."""
         heads = _upload_segments(self.head_segments, self.head_rank, device, self.head_rows)
         return upload(self.rows, device), heads
 
 
 def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
-    """The chunks, sorted so that those of one adapter are neighbours.
+    """Sort the chunks so that those of one adapter are side by side.
 
-    First come those whose adapters change lm_head, last those without an adapter.
+    First come chunks whose adapters change lm_head, last those without an adapter.
     """
     leased = [
         (not _changes_head(lease), lease.slot, chunk)
@@ -114,18 +120,19 @@ def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
 def build_step_input(
     chunks: list[Chunk], page_size: int, windows: tuple[int | None, ...] = (None,)
 ) -> StepInput:
-    """The input of a step of these chunks, which must be in group_by_adapter's order.
+    """Build the input of a step of these chunks, which must be in group_by_adapter's order.
 
-    windows: as KvGroups has them. Row i of the logits belongs to the i-th of the chunks that
-    complete their sequence.
+    windows: as in KvGroups.
+
+    Row i of the logits belongs to the i-th chunk that completes its sequence.
     """
-    rows = np.array([chunk.completes for chunk in chunks], np.int64)  # of the logits, by chunk
+    rows = np.array([chunk.completes for chunk in chunks], np.int64)  # rows of logits, by chunk
     computed = np.array([chunk.start for chunk in chunks], np.int64)
     kv_lengths = np.array([chunk.end for chunk in chunks], np.int64)
     lengths = kv_lengths - computed
     ends = lengths.cumsum()
     starts = ends - lengths
-    owner = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]: which chunk each belongs to
+    owner = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]: index of the token's chunk
     positions = np.arange(len(owner)) - (starts - computed)[owner]
     tables, slots = _kv_places(chunks, windows, owner, positions, page_size)
     ids, pending, pending_rows = _token_ids(chunks)
@@ -156,7 +163,10 @@ def _kv_places(
     positions: Int64s,
     page_size: int,
 ) -> tuple[tuple[PageTable, ...], Int64s]:
-    """StepInput's page_tables and kv_slots. owner: of each token, its chunk's index."""
+    """Return StepInput's page_tables and kv_slots.
+
+    owner: index of each token's chunk.
+    """
     begins = np.array([chunk.start for chunk in chunks], np.int64)
     page, at = np.divmod(positions, page_size)
     tables, slots = list[PageTable](), list[Int64s]()
@@ -172,7 +182,7 @@ def _kv_places(
 
 
 def _page_table(chunks: list[Chunk], group: int, first: Int64s, page_size: int) -> PageTable:
-    """A group's pages from each sequence's `first` on."""
+    """Return a group's page table, from each sequence's page `first` on."""
     tables = [chunk.pages[group] for chunk in chunks]
     kv_lengths = np.array([chunk.end for chunk in chunks], np.int64)
     if first.any():
@@ -183,13 +193,13 @@ def _page_table(chunks: list[Chunk], group: int, first: Int64s, page_size: int) 
 
 
 def head_segments(chunks: list[Chunk], rows: Int64s) -> Int32s:
-    """StepInput's head_segments where chunk i has rows[i] rows of the logits, one after another."""
+    """Return StepInput.head_segments where chunk i has rows[i] rows of the logits, in order."""
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
     return _segments([lease for lease in leases if _changes_head(lease)], rows)
 
 
 def build_logits_input(chunks: list[Chunk], rows: Int64s, of_chunks: Int64s) -> LogitsInput:
-    """The input of logits of these rows, of which chunk i has of_chunks[i], in its turn."""
+    """Build the input of these rows' logits; chunk i has of_chunks[i] of the rows, in order."""
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
     rank = max((lease.head_rank for lease in leases), default=0)
     token_rows = max((lease.head_rows for lease in leases), default=0)
@@ -201,12 +211,12 @@ def _changes_head(lease: AdapterLease) -> bool:
 
 
 def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
-    """StepInput's token_ids, pending and pending_rows."""
+    """Return StepInput's token_ids, pending and pending_rows."""
     ids, pending, pending_rows = list[int](), list[int](), list[int]()
     for chunk in chunks:
         sequence = chunk.sequence
         ids += sequence.tokens[chunk.start : chunk.end]
-        if sequence.pending_rows:  # one at most: only the step before is not read
+        if sequence.pending_rows:  # at most one: only the step before is not read yet
             pending.append(len(ids))
             pending_rows.append(sequence.pending_rows[0])
             ids += (0, *sequence.forced)
@@ -214,7 +224,7 @@ def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def _segments(leases: list[AdapterLease], lengths: Int64s) -> Int32s:
-    """[3, segments]: one for each slot, where the i-th lease has the i-th of the lengths."""
+    """Return [3, segments], one segment for each slot; the i-th lease has the i-th length."""
     # The first chunks have the leases, in their order, so index i is the same in both.
     slots = np.array([lease.slot for lease in leases], np.int64)
     first = np.flatnonzero(np.diff(slots, prepend=-1))
@@ -222,7 +232,7 @@ def _segments(leases: list[AdapterLease], lengths: Int64s) -> Int32s:
         return np.zeros((3, 0), np.int32)
     sums = np.add.reduceat(lengths[: len(leases)], first)
     kept = sums > 0
-    # Filtered before they are stacked: kernels read each of the three as it lies, without gaps.
+    # Filtered before stacking: kernels need each of the three rows contiguous.
     parts = (part[kept] for part in (slots[first], sums.cumsum() - sums, sums))
     return np.stack(list(parts)).astype(np.int32)
 

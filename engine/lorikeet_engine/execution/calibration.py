@@ -1,4 +1,4 @@
-"""Measures at start what steps cost on this engine."""
+"""Measurement of the costs of steps on this engine, at its start."""
 
 import logging
 from collections.abc import Iterator
@@ -27,19 +27,19 @@ from lorikeet_engine.settings import EngineSettings
 log = logging.getLogger(__name__)
 
 _RANK = 16
-# How many decodes are timed. One has products of its own on CUDA.
+# Numbers of decodes that are timed. A single decode has matrix kernels of its own on CUDA.
 _DECODES = (1, 2, 32, 128, 256)
 _LONG_CONTEXT = 4096
-# What a prompt's tokens see is measured by a chunk of as many at two depths.
+# Tokens of the chunk, and its two depths, that give the cost of tokens seen by a prompt.
 _CHUNK = 512
 _SHALLOW, _DEEP = 1024, 1 << 16
-# A chunk that is in pieces only for what it sees is timed: no longer than this.
+# Most tokens of the chunk that gives pieces_s: deep enough for piecewise graphs, else small.
 _PIECES_CHUNK = 128
-# A chunk that sees much is timed beside decodes: how many of each, and what they see.
+# Step that gives split_s: number of decodes, their context, tokens of the chunk, its depth.
 _BESIDE, _BESIDE_CONTEXT, _BESIDE_CHUNK, _BESIDE_DEPTH = 64, 1024, 192, 8192
-# Noise can hide what ranks cost a tiny model; no device reads one faster than this.
+# Noise can hide the cost of ranks in a tiny model; no device reads a rank faster than this.
 _MIN_RANK_S = 1e-9
-# Nor what a step's rows take where what they see seems to be all of it.
+# Noise can hide the cost of rows where attention seems to take all of a step.
 _MIN_ROWS_S = 1e-6
 
 
@@ -50,11 +50,14 @@ def measure_step_costs(
     shape: BaseShape,
     settings: EngineSettings,
 ) -> StepCosts:
-    """Time a few dummy steps, which run as real ones do.
+    """Time a few dummy steps, which run as real ones do, and return the costs fitted to them.
 
-    kv_pages, arena: the runner's, empty before and afterwards. What tokens see keeps its default
-    cost where contexts are too short to tell, adapters keep theirs where there is no room for rank
-    1 on all linears. Raises SettingsError if inter_token_goal_s is set then, which needs them.
+    kv_pages: number of the runner's KV pages; they are empty before and afterwards.
+    arena: the runner's arena; it is empty before and afterwards.
+
+    The cost of seen tokens keeps its default where contexts are too short to tell; the cost of
+    adapters keeps its default where rank 1 on all linears does not fit into the arena. In the
+    latter case raises SettingsError if inter_token_goal_s is set, which needs that cost.
     """
     steps = StepTimer(runner, kv_pages, settings)
     dummies = _DummyAdapters.that_fit(arena.weights, shape, settings)
@@ -73,7 +76,7 @@ def measure_step_costs(
 
 
 def _of_base(steps: StepTimer, settings: EngineSettings) -> StepCosts:
-    """The costs of steps without adapters."""
+    """Measure the costs of steps without adapters."""
     most, full = settings.max_running, settings.max_batch_tokens
     decodes_s = {n: steps.decodes_s(n) for n in (*(n for n in _DECODES if n < most), most)}
     costs = StepCosts(
@@ -91,17 +94,17 @@ def _of_base(steps: StepTimer, settings: EngineSettings) -> StepCosts:
     if full > max(rows_s):
         seen_s = costs.prompts_seen_s(steps.seen(full), beside_decodes=False)
         rows_s[full] = steps.prompts_s(full) - seen_s
-    # More work is never faster: where it seems so, here and below, it is noise.
+    # More work is never faster: measurements that say so, here and below, are noise.
     rising = accumulate((max(_MIN_ROWS_S, s) for s in rows_s.values()), max)
     costs = replace(costs, rows=tuple(map(RowsTime, rows_s, rising)))
     return replace(costs, split_s=_split_s(steps, costs))
 
 
 def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCosts) -> float:
-    """How much longer decodes take for each token that they see.
+    """Measure StepCosts.seen_token_s.
 
-    By one with the longest context, and by as many as fit with a long one: the slope by which the
-    relative errors of both are least.
+    Two steps are timed: one decode with the longest context, and as many decodes as fit with a long
+    context. The slope is the one with the least relative errors of both.
     """
     long = min(_LONG_CONTEXT, steps.longest)
     many = max(n for n in decodes_s if n * long <= steps.kv_tokens or n == min(decodes_s))
@@ -115,9 +118,9 @@ def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCost
 
 
 def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, float]:
-    """StepCosts.prompt_seen_s, and what a chunk of N tokens takes without what they see."""
+    """Measure StepCosts.prompt_seen_s, and the seconds of a chunk of N tokens without attention."""
     deep = min(_DEEP, steps.longest - tokens)
-    if deep < tokens:  # short contexts: chunks see little, and what they do is hard to tell
+    if deep < tokens:  # short contexts: chunks see too few tokens to measure their cost
         return usual.prompt_seen_s, steps.prompts_s(tokens)
     shallow = min(_SHALLOW, deep // 2)
     shallow_s = steps.shortest_s([steps.prompt(tokens, shallow)])
@@ -127,20 +130,23 @@ def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, floa
 
 
 def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> float:
-    """StepCosts.pieces_s; rows_s: what N tokens take in a single graph."""
+    """Measure StepCosts.pieces_s.
+
+    rows_s: seconds of N tokens in a single graph, by N.
+    """
     if not steps.in_pieces:
         return 0.0
     tokens = max(n for n in rows_s if n <= _PIECES_CHUNK)
     depth = min(_SHALLOW, steps.longest - tokens)
     seen = seen_tokens(tokens, depth)
-    if tokens == 1 or seen < SEEN_IN_PIECES:  # too little is seen to tell
+    if tokens == 1 or seen < SEEN_IN_PIECES:  # contexts are too short to tell
         return costs.pieces_s
     chunk_s = steps.shortest_s([steps.prompt(tokens, depth)])
     return max(0.0, chunk_s - rows_s[tokens] - costs.prompt_seen_s * seen)
 
 
 def _split_s(steps: StepTimer, costs: StepCosts) -> float:
-    """StepCosts.split_s, by the other costs of a step without adapters."""
+    """Measure StepCosts.split_s, given the other costs of a step without adapters."""
     decodes = min(_BESIDE, costs.max_running)
     context = min(_BESIDE_CONTEXT, steps.longest)
     chunk = min(_BESIDE_CHUNK, costs.step_tokens - decodes, steps.longest)
@@ -155,9 +161,9 @@ def _split_s(steps: StepTimer, costs: StepCosts) -> float:
 
 
 def _with_lora(costs: StepCosts, steps: StepTimer, dummies: "_DummyAdapters") -> StepCosts:
-    """The costs with those of adapters, whose share of a step is a line over Σ rank."""
+    """Add the costs of adapters, whose share of a step is a line over Σ rank."""
     rank, many, full = dummies.rank, dummies.count, costs.step_tokens
-    few = 1 if many > 1 else 0  # with a single point, the line goes through none
+    few = 1 if many > 1 else 0  # with a single adapter, the line starts at no adapter
     plain_s, few_s, many_s = (
         steps.shortest_s(steps.decodes(many, steps.context, count, rank))
         for count in (0, few, many)
@@ -176,8 +182,9 @@ def _with_lora(costs: StepCosts, steps: StepTimer, dummies: "_DummyAdapters") ->
 class _DummyAdapters:
     """Adapters of one rank on all linears, side by side at the front of the arena.
 
-    They share no weights, so each is read from memory. rows [count, layers, linears, 3]: what the
-    table has of them, which is all but lm_head's.
+    They share no weights, so each is read from memory.
+
+    rows: [count, layers, linears, 3], the adapters' rows of the table, without lm_head.
     """
 
     rows: torch.Tensor
@@ -187,7 +194,7 @@ class _DummyAdapters:
     def that_fit(
         cls, weights: LoraWeights, shape: BaseShape, settings: EngineSettings
     ) -> "_DummyAdapters":
-        """Make as many as a step may have and fit into the arena, if need be of lower rank."""
+        """Make as many adapters as a step may have and the arena holds; lower the rank to fit."""
         arena = weights.arena.numel()
         rank = min(_RANK, settings.max_rank, arena // _image(shape, 1)[1])
         rows, elements = _image(shape, rank)
@@ -198,12 +205,12 @@ class _DummyAdapters:
 
     @property
     def count(self) -> int:
-        """How many adapters there are."""
+        """Number of adapters."""
         return len(self.rows)
 
     @contextmanager
     def in_place(self, arena: DeviceArena) -> Iterator[None]:
-        """Put the adapters into the first slots of the table, and take them out afterwards."""
+        """Put the adapters into the first slots of the table; take them out afterwards."""
         _, layers, linears, _ = self.rows.shape
         whole = torch.zeros(self.count, *arena.weights.table.shape[1:], dtype=torch.int64)
         whole[:, :layers, :linears] = self.rows
@@ -215,7 +222,10 @@ class _DummyAdapters:
 
 
 def _image(shape: BaseShape, rank: int) -> tuple[torch.Tensor, int]:
-    """An adapter's rows of the table, [layers, linears, 3], with its weights at 0; its elements."""
+    """Return an adapter's rows of the table, [layers, linears, 3], and its number of elements.
+
+    The rows place the adapter's weights at offset 0 of the arena.
+    """
     sizes = [
         [aligned(shape.matrices(linear) * rank * d) for d in shape.dims(linear)]
         for linear in range(len(shape.linears))

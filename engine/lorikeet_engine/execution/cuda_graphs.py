@@ -1,21 +1,21 @@
 """CUDA graphs of steps: a few launches for a forward pass instead of some hundreds.
 
-Graphs are captured at start: that is when the Python of the model's layers and of their operators
-runs (LlamaModel.forward, called by `_run`). A step runs none of it, but for attention's where it is
-large: `CudaGraphs.forward` copies the batch to the static tensors and replays what was recorded.
+Graphs are captured at start. Only then does the Python code of the model's layers and operators run
+(LlamaModel.forward, called by `_run`). A step runs none of it, except attention's where the step is
+large: `CudaGraphs.forward` copies the batch to the static tensors and replays the recorded graphs.
 
-Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters some 40: far more
-than the GPU needs for a few hundred tokens, and as much as for 2,000. Passes are captured for a
-ladder of sizes: tokens × segments of adapters, of a mixture of experts once for adapters that leave
-experts alone and once for others. A step uses the smallest that holds it; what is left over of the
-static tensors is padding that writes no key and uses no adapter.
+Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters about 40 ms: far
+more than the GPU needs for a few hundred tokens, and as much as for 2,000. Passes are captured for
+a ladder of sizes: tokens × segments of adapters. A mixture of experts has each pass twice, for
+adapters that change experts and for others. A step uses the smallest pass that holds it; the rest
+of the static tensors is padding that writes no key and uses no adapter.
 
-The graphs hold no adapter: the list of tiles (kernels/lora/tiles.py) is recorded with them, and is
-made anew at each replay from the static segments; ranks are bounded as at capture. Pages and
-lengths come by attention.plan.
+The graphs hold no adapter: the list of tiles (kernels/lora/tiles.py) is recorded with them and is
+computed again at each replay from the static segments; ranks are bounded as at capture. Pages and
+lengths come through attention.plan.
 
-A small step, whether it decodes, begins short prompts or both, is one graph, since attention takes
-each token by itself. A larger one is graphs of what is between attentions (piecewise_graphs.py).
+A small step, whether it decodes, begins short prompts or both, is one graph, since attention treats
+each token by itself. A larger step is one graph between every two attentions (piecewise_graphs.py).
 """
 
 from dataclasses import dataclass
@@ -38,16 +38,16 @@ from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.llama import LlamaModel
 
 _WHOLE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Sizes of piecewise passes. Small ones are for short chunks deep in a prompt, whose attention is
-# too much for a whole graph. Above 2,048 tokens the GPU takes longer than the host.
+# Sizes of piecewise passes. The small ones are for short chunks deep in a prompt, whose attention
+# is too slow in a whole graph. Above 2,048 tokens the GPU takes longer than the host.
 _PIECEWISE_SIZES = (128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
 _FEW_SEGMENTS = 8
-_NO_KV_SLOT = -1  # of a padding token: its key and value are not written
+_NO_KV_SLOT = -1  # KV slot of a padding token: its key and value are not written
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The most that one step can hold: tokens, distinct adapters, their rank, a group's pages."""
+    """Limits of one step: tokens, distinct adapters, their rank, and KV pages of one group."""
 
     tokens: int
     adapters: int
@@ -56,18 +56,18 @@ class StepLimits:
 
 
 class _Pass(Protocol):
-    """A captured forward pass over the static tensors.
+    """Captured forward pass over the static tensors.
 
     Implemented by _WholeGraph, for small steps, and PiecewiseGraphs (piecewise_graphs.py).
     """
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The hidden states for this batch, which the static tensors hold already."""
+        """Return the hidden states for this batch, which the static tensors hold already."""
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeGraph:
-    """A pass in one graph, attention too."""
+    """Pass in one graph, attention included."""
 
     graph: torch.cuda.CUDAGraph
     hidden: torch.Tensor
@@ -80,7 +80,7 @@ class _WholeGraph:
 
 
 class _Adapters(NamedTuple):
-    """What adapters a pass is captured for: N segments, and whether they change experts."""
+    """Adapters that a pass is captured for: number of segments, and whether experts are changed."""
 
     segments: int
     on_experts: bool
@@ -91,7 +91,7 @@ _Ladder = dict[int, dict[_Adapters, _Pass]]
 
 
 class CudaGraphs:
-    """The captured forward passes of one model, for steps of few tokens."""
+    """Captured forward passes of one model, for steps of up to 2,048 tokens."""
 
     @torch.inference_mode()
     def __init__(
@@ -102,7 +102,10 @@ class CudaGraphs:
         kv: torch.Tensor,
         limits: StepLimits,
     ) -> None:
-        """Capture all graphs, which takes some seconds; kv and weights are ModelRunner's."""
+        """Capture all graphs, which takes some seconds.
+
+        kv, weights: those of the ModelRunner.
+        """
         self._model, self._weights, self._kv, self._limits = model, weights, kv, limits
         self._has_experts = model.config.experts_per_token > 0
         small, large = _sizes(_WHOLE_SIZES, limits.tokens), _sizes(_PIECEWISE_SIZES, limits.tokens)
@@ -120,12 +123,12 @@ class CudaGraphs:
 
     @property
     def whole_sizes(self) -> tuple[int, ...]:
-        """How many tokens the passes of small steps have, ascending."""
+        """Tokens of each pass for small steps, ascending."""
         return tuple(self._whole)
 
     @property
     def piecewise_sizes(self) -> tuple[int, ...]:
-        """How many tokens the piecewise passes have, ascending."""
+        """Tokens of each piecewise pass, ascending."""
         return tuple(self._piecewise)
 
     def fit(self, batch: Batch) -> bool:
@@ -133,9 +136,9 @@ class CudaGraphs:
         return len(batch.token_ids) <= max(self._piecewise) or self._is_small(batch)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The hidden states of all tokens of a batch that fits: replays a captured pass.
+        """Replay a captured pass; return the hidden states of all tokens of a batch that fits.
 
-        The next forward may overwrite them.
+        The next call may overwrite them.
         """
         rows = len(batch.token_ids)
         ladder = self._whole if self._is_small(batch) else self._piecewise
@@ -172,7 +175,7 @@ class CudaGraphs:
         most = max(self._limits.pages, sizes[-1])
         pages = self._kv_slots.new_zeros(len(self._kv_slots), most, dtype=torch.int32)
         ladder: _Ladder = {}
-        for size in reversed(sizes):  # from the largest: the others fit into its memory
+        for size in reversed(sizes):  # the largest first: the others fit into its memory
             captured = attention.captured(size, pages)
             ladder[size] = {
                 held: self._record(self._static_batch(size, held), captured)
@@ -199,12 +202,12 @@ class CudaGraphs:
         return dict(reversed(ladder.items()))
 
     def _adapters(self, *counts: int) -> list[_Adapters]:
-        """What to capture of N segments, ascending."""
+        """Return the kinds of adapters to capture for these numbers of segments, ascending."""
         kinds = (False, True) if self._has_experts else (False,)
         return sorted({_Adapters(n, on_experts and n > 0) for n in counts for on_experts in kinds})
 
     def _static_batch(self, size: int, held: _Adapters) -> Batch:
-        """A batch whose tensors are the static ones, for capturing."""
+        """Return a batch of the static tensors, for capturing."""
         segments = None
         if held.segments:
             slots, starts, lengths = self._segments[:, : held.segments].unbind()
@@ -226,7 +229,7 @@ class CudaGraphs:
 
     def _record(self, batch: Batch, attention: AttentionBackend) -> _Pass:
         attention.plan(batch)
-        self._run(batch, attention)  # compiles and allocates what capturing must not
+        self._run(batch, attention)  # compiles and allocates: forbidden during capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: loading threads may use the device meanwhile
@@ -247,27 +250,28 @@ class CudaGraphs:
         )
 
     def _run(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
-        """Run the model's Python, at start alone: once to compile its kernels, then to record."""
+        """Run the model's Python code. Only at start: once to compile kernels, then to record."""
         return self._model.forward(batch, self._kv, self._weights, attention)
 
 
 def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """The ladder's sizes below `most`, then the lesser of `most` and the ladder's last."""
+    """Return the ladder's sizes below `most`, then the lesser of `most` and the ladder's last."""
     return (*(size for size in ladder if size < most), min(most, ladder[-1]))
 
 
 def _seen_by_prompts(batch: Batch) -> int:
-    """The tokens that prompts' tokens see, each of which reads its keys anew in a whole graph."""
+    """Return the tokens that prompt tokens see; in a whole graph each reads its keys again."""
     lengths = np.diff(batch.query_starts)
     prompts = lengths > 1
     return int(seen_by_each(lengths[prompts], batch.kv_lengths[prompts]).sum())
 
 
 def _segment_counts(most: int) -> tuple[int, ...]:
-    """The numbers of segments to capture: 0, 2, 8, 32, 64, 128, …; the last is at least `most`.
+    """Return the numbers of segments to capture: 0, 2, 8, 32, 64, 128, …; the last is ≥ `most`.
 
-    A launch has programs for every segment, and by their number it takes its Regime. A step of 256
-    tokens with 40 adapters loses 0.7 ms where it is padded to 128, nothing with fewer to 32.
+    A launch has programs for every segment, and their number selects the Regime. A step of 256
+    tokens with 40 adapters loses 0.7 ms if padded to 128 segments; fewer adapters padded to 32 lose
+    nothing.
     """
     counts = [0, 2]
     while counts[-1] < most:

@@ -1,4 +1,4 @@
-"""A follower: what its replica's leader runs, it runs on its own GPU and its part of the model."""
+"""Follower: runs the leader's steps on its own GPU and its part of the model."""
 
 import gc
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """One rank's model, arena and KV pages, and what the leader does with them.
+    """Model, arena and KV pages of one rank, and the execution of the leader's commands.
 
     The leader's assembly (assembly.py) does the same in the same order.
     """
@@ -44,7 +44,11 @@ class Follower:
         host: SharedMemory,
         report: Callable[[CopyReport], None],
     ) -> None:
-        """Join the others and load. host: the host arena. report: called on another thread."""
+        """Join the other ranks and load.
+
+        host: the host arena.
+        report: called on another thread.
+        """
         settings = self._settings = start.settings
         device = self._device = rank_device(torch.device(settings.device), shard)
         self._stages, self._shard, self._report = StartUpStages(device), shard, report
@@ -58,7 +62,7 @@ class Follower:
         self._steps = Workers(1, "steps")
 
     def do(self, message: object) -> None:
-        """What the leader says, in its order."""
+        """Carry out a command of the leader; commands come in order."""
         match message:
             case RunStep():
                 self._run(message)
@@ -104,7 +108,7 @@ class Follower:
         scores = _MoreLogits(message.logits) if message.logits else None
         (runner.forward if message.graphs else runner.forward_eager)(batch, scores)
         if self._device.type == "cuda":
-            # blocking: the thread sleeps and leaves its core to others
+            # blocking=True: the thread sleeps and leaves its core to others
             over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             over.record()
             self._steps.submit(partial(_wait, over), urgent=True)
@@ -124,7 +128,7 @@ class Follower:
 
 
 class _MoreLogits:
-    """A LogitsReader that reads none of them: the leader does."""
+    """LogitsReader that computes this rank's part of the logits and reads none; the leader does."""
 
     def __init__(self, inputs: tuple[LogitsInput, ...]) -> None:
         self._inputs = inputs
@@ -140,7 +144,7 @@ class _MoreLogits:
 
 
 def _wait(event: CopyEvent) -> None:
-    """Wait for the device. Where it has failed, so has this process: no other call may tell."""
+    """Wait for the device. If the device fails, end the process: no other call may report it."""
     try:
         event.synchronize()
     except RuntimeError as error:

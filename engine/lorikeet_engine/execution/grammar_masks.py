@@ -1,4 +1,4 @@
-"""The tokens that grammars allow next in the rows of a step, and those that they force."""
+"""Tokens that grammars allow next in the rows of a step, and tokens that they force."""
 
 from collections.abc import Mapping
 from itertools import islice, takewhile
@@ -19,15 +19,16 @@ from lorikeet_engine.sampling.grammar import (
     octets_of,
 )
 from lorikeet_engine.scheduling.forced_budget import ForcedBudget
-from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class AllowedTokens(NamedTuple):
     """The only tokens that may be sampled in some rows of a step.
 
-    bitmasks [rows, octets_of(vocab)] uint8: those of `rows`, in their order; None for none. errors:
-    of the rows whose grammar broke. forced: of rows where one token alone may be sampled, those
-    that must follow it.
+    rows: the restricted rows.
+    bitmasks: [rows, octets_of(vocab)] uint8, in the order of `rows`; None for no rows.
+    errors: errors of rows whose grammar broke.
+    forced: by row, the tokens that must follow where only one token may be sampled.
     """
 
     rows: list[int]
@@ -36,14 +37,14 @@ class AllowedTokens(NamedTuple):
     forced: Mapping[int, tuple[int, ...]]
 
     def forbid_others(self, logits: torch.Tensor) -> None:
-        """Set what the rows have of other tokens to -inf, in place; the host waits for nothing."""
+        """Set all other tokens' logits in the rows to -inf, in place; the host never waits."""
         if self.bitmasks is not None:
             rows = upload(np.array(self.rows, np.int64), logits.device)
             forbid_others(logits, rows, self.bitmasks.to(logits.device, non_blocking=True))
 
 
 class _Matched(NamedTuple):
-    """A row whose next token a grammar restricts."""
+    """Row whose next token a grammar restricts."""
 
     row: int
     sequence: Sequence
@@ -53,15 +54,17 @@ class _Matched(NamedTuple):
 def allowed_tokens(
     grammars: Grammars | None, sequences: list[Sequence], logits: torch.Tensor, budget: ForcedBudget
 ) -> AllowedTokens:
-    """Ask the grammars of a step's sequences, by row; rows without a grammar are in no result.
+    """Ask the grammars of a step's sequences for the allowed tokens, by row.
 
-    logits [sequences, vocab]: which forbid_others is to change. The matchers must have accepted all
-    tokens before.
+    Rows without a grammar are in no result. The matchers must have accepted all tokens so far.
+
+    logits: [sequences, vocab], which forbid_others will change.
+    budget: bounds the forced tokens of the next step.
     """
     matched = [
         _Matched(row, s, s.matcher)
         for row, s in enumerate(sequences)
-        if s.matcher is not None and not s.ended
+        if s.matcher is not None and s.status is not SequenceStatus.FINISHED
     ]
     if grammars is None or not matched:
         return AllowedTokens([], None, {}, {})
@@ -72,44 +75,49 @@ def allowed_tokens(
     errors = {m.row: e for m, e in zip(matched, problems, strict=True) if e is not None}
     for bitmask, problem in zip(bitmasks, problems, strict=True):
         if problem is not None:
-            bitmask[:] = 255  # its token is not looked at
-    room, forced = _ForcedRoom(budget, sequences, vocab), dict[int, tuple[int, ...]]()
-    for m, bitmask in budget.in_turn(list(zip(matched, bitmasks, strict=True))):
+            bitmask[:] = 255  # the row fails: its token is ignored
+    taken, forced = _ForcedTokens(budget, sequences, vocab), dict[int, tuple[int, ...]]()
+    for m, bitmask in budget.rotated(list(zip(matched, bitmasks, strict=True))):
         if m.row not in errors:
             try:
-                forced[m.row] = room.take(m, bitmask)
-            except BaseException as error:  # as a panic in Rust is
+                forced[m.row] = taken.take(m, bitmask)
+            except BaseException as error:  # a panic in Rust is no Exception
                 errors[m.row] = grammar_error(error, m.sequence.request.request_id)
-    room.close()
+    taken.close()
     return AllowedTokens([m.row for m in matched], held, errors, forced)
 
 
-class _ForcedRoom:
-    """The room for forced tokens in the step that follows one: what is left, later steps force.
+class _ForcedTokens:
+    """Forced tokens taken for the next step; tokens beyond the budget are left to later steps.
 
-    They are computed in one chunk with the token before them, and each sees what came before it. So
-    many are taken that the step remains a single graph on CUDA (cuda_graphs.py).
+    They are computed in one chunk with the token before them, and each sees all tokens before it.
+    Their number is bounded so that the step remains a single graph on CUDA (cuda_graphs.py).
     """
 
     def __init__(self, budget: ForcedBudget, sequences: list[Sequence], vocab: int) -> None:
-        """sequences: of the step; the next one decodes them."""
+        """Start with none taken.
+
+        sequences: those of this step; the next step decodes them.
+        """
         self._budget, self._vocab = budget, vocab
         self._beside_others = not all(map(_may_force, sequences))
         context = sum(sequence.length for sequence in sequences)
-        self._tokens = budget.room(len(sequences), context, beside_others=self._beside_others)
+        self._tokens = budget.tokens_allowed(
+            len(sequences), context, beside_others=self._beside_others
+        )
         self._seen = SEEN_IN_PIECES
         self._taken = self._taken_see = 0
 
     def close(self) -> None:
-        """Charge the budget for what was taken."""
+        """Charge the budget for the tokens taken."""
         if self._beside_others and self._taken:
             self._budget.spend(self._taken, self._taken_see)
 
     def take(self, matched: _Matched, bitmask: TokenBitmask) -> tuple[int, ...]:
-        """The tokens to take behind the one that a row samples, if it has no other choice.
+        """Return the tokens to take after the one that a row samples, if it has no other choice.
 
-        A stop id among them is left to be sampled, and so are all where the device must count each
-        or say how likely it is.
+        A stop id among them is left to be sampled. All are left where the device must count each
+        token or report its log probability.
         """
         sequence = matched.sequence
         if self._tokens <= 0 or not _may_force(sequence):
@@ -141,9 +149,9 @@ def _allows_only(token: int, bitmask: TokenBitmask) -> bool:
 def _fill_bitmasks(
     grammars: Grammars, matched: list[_Matched], bitmasks: TokenBitmask
 ) -> list[EngineError | None]:
-    """Set the bits of the tokens that may follow; return what went wrong with each row.
+    """Set the bits of the allowed tokens; return the error of each row, or None.
 
-    Where the grammars' own code breaks, rows are filled one by one: only those that break it fail.
+    If the grammars' own code breaks, rows are filled one by one, so that only the broken ones fail.
     """
     try:
         problems = grammars.fill_bitmasks([m.matcher for m in matched], bitmasks)
@@ -153,7 +161,7 @@ def _fill_bitmasks(
         return [
             p or (None if most else _stuck()) for p, most in zip(problems, largest, strict=True)
         ]
-    except BaseException as error:  # as a panic in Rust is
+    except BaseException as error:  # a panic in Rust is no Exception
         if len(matched) == 1:
             return [grammar_error(error, matched[0].sequence.request.request_id)]
     bitmasks[:] = 0
@@ -165,7 +173,7 @@ def _fill_bitmasks(
 
 
 def _stuck() -> InvalidRequest:
-    return InvalidRequest("the grammar came to where no token can follow")
+    return InvalidRequest("the grammar reached a state that no token can follow")
 
 
 def _set_stop_ids(sequence: Sequence, matcher: Matcher, bitmask: TokenBitmask) -> None:

@@ -1,4 +1,4 @@
-"""The leader's runner, whose steps all ranks launch."""
+"""Runner of the leader, which lets all ranks launch its steps."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,12 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Launch a step's forward pass.
+    """Command to launch a step's forward pass.
 
-    previous_rows: rows of the step before, whose tokens come from the leader first; 0: none are
-    needed. logits: what PromptScores asks for besides. graphs: whether CUDA graphs may be used.
+    previous_rows: rows of the step before, whose tokens the leader broadcasts first; 0 if not
+        needed.
+    logits: further logits, which PromptScores asks for.
+    graphs: whether CUDA graphs may be used.
     """
 
     step: StepInput
@@ -28,13 +30,16 @@ class RunStep:
 
 
 class LeadingRunner(ModelRunner):
-    """A ModelRunner whose steps the followers launch, too.
+    """ModelRunner whose steps the followers launch, too.
 
-    Once they know of a step, what fails here fails for good: they wait in its sums.
+    Once the followers know of a step, a failure here is final (DeviceLost): they wait in its sums.
     """
 
     def __init__(self, group: RankGroup, followers: Followers, *parts: Any) -> None:
-        """parts: ModelRunner's."""
+        """Wrap a ModelRunner.
+
+        parts: arguments of ModelRunner.
+        """
         super().__init__(*parts)
         self._group, self._followers = group, followers
 
@@ -46,7 +51,7 @@ class LeadingRunner(ModelRunner):
         *,
         graphs: bool = True,
     ) -> None:
-        """Have the followers launch a step, with the tokens of the step before if it needs them.
+        """Have the followers launch a step, and broadcast the tokens of the step before if needed.
 
         Raises DeviceLost.
         """
@@ -59,11 +64,11 @@ class LeadingRunner(ModelRunner):
                 self._group.broadcast_tokens(tokens)
 
     def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """ModelRunner.forward. Raises DeviceLost."""
+        """Do as ModelRunner.forward. Raises DeviceLost."""
         with for_good():
             return super().forward(batch, scores)
 
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """ModelRunner.forward_eager. Raises DeviceLost."""
+        """Do as ModelRunner.forward_eager. Raises DeviceLost."""
         with for_good():
             return super().forward_eager(batch, scores)

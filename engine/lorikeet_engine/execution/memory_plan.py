@@ -1,29 +1,31 @@
-"""How an engine divides a device's memory: KV pages, adapter slots, and an estimate of it all."""
+"""Division of a device's memory: weights, slot pool, steps, and KV pages."""
 
+import math
 from dataclasses import dataclass
-
-import torch
 
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import gib, resolve
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.kernels.attention.protocol import kv_head_dim
+from lorikeet_engine.execution.kv_tensors import kv_shape
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.start_up import DeviceMemory
 
-_CUDA_BYTES = 7 << 28  # CUDA's context, graphs, compiled kernels, FlashInfer's and cuBLAS's rooms
+_CUDA_BYTES = 7 << 28  # CUDA's context, graphs, kernels, FlashInfer's and cuBLAS's workspaces
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The bytes of one device that each part of an engine takes.
+    """Bytes of one device that each part of an engine takes.
 
-    kv_tokens: how many tokens' keys and values fit, in sequences of max_context where layers with
-    windows need fewer, in kv_dtype, as EngineSettings has it. max_context: tokens of prompt plus
-    output that model and settings allow. kv_of_longest: bytes that one sequence of N tokens needs.
+    weights, slot_pool, steps, kv: bytes of these parts.
+    kv_dtype: EngineSettings.kv_dtype.
+    kv_tokens: tokens whose keys and values fit into the KV pages; in sequences of max_context where
+        layers with windows need fewer pages.
+    max_context: most tokens of prompt plus output that model and settings allow.
+    kv_of_longest: bytes of KV pages that one sequence of max_context tokens needs.
     """
 
     weights: int
@@ -37,18 +39,20 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The bytes of all parts together."""
+        """Bytes of all parts together."""
         return self.weights + self.slot_pool + self.steps + self.kv
 
 
 def plan_memory(
     config: ModelConfig, weights: int, settings: EngineSettings, free: int, shard: Shard = WHOLE
 ) -> MemoryPlan:
-    """How `assemble` would divide `free` bytes of a device.
+    """Plan how `assemble` would divide `free` bytes of a device.
 
-    weights: their bytes. shard: what of the model is on this device, weights included. What steps
-    take is an estimate; an engine measures it. Raises SettingsError where not all fits, or KV pages
-    are too few for one sequence.
+    weights: bytes of the weights on this device.
+    shard: part of the model on this device.
+
+    The memory of steps is an estimate; an engine measures it. Raises SettingsError if not all parts
+    fit, or if one sequence does not fit into the KV pages.
     """
     memory = DeviceMemory(free)
     _take(memory, "weights", weights)
@@ -72,10 +76,11 @@ def plan_memory(
 def count_pages(
     config: ModelConfig, shape: BaseShape, settings: EngineSettings, memory: DeviceMemory
 ) -> int:
-    """How many KV pages fit into the memory that the settings give them.
+    """Return the number of KV pages that fit into the memory that the settings allow.
 
-    shape: of what this process computes. Raises SettingsError if that is too little for one
-    sequence, or more than is free.
+    shape: part of the base model that this process computes.
+
+    Raises SettingsError if that memory is too little for one sequence, or more than is free.
     """
     page_bytes, needs = _page_bytes(config, shape, settings), page_needs(config, settings)
     kv_bytes = resolve(settings.kv_bytes, memory.free)
@@ -91,11 +96,12 @@ def count_pages(
 
 
 def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
-    """How many adapters an arena of this many elements may have to hold; each has a table row.
+    """Return the number of adapters that an arena of N elements may hold, one table row each.
 
-    Hardly any adapter is smaller than one of rank 4 on q_proj and v_proj, the first and the last
-    linear of the first group, and the row is small beside that. at_least: the adapters of a step,
-    which have rows in any arena.
+    Hardly any adapter is smaller than rank 4 on q_proj and v_proj, the first and the last linear of
+    the first group; table rows are small beside that.
+
+    at_least: adapters of a step, which have rows in any arena.
     """
     qkv = next(iter(shape.groups.values()))
     widths = sum(sum(shape.dims(linear)) for linear in {qkv[0], qkv[-1]})
@@ -103,47 +109,33 @@ def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
 
 
 def page_needs(config: ModelConfig, settings: EngineSettings) -> PageNeeds:
-    """How many KV pages an engine's sequences need."""
+    """Return the page needs of an engine's sequences."""
     windows = config.kv_groups.windows
     return PageNeeds(settings.page_size, windows, settings.max_batch_tokens)
 
 
-def allocate_kv(
-    config: ModelConfig,
-    shape: BaseShape,
-    settings: EngineSettings,
-    pages: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """The tensor of all KV pages, zeros.
-
-    [layers of a page, 2, pages, page_size, kv_heads, kv_head_dim]: which layers' keys and values a
-    page has, the model's KvGroups say.
-    """
-    width = kv_head_dim(shape.head_dim, settings.device)
-    layers = config.kv_groups.page_layers
-    size = (layers, 2, pages, settings.page_size, shape.kv_heads, width)
-    return torch.zeros(size, dtype=settings.torch_kv_dtype, device=device)
-
-
 def _page_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:
-    return allocate_kv(config, shape, settings, 1, torch.device("meta")).nbytes
+    elements = math.prod(kv_shape(config, shape, settings, pages=1))
+    return elements * settings.torch_kv_dtype.itemsize
 
 
 def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:
-    """An estimate of the bytes that the largest step and the graphs take; shape: as count_pages'.
+    """Estimate the bytes that the largest step and the graphs take.
 
-    Llama-3.1-8B with steps of 8,192 tokens: 3.7 GiB here, 3.8 GiB measured (docs/benchmarks.md).
+    shape: as in count_pages.
+
+    For Llama-3.1-8B with steps of 8,192 tokens: 3.7 GiB here, 3.8 GiB measured
+    (docs/benchmarks.md).
     """
     itemsize = settings.torch_dtype.itemsize
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     mlp = 3 * shape.intermediate
-    if config.experts_per_token:  # a row for each of a token's experts, with its input and output
+    if config.experts_per_token:  # each of a token's experts has a row, an input and an output
         mlp = config.experts_per_token * (mlp + 2 * shape.hidden)
     widths = 6 * shape.hidden + qkv + mlp  # alive at once in a layer
     activations = settings.max_batch_tokens * widths * itemsize
-    # logits, two tensors of their size in 32 bits for penalties, and what sampling under penalties
-    # and a grammar makes of them, four more
+    # Logits, two tensors of their size in 32 bits for penalties, and four more for sampling under
+    # penalties and a grammar.
     logits = settings.max_running * shape.vocabulary * (itemsize + 6 * 4)
     fixed = _CUDA_BYTES if settings.device.startswith("cuda") else 0
     return activations + logits + fixed

@@ -1,8 +1,8 @@
-"""A forward pass as CUDA graphs from one attention to the next, which is launched in between.
+"""Forward pass as CUDA graphs between attentions, which are launched one by one.
 
 For steps whose attention no graph can hold, since its kernels depend on the sequences. One graph
 ends where a layer calls attention and the next begins there, so a pass of 32 layers is 33 graphs
-and 32 launches of attention instead of some 400 launches.
+and 32 launches of attention instead of about 400 launches.
 """
 
 from collections.abc import Callable
@@ -18,22 +18,22 @@ from lorikeet_engine.models.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class AttentionBuffers:
-    """Attention's inputs and outputs between graphs, both [tokens, heads, head_dim].
+    """Inputs and outputs of attention between graphs, both [tokens, heads, head_dim].
 
-    Passes may share them. A pass that held its own queries instead would hold their memory in every
-    layer, 25 MB each for 2,048 tokens of an 8B model.
+    Passes may share them. A pass with queries of its own would hold them for every layer: 25 MB
+    each, for 2,048 tokens of an 8B model.
     """
 
     queries: torch.Tensor
     outputs: torch.Tensor
 
     def first(self, tokens: int) -> "AttentionBuffers":
-        """The buffers' part for a pass of fewer tokens."""
+        """Return the buffers' part for a pass of fewer tokens."""
         return AttentionBuffers(self.queries[:tokens], self.outputs[:tokens])
 
 
 class PiecewiseGraphs:
-    """One forward pass of a fixed number of tokens, captured."""
+    """Captured forward pass of a fixed number of tokens."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class PiecewiseGraphs:
     ) -> None:
         """Capture `run`, a forward pass over static tensors whose kernels are compiled.
 
-        attention: launched at every replay. pool: other passes may use the same.
+        attention: launched at every replay.
+        pool: memory pool, which other passes may share.
         """
         self._attention, self._buffers = attention, buffers
         splitter = _GraphSplitter(buffers, pool)
@@ -56,7 +57,7 @@ class PiecewiseGraphs:
         self._pieces = splitter.pieces
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The hidden states of the pass for this batch, which its static tensors hold already."""
+        """Return the hidden states for this batch, which the static tensors hold already."""
         buffers = self._buffers.first(len(batch.token_ids))
         self._attention.plan(batch)
         for piece in self._pieces:
@@ -71,7 +72,7 @@ class PiecewiseGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What runs up to a layer's attention, and what attend is given there."""
+    """Graph up to a layer's attention, and the arguments of that attention."""
 
     graph: torch.cuda.CUDAGraph
     layer_kv: torch.Tensor
@@ -81,7 +82,7 @@ class _Piece:
 
 
 class _GraphSplitter:
-    """An AttentionBackend that ends one graph and begins the next where a layer calls it."""
+    """AttentionBackend that ends one graph and begins the next where a layer calls attention."""
 
     def __init__(self, buffers: AttentionBuffers, pool: Any) -> None:
         self.pieces: list[_Piece] = []

@@ -1,4 +1,4 @@
-"""How likely the tokens of prompts are: what a step that computes them says of the next ones."""
+"""Log probabilities of prompt tokens, computed from the logits of a step."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,23 +15,26 @@ from lorikeet_engine.execution.batch_builder import LogitsInput, build_logits_in
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.request import PromptLogprobs
 from lorikeet_engine.sampling.logprob_readback import LogprobReadback
-from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows
+from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, SequenceStatus
 
 _PIECE_ROWS = 256  # with 128,256 tokens in the vocabulary, 131 MB of float32
 
 
 @dataclass(frozen=True, slots=True)
 class ReadScores:
-    """What a step said of prompts. errors: of requests whose logits are not finite, by id."""
+    """Scores that a step gave for prompts.
+
+    errors: errors of requests whose logits are not finite, by id.
+    """
 
     outputs: list[PromptLogprobs]
     errors: Mapping[str, NotFinite]
 
 
 class LogitsReader(Protocol):
-    """What wants more logits of a step than its next tokens need.
+    """Consumer of more logits of a step than its next tokens need.
 
-    Implemented by PromptScores, and by a follower (follower.py), which has its part of them.
+    Implemented by PromptScores, and by a follower (follower.py), which computes its part of them.
     """
 
     def compute(
@@ -39,21 +42,27 @@ class LogitsReader(Protocol):
         hidden: torch.Tensor,
         logits_of: Callable[[torch.Tensor, Segments | None], torch.Tensor],
     ) -> None:
-        """Launch what gives them. hidden: the step's last. logits_of: LlamaModel.logits."""
+        """Launch the computation of these logits.
+
+        hidden: last hidden states of the step.
+        logits_of: LlamaModel.logits.
+        """
         ...
 
 
 class PromptScores:
-    """The scores of one step, on their way to the host once `compute` was called.
+    """Scores of one step, on their way to the host once `compute` was called.
 
-    LogprobReadback, which reads log probabilities of sampled tokens elsewhere, reads those of the
-    prompts' next tokens here.
+    A score is the log probability of the next prompt token, read by LogprobReadback like that of a
+    sampled token.
     """
 
     def __init__(self, chunks: list[Chunk], scored: list[ScoredRows], max_running: int) -> None:
-        """chunks: the step's as laid out. max_running: no more rows of logits exist at once.
+        """Collect the rows to score.
 
-        As many are in the largest step anyway, for whose memory there is room.
+        chunks: the step's chunks as laid out.
+        max_running: most rows of logits that exist at once; the largest step has as many, so memory
+            for them was measured.
         """
         self._chunks, self._piece_rows = chunks, min(_PIECE_ROWS, max_running)
         place = {chunk.sequence: at for at, chunk in enumerate(chunks)}
@@ -61,13 +70,14 @@ class PromptScores:
         ends, rows = list(accumulate(chunk.length for chunk in chunks)), list[tuple[int, int]]()
         for each in self._scored:
             at = place[each.sequence]
-            first = ends[at] - chunks[at].end  # the row of the prompt's token 0, were it here
+            first = ends[at] - chunks[at].end  # row that token 0 of the prompt would have
             rows += [(first + token, at) for token in range(each.start, each.end)]
-        self._rows, self._chunk_of = np.array(rows, np.int64).T  # of the hidden states; of chunks
+        # _rows: rows of the hidden states. _chunk_of: index of each row's chunk.
+        self._rows, self._chunk_of = np.array(rows, np.int64).T
         self._pieces: list[LogprobReadback] = []
 
     def inputs(self) -> list[LogitsInput]:
-        """The inputs of the logits that `compute` asks for, in its order."""
+        """Return the inputs of the logits that `compute` needs, in its order."""
         pieces, chunks = list[LogitsInput](), len(self._chunks)
         for at in range(0, len(self._rows), self._piece_rows):
             piece = slice(at, at + self._piece_rows)
@@ -81,9 +91,10 @@ class PromptScores:
         hidden: torch.Tensor,
         logits_of: Callable[[torch.Tensor, Segments | None], torch.Tensor],
     ) -> None:
-        """Launch what gives the scores and copies them to the host, which waits for nothing.
+        """Launch the scoring and the copies of the scores to the host, which waits for nothing.
 
-        hidden [tokens, hidden]: the step's last hidden states. logits_of: LlamaModel.logits.
+        hidden: [tokens, hidden], last hidden states of the step.
+        logits_of: LlamaModel.logits.
         """
         tokens = [t for each in self._scored for t in each.next_tokens]
         counts = [each.alternatives for each in self._scored for _ in each.next_tokens]
@@ -97,13 +108,13 @@ class PromptScores:
             self._pieces.append(logprobs)
 
     def wait(self) -> ReadScores:
-        """The scores of sequences that go on, once they are on the host."""
+        """Return the scores of unfinished sequences, once they are on the host."""
         scores = (score for piece in self._pieces for score in piece.read().values())
         outputs, errors = list[PromptLogprobs](), dict[str, NotFinite]()
         for each in self._scored:
             logprobs, sequence = tuple(islice(scores, each.end - each.start)), each.sequence
             request = sequence.request
-            if sequence.ended:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             if all(math.isfinite(score.logprob) for score in logprobs):
                 outputs.append(PromptLogprobs(request.request_id, sequence.choice, logprobs))

@@ -1,7 +1,7 @@
-"""Where one engine runs: in this process alone, or in this one and its followers.
+"""Ranks of one engine: this process alone, or this process and its followers.
 
 A follower (follower.py) allocates and captures in the same order as the leader, which tells it
-when: both run collectives, and what memory holds is the least that any of them has room for.
+when: both run collectives, and sizes of memory are the least that any rank can afford.
 """
 
 import os
@@ -23,14 +23,15 @@ from lorikeet_engine.parallel.ring import SharedMemory
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.settings import EngineSettings
 
-_MESSAGES_BYTES = 32 << 20  # for a few messages without long page tables
+_MESSAGES_BYTES = 32 << 20  # enough for a few messages without long page tables
 
 
 @dataclass(frozen=True, slots=True)
 class StartFollower:
-    """Join the others, load the rank's part of the model with `load`, and allocate its arena.
+    """Command to join the other ranks, load the rank's part of the model, and allocate its arena.
 
-    load: picklable; LoadModel's kind. rendezvous: RankGroup's.
+    load: picklable LoadModel.
+    rendezvous: RankGroup's.
     """
 
     settings: EngineSettings
@@ -40,31 +41,38 @@ class StartFollower:
 
 @dataclass(frozen=True, slots=True)
 class BuildRunner:
-    """Allocate N KV pages and capture a rank's graphs, in place of those that it had."""
+    """Command to allocate N KV pages and capture a rank's graphs, replacing earlier ones."""
 
     pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class CountPages:
-    """Count how many KV pages a rank has room for beside steps, and agree on the least."""
+    """Command to count the KV pages that fit into a rank beside steps, and agree on the least."""
 
 
 class OneRank:
-    """An engine in this process alone. group: how its ranks sum up; None without others."""
+    """Engine in this process alone.
+
+    group: sums over ranks; None without other ranks.
+    followers: the other ranks; None without any.
+    """
 
     group: RankGroup | None = None
     followers: Followers | None = None
 
     def least(self, number: int) -> int:
-        """The least that any rank gave."""
+        """Return the least number that any rank gave."""
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks do what this one is about to do."""
+        """Have the other ranks do what this rank is about to do."""
 
     def runner(self, *parts: Any) -> ModelRunner:
-        """A runner whose steps run in all ranks. parts: ModelRunner's."""
+        """Make a runner whose steps run in all ranks.
+
+        parts: arguments of ModelRunner.
+        """
         return ModelRunner(*parts)
 
     def close(self) -> None:
@@ -72,21 +80,25 @@ class OneRank:
 
 
 class LeadingRank(OneRank):
-    """The first of an engine's ranks, which has started the others."""
+    """First of an engine's ranks, which has started the others."""
 
     group: RankGroup
     followers: Followers
 
     def __init__(self, settings: EngineSettings, load: Any) -> None:
-        """Start the others and connect to them. Raises SettingsError, ModelError, DeviceLost."""
-        # NCCL would wait for those that have ended; on CUDA this process's end is the group's.
+        """Start the other ranks and connect to them.
+
+        Raises SettingsError, ModelError, DeviceLost.
+        """
+        # NCCL would wait for ranks that have ended; on CUDA the group ends with this process.
         self._leaves = settings.device == "cpu"
         world, device = settings.tensor_parallel, torch.device(settings.device)
         _check_gpus(device, world)
         config = ModelConfig.from_folder(settings.model, settings.max_context)
         Shard(0, world).ranges(config.shape)  # raises before any process is started
-        # A file without a name: nothing of it is left, whoever is killed when. It stays open until
-        # the process ends: torch's store writes to it then, or to what has its number by then.
+        # A file without a name leaves nothing behind, whichever process is killed. It stays open
+        # until this process ends: torch's store writes to its number even then, and must not hit
+        # another file.
         rendezvous_fd = os.memfd_create("lorikeet-rendezvous")
         rendezvous = Path(f"/proc/self/fd/{rendezvous_fd}")
         start = StartFollower(settings, load, rendezvous)
@@ -102,16 +114,16 @@ class LeadingRank(OneRank):
             raise
 
     def least(self, number: int) -> int:
-        """The least that any rank gave; waits for them. Raises DeviceLost if one is gone."""
+        """Return the least number that any rank gave, once all have. Raises DeviceLost."""
         with _in_reach():
             return self.group.minimum((number,))[0]
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks do what this one is about to do."""
+        """Have the other ranks do what this rank is about to do."""
         self.followers.send(message)
 
     def runner(self, *parts: Any) -> ModelRunner:
-        """A runner whose steps run in all ranks."""
+        """Make a runner whose steps run in all ranks."""
         return LeadingRunner(self.group, self.followers, *parts)
 
     def close(self) -> None:
@@ -122,7 +134,7 @@ class LeadingRank(OneRank):
 
 
 def _check_gpus(device: torch.device, world: int) -> None:
-    """Raise SettingsError, whose `field` is tensor_parallel, for more ranks than GPUs."""
+    """Raise SettingsError, with tensor_parallel as `field`, for more ranks than GPUs."""
     if device.type == "cuda" and (there := torch.cuda.device_count()) < world:
         raise SettingsError(
             f"tensor_parallel={world}: more than the GPUs that this process sees, {there}: lower "
@@ -132,9 +144,9 @@ def _check_gpus(device: torch.device, world: int) -> None:
 
 
 def ring_bytes(config: ModelConfig, settings: EngineSettings) -> int:
-    """What the followers' ring needs for a step of the longest sequences there can be.
+    """Return the bytes of the followers' ring for a step of the longest possible sequences.
 
-    It names the pages of each, in each group of layers: those that they share, too.
+    A step names the pages of each sequence in each group of layers, shared pages repeatedly.
     """
     pages = -(-config.max_context // settings.page_size)
     tables = settings.max_running * len(config.kv_groups.windows)
@@ -145,7 +157,7 @@ def ring_bytes(config: ModelConfig, settings: EngineSettings) -> int:
 def _in_reach() -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError:  # a RuntimeError, too
+    except torch.OutOfMemoryError:  # a RuntimeError that says nothing about other ranks
         raise
     except RuntimeError as error:
         raise DeviceLost(f"this replica's processes do not reach one another: {error}") from error
@@ -157,7 +169,10 @@ def start_ranks(settings: EngineSettings, load: Any) -> OneRank:
 
 
 def rank_device(device: torch.device, shard: Shard) -> torch.device:
-    """A rank's device, which on CUDA is made the process's own; CPUs are shared by all ranks."""
+    """Return a rank's device. On CUDA, make it the process's current one; on CPU, limit threads.
+
+    All ranks share the CPUs, so each rank gets its part of the threads.
+    """
     if device.type != "cuda":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // shard.world))
         return device

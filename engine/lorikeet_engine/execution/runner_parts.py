@@ -1,4 +1,4 @@
-"""Builds a runner around a model: attention, KV pages, graphs. In every rank alike."""
+"""Construction of a runner around a model: attention, KV pages and graphs. Same in every rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
-from lorikeet_engine.execution.memory_plan import allocate_kv
+from lorikeet_engine.execution.kv_tensors import allocate_kv
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.attention import choose_attention
 from lorikeet_engine.kernels.attention.protocol import (
@@ -19,12 +19,12 @@ from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.settings import EngineSettings
 
-_LONG_CONTEXT = 16_384  # tokens: FA3 would take a sixth off a step of 2,048 tokens at half of it
+_LONG_CONTEXT = 16_384  # tokens; at half of them, FA3 would save a sixth of a step of 2,048 tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """What a runner is made of, but for its KV pages and the graphs that hold their address."""
+    """Parts of a runner, except the KV pages and the graphs, which hold the pages' address."""
 
     model: LlamaModel
     attention: AttentionBackend
@@ -33,7 +33,7 @@ class RunnerParts:
 
     @classmethod
     def of(cls, model: LlamaModel, weights: LoraWeights, settings: EngineSettings) -> "RunnerParts":
-        """The parts for a model. Raises SettingsError where there are no kernels for it."""
+        """Choose the parts for a model. Raises SettingsError if no attention kernels suit it."""
         config, own = model.config, model.shape
         shape = AttentionShape(
             own.heads,
@@ -49,7 +49,10 @@ class RunnerParts:
         return cls(model, choose_attention(shape, model.device), weights, settings)
 
     def build(self, pages: int, runner: Callable[..., ModelRunner] = ModelRunner) -> ModelRunner:
-        """Allocate N KV pages, and capture graphs on CUDA. runner: the one to make."""
+        """Allocate N KV pages, and capture graphs on CUDA.
+
+        runner: class or function that makes the runner.
+        """
         model = self.model
         kv = allocate_kv(model.config, model.shape, self.settings, pages, model.device)
         graphs = _capture(model, self.attention, self.weights, kv, self.settings)
@@ -63,7 +66,7 @@ def _capture(
     kv: torch.Tensor,
     settings: EngineSettings,
 ) -> CudaGraphs | None:
-    """CUDA graphs of small steps; None if the attention kernels cannot be captured."""
+    """Capture the CUDA graphs of steps; None if the attention kernels cannot be captured."""
     if not isinstance(attention, CapturableAttention):
         return None
     limits = StepLimits(

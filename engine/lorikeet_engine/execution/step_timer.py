@@ -1,4 +1,4 @@
-"""Times steps of dummy sequences, as a start and a benchmark want them timed."""
+"""Timing of steps of dummy sequences, for calibration at start and for benchmarks."""
 
 import time
 from array import array
@@ -21,11 +21,13 @@ _SUSTAINED_S = 0.25
 
 
 class StepTimer:
-    """Times steps of dummy sequences.
+    """Timer of steps of dummy sequences.
 
-    kv_tokens: tokens that the KV pages hold, as MemoryPlan has them. longest: tokens of the longest
-    context. context: tokens that decodes see where nothing else is said. window, windowed: as
-    StepCosts has them. in_pieces: whether steps whose prompts see much are graphs in pieces.
+    window, windowed: as in StepCosts.
+    kv_tokens: tokens that the KV pages hold, as in MemoryPlan.
+    longest: tokens of the longest context.
+    context: tokens that decodes see by default.
+    in_pieces: whether steps whose prompts see many tokens run as piecewise graphs.
     """
 
     def __init__(self, runner: ModelRunner, kv_pages: int, settings: EngineSettings) -> None:
@@ -49,25 +51,26 @@ class StepTimer:
         return self.shortest_s([self.prompt(n, 0, lease) for n in self._lengths(tokens)])
 
     def seen(self, tokens: int) -> int:
-        """Σ of seen_tokens over the prompts of `prompts_s`."""
+        """Return Σ of seen_tokens over the prompts of `prompts_s`."""
         return sum(map(seen_tokens, self._lengths(tokens)))
 
     def decodes(
         self, sequences: int, context: int, adapters: int = 0, rank: int = 0
     ) -> list[Chunk]:
-        """Last tokens of sequences of this length, of which the first `adapters` have one each.
+        """Make a chunk of the last token of each of `sequences` sequences of length `context`.
 
-        They are on pages of their own if there are enough.
+        The first `adapters` of them have one adapter each. Sequences have KV pages of their own if
+        there are enough.
         """
         leases = [DummyLease(i, rank) if i < adapters else None for i in range(sequences)]
         return [self._chunk(context - 1, 1, at, lease) for at, lease in enumerate(leases)]
 
     def prompt(self, tokens: int, depth: int, lease: DummyLease | None = None) -> Chunk:
-        """The tokens of a prompt that come after the first `depth`."""
+        """Make a chunk of N tokens of a prompt that follow the first `depth`."""
         return self._chunk(depth, tokens, 0, lease)
 
     def shortest_s(self, chunks: list[Chunk]) -> float:
-        """The shortest of a few times: what else the machine does only makes a step longer."""
+        """Return the shortest of a few times: other work on the machine only adds to a step."""
         taken_s = list[float]()
         for step_s in self._times_s(chunks):
             taken_s.append(step_s)
@@ -76,9 +79,9 @@ class StepTimer:
         return min(taken_s)
 
     def sustained_s(self, chunks: list[Chunk]) -> float:
-        """The time once such steps have run for a while, as they do in a long prompt.
+        """Return the time of a step after such steps have run for a while, as in a long prompt.
 
-        A GPU that attends to many tokens soon lowers its clocks; on a CPU this is shortest_s.
+        A GPU that attends to many tokens soon lowers its clocks. On a CPU the result is shortest_s.
         """
         if self._runner.model.device.type != "cuda":
             return self.shortest_s(chunks)
@@ -90,7 +93,7 @@ class StepTimer:
         return step_s
 
     def _times_s(self, chunks: list[Chunk]) -> Iterator[float]:
-        """Run the step again and again; yield what each run took."""
+        """Run the step again and again; yield the seconds of each run."""
         device = self._runner.model.device
         step = build_step_input(chunks, self._page_size, self._windows)
         batch = step.upload(device)
@@ -103,14 +106,14 @@ class StepTimer:
             yield time.perf_counter() - began_s
 
     def _lengths(self, tokens: int) -> list[int]:
-        """The lengths of prompts with N tokens, each as long as it may be."""
+        """Return the lengths of prompts with N tokens in sum, each as long as possible."""
         whole, rest = divmod(tokens, self.longest)
         return [self.longest] * whole + [rest] * (rest > 0)
 
     def _chunk(self, depth: int, tokens: int, index: int, lease: DummyLease | None) -> Chunk:
-        """The last tokens of a sequence; those of equal lengths and another index are elsewhere.
+        """Make a chunk of the last tokens of a sequence, on other KV pages for each `index`.
 
-        They are all kinds of tokens: of one kind, a mixture of experts would use but a few experts.
+        The token ids are varied: with one id, a mixture of experts would use only a few experts.
         """
         vocabulary = self._runner.model.config.vocab_size
         sequence = dummy_chunk(

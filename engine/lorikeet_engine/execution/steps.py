@@ -1,7 +1,7 @@
-"""A step on the device: its forward pass, the tokens sampled from it, and reading them back.
+"""Step on the device: its forward pass, the tokens sampled from it, and reading them back.
 
-compute lays the planned chunks out as a batch (batch_builder.py) and has a ModelRunner run it;
-sample draws the next tokens; PendingSample.wait reads them, while a later step is under way.
+compute lays the planned chunks out as a batch (batch_builder.py) and has a ModelRunner run it.
+sample draws the next tokens. PendingSample.wait reads them while a later step is under way.
 """
 
 import time
@@ -27,22 +27,24 @@ from lorikeet_engine.sampling.logprob_readback import LogprobReadback
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler
 from lorikeet_engine.scheduling.forced_budget import ForcedBudget
-from lorikeet_engine.scheduling.sequence import Chunk, Sequence
+from lorikeet_engine.scheduling.scheduler import StepPlan
+from lorikeet_engine.scheduling.sequence import Chunk, Sequence, SequenceStatus
 from lorikeet_engine.scheduling.step_budget import ExpectedStep
 from lorikeet_engine.scheduling.step_counters import StepLaunch
-from lorikeet_engine.scheduling.step_plan import StepPlan
 from lorikeet_engine.settings import EngineSettings
 
 
 class ModelRunner:
-    """Runs batches through a model; holds the KV pages and the adapters' weights.
+    """Runner of batches through a model; holds the KV pages and the adapters' weights.
 
-    On CUDA a step copies its batch to static tensors and replays a graph (cuda_graphs.py): the
-    products, attention and LoRA kernels in it are those that LlamaModel.forward (models/llama.py)
-    launched when it was captured, at start. Nothing of models/ and kernels/ is called by then but
-    `logits`, and by a step that is too large for the graphs.
-    small_sizes: how many tokens small steps are padded to, ascending; empty without graphs.
-    prompt_sizes: steps with prompts, but for a few tokens near a prompt's beginning.
+    On CUDA a step copies its batch to static tensors and replays a graph (cuda_graphs.py). The
+    matrix, attention and LoRA kernels in the graph are those that LlamaModel.forward
+    (models/llama.py) launched at the capture. A step calls no code of models/ and kernels/ except
+    `logits`, unless the step is too large for the graphs.
+
+    small_sizes: tokens to which small steps are padded, ascending; empty without graphs.
+    prompt_sizes: tokens to which other steps with prompts are padded, ascending; empty without
+        graphs. A few tokens near a prompt's beginning still make a small step.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class ModelRunner:
     ) -> None:
         """Take a loaded model and the tensors that it works on.
 
-        weights: None for an engine that serves the base model alone. kv: allocate_kv's. graphs:
-        captured with this model, weights and kv; used for the batches that fit them.
+        weights: None for an engine that serves the base model alone.
+        kv: as allocated by allocate_kv (kv_tensors.py).
+        graphs: captured with this model, weights and kv; used for batches that fit them.
         """
         self.model = model
         self._attention = attention
@@ -68,7 +71,7 @@ class ModelRunner:
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
-        """The windows of the model's KvGroups."""
+        """Windows of the model's KvGroups."""
         return self.model.config.kv_groups.windows
 
     def share(
@@ -79,17 +82,22 @@ class ModelRunner:
         *,
         graphs: bool = True,
     ) -> None:
-        """Let other processes that compute the model's layers launch a step, too; here are none.
+        """Have the other processes that compute the model's layers launch a step; here are none.
 
-        Comes right before the step's `forward`, or its forward_eager without `graphs`. previous:
-        as StepInput.upload has it. scores: as `forward` has them.
+        Call right before the step's `forward`, or before its forward_eager without `graphs`.
+
+        previous: as in StepInput.upload.
+        scores: as in `forward`.
         """
 
     @torch.inference_mode()
     def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """Logits [rows, vocab] of batch.logit_rows, in the model's dtype; keys and values are kept.
+        """Return the logits [rows, vocab] of batch.logit_rows, in the model's dtype.
 
-        The result belongs to the caller, who may change it in place. scores: computed as well.
+        Keys and values are written to the KV pages. The caller owns the result and may change it in
+        place.
+
+        scores: reader of further logits, if any.
         """
         if self._graphs is not None and self._graphs.fit(batch):
             return self._logits(self._graphs.forward(batch), batch, scores)
@@ -97,7 +105,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """What `forward` returns, computed without CUDA graphs."""
+        """Compute the result of `forward` without CUDA graphs."""
         self._attention.plan(batch)
         hidden = self.model.forward(batch, self.kv, self._weights, self._attention)
         return self._logits(hidden, batch, scores)
@@ -114,14 +122,17 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens that a step sampled, by row. errors: of the rows that have no token."""
+    """Tokens that a step sampled, by row.
+
+    errors: errors of the rows without a token.
+    """
 
     tokens: list[int]
     logprobs: Mapping[int, TokenLogprobs]
     errors: Mapping[int, EngineError]
 
     def token(self, row: int) -> int:
-        """A row's token. Raises its error if it has none."""
+        """Return a row's token. Raises the row's error if there is none."""
         if error := self.errors.get(row):
             raise error
         return self.tokens[row]
@@ -129,7 +140,10 @@ class SampledTokens:
     def delivered(
         self, row: int, sequence: Sequence
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """A row's token, those forced behind it, and its logprobs; no stop id that nobody wants."""
+        """Return a row's token with the tokens forced after it, and its logprobs.
+
+        Both are empty for a stop id, unless the request keeps it.
+        """
         token = self.tokens[row]
         if token in sequence.stop_ids and not sequence.request.sampling.keep_stop_token:
             return (), ()
@@ -137,10 +151,10 @@ class SampledTokens:
 
 
 class PendingSample:
-    """The tokens that a step samples, on their way to the host.
+    """Tokens that a step samples, on their way to the host.
 
-    tokens: on the device, [rows] int64; arbitrary in a row whose logits are not finite, since its
-    sequence ends.
+    tokens: on the device, [rows] int64. Arbitrary in rows whose logits are not finite, since their
+        sequences end.
     """
 
     def __init__(
@@ -157,7 +171,7 @@ class PendingSample:
         self._errors = errors
 
     def wait(self) -> SampledTokens:
-        """The tokens once they are on the host. Raises what went wrong on the device meanwhile."""
+        """Return the tokens once they are on the host. Raises errors of the device."""
         tokens = self._download.wait().tolist()
         logprobs = {row: each for some in self._logprobs for row, each in some.read().items()}
         errors = dict(self._errors)
@@ -170,9 +184,11 @@ class PendingSample:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """A step whose forward pass was launched: its chunks as laid out, and their logits.
+    """Step whose forward pass was launched.
 
-    logits: [chunks that complete, vocab], on the device. scores: of prompts, None without any.
+    chunks: chunks as laid out.
+    logits: [chunks that complete, vocab], on the device.
+    scores: scores of prompts; None without any.
     """
 
     chunks: list[Chunk]
@@ -182,20 +198,23 @@ class ForwardPass:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequences whose next token is sampled from this step, by row."""
+        """Sequences whose next token is sampled from this step, by row."""
         return [chunk.sequence for chunk in self.chunks if chunk.completes]
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar restricts a token that is sampled from it."""
+        """Whether a grammar restricts a token sampled from this step."""
         return any(sequence.matcher is not None for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that was launched and not read: its chunks as laid out, and the tokens it samples.
+    """Step that was launched and not read.
 
-    scores: what it says of prompts; None if nothing. forced: AllowedTokens'.
+    chunks: chunks as laid out.
+    sample: tokens that the step samples.
+    scores: scores of prompts; None without any.
+    forced: AllowedTokens.forced.
     """
 
     chunks: list[Chunk]
@@ -214,8 +233,8 @@ def compute(
 ) -> ForwardPass:
     """Launch the forward pass of a plan's chunks; the host waits for nothing.
 
-    previous: the step before if it is not read yet: its tokens are taken on the device.
-    expected: StepLaunch's.
+    previous: the step before, if it is not read yet; its tokens are taken on the device.
+    expected: StepLaunch.expected.
     """
     launched_s, chunks = time.perf_counter(), group_by_adapter(plan.chunks)
     sampled = previous.sample.tokens if previous else None
@@ -234,10 +253,11 @@ def sample(
 ) -> InFlightStep:
     """Sample the next tokens from a forward pass, whose logits are changed in place.
 
-    Each is the likeliest, or drawn by a hash of its sequence's seed and step as the random number.
+    Each token is the likeliest, or drawn with a hash of the sequence's seed and step as random
+    number. So a request with a seed gets the same tokens in any batch with the same logits.
 
     Grammars must have accepted the tokens of the step before. The host waits for nothing. Grammars,
-    penalties and logprobs are for sequences without plain_sampling alone.
+    penalties and logprobs cost time only for sequences without plain_sampling.
     """
     sequences, logits = forward.sequences, forward.logits
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain_sampling}
@@ -259,28 +279,29 @@ def sample(
 
 
 def raise_if_lost(device: torch.device, error: BaseException) -> None:
-    """Raise DeviceLost if `error` says so, or has left the device unusable."""
+    """Raise DeviceLost if `error` is one, or has left the device unusable."""
     if isinstance(error, DeviceLost):
         raise error
     if device.type != "cuda":
         return
     try:
         torch.cuda.synchronize(device)
-    except RuntimeError as lost:  # an error of the device stays; any other is over by now
+    except RuntimeError as lost:  # an error of the device stays; any other error has passed
         raise DeviceLost(f"{device} failed and stays so: {error}") from lost
 
 
 def _count_tokens(sampler: Sampler, sequence: Sequence) -> None:
-    """See that the device counts the sequence's tokens, if its logits depend on them."""
+    """Make the device count the sequence's tokens, if its logits depend on them."""
     params = sequence.request.sampling
-    if params.changes_logits and sequence.penalty_slot is None and not sequence.ended:
+    finished = sequence.status is SequenceStatus.FINISHED
+    if params.changes_logits and sequence.penalty_slot is None and not finished:
         assert not sequence.pending_rows, "a token that nobody can count"
         output = sequence.tokens[sequence.prompt_length :]
         sequence.penalty_slot = sampler.penalties.begin(params, sequence.prompt, output)
 
 
 def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> dict[int, int]:
-    """How many of the likeliest tokens the rows that want log probabilities of a mode report."""
+    """Return, by row, how many likeliest tokens to report in log probabilities of this mode."""
     params = {i: sequence.request.sampling for i, sequence in sequences.items()}
     return {
         i: p.logprobs
@@ -291,7 +312,7 @@ def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> d
 
 def _row(sequence: Sequence) -> SamplingRow:
     params = sequence.request.sampling
-    # a grammar's mask knows of them
+    # stop ids below min_tokens; a grammar's mask forbids them itself
     may_ban = params.min_tokens and sequence.matcher is None
     banned = tuple(sequence.stop_ids) if may_ban and sequence.below_min_tokens else ()
     step, slot = sequence.output_length, sequence.penalty_slot

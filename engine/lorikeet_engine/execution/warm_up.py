@@ -1,7 +1,7 @@
-"""Dummy steps at an engine's start, which compile kernels and show how much memory steps take.
+"""Dummy steps at an engine's start, which compile kernels and show the memory that steps take.
 
-They are built as any step is. All their keys and values go to KV page 0, and their adapters have
-rank 0 in the table, so a step computes nothing for them but launches all that it would launch.
+They are built like any step. All keys and values go to KV page 0. The adapters have rank 0 in the
+table, so a step launches every LoRA kernel but computes nothing in it.
 """
 
 from array import array
@@ -29,11 +29,11 @@ from lorikeet_engine.settings import EngineSettings
 
 # Tokens of one adapter in a step, from a decode's one to a long prompt's.
 _TOKENS_PER_ADAPTER = (1, 8, 64, 512)
-# Chunks of a few tokens, and of as many as a step has, this deep in a prompt may have attention
-# kernels of their own; the few see enough for parts (kernels/attention/hopper_prefill.py).
+# Chunks of a few tokens and of a full step, this deep in a prompt, may have attention kernels of
+# their own; the few tokens see enough to be split (kernels/attention/hopper_prefill.py).
 _FEW, _DEPTH = 384, 12_288
-_RANDOM_PAGES = 512  # that are drawn; the others hold the same
-# Together they use all that sampling can do; the last takes the most memory.
+_RANDOM_PAGES = 512  # pages of random numbers; the others repeat them
+# Together they use all features of sampling; the last takes the most memory.
 _SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
@@ -72,11 +72,11 @@ def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: Engi
     for adapters in _doubling(1, min(settings.max_batch_adapters, settings.max_running)):
         _run(runner, sampler, settings, [1] * adapters, adapters, settings.max_rank)
         for tokens in _TOKENS_PER_ADAPTER:
-            lengths = [min(tokens, longest)] * adapters + [2]  # a prompt: this is no decode
+            lengths = [min(tokens, longest)] * adapters + [2]  # 2: a prompt, so not only decodes
             if sum(lengths) <= settings.max_batch_tokens:
                 for rank in ranks:
                     _run(runner, sampler, settings, lengths, adapters, rank, graphs=False)
-    for rows in (FEW_TOKENS + 1, PREFILL_TOKENS + 1):  # of lm_head, beside those of few above
+    for rows in (FEW_TOKENS + 1, PREFILL_TOKENS + 1):  # larger numbers of lm_head's rows
         if rows <= settings.max_running:
             for rank in ranks:
                 _run(runner, sampler, settings, [1] * rows, 1, rank)
@@ -84,7 +84,7 @@ def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: Engi
 
 @dataclass(frozen=True, slots=True)
 class DummyLease:
-    """A lease of a row of the table that no adapter uses."""
+    """Lease of a row of the table that no adapter uses."""
 
     slot: int
     rank: int
@@ -110,10 +110,11 @@ def _run(
 ) -> None:
     """Run a step of sequences of these lengths; the first `adapters` have one of `rank` each.
 
-    It is of that rank in lm_head too, and may replace a row of that.
+    The adapters have that rank on lm_head, too, and may replace a row of it.
 
-    depth: tokens before each of them. graphs: whether CUDA graphs may be used. Steps too large for
-    one need their kernels as well.
+    depth: tokens before those of each sequence.
+    graphs: whether CUDA graphs may be used. Steps too large for graphs need their kernels compiled
+        too.
     """
     each = (rank, rank, min(rank, 1))
     leases = [DummyLease(i, *each) if i < adapters else None for i in range(len(lengths))]
@@ -159,9 +160,9 @@ def dummy_chunk(
     groups: int = 1,
     depth: int = 0,
 ) -> Chunk:
-    """Tokens of a sequence, as many as `length`, on KV page 0: `first` and those after it.
+    """Make a chunk of `length` tokens on KV page 0, with ids `first` and the following ones.
 
-    depth: how many tokens of the sequence come before them.
+    depth: tokens of the sequence before the chunk.
     """
     prompt = tuple((first + at) % vocabulary for at in range(-depth, length))
     sequence = Sequence(
@@ -181,10 +182,11 @@ def dummy_chunk(
 
 @contextmanager
 def random_kv(kv: torch.Tensor) -> Iterator[None]:
-    """Hold random numbers in KV pages [layers, 2, pages, …] inside; zeros again afterwards.
+    """Hold random numbers in KV pages [layers, 2, pages, …] during the block; zeros afterwards.
 
     The more bits change in a GPU, the more power it takes and the lower its clock may be: with
-    zeros in the pages steps may seem faster than real ones are.
+        zeros in
+    the pages, steps may seem faster than real ones.
     """
     drawn = torch.randn(min(_RANDOM_PAGES, kv.shape[2]), *kv.shape[3:], device=kv.device)
     drawn = drawn.to(kv.dtype)

@@ -1,4 +1,4 @@
-"""The client of an engine in a process of its own, which it starts and calls. Loads no torch."""
+"""Client of an engine in a process of its own: starts the process and calls it. Loads no torch."""
 
 import logging
 import os
@@ -27,17 +27,17 @@ log = logging.getLogger(__name__)
 
 
 class _PendingCall(NamedTuple):
-    """A call without a reply, and when it was made."""
+    """Call without a reply yet, and the time at which it was made."""
 
     reply: Future[Any]
     at_s: float
 
 
 class EngineProcessClient:
-    """A replica's own engine, in a process apart, so that its steps share no interpreter.
+    """Engine of a replica, in a process of its own, so that its steps share no interpreter.
 
-    What Engine's methods return or raise comes back through futures, in the order of the calls;
-    no call waits for the engine. May be used from any thread.
+    Results and errors of Engine's methods come back through futures, in the order of the calls. No
+    call waits for the engine. Any thread.
     """
 
     def __init__(
@@ -48,14 +48,18 @@ class EngineProcessClient:
         on_status: Callable[[EngineStatus], None],
         step_timeout_s: float = 120.0,
     ) -> None:
-        """Start the process and wait until its engine is built. Raises what `build` raises.
+        """Start the process and wait until its engine is built. Raises the errors of `build`.
 
-        build: picklable; called in the new process. on_outputs: called with each step's outputs.
-        on_ended: called once, last, if the process ends by itself, with the error of all open
-        requests. on_status: called with each new status, at once after a quiet time and at most ten
-        times a second; the first, which comes before the constructor returns, names every adapter
-        that is nearer than remote. All three are called on a thread of the client's own, and must
-        not block. A step longer than step_timeout_s ends the process.
+        build: picklable; called in the new process.
+        on_outputs: called with each step's outputs.
+        on_ended: called once, last, if the process ends by itself, with the error for all open
+            requests.
+        on_status: called with each new status: at once after a quiet time, and at most ten times a
+            second. The first status comes before the constructor returns, and names every adapter
+            that is nearer than remote.
+        step_timeout_s: longest step; a longer one ends the process.
+
+        All callbacks are called on a thread of the client's own, and must not block.
         """
         self._on_outputs = on_outputs
         self._on_ended = on_ended
@@ -87,9 +91,9 @@ class EngineProcessClient:
 
     @property
     def silent_s(self) -> float:
-        """How long the engine has replied to nothing while a call waits.
+        """Seconds for which the engine has replied to nothing while a call waits.
 
-        One that works replies to each in milliseconds, however many wait.
+        A working engine replies to each call within milliseconds, however many wait.
         """
         with self._lock:
             if not self._pending:
@@ -98,16 +102,16 @@ class EngineProcessClient:
 
     @property
     def status(self) -> EngineStatus:
-        """The status that the engine reported last, at most a tenth of a second old.
+        """Status that the engine reported last, at most a tenth of a second old.
 
-        What changes by itself, waits and uses, may be a second old. Raises EngineClosed.
+        Values that change by themselves, waits and uses, may be a second old. Raises EngineClosed.
         """
         if self._error is not None:
             raise self._error
         return self._status
 
     def submit(self, request: Request) -> Future[Residency | None]:
-        """Submit a request; its tokens come to on_outputs, a step's of all requests together."""
+        """Submit a request; its tokens come to on_outputs with all others of a step."""
         return self._call("submit", request)
 
     def abort(self, request_id: str, choice: int | None = None) -> Future[None]:
@@ -115,7 +119,7 @@ class EngineProcessClient:
         return self._call("abort", request_id, choice)
 
     def residency(self, ref: AdapterRef) -> Future[Residency]:
-        """Where an adapter is now; `status` may tell a tenth of a second later."""
+        """Return an adapter's tier now; `status` may show it a tenth of a second later."""
         return self._call("residency", ref)
 
     def pin(
@@ -139,15 +143,15 @@ class EngineProcessClient:
         return self._call("prefetch", ref, tier, uses)
 
     def adapters(self, tier: Residency = Residency.DISK) -> Future[AdapterRows]:
-        """The adapters at a tier or nearer, as Engine.adapters lists them."""
+        """List the adapters at a tier or nearer, as Engine.adapters does."""
         return self._call("adapters", tier)
 
     def take_use(self) -> Future[list[SlotUse]]:
-        """Who used slots since the call before, as Engine.take_use tells."""
+        """Return each tenant's use of slots since the last call, as Engine.take_use does."""
         return self._call("take_use")
 
     def close(self) -> None:
-        """Let the engine finish its step, fail what is in flight with EngineClosed, and end."""
+        """Let the engine finish its step, fail requests in flight with EngineClosed, and end."""
         with self._lock:
             self._closing = True
         self._sender.close()
@@ -155,7 +159,7 @@ class EngineProcessClient:
 
     def _call(self, *call: Any) -> Future[Any]:
         reply: Future[Any] = Future()
-        reply.set_running_or_notify_cancel()  # so it cannot be cancelled: the call is made anyway
+        reply.set_running_or_notify_cancel()  # makes cancelling impossible: the call is made anyway
         with self._lock:
             if self._error is not None:
                 reply.set_exception(self._error)
@@ -167,7 +171,8 @@ class EngineProcessClient:
     def _run(self, calls: Connection, messages: Connection, from_engine: Connection) -> None:
         status: int | None = None
         try:
-            # From this thread, which outlives the process: Linux ends it with its parent's thread.
+            # On this thread, since it outlives the process: Linux kills a child with the thread
+            # that started it (PR_SET_PDEATHSIG).
             process = _start(calls, messages)
             try:
                 while True:
@@ -221,9 +226,9 @@ def _notify(callback: Callable[[Any], None], argument: object) -> None:
 
 
 def _start(calls: Connection, messages: Connection) -> "subprocess.Popen[bytes]":
-    """Start the process with its ends of the pipes, which are closed here.
+    """Start the process with its ends of the pipes, and close these ends here.
 
-    It is not multiprocessing's, which would import this program's main module there.
+    multiprocessing is not used: it would import this program's main module in the process.
     """
     with calls, messages:
         return subprocess.Popen(
@@ -237,6 +242,6 @@ def _start(calls: Connection, messages: Connection) -> "subprocess.Popen[bytes]"
             ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             pass_fds=(calls.fileno(), messages.fileno()),
-            process_group=0,  # Ctrl-C at a terminal is for the client, which then ends its engine
+            process_group=0,  # Ctrl-C at a terminal reaches the client, which then ends its engine
             stdin=subprocess.DEVNULL,
         )

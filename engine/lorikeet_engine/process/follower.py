@@ -1,7 +1,8 @@
-"""The process of a replica's second or later GPU: python -m lorikeet_engine.process.follower.
+"""Process of a replica's second or later GPU: python -m lorikeet_engine.process.follower.
 
-The engine's process starts it (parallel/followers.py) and says through a ring what to do; Follower
-(execution/follower.py) does that. It ends with its leader, or at the first error.
+The engine's process starts this one (parallel/followers.py) and sends commands through a ring;
+Follower (execution/follower.py) carries them out. The process ends with its leader, or at the first
+error.
 """
 
 import ctypes
@@ -22,12 +23,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Follow one leader to its end. Arguments: as parallel.followers starts it."""
+    """Follow one leader to its end.
+
+    Arguments: see parallel/followers.py, which starts the process.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     leader, rank, world, ring_fd, ring_bytes, wake_fd, reports_fd, host_fd, host_bytes = map(
         int, sys.argv[1:]
     )
-    if os.getppid() != leader:  # it ended before the line above
+    if os.getppid() != leader:  # the leader ended before the line above
         os._exit(1)
     for fd in (ring_fd, wake_fd, reports_fd, host_fd):
         os.set_inheritable(fd, False)
@@ -35,8 +39,8 @@ def main() -> None:
     reports = Connection(reports_fd, readable=False)
     try:
         _follow(ring, SharedMemory(host_bytes, host_fd), reports, rank, world)
-    except EOFError:  # the leader has closed us
-        os._exit(0)  # a thread may wait for a device that others have left
+    except EOFError:  # the leader has closed the ring
+        os._exit(0)  # at once: a thread may wait for a device that others have left
     except BaseException:
         log.critical("follower_failed", exc_info=True, extra={"rank": rank})
         os._exit(1)
@@ -45,7 +49,7 @@ def main() -> None:
 def _follow(
     ring: RingReader, host: SharedMemory, reports: Connection, rank: int, world: int
 ) -> None:
-    # Not before: the leader sees from now on whether this process stands still.
+    # Imported only here: from now on the leader notices if this process stands still.
     from lorikeet_engine.execution.follower import Follower
     from lorikeet_engine.parallel.shard import Shard
 

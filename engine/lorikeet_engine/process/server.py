@@ -1,7 +1,8 @@
-"""The process in which an engine runs: python -m lorikeet_engine.process.server.
+"""Process in which an engine runs: python -m lorikeet_engine.process.server.
 
-The main thread takes client.py's calls and replies to them. An EngineLoop steps the engine on a
-thread of its own, and what each step brings goes back to client.py through wire.py.
+The main thread takes the calls of client.py and replies to them. An EngineLoop steps the engine on
+a thread of its own; the outputs of each step go back to client.py through wire.py. A StatusReporter
+sends each changed status on a third thread.
 """
 
 import ctypes
@@ -21,22 +22,27 @@ import torch
 
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import DeviceLost, EngineError, StepFailed
-from lorikeet_engine.process.status_reporter import StatusReporter
 from lorikeet_engine.process.watchdog import Watchdog, end_process
 from lorikeet_engine.process.wire import MessageSender, Reply, receive, to_rows
 from lorikeet_engine.request import Output
+from lorikeet_engine.telemetry.status import EngineStatus
 
-# By its module's name, under which programs set handlers: here __name__ is "__main__".
+# Named explicitly, for programs that set handlers: as the main module, __name__ is "__main__".
 log = logging.getLogger("lorikeet_engine.process.server")
 
 _PR_SET_PDEATHSIG = 1
 _SWITCH_S = 0.5e-3
-"""How long a call waits for the interpreter while a step holds it; 5 ms by default."""
+"""Seconds that a call waits for the interpreter while a step holds it; Python's default is 5 ms."""
+_MIN_REPORT_INTERVAL_S = 0.1  # between two reports
+_STATUS_POLL_S = 1.0  # waits, and counts of recent uses, change without an event
 
 
 def main() -> None:
-    """Serve one client to its end. Arguments: the descriptors of calls in and messages out."""
-    if sys.platform == "linux":  # elsewhere the client's end is seen when no step hangs
+    """Serve one client to its end.
+
+    Arguments: file descriptors of the pipes, calls in and messages out.
+    """
+    if sys.platform == "linux":  # on other systems this process outlives its client if a step hangs
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.setswitchinterval(_SWITCH_S)
     calls_fd, messages_fd = map(int, sys.argv[1:])
@@ -45,23 +51,23 @@ def main() -> None:
     sender = MessageSender(Connection(messages_fd, readable=False))
     try:
         _serve(Connection(calls_fd, writable=False), sender)
-    except EOFError:  # the client has closed us, or is no more
+    except EOFError:  # the client has closed the pipe, or has died
         sender.close()
-        os._exit(0)  # adapters may be loading in threads that the interpreter's end would break
+        os._exit(0)  # at once: ending the interpreter would break threads that load adapters
 
 
 def _serve(calls: Connection, sender: MessageSender) -> None:
     built = _reply(_build, calls)
     if built.error is not None:
         sender.send(built)
-        calls.recv_bytes()  # until the client closes us
+        calls.recv_bytes()  # returns when the client closes the pipe
     engine, step_timeout_s = built.result
     gc.collect()
-    gc.freeze()  # what exists now stays: no collection walks through it in the middle of a step
+    gc.freeze()  # objects that exist now stay: no collection in a step walks through them
     _leave_cores()
     loop = EngineLoop(engine, lambda outputs: sender.send(to_rows(outputs)), step_timeout_s)
     reporter = StatusReporter(engine, sender.send)
-    reporter.start()  # before our reply, so that a client with that has a status
+    reporter.start()  # before the reply: a client that has the reply has a status, too
     sender.send(Reply(engine.info))
     loop.start()
     try:
@@ -76,15 +82,16 @@ def _serve(calls: Connection, sender: MessageSender) -> None:
 def _leave_cores() -> None:
     """Let torch use no threads of its own beside a GPU.
 
-    Each thread that packs adapters would have as many of them as there are cores, which wait for
-    one another in loops, beside those that launch steps; instead, packing has threads (pack).
+    Each thread that packs adapters would have one torch thread per core. These would wait for one
+    another in busy loops, beside the threads that launch steps. Packing has its own threads
+    (blob_packing.pack).
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.set_num_threads(1)
 
 
 def _build(calls: Connection) -> tuple[Engine, float]:
-    ((build, step_timeout_s),) = receive(calls)  # the client calls nothing else before our reply
+    ((build, step_timeout_s),) = receive(calls)  # the client makes no other call before the reply
     return build(), step_timeout_s
 
 
@@ -102,12 +109,15 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
 
 
 class EngineLoop:
-    """Steps an engine as long as there is work, and passes its outputs to `on_outputs`.
+    """Thread that steps an engine as long as there is work, and passes outputs to `on_outputs`.
 
-    `on_outputs` is called on this thread with every step's outputs, never with none, and once more
-    by `close`, on the thread that calls that. It must not block. Where no later step could work,
-    the process ends: a step takes longer than step_timeout_s, the device is lost, or the engine
-    cannot begin anew after an error of its own.
+    on_outputs: called on this thread with the outputs of every step that has any, and once more by
+        `close` on the caller's thread. Must not block.
+    step_timeout_s: longest step.
+
+    The process ends where no later step could work: a step exceeds step_timeout_s, the device is
+        lost,
+    or the engine cannot start anew after an error of its own code.
     """
 
     def __init__(
@@ -120,12 +130,12 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="lorikeet-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to step."""
+        """Start stepping."""
         self._watchdog.start()
         self._thread.start()
 
     def close(self) -> None:
-        """Finish the step at hand, fail what is in flight with EngineClosed, close the engine."""
+        """Finish the current step, fail open requests with EngineClosed, and close the engine."""
         self._closing.set()
         self._engine.wake()
         if self._thread.is_alive():
@@ -151,7 +161,7 @@ class EngineLoop:
         except DeviceLost:
             raise
         except Exception as error:
-            # Not the forward pass but the engine's own code: its state may be wrong by now.
+            # Raised by the engine's own code, not the forward pass: its state may be wrong by now.
             log.exception("engine_state_lost")
             failure = StepFailed(f"the engine began anew after {type(error).__name__}")
             return self._engine.fail_all(failure)
@@ -165,6 +175,44 @@ class EngineLoop:
             log.exception("outputs_undelivered", extra={"outputs": len(outputs)})
 
 
+class StatusReporter:
+    """Thread that reports changed statuses: at once after a quiet time, else ten times a second.
+
+    report: called by `start`, with every adapter that is nearer than remote in `moved`; then on
+        this thread, with each status that differs from the one before. Must not block.
+    """
+
+    def __init__(self, engine: Engine, report: Callable[[EngineStatus], None]) -> None:
+        self._engine, self._report = engine, report
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lorikeet-reporter", daemon=True)
+
+    def start(self) -> None:
+        """Report once, then start watching for changes."""
+        self._report_changes()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Report no more."""
+        self._closing.set()
+        self._engine.changed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(_MIN_REPORT_INTERVAL_S):
+            self._engine.changed.wait(_STATUS_POLL_S)
+            self._engine.changed.clear()
+            try:
+                self._report_changes()
+            except Exception:
+                log.exception("status_not_reported")
+
+    def _report_changes(self) -> None:
+        status = self._engine.changed_status()
+        if status is not None:
+            self._report(status)
+
+
 def _reply(call: Callable[..., Any], *arguments: Any) -> Reply:
     try:
         return Reply(call(*arguments))
@@ -173,7 +221,7 @@ def _reply(call: Callable[..., Any], *arguments: Any) -> Reply:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error with the stack that it has here, or one that says the same and can be pickled."""
+    """Return the error with its stack as a note, or a picklable EngineError with that stack."""
     stack = "".join(traceback.format_exception(error))
     error.add_note(f"In the engine's process:\n{stack}")
     try:

@@ -1,4 +1,4 @@
-"""Ends the process when a step hangs: its client notices and starts another."""
+"""Watchdog that ends the process when a step hangs; the client notices and starts another."""
 
 import faulthandler
 import logging
@@ -12,14 +12,15 @@ from lorikeet_engine.telemetry.status import EngineStatus
 
 log = logging.getLogger(__name__)
 
-_STDERR = 2  # not sys.stderr, which may have been replaced by something without a file
-_CHECKS = 20  # of a step during its timeout
+_STDERR = 2  # not sys.stderr, which may have been replaced by an object without a file
+_CHECKS = 20  # checks of a step during its timeout
 
 
 class Watchdog:
-    """Ends the process when a step takes longer than timeout_s: `with watchdog:` around each step.
+    """Thread that ends the process when a step takes longer than timeout_s.
 
-    The thread that steps need not help, since it may hang in a call that never returns.
+    Use `with watchdog:` around each step. The stepping thread need not help: it may hang in a call
+    that never returns.
     """
 
     def __init__(self, timeout_s: float, status: Callable[[], EngineStatus]) -> None:
@@ -30,12 +31,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="lorikeet-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._postpone_exit()
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -55,8 +56,8 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _postpone_exit(self) -> None:
-        # An exit that needs no interpreter, for a step that hangs with the interpreter's lock, or
-        # with one that the status needs: then no check postpones it any more.
+        # An exit that needs no interpreter. It is postponed at each check, so it happens only if a
+        # step hangs while holding the interpreter's lock, or a lock that the status needs.
         faulthandler.dump_traceback_later(1.5 * self._timeout_s, exit=True, file=_STDERR)
 
     def _end(self, lasted_s: float) -> NoReturn:
@@ -71,7 +72,7 @@ class Watchdog:
 
 
 def end_process(event: str, **fields: Any) -> NoReturn:
-    """Log a critical event and the stacks of all threads, and end the process with status 1."""
+    """Log a critical event and the stacks of all threads; end the process with status 1."""
     log.critical(event, extra=fields)
     faulthandler.dump_traceback(_STDERR, all_threads=True)
     os._exit(1)

@@ -1,16 +1,22 @@
-"""Decides what each step computes; called by engine.py. A request passes it in this order:
+"""Scheduling: requests enter here, and every step of engine.py gets its plan here.
 
-request_queue checks the request, makes a Sequence (sequence.py) of each choice and hands them to
-the engine's thread; deadlines ends those that wait too long and refuses those that
-would. The scheduler plans a step under a token budget: decodes first, then chunks of prompts, which
-run already or may begin. admission keeps the sequences that wait in their tenants' turns, which go
-by virtual token counters (fairness, throughput), and decides which may begin; kv_cache allocates KV
-pages (page_pool), as many as page_needs says, and finds cached prefixes. Where pages are too few,
-the youngest sequence of the tenant furthest ahead is preempted, and computed again later; so it is
-for a tenant whose turn finds no place or pages, as far as fair_share says. With an
-inter-token goal, step_budget bounds the ranks and prompt tokens of steps; forced_budget bounds the
-tokens that grammars force beside others. step_counters counts steps and tokens.
+A request passes these files in order:
 
-A request that waits for nothing, on an engine without an inter-token goal, is decided on by
-request_queue, scheduler, admission and kv_cache alone.
+request_queue   checks the request, makes a Sequence (sequence.py) of each choice, and hands the
+                sequences to the engine's thread.
+deadlines       ends requests that have waited too long; refuses those that would.
+scheduler       plans a step under a token budget: preempt, decode, prefill.
+waiting_queue   orders the waiting sequences fairly between tenants, by the virtual token counters
+                of fairness.
+admission       leases adapters and decides which waiting sequences may begin.
+kv_cache        finds cached prefixes and allocates KV pages: page_pool owns the pages, page_needs
+                counts the pages that a sequence needs.
+preemption      chooses running sequences that give up their slots and pages to another tenant.
+                Their tokens are computed again later.
+step_budget     bounds the ranks and prompt tokens of a step, for the inter-token goal.
+forced_budget   bounds the tokens that grammars force, beside other requests' tokens.
+step_counters   counts steps and tokens.
+
+A request that never waits, on an engine without an inter-token goal, meets only request_queue,
+scheduler, waiting_queue, admission and kv_cache.
 """

@@ -1,166 +1,65 @@
-"""The sequences that wait: in which order their turns come, and which of them may begin.
+"""Admission of waiting sequences to a step: adapters are leased, and limits of adapters are kept.
 
-WaitingQueue keeps them, and FairOrder goes through them turn by turn: the next is always of the
-tenant whose virtual counter (fairness.py) is least. Admission leases the adapter of each and says
-whether it may begin. What a sequence can wait for, and which others that stops:
+Reasons to wait, and which later sequences in fair order (waiting_queue.py) wait as well:
 
-its adapter is not on the GPU     none: others pass it
-another computes its prefix       none: others pass it until it can share those pages
-other adapters take the room      none, until MAX_OVERTAKES sequences with adapters have passed it;
-                                  then, at its tenant's turn, room is reserved for it: no more of
-                                  those are admitted until its own adapter is in; room is their
-                                  number, Σ of their ranks, and memory
-too few places or KV pages        all: what comes free is its own; who gives way to it is said in
-                                  fair_share.py
-
-Those behind a sequence are those whose turn comes later.
+adapter is not on the GPU         none: others overtake.
+another computes the same prefix  none: others overtake until the pages can be shared.
+other adapters use up the step's  none, until MAX_OVERTAKES sequences with adapters have overtaken.
+number of adapters, Σ of ranks,   Then, once it is next of its tenant, capacity is reserved for the
+or GPU memory                     sequence: no other sequence with an adapter begins before it.
+no slot, or too few KV pages      all: the next slot and pages that come free are for this
+                                  sequence. preemption.py may free some.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from heapq import heapify, heappop, heapreplace
-from itertools import chain
+from collections.abc import Iterable
 from typing import Protocol
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterError
-from lorikeet_engine.scheduling.fairness import VirtualCounter, VirtualCounters
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.sequence import AdapterLease, OvertakeCount, Sequence
 
 MAX_OVERTAKES = 32
 
 
-class WaitingQueue:
-    """A queue for each tenant: preempted sequences first, then by priority, then by arrival.
-
-    Changed by one thread; may be counted and iterated on any.
-    """
-
-    def __init__(self, counters: VirtualCounters) -> None:
-        self._counters = counters
-        self._queues: dict[VirtualCounter, list[Sequence]] = {}  # none of them empty
-
-    def __len__(self) -> int:
-        return sum(map(len, list(self._queues.values())))
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """All sequences, tenant by tenant."""
-        return chain.from_iterable(map(list, list(self._queues.values())))
-
-    def add(self, sequence: Sequence) -> None:
-        """Put a sequence into its tenant's queue, and let the tenant wait for a turn."""
-        counter = sequence.cost.counter
-        self._counters.start_waiting(counter)
-        insort(self._queues.setdefault(counter, []), sequence, key=_queue_key)
-        counter.backlog += sequence.cost.expected
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of its tenant's queue."""
-        counter = sequence.cost.counter
-        queue = self._queues[counter]
-        del queue[bisect_left(queue, _queue_key(sequence), key=_queue_key)]
-        counter.backlog -= sequence.cost.expected
-        if not queue:
-            del self._queues[counter]
-            counter.backlog = 0.0
-            self._counters.stop_waiting(counter)
-
-    def in_fair_order(
-        self,
-        prefilling: Iterable[Sequence],
-        is_blocked: Callable[[Sequence], bool],
-        first: Sequence | None,
-    ) -> "FairOrder":
-        """The waiting sequences in their turns; none may be added or removed meanwhile.
-
-        prefilling: sequences that run already and come before others of their tenants. is_blocked:
-        whether a sequence need not be looked at, since its adapter cannot be used in this step.
-        first: one that comes before its turn, if it has not ended.
-        """
-        queues: dict[VirtualCounter, list[Sequence]] = {}
-        for sequence in prefilling:
-            queues.setdefault(sequence.cost.counter, []).append(sequence)
-        for counter, queue in self._queues.items():
-            queues[counter] = [*queues[counter], *queue] if counter in queues else queue
-        return FairOrder(queues, is_blocked, first)
-
-    def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
-        """Give no credit to tenants of whom nothing that waits could have been served."""
-        for counter in counters:
-            self._counters.stop_waiting(counter)
-
-
-class FairOrder:
-    """Iterates over sequences; the next is always of the tenant whose counter is least by then.
-
-    O(tenants) at first, then O(log tenants) for each sequence. exhausted: the tenants of whom no
-    sequence is left.
-    """
-
-    def __init__(
-        self,
-        queues: Mapping[VirtualCounter, list[Sequence]],
-        is_blocked: Callable[[Sequence], bool],
-        first: Sequence | None,
-    ) -> None:
-        self._queues, self._is_blocked = queues, is_blocked
-        self._first = first if first is not None and not first.ended else None
-        self.exhausted: list[VirtualCounter] = []
-
-    def __iter__(self) -> Iterator[Sequence]:
-        if self._first is not None:
-            yield self._first
-        rests = [(counter, iter(queue)) for counter, queue in self._queues.items()]
-        turns = [_turn(counter, next(rest), rest) for counter, rest in rests]
-        heapify(turns)
-        while turns:
-            _, _, sequence, rest = turns[0]
-            counter = sequence.cost.counter
-            if sequence is not self._first:
-                yield sequence
-            following = next((s for s in rest if not self._is_blocked(s)), None)
-            if following is None:
-                heappop(turns)
-                self.exhausted.append(counter)
-            else:
-                heapreplace(turns, _turn(counter, following, rest))
-
-
 class AdapterProvider(Protocol):
-    """Where adapters are, as far as scheduling needs it.
+    """Source of adapters, as far as the scheduler needs one.
 
     Implemented by Tiers (residency/tiers.py).
     """
 
     def residency(self, ref: AdapterRef) -> Residency:
-        """The fastest place that holds an adapter now."""
+        """Return the nearest tier that holds an adapter now."""
 
     def copy_s(self, ref: AdapterRef) -> float:
-        """How long an adapter's copy to the GPU takes; 0 if some request asked for it before."""
+        """Return the seconds that copying an adapter to the GPU takes; 0 if requested before."""
 
     def loaded_at_s(self, ref: AdapterRef) -> float:
-        """When an adapter that is on the GPU came there, by the monotonic clock."""
+        """Return the monotonic time at which an adapter, now on the GPU, was loaded there."""
 
     def request(self, ref: AdapterRef, tenant: str) -> None:
-        """Start to load an adapter to the GPU for a tenant, or spare it for a while if it is there.
+        """Start loading an adapter to the GPU for a tenant; spare it from eviction for a while.
 
-        Doing so again changes nothing.
+        Repeated calls change nothing.
         """
 
     def rank(self, ref: AdapterRef) -> int | None:
-        """An adapter's largest rank while it is on the GPU, else None."""
+        """Return the largest rank of an adapter that is on the GPU, else None."""
 
     def lease(self, ref: AdapterRef, tenant: str) -> AdapterLease | None:
-        """A tenant's lease of an adapter on the GPU. Raises AdapterError if its loading failed."""
+        """Lease an adapter to a tenant; None if it is not on the GPU.
+
+        Raises AdapterError if loading failed.
+        """
 
 
 class Admission:
-    """Admits waiting sequences to one step; `prepare` is asked in the order of their turns.
+    """Admission of waiting sequences to one step, asked in fair order.
 
-    max_adapters, max_ranks: bounds of the number and of Σ rank of the distinct adapters that run;
-    one may run whatever its rank. failed: errors of adapters that could not be loaded, by digest.
-    reserved_for: the sequence that waits for room which no other may take.
+    max_adapters: limit of distinct adapters in the step.
+    max_ranks: limit of Σ rank of the distinct adapters; a single adapter may exceed it.
+    failed: errors of adapters that could not be loaded, by digest.
+    reserved_for: sequence before which no other with an adapter may begin.
     """
 
     def __init__(
@@ -177,17 +76,17 @@ class Admission:
         self._adapters = adapters
         self.failed: dict[str, AdapterError] = {}
         self._active: set[str] = set()  # digests of the adapters that the step computes with
-        self._ranks = 0  # their sum
+        self._ranks = 0  # Σ rank of the active adapters
         self._blocked: set[str] = set()  # digests that cannot join the step
         self.reserved_for: Sequence | None = None
-        self._leases = False  # whether any is held, if only until the step in flight is read
+        self._leases = False  # whether a running sequence holds one, even if it is complete
         for sequence in running:
             self._include(sequence)
 
     def prepare(self, sequence: Sequence, admitted: int) -> bool:
-        """Lease the sequence's adapter; returns whether it can run if there are KV pages for it.
+        """Lease the sequence's adapter; return whether only a slot and KV pages are still needed.
 
-        admitted: how many sequences with adapters ever were.
+        admitted: sequences with adapters that have ever begun.
         """
         if sequence.adapter is not None and not self._leased(sequence, sequence.adapter, admitted):
             return False
@@ -199,7 +98,7 @@ class Admission:
         return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)
 
     def admit(self, sequence: Sequence) -> None:
-        """Count the sequence among those that run."""
+        """Count the sequence among the running ones."""
         self._include(sequence)
         sequence.overtakes = OvertakeCount()
 
@@ -221,7 +120,7 @@ class Admission:
         return False
 
     def _has_room(self, ref: AdapterRef) -> bool:
-        """Whether running adapters leave it room; one that is not on the GPU has no rank yet."""
+        """Whether the limits allow this adapter; its rank counts as 0 until it is on the GPU."""
         if not self._active or ref.digest in self._active:
             return True
         ranks = self._ranks + (self._adapters.rank(ref) or 0)
@@ -231,12 +130,12 @@ class Admission:
         self, sequence: Sequence, ref: AdapterRef, has_room: bool, admitted: int
     ) -> None:
         self._adapters.request(ref, sequence.request.scheduling.tenant)
-        # On the host and not further: what keeps it out is leased memory, as a rule.
+        # An adapter that stays on the host mostly waits for GPU memory that leases occupy.
         if has_room and self._adapters.residency(ref) is not Residency.HOST:
             sequence.overtakes.pause()
             return
         sequence.overtakes.update(admitted)
-        # Without any lease there is none to wait for, and reserving room would help nobody.
+        # Without any lease no memory will be given back, so reserving capacity would not help.
         if sequence.overtakes.count >= MAX_OVERTAKES and self._leases:
             self.reserved_for = sequence
 
@@ -247,15 +146,3 @@ class Admission:
             if not sequence.complete and digest not in self._active:
                 self._active.add(digest)
                 self._ranks += sequence.lease.rank
-
-
-_Turn = tuple[float, int, Sequence, Iterator[Sequence]]
-
-
-def _turn(counter: VirtualCounter, sequence: Sequence, rest: Iterator[Sequence]) -> _Turn:
-    return counter.value, sequence.arrival, sequence, rest
-
-
-def _queue_key(sequence: Sequence) -> tuple[bool, int, int]:
-    priority = sequence.request.scheduling.priority
-    return not sequence.timings.preemptions, -priority, sequence.arrival

@@ -1,4 +1,4 @@
-"""How long requests may wait: for their turn, and for their adapter."""
+"""Deadlines of requests that have not begun: in the queue, and for their adapter."""
 
 import math
 import threading
@@ -12,18 +12,22 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import AdapterNotReady, EngineError, EngineOverloaded
 from lorikeet_engine.request import Request, SchedulingParams
-from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
-# A request is refused at once if its estimated wait is this many times too long: estimates err.
+# A request is refused at once if the estimated wait is this many times max_queue_s: estimates err.
 _REFUSE_FACTOR = 2.0
 _MIN_RETRY_AFTER_S = 1.0
 
 _ErrorOf = Callable[[Request], EngineError | None]
-"""Returns why a request fails now; None if what it waited for is there."""
+"""Returns the error that a request fails with now; None if the awaited adapter is there."""
 
 
 class _Deadline(NamedTuple):
-    """When a request fails if it has not begun. choices: weak, for most are over by then."""
+    """Time at which a request fails if it has not begun.
+
+    error_of: returns the error, or None if the awaited adapter is there.
+    choices: weak references, since most choices have finished by then.
+    """
 
     at_s: float
     number: int
@@ -31,26 +35,26 @@ class _Deadline(NamedTuple):
     choices: "list[weakref.ref[Sequence]]"
 
     def missed_by(self) -> Request | None:
-        """The request, if none of its choices has begun or ended."""
+        """Return the request if none of its choices has begun or finished."""
         request = None
         for choice in self.choices:
             sequence = choice()
-            if sequence is None or sequence.ended or sequence.timings.begun_s is not None:
+            if sequence is None or sequence.status is not SequenceStatus.WAITING:
                 return None
             request = sequence.request
         return request
 
 
 class Deadlines:
-    """The deadlines of the requests that have not begun. May be used from any thread."""
+    """Deadlines of the requests that have not begun. Any thread."""
 
     def __init__(
         self, wait_s: Callable[[SchedulingParams], float], load_s: Callable[[AdapterRef], float]
     ) -> None:
         """Start without deadlines.
 
-        wait_s: how long a request with these parameters would wait for its turn if it came now.
-        load_s: how long it takes until an adapter is on the GPU; 0 once it is.
+        wait_s: estimates the queueing time of a new request with these parameters.
+        load_s: estimates the time until an adapter is on the GPU; 0 once it is.
         """
         self._wait_s, self._load_s = wait_s, load_s
         self._lock = threading.Lock()
@@ -58,14 +62,14 @@ class Deadlines:
         self._numbers = count()
 
     def check(self, params: SchedulingParams) -> None:
-        """Raise EngineOverloaded for a request that would wait much longer than it may."""
+        """Raise EngineOverloaded for a request that would wait much longer than max_queue_s."""
         if params.max_queue_s is not None:
             wait_s = self._wait_s(params)
             if wait_s > _REFUSE_FACTOR * params.max_queue_s:
                 raise _overloaded(params, wait_s)
 
     def add(self, choices: list[Sequence]) -> None:
-        """Watch a request that has come, given as its choices."""
+        """Watch a new request, given as its choices."""
         request, arrived_s = choices[0].request, choices[0].timings.arrived_s
         params, weak = request.scheduling, [weakref.ref(choice) for choice in choices]
         bounds: list[tuple[float | None, _ErrorOf]] = [(params.max_queue_s, self._queue_error)]
@@ -78,7 +82,7 @@ class Deadlines:
                     heappush(self._deadlines, _Deadline(at_s, number, error_of, weak))
 
     def next_within_s(self, timeout_s: float | None) -> float | None:
-        """How long until the next deadline, at most timeout_s; None for ever."""
+        """Return the seconds until the next deadline, at most timeout_s; None without either."""
         with self._lock:
             if not self._deadlines:
                 return timeout_s
@@ -86,7 +90,7 @@ class Deadlines:
         return left_s if timeout_s is None else min(left_s, timeout_s)
 
     def take_missed(self) -> dict[str, EngineError]:
-        """Why requests fail whose deadlines have passed since the last call, by request id."""
+        """Return the errors of requests that missed deadlines since the last call, by id."""
         now_s, passed = time.monotonic(), list[_Deadline]()
         with self._lock:
             while self._deadlines and self._deadlines[0].at_s <= now_s:
@@ -108,7 +112,7 @@ class Deadlines:
         return self._not_ready(request, request.scheduling.max_load_s)
 
     def _not_ready(self, request: Request, waited_s: float | None) -> AdapterNotReady | None:
-        """Return why a request fails that has waited so long; None if its adapter is there."""
+        """Return the error of a request that has waited this long; None if its adapter is there."""
         assert request.adapter is not None
         assert waited_s is not None
         load_s = self._load_s(request.adapter)
@@ -123,7 +127,7 @@ class Deadlines:
 
 def _overloaded(params: SchedulingParams, wait_s: float) -> EngineOverloaded:
     assert params.max_queue_s is not None
-    # All that may wait no longer than this one has begun or failed after as long.
+    # After max_queue_s, every request queued now with the same bound has begun or failed.
     wait_s = min(wait_s - params.max_queue_s, params.max_queue_s)
     retry_after_s = max(_MIN_RETRY_AFTER_S, wait_s)
     return EngineOverloaded(

@@ -1,27 +1,27 @@
-"""Whose turn it is: virtual token counters.
+"""Virtual token counters, by which tenants are served fairly.
 
 After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024, arXiv 2401.00588),
-Algorithm 2. A tenant's counter is the cost of what was done for it, over its weight. Costs are in
-prompt tokens:
+Algorithm 2. A tenant's counter is the cost of the work done for the tenant, divided by its weight.
+The unit of cost is a prompt token:
 
-    += PROMPT_TOKEN for each token of a prompt that is computed, more the deeper it stands there:
-       attention reads all that comes before (prompt_cost)
-    += OUTPUT_TOKEN for each token that is sampled
-    += the prompt tokens that could be computed while an adapter is copied to the GPU for it
+    += PROMPT_TOKEN for each computed prompt token, more the deeper the token stands in its prompt:
+       attention reads all tokens before it (prompt_cost)
+    += OUTPUT_TOKEN for each sampled token
+    += the prompt tokens that could be computed while an adapter is copied to the GPU for the tenant
 
-and of the tenants that wait, the one with the least counter is served next. Of two that always
-wait, neither is served more than the other, over any span of time and by weight, by more than
+Of the waiting tenants, the one with the least counter is served next. Between two tenants that
+always wait, the difference in service, over any span of time and by weight, is at most
 
     2 · max(cost of the longest prompt, OUTPUT_TOKEN · tokens of a batch)
 
-The paper charges a prompt when it begins, since it is computed in one step. Ours are computed in
-chunks, and each is a turn: a tenant behind a long prompt waits for one chunk of it.
+The paper charges a prompt as a whole when it begins, since it is computed in one step. Here each
+chunk is charged alone: a tenant behind a long prompt waits for one chunk of it.
 
-Having been away is no credit: the counter of a tenant that begins to wait is lifted to the least of
-the waiting ones, or, where none waits, to that of the last that did. Tokens of a prompt that are
+Absence earns no credit: the counter of a tenant that begins to wait is lifted to the least counter
+of the waiting tenants or, if none waits, to that of the tenant that waited last. Prompt tokens
 found in the cache cost nothing, as in Cao et al., "Locality-aware Fair Scheduling in LLM Serving"
-(arXiv 2501.14312): caches are not shared between tenants, so a tenant that finds a prefix has paid
-for it. Loads no torch.
+(arXiv 2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix it
+finds. Loads no torch.
 """
 
 from dataclasses import dataclass
@@ -30,13 +30,18 @@ from lorikeet_engine.costs import StepCosts, seen_tokens
 
 PROMPT_TOKEN = 1.0
 OUTPUT_TOKEN = 2.0
-# With fewer counters than this, none is looked at to be forgotten.
+# Counters are forgotten only once there are more than this.
 _MIN_KEPT = 256
 
 
 @dataclass(slots=True, eq=False)
 class VirtualCounter:
-    """A tenant's counter. open: its sequences that have not ended. backlog: cost of what waits."""
+    """Counter of one tenant.
+
+    value: cost of the work done for the tenant, divided by weight.
+    open: the tenant's sequences that have not finished.
+    backlog: expected cost of the tenant's waiting sequences.
+    """
 
     tenant: str
     weight: float = 1.0
@@ -45,15 +50,16 @@ class VirtualCounter:
     backlog: float = 0.0
 
     def charge(self, cost: float) -> None:
-        """Add the cost of something that was done for the tenant."""
+        """Add the cost of work done for the tenant."""
         self.value += cost / self.weight
 
 
 @dataclass(slots=True, eq=False)
 class SequenceCost:
-    """What one sequence costs its tenant. expected: an estimate of all of it.
+    """Cost of one sequence to its tenant.
 
-    charged_tokens: how many tokens of its prompt were charged, or found in the cache before them.
+    expected: estimate of the total cost.
+    charged_tokens: prompt tokens charged so far, cached ones before them included.
     """
 
     counter: VirtualCounter
@@ -61,9 +67,9 @@ class SequenceCost:
     charged_tokens: int = 0
 
     def charge_prompt(self, costs: StepCosts, begin: int, end: int) -> float:
-        """Charge for these tokens of the prompt, which are computed now; returns their cost.
+        """Charge for computing prompt tokens `begin` to `end`; return their cost.
 
-        What is computed anew after a preemption costs the tenant nothing.
+        Tokens that are computed again after a preemption cost nothing.
         """
         cost = prompt_cost(costs, max(begin, self.charged_tokens), end)
         self.charged_tokens = max(self.charged_tokens, end)
@@ -72,29 +78,29 @@ class SequenceCost:
 
 
 def prompt_cost(costs: StepCosts, begin: int, end: int) -> float:
-    """The cost of these tokens of a prompt, without adapters: 0 if there are none."""
+    """Return the cost of prompt tokens `begin` to `end` without adapters; 0 if there are none."""
     tokens = max(0, end - begin)
     seen = seen_tokens(tokens, begin)
     return PROMPT_TOKEN * costs.prompts_s(tokens, seen) / costs.prompt_token_s
 
 
 class VirtualCounters:
-    """The counters of all tenants that could be ahead of a new one; others are forgotten.
+    """Counters of all tenants that could be ahead of a new tenant; other counters are forgotten.
 
-    Used by one thread; `cost_ahead_of` may be called from any.
+    One thread only, except `cost_ahead_of`.
     """
 
     def __init__(self) -> None:
         self._counters: dict[str, VirtualCounter] = {}
         self._waiting: dict[str, VirtualCounter] = {}
-        self._last_waiting: VirtualCounter | None = None  # that stopped waiting
+        self._last_waiting: VirtualCounter | None = None  # tenant that stopped waiting last
         self._forget_above = _MIN_KEPT
 
     def __len__(self) -> int:
         return len(self._counters)
 
     def open_sequence(self, tenant: str, weight: float) -> VirtualCounter:
-        """The tenant's counter, with one more open sequence."""
+        """Return the tenant's counter, with one more open sequence."""
         counter = self._counters.get(tenant)
         if counter is None:
             if len(self._counters) >= self._forget_above:
@@ -105,26 +111,27 @@ class VirtualCounters:
         return counter
 
     def start_waiting(self, counter: VirtualCounter) -> None:
-        """The tenant has something that could be served; nothing happens if it had before."""
+        """Count the tenant among the waiting ones and lift its counter, unless it waits already."""
         if counter.tenant not in self._waiting:
             counter.value = max(counter.value, self.level)
             self._waiting[counter.tenant] = counter
 
     def stop_waiting(self, counter: VirtualCounter) -> None:
-        """The tenant has nothing that could be served; nothing happens if it had nothing before."""
+        """Count the tenant among the waiting ones no more."""
         if self._waiting.pop(counter.tenant, None):
             self._last_waiting = counter
 
     @property
     def level(self) -> float:
-        """The value to which the counter of a tenant that begins to wait is lifted; never falls."""
+        """Least counter of the waiting tenants, to which new ones are lifted; never falls."""
         values = [counter.value for counter in list(self._waiting.values())]
         return min(values, default=self._last_waiting.value if self._last_waiting else 0.0)
 
     def cost_ahead_of(self, tenant: str, weight: float) -> float:
-        """The cost of all that would be served before a request that this tenant sent now.
+        """Return the cost of all work that would precede a request that this tenant sent now.
 
-        That is its own backlog, and of each other tenant's what its turns allow until then.
+        The sum of the tenant's own backlog and, of each other tenant's backlog, the part that fair
+        order serves first. Any thread.
         """
         own = self._counters.get(tenant) or VirtualCounter(tenant)
         served_at = max(own.value, self.level) + own.backlog / weight
@@ -135,9 +142,9 @@ class VirtualCounters:
         )
 
     def _forget(self) -> None:
-        """Drop counters with nothing open that would be lifted anyway, which changes no turn.
+        """Drop counters with nothing open that would be lifted anyway, which changes no order.
 
-        Others are as far ahead as the bound says at most, so they are reached soon.
+        Counters above the level stay. By the fairness bound the level reaches them soon.
         """
         level = self.level
         kept = [c for c in self._counters.values() if c.open or c.value > level]

@@ -1,9 +1,9 @@
-"""The KV pages of sequences, and the prefix cache.
+"""KV pages of sequences, and the prefix cache.
 
-Layers are in groups (models/kv_groups.py), and a sequence has pages of its own for each. Groups of
-layers that see a window alone give back, as the sequence grows, the pages that lie before what the
-token behind the last full page sees; cached, until they are needed. So a prefix is found as long as
-the pages of its last window are there, beside all of the other groups'.
+Layers form groups (models/kv_groups.py); a sequence has its own pages in each group. Groups whose
+layers see only a window free pages while the sequence grows: those before everything that the token
+after the last full page sees. Freed pages stay cached until they are needed. So a prefix is found
+as long as the pages of its last window are cached, and all pages of the other groups.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.scheduling.page_pool import PagePool
 
 TokenIds = tuple[int, ...] | list[int]
-"""A sequence's tokens: a prompt that others may have, too, or a list of its own."""
+"""Tokens of a sequence: a tuple, the prompt that choices share, or a list of its own."""
 
 
 class PageKeys:
-    """The keys of the pages that a prompt fills, hashed once for all its choices.
+    """Keys of the full pages of a prompt, hashed once for all its choices.
 
     key 0 = H(H(salt, adapter digest), tokens of page 0); key i = H(key i−1, tokens of page i).
     Equal keys therefore mean equal tokens from the start, under one adapter and one tenant's salt.
@@ -37,14 +37,14 @@ class PageKeys:
         salt: str = "",
         adapter_digest: str | None = None,
     ) -> None:
-        """Hash all of the prompt: 1 to 2 µs a page, so not on the thread that steps."""
+        """Hash all of the prompt. Takes 1 to 2 µs a page: call on no thread that steps."""
         self.page_size, self.adapter_digest = page_size, adapter_digest
         self.root = _hash(json.dumps([salt, adapter_digest]).encode())
         self.keys: list[bytes] = []
         self.extend(self.keys, prompt, len(prompt) // page_size)
 
     def extend(self, keys: list[bytes], tokens: Sequence[int], pages: int) -> None:
-        """Add the keys that are missing of the first pages, which `tokens` must fill."""
+        """Append the missing keys of the first `pages` pages, which `tokens` must fill."""
         first, page_bytes = len(keys), self.page_size * 8
         key = keys[-1] if keys else self.root
         data = array("q", tokens[first * self.page_size : pages * self.page_size]).tobytes()
@@ -54,17 +54,17 @@ class PageKeys:
 
 
 class SequencePages:
-    """The KV pages of one sequence, and how far they are filled.
+    """KV pages of one sequence, and the state of their contents.
 
-    pages: of each group, in the order of its tokens; empty until it has some. first: how many of
-    the first ones windowed groups do without.
-    computed: how many tokens' keys and values the steps launched so far put there.
-    written: how many the steps read so far have put there.
-    announced: how many of its first pages KVCache has told others of, written or not.
-    score_from: the first token behind which the next one is to be scored, so that its logits are
-    needed; None where only those of the last token are.
-    awaited: the key of a page that another sequence was to write when this one last asked.
-    tokens: those that the host has, a prompt's at first; they only grow at their end.
+    pages: pages of each group, in the order of tokens; empty without any.
+    first: number of leading pages that windowed groups have freed.
+    computed: tokens whose keys and values the launched steps have put into the pages.
+    written: tokens whose keys and values the steps read so far have put into the pages.
+    announced: number of first pages that KVCache has told others about, written or not.
+    score_from: first token whose next token is to be scored, for which its logits are needed; None
+        where only the last token's logits are needed.
+    awaited: key of a page that another sequence was about to write at the last check.
+    tokens: tokens known to the host, at first the prompt; they only grow at their end.
     """
 
     __slots__ = (
@@ -82,20 +82,20 @@ class SequencePages:
 
     def __init__(self, tokens: TokenIds, prompt_keys: PageKeys) -> None:
         """Start without pages."""
-        self.pages: list[array[int]] = []  # not lists: page tables are joined bytes
+        self.pages: list[array[int]] = []  # arrays: page tables are joined from their bytes
         self.first = self.computed = self.written = self.announced = 0
         self.score_from: int | None = None
         self.awaited: bytes | None = None
         self.tokens, self._prompt_keys = tokens, prompt_keys
-        self._keys = prompt_keys.keys  # until there are more
+        self._keys = prompt_keys.keys  # shared until the sequence has more keys
 
     @property
     def adapter_digest(self) -> str | None:
-        """The adapter under which they are computed; None for the base model alone."""
+        """Adapter under which keys and values are computed; None for the base model alone."""
         return self._prompt_keys.adapter_digest
 
     def keys(self, pages: int) -> list[bytes]:
-        """The keys of the first pages, which `tokens` must fill."""
+        """Return the keys of the first `pages` pages, which `tokens` must fill."""
         if len(self._keys) < pages:
             if self._keys is self._prompt_keys.keys:
                 self._keys = self._keys.copy()
@@ -103,19 +103,19 @@ class SequencePages:
         return self._keys[:pages]
 
     def full_keys(self) -> list[bytes]:
-        """The keys of all the pages that `tokens` fill."""
+        """Return the keys of all pages that `tokens` fill."""
         return self.keys(len(self.tokens) // self._prompt_keys.page_size)
 
     def shareable_keys(self) -> list[bytes]:
-        """The keys of the full pages that leave all tokens whose logits are needed."""
+        """Return the keys of the full pages before all tokens whose logits are needed."""
         tokens = len(self.tokens) - 1 if self.score_from is None else self.score_from
         return self.keys(tokens // self._prompt_keys.page_size)
 
 
 class KVCache(PagePool):
-    """A PagePool for sequences. All operations are O(pages named).
+    """PagePool for sequences. All operations are O(pages named).
 
-    windows, step_tokens: as PageNeeds has them, and page_size, too.
+    page_size, windows, step_tokens: as in PageNeeds.
     """
 
     def __init__(
@@ -129,30 +129,34 @@ class KVCache(PagePool):
         self.page_size = page_size
         self._needs = PageNeeds(page_size, windows, step_tokens)
         self._whole, self._windowed = self._needs.whole, self._needs.windowed
-        # By key, how many sequences are to write such a page.
+        # Key → number of sequences that are about to write such a page.
         self._unwritten: Counter[bytes] = Counter()
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold that many tokens."""
+        """Return the number of pages that hold N tokens."""
         return -(-tokens // self.page_size)
 
     def may_all_grow(self, tokens: int) -> bool:
-        """Whether sequences can have pages for N more tokens, wherever these begin."""
+        """Whether the free pages suffice for N more tokens, whichever sequences these belong to."""
         return tokens * (self._whole + self._windowed) <= self.free
 
     def most_pages(self, tokens: int) -> int:
-        """The pages of a sequence of this many tokens, if none of them are cached."""
+        """Return the pages that a sequence of N tokens needs if none are cached."""
         return self._needs.in_steps(tokens)
 
     def pages_lacking(self, pages: int, spare: int) -> int:
-        """How many pages more must be free for `allocate` to give N; 0 or less if none."""
+        """Return the number of pages to free before `allocate` can give `pages`; 0 or less if none.
+
+        spare: sequences that must still be able to grow by a page in each group.
+        """
         return pages + spare * (self._whole + self._windowed) - self.free
 
     def allocate(self, kv: SequencePages, tokens: int, spare: int) -> bool:
-        """Give a sequence without pages those of this many tokens, cached ones where it can.
+        """Give a sequence without pages those of N tokens, cached ones where possible.
 
-        In windowed groups those of the first window, from which `grow` goes on. Returns False and
-        gives none if too few were left for a step to do so, or for `spare` others to grow.
+        Windowed groups get the pages of the first window; `grow` adds the others later. Returns
+        False, and gives none, if too few pages would be left for one step of the sequence or for
+        `spare` others to grow.
         """
         needs, keys, total = self._needs, kv.shareable_keys(), self.pages_for(tokens)
         cached = self.find(keys) if self._whole else []
@@ -182,21 +186,21 @@ class KVCache(PagePool):
         return True
 
     def awaits_prefix(self, kv: SequencePages) -> bool:
-        """Whether a sequence without pages would compute some that another is about to write.
+        """Whether a sequence without pages would compute a page that another is about to write.
 
-        O(1) while the last of them is not written.
+        O(1) while the last of these pages is not written.
         """
         if kv.awaited is not None and kv.awaited in self._unwritten:
             return True
         keys = kv.shareable_keys()
         found = len(self.find(keys)) if self._whole else self._hit(keys, 0)
-        # Those that are to be written follow the cached ones without a gap.
+        # Pages that are about to be written follow the cached ones without a gap.
         end = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
         kv.awaited = keys[end - 1] if end > found else None
         return end > found
 
     def reach(self, kv: SequencePages, tokens: int, spare: int) -> int:
-        """How many of a sequence's `tokens` it can have pages for, while `spare` others grow."""
+        """Return how many of N tokens a sequence can get pages for while `spare` others grow."""
         if not self._windowed:
             return tokens
         groups = self._whole + self._windowed
@@ -204,7 +208,7 @@ class KVCache(PagePool):
         return min(tokens, (kv.first + len(kv.pages[-1]) + more) * self.page_size)
 
     def grow(self, kv: SequencePages, tokens: int) -> bool:
-        """Give a sequence the pages it lacks for this many tokens; False if too few are free."""
+        """Give a sequence the missing pages for N tokens; return False if too few are free."""
         end = self.pages_for(tokens)
         whole = max(0, end - len(kv.pages[0])) if self._whole else 0
         windowed = max(0, end - kv.first - len(kv.pages[-1])) if self._windowed else 0
@@ -215,9 +219,9 @@ class KVCache(PagePool):
         return True
 
     def publish_written(self, kv: SequencePages, end: int) -> None:
-        """Let others find a sequence's full pages; its keys and values are written up to `end`.
+        """Publish a sequence's full pages; keys and values are written up to token `end`.
 
-        Windowed groups then give back what nobody who finds the last of them looks at.
+        Windowed groups then free the pages that no finder of the last full page needs.
         """
         first, full = kv.written // self.page_size, end // self.page_size
         kv.written = end
@@ -240,9 +244,9 @@ class KVCache(PagePool):
         kv.first = kv.computed = kv.written = kv.announced = 0
 
     def _hit(self, keys: list[bytes], most: int) -> int:
-        """How many first pages are cached, as far as what comes behind them looks at them.
+        """Return how many first pages can be shared: all pages seen after them are cached.
 
-        most: how many the first group has, if it needs all of them.
+        most: cached pages of the first group, if that group needs all its pages.
         """
         end, windowed = most if self._whole else len(keys), self._pages_of[self._whole :]
         for pages in self._pages_of[1 : self._whole]:
@@ -259,7 +263,7 @@ class KVCache(PagePool):
             pages.extend(self.take(whole if group < self._whole else windowed))
 
     def _give_back(self, kv: SequencePages, before: int) -> None:
-        """Take back a sequence's pages of windowed groups that lie before this one."""
+        """Take back a sequence's pages of windowed groups that precede this page."""
         count = before - kv.first
         if count > 0:
             windowed = kv.pages[self._whole :]
@@ -269,9 +273,9 @@ class KVCache(PagePool):
             kv.first = before
 
     def _release_all(self, pages: Sequence[Sequence[int]]) -> None:
-        """Release the pages of all groups, so that those of the same tokens are forgotten together.
+        """Release the pages of all groups so that pages of the same tokens are evicted together.
 
-        Where the groups have equally many.
+        That order holds where the groups have equally many pages.
         """
         if len(pages) <= 1:
             for only in pages:

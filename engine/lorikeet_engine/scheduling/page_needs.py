@@ -1,14 +1,16 @@
-"""How many KV pages sequences need, where some layers see no more than a window."""
+"""Number of KV pages that sequences need, where some layers see only a window."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class PageNeeds:
-    """What sequences need of pages of `page_size` tokens, one list of pages for each of the groups.
+    """Number of KV pages that sequences need, with one list of pages for each group of layers.
 
-    windows: of each group of layers (models/kv_groups.py), None for those that see all tokens,
-    which come first; all others are one. step_tokens: the most that a step computes.
+    page_size: tokens of a page.
+    windows: window of each group of layers (models/kv_groups.py). Groups that see all tokens (None)
+        come first; all others have the same window.
+    step_tokens: most tokens that a step computes.
     """
 
     page_size: int
@@ -17,49 +19,50 @@ class PageNeeds:
 
     @property
     def whole(self) -> int:
-        """How many groups need the pages of all tokens."""
+        """Number of groups that keep the pages of all tokens."""
         return self.windows.count(None)
 
     @property
     def windowed(self) -> int:
-        """How many groups need the last pages alone; they come last."""
+        """Number of groups that keep only the last pages; they come last."""
         return len(self.windows) - self.whole
 
     @property
     def window_pages(self) -> int:
-        """The most pages of a windowed group that a sequence has between two steps.
+        """Most pages of a windowed group that a sequence has between two steps.
 
-        Those that the token behind the last full page sees, and two that are being filled.
+        They are the pages seen by the token after the last full page, and two that are being
+        filled.
         """
         return self.pages_for((self.windows[-1] or 1) - 1) + 2
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold that many tokens."""
+        """Return the number of pages that hold N tokens."""
         return -(-tokens // self.page_size)
 
     def first(self, token: int) -> int:
-        """The first page of a windowed group that this token sees, or one behind it."""
+        """Return the first page of a windowed group that this token or a later one sees."""
         return max(0, token + 1 - (self.windows[-1] or 0)) // self.page_size
 
     def between_steps(self, tokens: int) -> int:
-        """The most pages that a sequence of N tokens has between two steps."""
+        """Return the most pages that a sequence of N tokens has between two steps."""
         return self._with(self.window_pages, self.pages_for(tokens))
 
     def in_steps(self, tokens: int) -> int:
-        """The pages that it needs to be computed alone, as many tokens a step as may be."""
+        """Return the pages that a sequence of N tokens needs alone, in steps of step_tokens."""
         return self._with(self._pages_in_steps, self.pages_for(tokens))
 
     def longest(self, pages: int) -> int | None:
-        """The tokens of the longest sequence that N pages are enough for; None: any."""
+        """Return the tokens of the longest sequence that fits into N pages; None if all fit."""
         length = pages // len(self.windows)
-        if self.windowed and length > self._pages_in_steps:
+        if self.windowed and length >= self._pages_in_steps:
             if not self.whole:
                 return None
             length = (pages - self.windowed * self._pages_in_steps) // self.whole
         return length * self.page_size
 
     def tokens(self, pages: int, context: int) -> int:
-        """How many tokens N pages hold, in sequences of `context` tokens."""
+        """Return the number of tokens that N pages hold, in sequences of `context` tokens."""
         if not self.windowed:
             return pages // self.whole * self.page_size
         longest = self.longest(pages)

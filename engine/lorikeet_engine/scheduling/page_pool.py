@@ -1,7 +1,7 @@
-"""KV pages: which are free, who shares them, and by which keys they are found again.
+"""KV pages: free list, reference counts, and the keys by which cached pages are found.
 
 A page is an integer: its index in the KV tensor. Only full pages have a key and can be shared, so
-a page that can still be written to has one owner. A page without references keeps its key and
+a page that can still be written has one owner. A page without references keeps its key and its
 contents until it is allocated again, least recently used first.
 """
 
@@ -10,33 +10,33 @@ from collections.abc import Iterable, Reversible
 
 
 class PagePool:
-    """`pages` KV pages, any of which a group of layers may have. All operations are O(pages named).
+    """Pool of KV pages, any of which any group of layers may have. Operations are O(pages named).
 
-    A key stands for the same tokens in all groups; each has its own page of it.
+    A key stands for the same tokens in all groups; each group has its own page of that key.
     """
 
     def __init__(self, pages: int, groups: int = 1) -> None:
         self.pages = pages
         self._references = [0] * pages
         self._keys: list[bytes | None] = [None] * pages
-        self._groups = [0] * pages  # of pages with a key, and so
-        self._adapters: list[str | None] = [None] * pages  # by digest
+        self._groups = [0] * pages  # meaningful only for pages with a key
+        self._adapters: list[str | None] = [None] * pages  # digests; only for pages with a key
         self._pages_of: list[dict[bytes, int]] = [{} for _ in range(groups)]
-        # Pages without references in the order they are given out: those without a key in front.
+        # Pages without references in the order they are given out; those without a key come first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(pages))
 
     @property
     def free(self) -> int:
-        """How many pages `take` can give out, cached ones included."""
+        """Number of pages that `take` can give out, cached ones included."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """How many pages have references."""
+        """Number of pages with references."""
         return self.pages - len(self._free)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The first group's cached pages of the longest run of keys from the first.
+        """Return the first group's cached pages of the longest run of keys from the first.
 
         Adds no references.
         """
@@ -50,14 +50,14 @@ class PagePool:
         return found
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add a reference to each of some cached pages."""
+        """Add a reference to each of these cached pages."""
         for page in pages:
             if self._references[page] == 0:
                 del self._free[page]
             self._references[page] += 1
 
     def take(self, count: int) -> list[int]:
-        """Give out `count` pages with one reference each. There must be that many free."""
+        """Give out `count` pages with one reference each; at least that many must be free."""
         assert count <= self.free, f"{count} KV pages wanted, {self.free} free"
         taken: list[int] = []
         for _ in range(count):
@@ -73,9 +73,10 @@ class PagePool:
     def publish(
         self, page: int, key: bytes, adapter_digest: str | None = None, group: int = 0
     ) -> None:
-        """Let others find a full page by its key; if the key is taken, the page stays private.
+        """Let others find a full page by its key. If the key is taken, the page stays private.
 
-        adapter_digest: of what it was computed with. group: whose page it is.
+        adapter_digest: adapter under which the page was computed.
+        group: group of layers that the page belongs to.
         """
         pages = self._pages_of[group]
         if self._keys[page] is None and key not in pages:
@@ -84,7 +85,7 @@ class PagePool:
             pages[key] = page
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let nobody find these pages any more, whoever else may have references to them."""
+        """Remove the keys of these pages, so that nobody finds them; references stay."""
         for page in pages:
             key = self._keys[page]
             if key is not None:
@@ -94,17 +95,17 @@ class PagePool:
                     self._free.move_to_end(page, last=False)
 
     def forget_keys(self, keys: Iterable[bytes]) -> None:
-        """Let nobody find pages by these keys any more."""
+        """Remove these keys from all groups."""
         for key in keys:
             self.forget([pages[key] for pages in self._pages_of if key in pages])
 
     def forget_adapter(self, digest: str) -> None:
-        """Let nobody find what was computed with an adapter any more."""
+        """Remove the keys of all pages that were computed with an adapter."""
         self.forget(page for page, adapter in enumerate(self._adapters) if adapter == digest)
 
     def release(self, pages: Reversible[int]) -> None:
-        """Drop one reference from each page of a sequence, given in the sequence's order."""
-        # From the end: a chain is then forgotten from its tail, useless without its head.
+        """Drop one reference from each page of a sequence, given in the order of tokens."""
+        # From the end: a prefix is then evicted from its tail, which is useless without its head.
         for page in reversed(pages):
             assert self._references[page] > 0, f"KV page {page} released twice"
             self._references[page] -= 1

@@ -1,7 +1,7 @@
-"""Requests on their way from callers to the engine's thread: checked, made into sequences, queued.
+"""Entry of requests: checked, made into sequences, and queued for the engine's thread.
 
-Engine.submit calls InputProcessor and then RequestQueue.submit on the caller's thread; the step
-that follows takes the sequences and gives them to the Scheduler (scheduler.py).
+Engine.submit calls InputProcessor and then RequestQueue.submit on the caller's thread. The next
+step takes the sequences and gives them to the Scheduler (scheduler.py).
 """
 
 import itertools
@@ -17,14 +17,14 @@ from lorikeet_engine.request import Failed, Output, PromptLogprobs, Request, Tok
 from lorikeet_engine.sampling.grammar import Grammars, Matcher
 from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 from lorikeet_engine.scheduling.kv_cache import PageKeys
-from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 from lorikeet_engine.telemetry.status import EngineInfo
 
 log = logging.getLogger(__name__)
 
 
 class InputProcessor:
-    """Refuses requests that could never run; makes a sequence for each choice of the others."""
+    """Refuses requests that could never run; makes a sequence of each choice of the others."""
 
     def __init__(self, info: EngineInfo, page_size: int, grammars: Grammars | None) -> None:
         self._info = info
@@ -34,11 +34,12 @@ class InputProcessor:
         self._arrivals = itertools.count()
 
     def process(self, request: Request) -> list[Sequence]:
-        """A sequence for each choice; max_tokens is cut to what the context leaves after prompts.
+        """Make a sequence of each choice; cut max_tokens to what the context leaves.
 
-        On any thread, which hashes the prompts; the grammar is compiled on another. Raises
-        InvalidRequest for a prompt that fills the context and for token ids out of range, and
-        EngineOverloaded if too many grammars of its tenant wait to be compiled or are in use.
+        Any thread. The calling thread hashes the prompts; another one compiles the grammar.
+
+        Raises InvalidRequest for a prompt that fills the context and for token ids out of range,
+        and EngineOverloaded if too many grammars of the tenant are in use or wait to be compiled.
         """
         self._check(request)
         sampling = request.sampling
@@ -75,7 +76,7 @@ class InputProcessor:
         for prompt in request.prompts:
             if len(prompt) >= context:
                 raise InvalidRequest(
-                    # OpenAI's words, by which clients such as LiteLLM know this error
+                    # OpenAI's words, by which clients such as LiteLLM recognise this error
                     f"This model's maximum context length is {context} tokens. However, the prompt "
                     f"has {len(prompt)}, and an answer needs one more: shorten the prompt",
                     param="prompt",
@@ -98,7 +99,7 @@ class InputProcessor:
             return self._grammars.compile(grammar)
         except EngineError:
             raise
-        except BaseException as error:  # as a panic in Rust is
+        except BaseException as error:  # a panic in Rust is no Exception
             log.exception("grammar_not_compiled")
             raise InvalidRequest("the grammar cannot be compiled", param="grammar") from error
 
@@ -112,16 +113,18 @@ class InputProcessor:
 
 
 class Abort(NamedTuple):
-    """A request, and the choice of it to abort; None for all its choices."""
+    """Request to abort, or one choice of it; choice None means all choices."""
 
     request_id: str
     choice: int | None
 
 
 class TakenRequests(NamedTuple):
-    """What the engine takes from the queue: new choices, and aborts of those that it has.
+    """Requests and aborts that the engine's thread takes from the queue.
 
-    compiling: the choices that are left in the queue until their grammars are compiled.
+    submitted: new choices.
+    compiling: choices left in the queue until their grammars are compiled.
+    aborts: requests and choices to abort.
     """
 
     submitted: list[Sequence]
@@ -135,10 +138,11 @@ class TakenRequests(NamedTuple):
 
 
 class RequestQueue:
-    """Hands requests from the threads that call an engine to the one that steps it. Thread-safe.
+    """Queue between the threads that call an engine and the thread that steps it. Thread-safe.
 
-    Outputs are added and taken by the thread that steps alone. open_choices: request id → how many
-    of its choices have not ended.
+    Only the stepping thread adds and takes outputs.
+
+    open_choices: request id → number of choices that have not ended.
     """
 
     def __init__(self) -> None:
@@ -151,11 +155,14 @@ class RequestQueue:
 
     @property
     def submitted(self) -> list[Sequence]:
-        """The choices that the engine has not taken yet."""
+        """Choices that the engine has not taken yet."""
         return list(self._submitted)
 
     def submit(self, request_id: str, sequences: list[Sequence]) -> None:
-        """Add a request's choices. Raises EngineClosed, and InvalidRequest if its id is open."""
+        """Add a request's choices.
+
+        Raises EngineClosed, and InvalidRequest if a request of the same id is in flight.
+        """
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed: send the request to another replica")
@@ -164,21 +171,21 @@ class RequestQueue:
                     f"request_id={request_id!r} is in flight: want a new one", param="request_id"
                 )
             self.open_choices[request_id] = len(sequences)
-            # an abort that came too late was for the last request of this id
+            # an abort still queued was for an earlier request of the same id
             self._aborts = [abort for abort in self._aborts if abort.request_id != request_id]
             self._submitted += sequences
 
     def abort(self, request_id: str, choice: int | None) -> None:
-        """Ask for a request to be aborted; nothing happens if it has ended."""
+        """Queue an abort of a request; nothing happens if the request has ended."""
         with self._lock:
             if request_id in self.open_choices:
                 self._aborts.append(Abort(request_id, choice))
 
     def take(self) -> TakenRequests:
-        """The choices submitted and the aborts asked for since the last call.
+        """Take the choices submitted and the aborts requested since the last call.
 
-        A choice is left until its grammar is compiled, and its request fails if that cannot be. One
-        that is aborted already ends here.
+        A choice stays in the queue until its grammar is compiled; if compiling fails, the request
+        fails. A choice that is aborted already ends here.
         """
         aborted: list[Sequence] = []
         with self._lock:
@@ -193,7 +200,7 @@ class RequestQueue:
                     taken.compiling.append(sequence)
             self._submitted = list(taken.compiling)
         for sequence in aborted:
-            sequence.ended = True
+            sequence.status = SequenceStatus.FINISHED
             self.end_choice(sequence.request.request_id)
         errors: dict[str, EngineError] = {}
         for sequence in taken.submitted:
@@ -205,7 +212,7 @@ class RequestQueue:
         return taken._replace(submitted=sound)
 
     def end_choice(self, request_id: str) -> None:
-        """Note that one choice of a request has ended."""
+        """Record that one choice of a request has ended."""
         with self._lock:
             left = self.open_choices.get(request_id, 0) - 1
             if left > 0:
@@ -214,22 +221,26 @@ class RequestQueue:
                 self.open_choices.pop(request_id, None)
 
     def add_output(self, output: Tokens) -> None:
-        """Keep new tokens for `take_outputs`; those that finish a choice end it."""
+        """Keep new tokens for `take_outputs`; the last tokens of a choice end the choice."""
         self._outputs.append(output)
         if output.finish is not None:
             self.end_choice(output.request_id)
 
     def add_scores(self, outputs: Iterable[PromptLogprobs]) -> None:
-        """Keep what was said of prompts for `take_outputs`."""
+        """Keep log probabilities of prompts for `take_outputs`."""
         self._outputs += outputs
 
     def fail(self, request_id: str, error: EngineError) -> None:
-        """End a request with an error, whether the engine has taken it or not."""
+        """End a request with an error, whether or not the engine has taken it."""
         with self._lock:
             self.open_choices.pop(request_id, None)
+            kept = list[Sequence]()
             for sequence in self._submitted:
-                sequence.ended |= sequence.request.request_id == request_id
-            self._submitted = [sequence for sequence in self._submitted if not sequence.ended]
+                if sequence.request.request_id == request_id:
+                    sequence.status = SequenceStatus.FINISHED
+                else:
+                    kept.append(sequence)
+            self._submitted = kept
         self._outputs.append(Failed(request_id, error))
 
     def fail_all(self, error: EngineError) -> None:
@@ -241,19 +252,19 @@ class RequestQueue:
         self._outputs += [Failed(request_id, error) for request_id in ids]
 
     def take_outputs(self) -> list[Output]:
-        """The outputs since the last call, in order; those of a step that broke off, too."""
+        """Return the outputs since the last call in order, also those of an interrupted step."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def close(self) -> bool:
-        """Accept no more requests; returns False if it was closed before."""
+        """Accept no more requests; return False if closed before."""
         with self._lock:
             was_closed, self._closed = self._closed, True
         return not was_closed
 
 
 def _set_matcher(sequence: Sequence) -> EngineError | None:
-    """Give a sequence its own copy of its compiled grammar, if any; returns why it has none."""
+    """Give a sequence its own copy of its compiled grammar; return the error if that fails."""
     if sequence.compiled is None:
         return None
     if error := sequence.compiled.exception():
@@ -261,7 +272,7 @@ def _set_matcher(sequence: Sequence) -> EngineError | None:
         return error
     try:
         sequence.matcher = sequence.compiled.result().copy()
-    except BaseException:  # as a panic in Rust is
+    except BaseException:  # a panic in Rust is no Exception
         log.exception("grammar_not_copied")
         return InvalidRequest("the grammar cannot be compiled", param="grammar")
     return None

@@ -1,20 +1,17 @@
-"""Plans each step: decodes, then chunks of prompts in their tenants' turns, in one batch."""
+"""Planner of steps: decodes first, then chunks of prompts in fair order, in one batch."""
 
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.request import SchedulingParams
-from lorikeet_engine.scheduling.admission import AdapterProvider, Admission, WaitingQueue
-from lorikeet_engine.scheduling.fair_share import (
-    furthest_ahead_last,
-    may_begin,
-    sequences_to_preempt,
-)
+from lorikeet_engine.scheduling.admission import AdapterProvider, Admission
 from lorikeet_engine.scheduling.fairness import (
     OUTPUT_TOKEN,
     PROMPT_TOKEN,
@@ -24,20 +21,99 @@ from lorikeet_engine.scheduling.fairness import (
     prompt_cost,
 )
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.sequence import Chunk, Sequence
-from lorikeet_engine.scheduling.step_budget import PromptRoom, StepBudget
+from lorikeet_engine.scheduling.preemption import (
+    furthest_ahead_last,
+    may_begin,
+    sequences_to_preempt,
+)
+from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, Sequence, SequenceStatus
+from lorikeet_engine.scheduling.step_budget import PromptBudget, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
-from lorikeet_engine.scheduling.step_plan import SchedulerLimits, StepPlan
-from lorikeet_engine.scheduling.throughput import Throughput
+from lorikeet_engine.scheduling.waiting_queue import WaitingQueue
 
-# No more begin in a plan once those that did have so many KV pages, cached or not: some ms of work.
+# A plan begins no more sequences once the begun ones have this many KV pages, cached ones included:
+# allocating them takes some ms.
 _PAGES_PER_PLAN = 8192
+# Time in which the weight of past work falls by a factor e.
+_DECAY_S = 5.0
+# Assumed length of answers before any has ended.
+_ANSWER_TOKENS = 128.0
+# Answers over which the mean length is taken.
+_ANSWERS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Limits of one step: tokens, sequences and distinct adapters."""
+
+    tokens: int
+    sequences: int
+    adapters: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Plan of one step.
+
+    chunks: tokens to compute, at most one chunk a sequence.
+    failed: dropped sequences, with the error of their adapter.
+    scored: prompt tokens in the chunks whose log probabilities are wanted.
+    """
+
+    chunks: list[Chunk]
+    failed: dict[Sequence, AdapterError]
+    scored: list[ScoredRows]
+
+
+class Throughput:
+    """Work that a busy engine does per second, and the mean length of answers.
+
+    Work is in the cost units of fairness.py. Only time in which the engine was saturated is
+    measured; until then cost_per_s is that of full batches of decodes.
+
+    saturated: whether sequences wait only because the last planned step has no capacity left.
+    answer_tokens: mean length of answers, in tokens.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        step_s = costs.step_s(costs.max_running, 0)
+        self._cost, self._s = OUTPUT_TOKEN * costs.max_running / step_s, 1.0
+        self._step_cost, self._planned_s = 0.0, time.monotonic()
+        self.saturated = False
+        self.answer_tokens = _ANSWER_TOKENS
+
+    @property
+    def cost_per_s(self) -> float:
+        """Cost of the work done per second."""
+        return self._cost / self._s
+
+    def add(self, cost: float) -> None:
+        """Add work that the device was given."""
+        self._step_cost += cost
+
+    def step_planned(self, saturated: bool) -> None:
+        """Account for the work given since the plan before.
+
+        saturated: the value for the step planned now.
+        """
+        now_s = time.monotonic()
+        elapsed_s = now_s - self._planned_s
+        if self.saturated:
+            decay = math.exp(-elapsed_s / _DECAY_S)
+            self._cost = self._cost * decay + self._step_cost
+            self._s = self._s * decay + elapsed_s
+        self._step_cost, self._planned_s, self.saturated = 0.0, now_s, saturated
+
+    def answer_ended(self, tokens: int) -> None:
+        """Include an answer of this many tokens in the mean length."""
+        self.answer_tokens += (tokens - self.answer_tokens) / _ANSWERS
 
 
 class Scheduler:
-    """The sequences that wait and those that run. Used by one thread, but for wait_s.
+    """Waiting and running sequences of one engine. One thread only, except `wait_s`.
 
-    Only running sequences hold KV pages; one that waits for them or a place alone may be leased to.
+    Only running sequences hold KV pages. A waiting sequence may already hold its adapter's lease,
+    if nothing else but a slot or KV pages is missing.
     """
 
     def __init__(
@@ -57,12 +133,13 @@ class Scheduler:
         self._counters = counters
         self.waiting = WaitingQueue(self._tenants)
         self.running: list[Sequence] = []  # in the order of arrival
-        self._admitted = 0  # sequences with adapters, so far
-        self._reserved_for: Sequence | None = None  # the next with an adapter to begin
-        self._wanting: Sequence | None = None  # whose turn it was without a place or pages for it
+        self._admitted = 0  # sequences with adapters that have begun since the start
+        self._reserved_for: Sequence | None = None  # must begin before others with adapters
+        # Next in fair order, if the last plan had no slot or too few KV pages for it.
+        self._short_of_memory: Sequence | None = None
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its tenant's turn."""
+        """Put a new sequence into the queue of its tenant, and request its adapter."""
         params = sequence.request.scheduling
         answer = min(sequence.max_tokens, self._throughput.answer_tokens)
         counter = self._tenants.open_sequence(params.tenant, params.weight)
@@ -73,9 +150,10 @@ class Scheduler:
         counter.charge(PROMPT_TOKEN * sequence.copy_s / self._costs.prompt_token_s)
 
     def request_adapter(self, sequence: Sequence) -> None:
-        """Begin to load a sequence's adapter, if it has one; doing so again changes nothing.
+        """Start loading a sequence's adapter, if it has one. Repeated calls change nothing.
 
-        `add` does it, and the engine before that, while the sequence's grammar is compiled.
+        `add` calls this method; the engine calls it earlier, while the sequence's grammar is
+        compiled.
         """
         ref, timings = sequence.adapter, sequence.timings
         if ref is None:
@@ -86,54 +164,39 @@ class Scheduler:
         self._adapters.request(ref, sequence.request.scheduling.tenant)
 
     def wait_s(self, params: SchedulingParams) -> float:
-        """How long a request with these parameters would wait for its turn. On any thread."""
+        """Estimate the seconds that a new request with these parameters would wait. Any thread."""
         if not self._throughput.saturated:
             return 0.0
         cost = self._tenants.cost_ahead_of(params.tenant, params.weight)
         return cost / self._throughput.cost_per_s
 
     def plan(self, step_budget: StepBudget | None = None) -> StepPlan:
-        """Choose the next step's chunks and give them KV pages; preempts where too few are free.
+        """Choose the next step's chunks and allocate their KV pages, in three phases.
 
-        Decodes go on. Of prompts, WaitingQueue says whose turn it is, Admission leases the adapter
-        and says whether it may begin (both in admission.py), KVCache finds pages of known prefixes
-        and has new ones.
-        step_budget: bounds the ranks of adapters that run, and prompts' tokens beside decodes.
+        Preempt: free slots and KV pages for the next waiting sequence, as preemption.py allows.
+        Decode: give each decoding sequence a chunk; preempt where KV pages are too few.
+        Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
+
+        step_budget: bounds the ranks of running adapters, and the prompt tokens beside decodes.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
-        self._make_room(active)
-        chunks = self._schedule_decodes(active)
-        room = PromptRoom(self._limits.tokens - sum(chunk.length for chunk in chunks))
-        if chunks and step_budget is not None:
-            room = step_budget.prompt_room(chunks, room.tokens)
+        self._preempt_for_waiting(active)
+        decodes = self._schedule_decodes(active)
+        budget = self._prompt_budget(decodes, step_budget)
         prefilling = sorted((s for s in active if not s.decodes), key=furthest_ahead_last)
-        failed: dict[str, AdapterError] = {}
-        saturated = bool(self.waiting)
-        if self.waiting and room and may_begin(active, self._limits, self._tenants.level):
-            context = sum(self._costs.decode_sees(sequence.length) for sequence in active)
-            max_ranks = step_budget.max_ranks(context) if step_budget is not None else math.inf
-            admission = Admission(
-                self.running, self._limits.adapters, max_ranks, self._cache, self._adapters
-            )
-            taken, saturated = self._take_turns(admission, prefilling, room, len(active))
-            chunks += taken
-            failed = admission.failed
-            served = {chunk.sequence for chunk in taken}
-            prefilling = [sequence for sequence in prefilling if sequence not in served]
-        for sequence in prefilling:
-            chunks += self._prompt_chunk(sequence, room, len(active))
-        while prefilling and not chunks and self._all_is_read():
-            for sequence in prefilling:
-                chunks += self._prompt_chunk(sequence, room, 0)
-            if not chunks:  # what all of them lack is pages
-                self._preempt(prefilling.pop())
-        self._throughput.step_planned(saturated)
-        return StepPlan(chunks, self._drop_failed(failed), room.scored)
+        prefills = self._schedule_prefills(active, prefilling, budget, step_budget)
+        chunks = [*decodes, *prefills.chunks]
+        if not chunks:
+            chunks = self._preempt_for_prefills(prefilling, budget)
+        self._throughput.step_planned(prefills.saturated)
+        return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
-        """Note that the device computes these chunks, in this order; the next plan builds on it.
+        """Record that the device computes these chunks, in this order.
 
-        forced: by row, the tokens that must follow the sampled one.
+        The next plan builds on them.
+
+        forced: by row, tokens that must follow the sampled token.
         """
         rows, tokens = count(), 0
         for chunk in chunks:
@@ -148,27 +211,27 @@ class Scheduler:
         self._throughput.add(OUTPUT_TOKEN * tokens)
 
     def written(self, chunk: Chunk) -> None:
-        """Note that a chunk's keys and values are in its pages: full pages can now be found.
+        """Record that a chunk's keys and values are in its pages, and publish its full pages.
 
-        Of a chunk that completes its sequence, once the token sampled from it is known to be good.
+        A chunk that a token is sampled from is reported once that token is known to be finite.
         """
         kv = chunk.sequence.kv
-        if chunk.pages is kv.pages:  # not preempted since
+        if chunk.pages is kv.pages:  # else preempted since the step was planned
             self._cache.publish_written(kv, chunk.end)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take out a sequence that has its last token, and free what it holds.
+        """Remove a sequence that has its last token, and free its resources.
 
-        A step in flight may still write to its pages. Their next owner writes in a later step, and
-        the device computes one step after the other.
+        A step in flight may still write to the freed pages. That is safe: their next owner writes
+        in a later step, and the device computes one step after the other.
         """
-        preempted = not sequence.kv.pages
+        preempted = sequence.status is SequenceStatus.PREEMPTED
         (self.waiting if preempted else self.running).remove(sequence)
         self._throughput.answer_ended(sequence.output_length)
         self._end(sequence)
 
     def drop(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Take out every sequence that matches, waiting or running, and free what it holds."""
+        """Remove all matching sequences, waiting or running, and free their resources."""
         waiting = [sequence for sequence in self.waiting if matches(sequence)]
         running = [sequence for sequence in self.running if matches(sequence)]
         for sequence in waiting:
@@ -179,15 +242,16 @@ class Scheduler:
             self._end(sequence)
         return waiting + running
 
-    def _make_room(self, active: list[Sequence]) -> None:
-        """Preempt for the sequence whose turn the last plan came to in vain, as fair_share says."""
-        for sequence in sequences_to_preempt(self._wanting, active, self._limits, self._cache):
+    def _preempt_for_waiting(self, active: list[Sequence]) -> None:
+        """Preempt for the waiting sequence that the last plan could not begin."""
+        waiting, max_running = self._short_of_memory, self._limits.sequences
+        for sequence in sequences_to_preempt(waiting, active, max_running, self._cache):
             active.remove(sequence)
             self._preempt(sequence)
-        self._wanting = None
+        self._short_of_memory = None
 
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
-        """A chunk of each sequence that decodes; takes those out of `active` that it preempts."""
+        """Return a chunk of each decoding sequence; remove preempted sequences from `active`."""
         chunks, index = list[Chunk](), 0
         tokens = sum(sequence.decode_tokens for sequence in active)
         if not self._cache.may_all_grow(tokens):  # some may have to be preempted
@@ -199,88 +263,147 @@ class Scheduler:
             elif self._cache.grow(sequence.kv, sequence.length):
                 chunks.append(Chunk.of(sequence, sequence.decode_tokens))
                 index += 1
-            else:  # the youngest of the tenant that is furthest ahead, perhaps this very sequence
+            else:  # preempts the youngest of the tenant furthest ahead, perhaps this very sequence
                 self._preempt(active.pop())
         return chunks
 
-    def _preempt(self, sequence: Sequence) -> None:
-        # It keeps its tokens and later computes them anew, but for pages that are still cached.
-        self.running.remove(sequence)
-        self._free(sequence)
-        sequence.timings.preemptions += 1
-        self._counters.preemptions += 1
-        self.waiting.add(sequence)
+    def _prompt_budget(self, decodes: list[Chunk], step_budget: StepBudget | None) -> PromptBudget:
+        tokens = self._limits.tokens - sum(chunk.length for chunk in decodes)
+        if decodes and step_budget is not None:
+            return step_budget.prompt_budget(decodes, tokens)
+        return PromptBudget(tokens)
 
-    def _take_turns(
-        self, admission: Admission, prefilling: list[Sequence], room: PromptRoom, active: int
+    def _schedule_prefills(
+        self,
+        active: list[Sequence],
+        prefilling: list[Sequence],
+        budget: PromptBudget,
+        step_budget: StepBudget | None,
+    ) -> "_Prefills":
+        """Return chunks of prompts: first in fair order with waiting sequences, then all others.
+
+        prefilling: active sequences that do not decode.
+        """
+        chunks, failed, saturated = list[Chunk](), dict[str, AdapterError](), bool(self.waiting)
+        max_running = self._limits.sequences
+        if self.waiting and budget and may_begin(active, max_running, self._tenants.level):
+            context = sum(self._costs.decode_sees(sequence.length) for sequence in active)
+            max_ranks = step_budget.max_ranks(context) if step_budget is not None else math.inf
+            admission = Admission(
+                self.running, self._limits.adapters, max_ranks, self._cache, self._adapters
+            )
+            chunks, saturated = self._prefill_in_fair_order(
+                admission, prefilling, budget, len(active)
+            )
+            failed = admission.failed
+            served = {chunk.sequence for chunk in chunks}
+            prefilling = [sequence for sequence in prefilling if sequence not in served]
+        for sequence in prefilling:
+            chunks += self._prompt_chunk(sequence, budget, len(active))
+        return _Prefills(chunks, failed, saturated)
+
+    def _prefill_in_fair_order(
+        self, admission: Admission, prefilling: list[Sequence], budget: PromptBudget, active: int
     ) -> tuple[list[Chunk], bool]:
-        """Chunks of prompts, running or admitted now; and whether the step had no room for more."""
+        """Begin waiting sequences and return chunks of prompts, in fair order.
+
+        Returns also _Prefills.saturated.
+        """
         chunks: list[Chunk] = []
         begun: list[Sequence] = []
-        pages = 0  # of those begun
-        served: set[VirtualCounter] = set()  # or would be but for room
+        pages = 0  # of the begun sequences
+        served: set[VirtualCounter] = set()  # tenants served, or not only for want of capacity
         saturated = True
         order = self.waiting.in_fair_order(prefilling, admission.is_blocked, self._reserved_for)
         for sequence in order:
-            if not sequence.kv.pages:
+            if sequence.status is not SequenceStatus.RUNNING:
                 if sequence.pending_rows:
-                    break  # just preempted: its last token is read with the step in flight
+                    break  # just preempted: its last token comes with the step in flight
                 ready = admission.prepare(sequence, self._admitted)
                 if not sequence.awaits_adapter:
                     served.add(sequence.cost.counter)
                 if not ready:
                     continue
-                running = active + len(begun)  # a page is left for each that grows
-                place = running < self._limits.sequences
-                if not (place and self._cache.allocate(sequence.kv, sequence.length, running)):
-                    self._wanting = sequence
+                running = active + len(begun)  # each must still be able to grow by a page
+                slot = running < self._limits.sequences
+                if not (slot and self._cache.allocate(sequence.kv, sequence.length, running)):
+                    self._short_of_memory = sequence
                     break
                 self._begin(sequence, admission)
                 begun.append(sequence)
                 pages += sum(map(len, sequence.kv.pages))
-            chunks += self._prompt_chunk(sequence, room, active + len(begun))
-            if not room or pages > _PAGES_PER_PLAN:
+            chunks += self._prompt_chunk(sequence, budget, active + len(begun))
+            if not budget or pages > _PAGES_PER_PLAN:
                 break
         else:
             saturated = False
         self._reserved_for = admission.reserved_for
         self.waiting.skip_turn(counter for counter in order.exhausted if counter not in served)
         for sequence in begun:
-            self.waiting.remove(sequence)
+            self.waiting.remove(sequence)  # before the status changes: the queue sorts by status
+            sequence.status = SequenceStatus.RUNNING
         if begun:
             self.running = sorted([*self.running, *begun], key=lambda s: s.arrival)
         return chunks, saturated
 
-    def _begin(self, sequence: Sequence, admission: Admission) -> None:
-        admission.admit(sequence)
-        self._admitted += sequence.adapter is not None
-        self._tenants.start_waiting(sequence.cost.counter)  # lifts a tenant that skipped its turn
-        timings = sequence.timings
-        if timings.begun_s is not None:
-            return
-        timings.begun_s = time.monotonic()
-        timings.cached_tokens = sequence.kv.computed
-        self._counters.sequence_begun(sequence)
-        if timings.requested_s is not None and sequence.adapter is not None:
-            timings.loaded_s = self._adapters.loaded_at_s(sequence.adapter)
+    def _preempt_for_prefills(
+        self, prefilling: list[Sequence], budget: PromptBudget
+    ) -> list[Chunk]:
+        """Preempt prefilling sequences until the others have KV pages for a chunk.
 
-    def _prompt_chunk(self, sequence: Sequence, room: PromptRoom, spare: int) -> list[Chunk]:
-        """The next chunk of a prompt, charged to its tenant, if the step has room and pages for it.
+        Called for a step that has no chunk otherwise. Returns none while a step in flight may free
+        pages.
+        """
+        chunks: list[Chunk] = []
+        while prefilling and not chunks and self._all_is_read():
+            for sequence in prefilling:
+                chunks += self._prompt_chunk(sequence, budget, 0)
+            if not chunks:
+                self._preempt(prefilling.pop())
+        return chunks
 
-        spare: as KVCache.reach has it.
+    def _prompt_chunk(self, sequence: Sequence, budget: PromptBudget, spare: int) -> list[Chunk]:
+        """Return the next chunk of a prompt and charge its tenant.
+
+        The list is empty where budget or KV pages do not suffice.
+
+
+        spare: sequences that must still be able to grow by a page (KVCache.reach).
         """
         end = self._cache.reach(sequence.kv, sequence.length, spare)
-        if not room.fits(sequence, end):
+        if not budget.fits(sequence, end):
             return []
-        chunk = room.take(sequence, end)
+        chunk = budget.take(sequence, end)
         grown = self._cache.grow(sequence.kv, chunk.end)
         assert grown, "a chunk without KV pages"
         end = min(chunk.end, sequence.prompt_length)
         self._throughput.add(sequence.cost.charge_prompt(self._costs, chunk.start, end))
         return [chunk]
 
+    def _begin(self, sequence: Sequence, admission: Admission) -> None:
+        admission.admit(sequence)
+        self._admitted += sequence.adapter is not None
+        self._tenants.start_waiting(sequence.cost.counter)  # lifts a tenant that skipped its turn
+        if sequence.status is SequenceStatus.PREEMPTED:  # has begun before
+            return
+        timings = sequence.timings
+        timings.begun_s = time.monotonic()
+        timings.cached_tokens = sequence.kv.computed
+        self._counters.sequence_begun(sequence)
+        if timings.requested_s is not None and sequence.adapter is not None:
+            timings.loaded_s = self._adapters.loaded_at_s(sequence.adapter)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        # The sequence keeps its tokens; those whose pages leave the cache are computed again.
+        self.running.remove(sequence)
+        self._free(sequence)
+        sequence.timings.preemptions += 1
+        self._counters.preemptions += 1
+        sequence.status = SequenceStatus.PREEMPTED
+        self.waiting.add(sequence)
+
     def _all_is_read(self) -> bool:
-        """Whether no step is in flight that, once read, lets sequences give pages back."""
+        """Whether no step is in flight; reading one may make sequences give pages back."""
         return all(sequence.kv.written == sequence.kv.computed for sequence in self.running)
 
     def _drop_failed(self, errors: dict[str, AdapterError]) -> dict[Sequence, AdapterError]:
@@ -290,10 +413,23 @@ class Scheduler:
         return {s: errors[s.adapter.digest] for s in dropped if s.adapter is not None}
 
     def _end(self, sequence: Sequence) -> None:
-        sequence.ended = True
+        sequence.status = SequenceStatus.FINISHED
         sequence.cost.counter.open -= 1
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         self._cache.clear(sequence.kv)
         sequence.release()
+
+
+class _Prefills(NamedTuple):
+    """Result of a plan's prefill phase.
+
+    chunks: chunks of prompts.
+    failed: errors of adapters that could not be loaded, by digest.
+    saturated: whether sequences wait only because the step has no capacity left.
+    """
+
+    chunks: list[Chunk]
+    failed: dict[str, AdapterError]
+    saturated: bool

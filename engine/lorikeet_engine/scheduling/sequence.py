@@ -1,88 +1,166 @@
 """One choice of a request on its way through the engine, and its share of one step."""
 
+import time
 from array import array
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.request import FinishReason, Request
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.request import EngineTimings, FinishReason, Request
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
 from lorikeet_engine.scheduling.fairness import SequenceCost
 from lorikeet_engine.scheduling.kv_cache import PageKeys, SequencePages, TokenIds
-from lorikeet_engine.scheduling.sequence_timings import SequenceTimings
+
+
+class SequenceStatus(Enum):
+    """State of a sequence in the engine.
+
+        WAITING ──► RUNNING ──► FINISHED
+                     ▲   │
+                     │   ▼
+                   PREEMPTED
+
+    WAITING: has not begun. Holds no KV pages.
+    RUNNING: takes part in steps. The only state in which a sequence holds KV pages.
+    PREEMPTED: waits to begin again and computes its tokens anew. Holds no KV pages.
+    FINISHED: will never run again: complete, aborted or failed. Reached from every other state.
+    """
+
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
 
 
 class AdapterLease(Protocol):
-    """The right to use one adapter's slot on the GPU until it is released.
+    """Right to use one adapter's slot on the GPU until it is released.
 
     Implemented by Lease (residency/gpu/adapters.py).
     """
 
     @property
     def slot(self) -> int:
-        """The adapter's row in the table of LoraWeights."""
+        """Adapter's row in the table of LoraWeights."""
 
     @property
     def rank(self) -> int:
-        """The adapter's largest rank."""
+        """Largest rank of the adapter."""
 
     @property
     def head_rank(self) -> int:
-        """The rank of what it adds to lm_head, 0 for nothing."""
+        """Rank of the adapter on lm_head; 0 for none."""
 
     @property
     def head_rows(self) -> int:
-        """How many rows of lm_head it replaces."""
+        """Number of lm_head's rows that the adapter replaces."""
 
     @property
     def changes_experts(self) -> bool:
-        """Whether it changes linears of experts."""
+        """Whether the adapter changes linears of experts."""
 
     def release(self) -> None:
-        """Give it back; a second time does nothing."""
+        """Give the lease back; a second call does nothing."""
 
 
 @dataclass(slots=True)
 class OvertakeCount:
-    """How many sequences with adapters began while others' adapters left no room for this one.
+    """Number of sequences with adapters that have overtaken a sequence held up by other adapters.
 
-    count: until it was updated last. begun: how many had ever begun by then; None while the
-    sequence waits for something else.
+    count: number at the last update.
+    begun: sequences with adapters that had ever begun by the last update; None while the sequence
+        waits for something else.
     """
 
     count: int = 0
     begun: int | None = None
 
     def update(self, begun: int) -> None:
-        """Count those that began since the last update. begun: how many with adapters ever have."""
+        """Count the sequences that have begun since the last update.
+
+        begun: sequences with adapters that have ever begun.
+        """
         if self.begun is not None:
             self.count += begun - self.begun
         self.begun = begun
 
     def pause(self) -> None:
-        """Count nobody until the next update: something else keeps the sequence waiting."""
+        """Count none until the next update: the sequence waits for something else."""
         self.begun = None
 
 
-class Sequence:
-    """The tokens of one choice, prompt and output, and what it holds while it runs.
+@dataclass(slots=True)
+class SequenceTimings:
+    """Times at which a sequence reached each of its phases, by the monotonic clock.
 
-    arrival: its number in the order of arrival. max_tokens: the request's, cut to the context.
-    stop_ids: tokens that end it. seed: the choice's own. compiled: its grammar, as a matcher that
-    others share; None without one. matcher: its own, set once that is there, which has accepted
-    every token in `tokens`. plain_sampling: it has no grammar, no penalties, biases or logprobs.
-    tokens: those that the host has, the request's own prompt until one is added: of a long prompt a
-    hundred choices may wait. pending_rows: for each token that is sampled and not read yet,
-    its row in the step that samples it. forced: tokens that must follow the pending one, known
-    before it is read. length: how many all of these are together. decode_tokens: how many its next
-    step computes if it decodes: the last sampled one, and those that were forced behind it.
-    kv: its KV pages. lease: its adapter's. penalty_slot: where the device counts its tokens, from
-    the first that is sampled since it runs; None if nothing changes its logits. copy_s: how long
-    the adapter's copy to the GPU takes if no request asked for it before. cost: what its tenant
-    pays, set when it begins to wait.
-    ended: it will never run again.
+    residency: adapter's tier when the request came; None without an adapter.
+    requested_s: when the adapter was requested, if it was not on the GPU.
+    loaded_s: when the adapter came to the GPU.
+    begun_s: when the first step was planned.
+    first_token_s: when the first token was read.
+    last_token_s: when the newest token was read, by perf_counter.
+    cached_tokens: prompt tokens found in the KV cache when the sequence first began.
+    preemptions: times that the sequence was preempted.
+    steps: steps that the sequence took part in.
+    """
+
+    arrived_s: float = field(default_factory=time.monotonic)
+    residency: Residency | None = None
+    requested_s: float | None = None
+    loaded_s: float | None = None
+    begun_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+    def engine_timings(self) -> EngineTimings:
+        """Return the duration of each phase until now, when the newest token has been read."""
+        now_s = time.monotonic()
+        assert self.begun_s is not None, "a token of no step"
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        load_s = 0.0
+        if self.loaded_s is not None and self.requested_s is not None:
+            load_s = self.loaded_s - self.requested_s
+        queued_s = self.begun_s - self.arrived_s
+        return EngineTimings(
+            queued_s=queued_s,
+            load_s=min(max(load_s, 0.0), queued_s),
+            prefill_s=self.first_token_s - self.begun_s,
+            decode_s=now_s - self.first_token_s,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            steps=self.steps,
+        )
+
+
+class Sequence:
+    """Tokens of one choice, prompt and output, and the resources held for them.
+
+    arrival: number in the order of arrival.
+    max_tokens: the request's, cut to the context.
+    stop_ids: tokens that end the sequence.
+    seed: seed of this choice.
+    compiled: compiled grammar, shared with other choices; None without a grammar.
+    matcher: the sequence's own copy of `compiled`; has accepted every token in `tokens`.
+    plain_sampling: whether there are no grammar, penalties, biases and logprobs.
+    tokens: tokens known to the host. The request's own tuple until a token is added, so that a
+        hundred waiting choices share one long prompt.
+    pending_rows: row in its step of each token that is sampled but not read yet.
+    forced: tokens that must follow the pending token, known before that is read.
+    length: number of tokens, pending and forced ones included.
+    decode_tokens: tokens that the next decode computes: the last sampled one and the forced ones.
+    kv: KV pages.
+    lease: lease of the adapter.
+    penalty_slot: device counters of the tokens since the sequence runs; None if no penalty or bias
+        changes the logits.
+    copy_s: seconds that the adapter's copy to the GPU takes; 0 if requested before.
+    cost: cost charged to the tenant; set when the sequence is added to the scheduler.
+    status: changed by the scheduler, and by the request queue before that.
     """
 
     cost: SequenceCost
@@ -125,53 +203,53 @@ class Sequence:
         self.copy_s = 0.0
         self.overtakes = OvertakeCount()
         self.timings = SequenceTimings()
-        self.ended = False
+        self.status = SequenceStatus.WAITING
 
     @property
     def adapter(self) -> AdapterRef | None:
-        """The adapter it runs under, None for the base model alone."""
+        """Adapter that the sequence runs under; None for the base model alone."""
         return self.request.adapter
 
     @property
     def output_length(self) -> int:
-        """How many tokens have been sampled for it, or were forced."""
+        """Number of tokens sampled or forced so far."""
         return self.length - self.prompt_length
 
     @property
     def awaits_adapter(self) -> bool:
-        """Whether the sequence has an adapter and no lease of it yet."""
+        """Whether the sequence has an adapter but no lease of it yet."""
         return self.lease is None and self.request.adapter is not None
 
     @property
     def complete(self) -> bool:
-        """Whether all its tokens have been sampled; the last may still be pending."""
+        """Whether all tokens have been sampled; the last may still be pending."""
         return self.length - self.prompt_length == self.max_tokens
 
     @property
     def below_min_tokens(self) -> bool:
-        """Whether its output is still shorter than min_tokens."""
+        """Whether the output is still shorter than min_tokens."""
         return self.output_length < self.request.sampling.min_tokens
 
     @property
     def remaining(self) -> int:
-        """Tokens still to be computed before the next can be sampled."""
+        """Number of tokens to compute before the next one can be sampled."""
         return self.length - self.kv.computed
 
     @property
     def decodes(self) -> bool:
-        """Whether all that is still to be computed came with its last sampled token."""
+        """Whether only the last sampled token and its forced ones are still to be computed."""
         return self.length - self.kv.computed <= self.decode_tokens
 
     @property
     def to_score(self) -> int:
-        """Tokens of its prompt behind which the next one is still to be scored."""
+        """Number of prompt tokens whose next token is still to be scored."""
         start = self.kv.score_from
         return 0 if start is None else self.prompt_length - 1 - start
 
     def score(self, chunk: "Chunk") -> "ScoredRows":
-        """Note that a step computes this chunk; return what of the prompt it is to score.
+        """Record that a step computes this chunk; return its rows that are to be scored.
 
-        Nothing, as far as a chunk computes anew what was scored before a preemption.
+        No rows are returned for tokens that were scored before a preemption.
         """
         assert self.kv.score_from is not None, "all is scored"
         start, last = self.kv.score_from, self.prompt_length - 1
@@ -180,7 +258,10 @@ class Sequence:
         return ScoredRows(self, start, end)
 
     def release(self) -> None:
-        """Give back its adapter's lease and its penalty slot; what is computed anew is a prompt."""
+        """Give back the adapter's lease and the penalty slot.
+
+        Tokens that are computed again count as a prompt.
+        """
         self.decode_tokens = 1
         if self.lease is not None:
             self.lease.release()
@@ -188,20 +269,21 @@ class Sequence:
         self._release_penalty_slot()
 
     def add_pending(self, row: int, forced: tuple[int, ...] = ()) -> None:
-        """Note that the next token is sampled in this row of the step that was just launched.
+        """Record that the next token is sampled in this row of the step that was just launched.
 
-        forced: the tokens after it, as far as its grammar leaves no choice.
+        forced: tokens after the sampled one, as far as the grammar leaves no choice.
         """
         self.pending_rows.append(row)
         self.forced, self.decode_tokens = forced, 1 + len(forced)
         self.length += self.decode_tokens
-        if self.complete:  # nothing more is sampled for it, and others may run in its place
+        if self.complete:  # nothing more is sampled, and another sequence may take the slot
             self._release_penalty_slot()
 
     def accept(self, token: int) -> FinishReason | None:
-        """Take the first pending token, which was read, and what was forced behind it.
+        """Add the first pending token, now read, and the tokens forced after it.
 
-        A stop id ends it and is not kept. Raises InvalidRequest if its grammar cannot go on.
+        A stop id ends the sequence and is not added. Raises InvalidRequest if the grammar cannot go
+        on.
         """
         if token in self.stop_ids:
             self.pending_rows.clear()
@@ -226,10 +308,10 @@ class Sequence:
 
 
 class Chunk(NamedTuple):
-    """Tokens `start` to `end` of a sequence, which one step computes.
+    """Tokens `start` to `end` of a sequence, computed in one step.
 
-    completes: whether the sequence's next token is sampled from them. pages: SequencePages', when
-    the step was planned; once preempted it gets others.
+    completes: whether the sequence's next token is sampled from the chunk.
+    pages: SequencePages.pages when the step was planned; a preempted sequence gets others.
     """
 
     sequence: Sequence
@@ -240,7 +322,7 @@ class Chunk(NamedTuple):
 
     @classmethod
     def of(cls, sequence: Sequence, max_tokens: int) -> "Chunk":
-        """The sequence's next uncomputed tokens, at most max_tokens of them."""
+        """Make a chunk of the sequence's next uncomputed tokens, at most max_tokens."""
         kv, total = sequence.kv, sequence.length
         end = kv.computed + max_tokens
         if end < total:
@@ -249,14 +331,14 @@ class Chunk(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return self.end - self.start
 
 
 class ScoredRows(NamedTuple):
-    """Tokens `start` to `end` of a prompt, whose logits say how likely the tokens after them are.
+    """Tokens `start` to `end` of a prompt, whose logits score the tokens that follow each of them.
 
-    They belong to a chunk of one step.
+    All of them belong to one chunk.
     """
 
     sequence: Sequence
@@ -265,10 +347,10 @@ class ScoredRows(NamedTuple):
 
     @property
     def next_tokens(self) -> list[int]:
-        """The tokens after them."""
+        """Tokens that follow each of `start` to `end`."""
         return list(self.sequence.tokens[self.start + 1 : self.end + 1])
 
     @property
     def alternatives(self) -> int:
-        """How many of the most likely tokens to report beside each of those."""
+        """Number of most likely tokens to report beside each next token."""
         return self.sequence.request.sampling.prompt_logprobs or 0

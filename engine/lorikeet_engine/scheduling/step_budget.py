@@ -1,21 +1,21 @@
-"""How many ranks and prompt tokens a step of decodes may hold to meet the inter-token goal.
+"""Bounds of a step's ranks and prompt tokens that meet the inter-token goal.
 
 A step of decodes reads the weights of each of its adapters once, and the keys and values of all
-that its sequences see:
+tokens that its sequences see:
 
     step_s = base_s + rank_s · Σ rank over its distinct adapters + seen_token_s · Σ context
 
-The coefficients are measured at start (StepCosts). The base grows with the sequences, so it
-follows the steps that run: what they took beyond the rest. So
+The coefficients are measured at start (StepCosts). The base grows with the number of sequences, so
+it is learned from the steps that run: the time that they took beyond the other terms. So
 
     allowed Σ rank = (goal_s − base_s − seen_token_s · Σ context) / rank_s
 
-and coefficients that are somewhat wrong only make the way to the right sum longer.
+Wrong coefficients only slow the convergence to the right sum.
 
-Prompts' tokens beside decodes get what is left of the goal: what more tokens take in a step, and
-what they see, which is the most of it deep in a long prompt. What steps with prompts took beyond
-that is learned as well. Where steps with prompts are padded to some numbers of tokens, they take as
-long as the next larger one.
+Prompt tokens beside decodes get the rest of the goal. They cost the time of more rows in a step,
+and of the tokens that they see, which dominates deep in a long prompt. What steps with prompts took
+beyond these costs is learned as well. Where steps with prompts are padded to certain sizes, they
+take as long as the next larger size.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,20 +26,20 @@ from typing import NamedTuple
 from lorikeet_engine.costs import StepCosts, seen_tokens
 from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, Sequence
 
-# The base is the median of this many steps: seven slow ones in a row change nothing, a new base
+# The base is the median of this many steps: seven slow steps in a row change nothing, a new base
 # counts after eight.
 _MEDIAN_STEPS = 15
-# Prompts go on even where decodes alone take longer than the goal.
+# Prompt tokens of a step even where decodes alone take longer than the goal.
 _MIN_PROMPT_TOKENS = 128
-# A chunk of fewer tokens than this is not begun in what others leave of the goal.
+# Under a goal, no chunk has fewer tokens than this, unless the prompt ends.
 _SLIVER = 16
-# Log probabilities of prompts' tokens. Writing these takes a replica 5 to 18 ms, in which other
-# streams wait.
+# Most log probabilities of prompt tokens in a step. A replica takes 5 to 18 ms to write this many,
+# and other streams wait meanwhile.
 _SCORES = 2048
 
 
 class ExpectedStep(NamedTuple):
-    """What a step with decodes is expected to take, without what is learned from such steps.
+    """Expected time of a step with decodes, without the part that is learned from measured steps.
 
     has_prompts: whether prompts are computed beside the decodes.
     """
@@ -49,44 +49,48 @@ class ExpectedStep(NamedTuple):
 
 
 class StepBudget:
-    """Follows the steps of one engine; belongs to its thread."""
+    """Bounds for the steps of one engine, learned from its steps. Engine thread only."""
 
     def __init__(self, goal_s: float, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
         """Start from the base of full steps of decodes, until steps have run.
 
-        costs: rank_s above 0. sizes: tokens to which steps with prompts are padded, ascending.
+        costs: rank_s must be above 0.
+        sizes: tokens to which steps with prompts are padded, ascending.
         """
         self._goal_s, self._costs, self._sizes = goal_s, costs, sizes
         base_s = costs.step_s(costs.max_running, 0) + costs.lora_s
         self._bases_s = deque([base_s], maxlen=_MEDIAN_STEPS)
-        self._beside_s = deque([0.0], maxlen=_MEDIAN_STEPS)  # beyond what prompts were to take
+        self._beside_s = deque([0.0], maxlen=_MEDIAN_STEPS)  # beyond the expected time of prompts
 
     def max_ranks(self, context: float) -> float:
-        """The Σ rank at which decodes that see N tokens just meet the goal.
+        """Return the Σ rank at which decodes that see N tokens just meet the goal.
 
-        0 or less if none does.
+        0 or less if no rank does.
         """
         left_s = self._goal_s - median(self._bases_s) - self._costs.seen_token_s * context
         return left_s / self._costs.rank_s
 
-    def prompt_room(self, decodes: list[Chunk], tokens: int) -> "PromptRoom":
-        """The room for prompts beside these decodes, at most N tokens.
+    def prompt_budget(self, decodes: list[Chunk], tokens: int) -> "PromptBudget":
+        """Return the budget for prompts beside these decodes, at most N tokens.
 
-        Some may compute forced tokens, too.
+        decodes: some may compute forced tokens as well.
         """
         rows = sum(chunk.length for chunk in decodes)
         expected_s = median(self._bases_s) + self._learned_from(decodes) + median(self._beside_s)
-        return PromptRoom(tokens, self, rows, self._goal_s - expected_s)
+        return PromptBudget(tokens, self, rows, self._goal_s - expected_s)
 
     def more_s(self, decodes: int, tokens: int, seen: int) -> float:
-        """How much longer decodes take with N tokens of prompts, which see M."""
+        """Return the seconds that N prompt tokens, which see M tokens, add to a step of decodes.
+
+        decodes: N of the decodes' tokens.
+        """
         rows_s = self._costs.rows_s
         padded_s = rows_s(self._padded(decodes + tokens)) - rows_s(decodes)
         seen_s = self._costs.prompts_seen_s(seen, beside_decodes=decodes > 0)
         return padded_s + self._costs.lora_token_s * tokens + seen_s
 
     def expected(self, chunks: list[Chunk]) -> ExpectedStep | None:
-        """What this step is expected to take, for `record`; None if it has no decodes."""
+        """Return the expected time of this step for `record`; None if it has no decodes."""
         decodes = [chunk for chunk in chunks if chunk.sequence.decodes]
         if not decodes:
             return None
@@ -100,12 +104,12 @@ class StepBudget:
         return ExpectedStep(seconds, bool(prompts))
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
-        """Learn how long a step took of which this was expected."""
+        """Learn from the time that a step took beyond the expected one."""
         learned_s = self._beside_s if expected.has_prompts else self._bases_s
         learned_s.append(step_s - expected.seconds)
 
     def _learned_from(self, decodes: list[Chunk]) -> float:
-        """What these decodes take beyond the base."""
+        """Return the seconds that these decodes take beyond the base."""
         leases = (chunk.sequence.lease for chunk in decodes)
         ranks = sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())
         context = sum(self._costs.decode_sees(chunk.end) for chunk in decodes)
@@ -118,16 +122,21 @@ class StepBudget:
         return self._sizes[at] if at < len(self._sizes) else tokens
 
 
-class PromptRoom:
-    """The room of one step for tokens of prompts: N, and no more than a goal leaves time for.
+class PromptBudget:
+    """Budget of one step for prompt tokens: a number of tokens, and the time that a goal leaves.
 
-    tokens: how many are left, whatever they take. scored: what of prompts the chunks score.
+    tokens: tokens left, whatever time they take.
+    scored: rows of the taken chunks that are to be scored.
     """
 
     def __init__(
         self, tokens: int, budget: StepBudget | None = None, decodes: int = 0, left_s: float = 0.0
     ) -> None:
-        """budget: of the goal, which leaves left_s to prompts beside N decodes, if any."""
+        """Start with N tokens and, if there is a goal, with left_s seconds.
+
+        budget: StepBudget of the goal; None without a goal.
+        decodes: number of the decodes' tokens in the step.
+        """
         self.tokens = tokens
         self._budget, self._decodes, self._left_s = budget, decodes, left_s
         self._taken = self._seen = 0
@@ -135,21 +144,25 @@ class PromptRoom:
         self._scores = _SCORES
 
     def __bool__(self) -> bool:
-        """Whether some prompt may have room: one that is at its beginning has."""
+        """Whether some prompt may get a chunk: one at its beginning would."""
         return self._has_room(0, self.tokens)
 
     def fits(self, sequence: Sequence, end: int | None = None) -> bool:
-        """Whether there is room for more of a prompt; not for a sliver where a goal bounds it.
+        """Whether a prompt gets a chunk; under a goal a sliver of a chunk does not count.
 
-        One that is scored fits behind others that are if all that is left of it may be scored.
-        end: the token up to which there are pages; None: its last.
+        A prompt that is scored fits beside others that are if all its rows may be scored.
+
+        end: the token up to which there are pages; None: the last.
         """
         if not self._has_room(sequence.kv.computed, _remaining(sequence, end)):
             return False
         return not sequence.to_score or not self.scored or self._may_score_all_of(sequence)
 
     def take(self, sequence: Sequence, end: int | None = None) -> Chunk:
-        """The longest chunk that there is room for, of a prompt that fits. end: as in `fits`."""
+        """Take the longest chunk that the budget allows of a prompt that fits.
+
+        end: as in `fits`.
+        """
         most = min(self.tokens, _remaining(sequence, end))
         if sequence.to_score:
             return self._take_scored(sequence, most)
@@ -157,7 +170,7 @@ class PromptRoom:
 
     def _take_scored(self, sequence: Sequence, most: int) -> Chunk:
         if not self._may_score_all_of(sequence):
-            anew = sequence.remaining - 1 - sequence.to_score  # scored before a preemption
+            anew = sequence.remaining - 1 - sequence.to_score  # tokens scored before a preemption
             most = min(most, anew + self._scores // _scores_each(sequence))
         chunk = self._take(sequence, most)
         scored = sequence.score(chunk)
@@ -177,7 +190,7 @@ class PromptRoom:
         return chunk
 
     def tokens_within(self, depth: int, most: int) -> int:
-        """How many more tokens of a prompt the goal allows from this depth on, up to `most`."""
+        """Return how many more prompt tokens the goal allows from this depth on, up to `most`."""
         if (budget := self._budget) is None:
             return most
 
@@ -198,5 +211,5 @@ def _remaining(sequence: Sequence, end: int | None) -> int:
 
 
 def _scores_each(sequence: Sequence) -> int:
-    """How many log probabilities each scored token of a prompt has."""
+    """Return the number of log probabilities that each scored prompt token has."""
     return 1 + (sequence.request.sampling.prompt_logprobs or 0)

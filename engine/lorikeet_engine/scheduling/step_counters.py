@@ -1,4 +1,4 @@
-"""What an engine counts about its requests and steps."""
+"""Counters of an engine's requests and steps."""
 
 import time
 from typing import NamedTuple
@@ -10,9 +10,12 @@ from lorikeet_engine.telemetry.counters import SIZES, STEP_S, Histogram, TierCou
 
 
 class StepLaunch(NamedTuple):
-    """When a step was launched, by perf_counter, with how many sequences and distinct adapters.
+    """Launch of a step.
 
-    expected: what the StepBudget learns from; None without one, or if it learns nothing.
+    launched_s: time of the launch, by perf_counter.
+    sequences: number of sequences in the step.
+    adapters: number of distinct adapters in the step.
+    expected: expected time, for StepBudget.record; None without a StepBudget or without decodes.
     """
 
     launched_s: float
@@ -24,8 +27,10 @@ class StepLaunch(NamedTuple):
 class StepCounters:
     """Counters that only grow. The engine's thread counts all but lookups; any thread may read.
 
-    lookups: requests by where their adapter was. inter_token_s: time between two tokens of a
-    choice that come apart, by where its adapter was when the request came; None without one.
+    lookups: requests by the tier of their adapter.
+    seconds, sequences, adapters: histograms of steps.
+    inter_token_s: time between two outputs of a choice, by the tier of its adapter when the request
+        came; None without an adapter.
     """
 
     def __init__(self) -> None:
@@ -33,7 +38,7 @@ class StepCounters:
         self.seconds, self.sequences, self.adapters = map(Histogram, (STEP_S, SIZES, SIZES))
         self.inter_token_s = {tier: Histogram(STEP_S) for tier in (None, *Residency)}
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self._read_s = 0.0  # when the last step was read
+        self._read_s = 0.0  # time at which the last step was read
 
     def sequence_begun(self, sequence: Sequence) -> None:
         """Count a choice that takes part in its first step."""
@@ -41,9 +46,9 @@ class StepCounters:
         self.cached_tokens += sequence.timings.cached_tokens
 
     def step_read(self, launch: StepLaunch) -> float:
-        """Count a step whose tokens have just been read; returns the seconds it took.
+        """Count a step whose tokens have just been read; return the seconds that it took.
 
-        They count from its launch, or from when the step before it was read if that was later.
+        The time starts at the launch, or when the step before was read if that was later.
         """
         now_s = time.perf_counter()
         took_s = now_s - max(launch.launched_s, self._read_s)
@@ -54,7 +59,7 @@ class StepCounters:
         return took_s
 
     def tokens_delivered(self, sequence: Sequence, tokens: int) -> None:
-        """Count the tokens, if any, of the step that was read last, which come to the caller."""
+        """Count the tokens, if any, that the step read last gives to the caller."""
         if not tokens:
             return
         self.output_tokens += tokens

@@ -1,6 +1,7 @@
-"""What an engine reports of itself; needs no torch, but for start_up.
+"""Status, counters and start-up measurements of an engine. Only start_up needs torch.
 
-status has the messages: EngineStatus and LiveStats (sent when they change), AdapterStatus (on
-request), EngineInfo (once). counters has the histograms they are read from. start_up measures the
-memory and time of each stage of a start. The platform makes metrics and routing data of them.
+status: messages EngineStatus and LiveStats (sent when they change), AdapterStatus (on request) and
+    EngineInfo (once). The platform derives metrics and routing data from them.
+counters: histograms and counters that fill the messages.
+start_up: memory and time of each stage of a start.
 """

@@ -1,4 +1,4 @@
-"""Measures the device memory and the time that each stage of a start takes."""
+"""Measurement of the device memory and time that each stage of a start takes."""
 
 import time
 from collections.abc import Iterator
@@ -11,14 +11,18 @@ from lorikeet_engine.errors import DeviceLost, SettingsError
 
 
 class DeviceMemory:
-    """The free memory of a device, and what took the rest. bytes: of each part that took some."""
+    """Free memory of a device, and the parts that took the rest.
+
+    free: bytes still free.
+    bytes: bytes of each part, by name.
+    """
 
     def __init__(self, free: int) -> None:
         self.free = self._free_at_first = free
         self.bytes: dict[str, int] = {}
 
     def take(self, name: str, size: int) -> None:
-        """Note that a part took this many bytes."""
+        """Record that a part took this many bytes."""
         self.bytes[name] = size
         self.free -= size
 
@@ -28,9 +32,10 @@ class DeviceMemory:
 
 
 class StartUpStages(DeviceMemory):
-    """Measures the stages of one start. bytes, seconds: of each stage that has ended.
+    """Measurements of one start.
 
-    free: bytes left on the device for the next stage. Other processes' memory counts as used.
+    bytes, seconds: of each finished stage, by name.
+    free: bytes free on the device for the next stage. Memory of other processes counts as used.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,11 +45,14 @@ class StartUpStages(DeviceMemory):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure what is done inside. Raises SettingsError if the device runs out of memory."""
+        """Measure the time and memory of the block.
+
+        Raises SettingsError if the device runs out of memory.
+        """
         began_s = time.perf_counter()
         try:
             yield
-        except (RuntimeError, DeviceLost) as error:  # torch, the driver and ranks have their own
+        except (RuntimeError, DeviceLost) as error:  # of torch, of the driver, of other ranks
             if "out of memory" not in str(error):
                 raise
             raise SettingsError(
@@ -58,7 +66,7 @@ class StartUpStages(DeviceMemory):
 
     @property
     def facts(self) -> dict[str, float]:
-        """All that was measured, for the log."""
+        """All measurements, as fields for the log."""
         names = {stage: stage.lower().replace(" ", "_") for stage in self.bytes}
         sizes = {f"{names[stage]}_bytes": size for stage, size in self.bytes.items()}
         times = {f"{names[stage]}_s": round(s, 3) for stage, s in self.seconds.items()}

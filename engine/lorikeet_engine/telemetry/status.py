@@ -1,4 +1,4 @@
-"""What an engine reports of itself: plain and picklable, read while it steps."""
+"""Messages about an engine's state: plain and picklable, read while the engine steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,11 +10,14 @@ from lorikeet_engine.costs import MeasuredCosts, StepCosts
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What callers must know of a started engine; never changes.
+    """Facts about a started engine that callers need; they never change.
 
-    max_context: tokens of prompt plus output. step_costs: as measured at start. quantization: what
-    the base model's linears were rounded to, in words; None: to nothing. fp8_kv: whether the KV
-    cache is FP8, and not of the base model's dtype. tensor_parallel: EngineSettings'.
+    max_context: most tokens of prompt plus output.
+    step_costs: costs measured at the start.
+    quantization: number format, in words, that the base model's linears were rounded to; None
+        without.
+    fp8_kv: whether the KV cache is FP8 instead of the base model's dtype.
+    tensor_parallel: EngineSettings.tensor_parallel.
     """
 
     vocab_size: int
@@ -28,9 +31,10 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A histogram of values: counts[i] of them are above bounds[i − 1] and at most bounds[i].
+    """Histogram of values: counts[i] values are above bounds[i − 1] and at most bounds[i].
 
-    counts has one more entry than bounds, for what is above all of them. total: their sum.
+    counts: one more entry than bounds, for values above all bounds.
+    total: sum of all values.
     """
 
     bounds: tuple[float, ...] = ()
@@ -40,12 +44,16 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """What one tier holds now, its capacity, and how many adapters it has evicted so far.
+    """Contents and capacity of one tier, and its counts since the start.
 
-    An adapter counts in every tier that holds it. Bytes of the GPU are of one of those that share
-    the model, elsewhere of all. pinnable_bytes: the most that images of pinned adapters can take.
-    checksum_failures: how many were found damaged. The disk's numbers are of all processes that
-    share the folder, but for these and the evictions, which are this process's.
+    Bytes of the GPU are of one of the GPUs that share the model; bytes of other tiers are of all.
+    The disk's numbers cover all processes that share the folder, except evictions and
+    checksum_failures, which are this process's own.
+
+    adapters: number of adapters; an adapter counts in every tier that holds it.
+    pinnable_bytes: most bytes that images of pinned adapters may take.
+    evictions: adapters evicted since the start.
+    checksum_failures: adapters found damaged since the start.
     """
 
     adapters: int
@@ -57,7 +65,10 @@ class TierStatus:
 
 
 class EvictionCandidate(NamedTuple):
-    """The adapter that the GPU would evict first. uses: as the eviction policy counts them."""
+    """Adapter that the GPU would evict first.
+
+    uses: recent uses, as the eviction policy counts them.
+    """
 
     image_bytes: int
     uses: float
@@ -65,16 +76,21 @@ class EvictionCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class LiveStats:
-    """What an engine does at one moment, as far as routing needs it, in a few bytes.
+    """State of an engine at one moment, as far as routing needs it, in a few bytes.
 
-    running: sequences that take part in steps, of which some are decoding and some prefilling: the
-    latter have no token yet, or were preempted. waiting: sequences that take part in none.
-    pending_tokens: tokens to compute of those that wait or are prefilling; pending_seen: Σ of their
-    seen_tokens. ranks: Σ rank of the distinct adapters that decode; context: Σ of what
-    decoding sequences see, by StepCosts.decode_sees. oldest_wait_s: the longest wait of a sequence
-    without a token. loading_bytes: images that are loading to the GPU, in whatever tier.
-    free_bytes: unused bytes of the arena; room_bytes: those and what could be evicted now. victim:
-    None if nothing could.
+    running: sequences that take part in steps.
+    decoding: running sequences that decode.
+    prefilling: running sequences without a token yet, or preempted ones that compute theirs again.
+    waiting: sequences that take part in no step.
+    pending_tokens: tokens to compute of the waiting and prefilling sequences.
+    pending_seen: Σ of seen_tokens over these sequences.
+    ranks: Σ rank of the distinct adapters that decode.
+    context: Σ of StepCosts.decode_sees over the decoding sequences.
+    oldest_wait_s: longest wait of a sequence without a token.
+    loading_bytes: bytes of images on their way to the GPU, in whatever tier.
+    free_bytes: unused bytes of the arena.
+    room_bytes: free_bytes plus bytes that could be evicted now.
+    victim: first adapter to evict; None if none can be.
     """
 
     running: int = 0
@@ -95,25 +111,30 @@ class LiveStats:
 
     @property
     def pending(self) -> int:
-        """How many sequences wait or are prefilling."""
+        """Number of sequences that wait or are prefilling."""
         return self.waiting + self.prefilling
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What an engine does now, what each tier holds, and what was counted since the start.
+    """State of an engine, contents of each tier, and counts since the start.
 
-    costs: as far as they were measured. lookups: accepted requests by where their adapter was.
-    loads: seconds by where an adapter was loaded from: from remote to the disk, from the disk to
-    the host, from the host to the GPU, so that one that was remote makes all three. load_failures:
-    of any kind. prompt_tokens: of the choices that have begun; cached_tokens of them were in the KV
-    cache. step_s: from a step's launch, or from when the one before it was read, until it was read.
-    step_sequences, step_adapters: how many sequences and distinct adapters a step had.
-    inter_token_s: between two tokens of a choice, by where its adapter was when the request came;
-    None without one.
-    tensor_parallel: EngineInfo's.
-    moved: where adapters are now that were elsewhere in the status reported before, by digest; GPU
-    means that requests can use them now.
+    costs: defaults where nothing was measured.
+    lookups: accepted requests by the tier of their adapter.
+    loads: seconds by the tier that an adapter was loaded from: from remote to the disk, from the
+        disk to the host, from the host to the GPU. An adapter loaded from remote makes all three.
+    load_failures: failed loads of any kind.
+    prompt_tokens: prompt tokens of the choices that have begun.
+    cached_tokens: part of prompt_tokens that was in the KV cache.
+    step_s: seconds from a step's launch, or from the reading of the step before if later, to its
+        reading.
+    step_sequences: numbers of sequences in a step.
+    step_adapters: numbers of distinct adapters in a step.
+    inter_token_s: seconds between two tokens of a choice, by the tier of its adapter when the
+        request came; None without an adapter.
+    tensor_parallel: EngineInfo.tensor_parallel.
+    moved: new tier, by digest, of adapters that have changed it since the status reported before.
+        GPU means that requests can use the adapter now.
     """
 
     live: LiveStats = field(default_factory=LiveStats)
@@ -135,14 +156,19 @@ class EngineStatus:
 
 
 class AdapterStatus(NamedTuple):
-    """One adapter that an engine holds somewhere nearer than remote.
+    """One adapter that an engine holds in a tier nearer than remote.
 
-    image_bytes: what it takes on each GPU, there or not; None while this engine has not seen its
-    image. uses: its recent uses, as the eviction policy counts them. pinned: whether a pin names
-    it. The rest is about the GPU's arena. rank: its largest, None if it does not lie there. leases:
-    sequences that use it now. kept: whether a pin keeps it there. arriving: whether its copy is not
-    over, so that no request can use it yet. pieces: (offset, size) of each, bytes, in the image's
-    order.
+    image_bytes: bytes of the image on each GPU; None while this engine has not seen the image.
+    uses: recent uses, as the eviction policy counts them.
+    pinned: whether a pin names the adapter.
+
+    The other fields are about the GPU's arena:
+
+    rank: largest rank; None if not in the arena.
+    leases: sequences that use the adapter now.
+    kept: whether a pin keeps the adapter there.
+    arriving: whether the copy is not finished, so that no request can use the adapter yet.
+    pieces: (offset, bytes) of each piece of the image, in order.
     """
 
     tenant: str
@@ -161,26 +187,27 @@ class AdapterStatus(NamedTuple):
 
     @property
     def ref(self) -> AdapterRef:
-        """The adapter's reference."""
+        """Reference of the adapter."""
         return AdapterRef(self.tenant, self.name, self.version, self.digest)
 
     @property
     def gpu_bytes(self) -> int:
-        """The bytes that it takes of the arena."""
+        """Bytes that the adapter takes in the arena."""
         return sum(size for _, size in self.pieces)
 
 
 AdapterRows = tuple[tuple[object, ...], ...]
-"""AdapterStatus's fields: of thousands, plain tuples are pickled in a third of the time."""
+"""Fields of many AdapterStatus; plain tuples are pickled in a third of the time."""
 
 
 @dataclass(slots=True)
 class SlotUse:
-    """A tenant's use of an adapter since the last report.
+    """Use of an adapter by a tenant since the last report.
 
-    leased_s: how long its slot was leased for the tenant's requests; time that several leases share
-    counts once, and at each moment the tenants that lease it bear equal parts. loads, load_bytes:
-    onto the GPU, because a request of the tenant asked for it before any other's did.
+    leased_s: time that the slot was leased for the tenant's requests. Time shared by several leases
+        of a tenant counts once; tenants that lease at the same time bear equal parts.
+    loads: loads to the GPU that a request of the tenant was the first to ask for.
+    load_bytes: bytes of these loads.
     """
 
     tenant: str

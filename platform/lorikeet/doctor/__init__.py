@@ -1,8 +1,16 @@
-"""`lorikeet doctor`: checks all that a start of the service needs, and says what to change.
+"""`lorikeet doctor`: checks everything that a start of the service needs, and proposes fixes.
 
-checks.py runs the checks one after the other, of which each file here holds some: environment.py
-(settings and Ray's variables), versions.py, base_models.py, memory.py, disk.py, gpus.py, ports.py,
-system_limits.py, and catalog.py with store.py and adapters.py. A check takes a `PlannedStart`
-(planned_start.py: the environment, and the machine as host.py and cuda.py find it) and yields
-`Finding`s (finding.py). The command is cli/service/doctor.py.
+checks.py runs the checks one after the other. Each check takes a `PlannedStart` (planned_start.py:
+the environment, and the machine as machine.py finds it) and yields `Finding`s (finding.py).
+
+environment.py   settings and Ray's variables
+software.py      Python, packages, and the compilers of kernels
+base_models.py   folders of base models
+memory.py        memory of GPUs and of the host
+gpus.py          GPUs and their driver
+system.py        the disk cache's folder, ports, shared memory, open files
+catalog.py       the catalog, its admin keys and its adapters
+store.py         the object store below the catalog
+
+The command is cli/service/doctor.py.
 """

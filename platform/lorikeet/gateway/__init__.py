@@ -9,6 +9,7 @@ generate.py           steps of a generate request, in order: GenerateEndpoint
 routes/, admin/       all other routes of tenants and admins
 pushing/              versions that trainers push: received, sent to all replicas, then recorded
 error_responses.py    every error as an HTTP response
+listeners.py          the tenants' listener and the admins' listener
 limit_sync.py         loop in which gateways agree on shares of limits
 
 serving/deployments.py makes the gateway a deployment. The gateway reaches replicas only through

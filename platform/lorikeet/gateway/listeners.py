@@ -1,9 +1,9 @@
 """The two HTTP listeners of a gateway: one for tenants, one for operators.
 
-Tenants come through Serve's HTTP port, behind which the gateway wraps its application
-(gateway/app.py) in PublicListener. Operators and Prometheus come to AdminListener in the gateway's
-own process, which serves the application whole. What no public proxy passes on needs no rule in
-one.
+Tenants' requests arrive through Serve's HTTP port, behind which the gateway wraps its application
+(gateway/app.py) in PublicListener. Requests of operators and Prometheus arrive at AdminListener, a
+socket of the gateway's own process that serves the whole application. A public proxy never forwards
+to that socket, so it needs no rules about admin paths.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from lorikeet.retry_after import FULL_GATEWAY_S
 log = logging.getLogger(__name__)
 
 _PROBES = (LIVENESS, *READINESS)
-_LAST_REQUESTS_S = 20  # what runs when the gateway ends may take so long to finish
+_LAST_REQUESTS_S = 20  # time for requests to finish when the gateway ends
 
 
 class PublicListener:
-    """Passes on the tenants' paths, `/v1/*`, and those of probes; any other is not found.
+    """ASGI wrapper that passes on tenants' paths, `/v1/*`, and probes; any other path is a 404.
 
-    max_requests: beyond these at once all but probes are refused; None: no bound. It is less
-    than Serve gives this gateway at once: at that number Serve keeps back the rest, health checks
-    too, and load balancers would leave the gateway out.
+    max_requests: most requests at once, beyond which all but probes are refused; None: no limit.
+        Less than the number that Serve sends this gateway at once: at Serve's own limit health
+        checks would queue too, and load balancers would drop the gateway.
     """
 
     def __init__(self, app: ASGIApp, max_requests: int | None = None) -> None:
@@ -46,7 +46,7 @@ class PublicListener:
         add_error_handlers(self._nothing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a public path on, and refuse any other as one that does not exist."""
+        """Pass a public path on; answer 404 to any other."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -67,10 +67,10 @@ class PublicListener:
 class AdminListener:
     """A listener at an address that the gateways of one host share (SO_REUSEPORT).
 
-    The kernel gives each connection to one of those that listen, so a gateway that comes in a
-    rolling update needs not wait for the one that goes. Building it takes the address, so that a
-    start fails early; no connection is accepted before the application runs.
-    Raises InvalidSetting when the address cannot be had.
+    The kernel gives each connection to one of the listening gateways, so that in a rolling update a
+    new gateway need not wait for the old one to end. The constructor binds the address, so that a
+    start fails early, and raises InvalidSetting if it cannot. No connection is accepted before the
+    application runs.
     """
 
     def __init__(self, address: Address) -> None:
@@ -78,7 +78,7 @@ class AdminListener:
         self._socket = _bind(address)
 
     def open_with(self, app: FastAPI) -> None:
-        """Accept connections from the end of the application's start to its own end."""
+        """Accept connections between the application's startup and shutdown."""
         running = app.router.lifespan_context
 
         @asynccontextmanager
@@ -93,7 +93,7 @@ class AdminListener:
         server = _Server(
             uvicorn.Config(
                 app,
-                lifespan="off",  # it runs already
+                lifespan="off",  # the application runs already
                 access_log=False,
                 log_config=None,
                 log_level=logging.CRITICAL,  # it would log exceptions, which may quote a prompt
@@ -111,7 +111,7 @@ class AdminListener:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the process that it is in."""
+    """uvicorn server that leaves signals to its process."""
 
     capture_signals = nullcontext  # type: ignore[assignment]
 
@@ -129,7 +129,7 @@ async def _refuse_full(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _bind(address: Address) -> socket.socket:
-    """A socket bound to the address; it gets no connections until it listens."""
+    """Return a socket bound to the address, without listening yet."""
     bound: socket.socket | None = None
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(

@@ -1,4 +1,4 @@
-"""The controller's metrics: the state of pins, and the number of replicas."""
+"""Metrics of the controller: pins by state, and the number of replicas."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,11 @@ from lorikeet.placement.pin_status import PinState, PinStatus
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCount:
-    """The replicas of one base model: those desired at least, and those that report."""
+    """Number of replicas of one base model.
+
+    desired: replicas desired at least, `LORIKEET_REPLICAS`.
+    reporting: replicas that report to the controller.
+    """
 
     desired: int
     reporting: int
@@ -22,11 +26,16 @@ class ReplicaCount:
 def controller_metrics(
     pins: Iterable[PinStatus], replicas: Mapping[str, ReplicaCount], survey_s: float
 ) -> Iterator[Metric]:
-    """The controller's metrics. replicas: by base model; survey_s: what the last survey took."""
+    """Generate the controller's metrics.
+
+    pins: all pins in force.
+    replicas: by base model.
+    survey_s: duration of the last survey of all replicas.
+    """
     yield from _pins(list(pins))
     family = GaugeMetricFamily(
         "lorikeet_replicas",
-        "Replicas of a base model: those desired at least, and those that report.",
+        "Replicas of a base model: desired at least, and reporting to the controller.",
         labels=["base_model", "state"],
     )
     for base_model, count in replicas.items():
@@ -35,7 +44,7 @@ def controller_metrics(
     yield family
     yield GaugeMetricFamily(
         "lorikeet_controller_survey_seconds",
-        "How long the controller's last survey of all replicas took.",
+        "Duration of the controller's last survey of all replicas.",
         survey_s,
     )
 
@@ -51,7 +60,7 @@ def _pins(pins: list[PinStatus]) -> Iterator[Metric]:
     causes = Counter(cause for pin in pins for cause in {s.cause for s in pin.shortfalls})
     yield gauge(
         "lorikeet_pins_unmet",
-        "Pins that do not fully hold, by why.",
+        "Pins that are not fully met, by reason; one pin may have several.",
         "reason",
         {cause.value: causes[cause] for cause in Cause},
     )

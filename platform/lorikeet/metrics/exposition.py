@@ -1,7 +1,7 @@
-"""Prometheus's text format: each process writes its part, and one gateway joins them.
+"""Prometheus's text format: rendering of one process's part, and joining of all parts to a page.
 
-A part is a page in itself, as prometheus_client writes it in Prometheus's text format, version
-0.0.4 (https://prometheus.io/docs/instrumenting/exposition_formats).
+A part is a complete page, as prometheus_client writes it, in Prometheus's text format 0.0.4
+(https://prometheus.io/docs/instrumenting/exposition_formats).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,12 +16,16 @@ _HELP = b"\n# HELP "
 
 
 def render(metrics: Iterable[Metric], labels: Mapping[str, str]) -> bytes:
-    """One process's part. labels: added to all its samples, in place: collect metrics anew."""
+    """Return one process's part of the page.
+
+    metrics: modified in place, so collect them again for each call.
+    labels: added to every sample.
+    """
     return generate_latest(_Labelled(metrics, labels))
 
 
 def join(parts: Iterable[bytes]) -> bytes:
-    """The whole page from its parts, all samples of a metric together under one head."""
+    """Return the page that joins `parts`, with all samples of a metric under one header."""
     heads: dict[bytes, bytes] = {}
     samples: dict[bytes, list[bytes]] = {}
     for part in parts:
@@ -35,7 +39,7 @@ def join(parts: Iterable[bytes]) -> bytes:
 
 
 class _Labelled(Collector):
-    """Metrics with a process's labels, without the times when counting began."""
+    """Metrics with a process's labels added, without `_created` samples."""
 
     def __init__(self, metrics: Iterable[Metric], labels: Mapping[str, str]) -> None:
         self._metrics, self._labels = metrics, labels

@@ -1,4 +1,4 @@
-"""A gateway's metrics: requests and their times, tenants, the busiest adapters, pushes."""
+"""Metrics of a gateway: requests and latencies, tenants, busiest adapters, pushes."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,8 +12,9 @@ from lorikeet.request_log.record import RequestRecord
 OUTCOMES = ("finished", "refused", "failed", "cancelled")
 
 _TENANTS, _ADAPTERS = 1_000, 100
+"""Most tenants and adapters with series of their own, per gateway."""
 _TENANTS_OF_ALL = 2_000
-"""A tenant takes 7 lines of some 90 bytes in each gateway's part of the page: 1.3 MB in all."""
+"""Most tenants of all gateways together: 7 lines of about 90 bytes each, 1.3 MB of the page."""
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _QUEUE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -22,41 +23,42 @@ _PUSH_S = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class GatewayMetrics:
-    """The metrics of one gateway. `count` belongs to its event loop; any thread may collect."""
+    """Metrics of one gateway. Call `count` on the event loop, `collect` on any thread.
+
+    gateways: number of gateways, which divide _TENANTS_OF_ALL among them.
+    """
 
     def __init__(self, gateways: int = 1) -> None:
-        """gateways: how many share the series of tenants."""
         self._registry = CollectorRegistry()
         self._requests = self._counter(
-            "lorikeet_requests_total", "Requests that are over, by what became of them.", "outcome"
+            "lorikeet_requests_total", "Ended requests, by outcome.", "outcome"
         )
         self._errors = self._counter(
             "lorikeet_request_errors_total",
-            "Requests that ended with an error, by its code.",
+            "Requests that ended with an error, by error code.",
             "code",
         )
         self._retries = self._counter(
-            "lorikeet_request_retries_total", "Attempts that a replica lost and another was given."
+            "lorikeet_request_retries_total", "Attempts that a replica lost and another took over."
         )
         self._not_stored = Counter(
             "lorikeet_responses_not_stored_total",
-            "Responses that were to be stored, and were not: the store failed, or they were too "
-            "large.",
+            "Responses that could not be stored, because the store failed or they were too large.",
             registry=self._registry,
         )
         self._first_token = self._histogram(
             "lorikeet_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "Time from a request's arrival to its first token.",
             _FIRST_TOKEN_S,
         )
         self._queue = self._histogram(
             "lorikeet_request_queue_time_seconds",
-            "How long a finished request waited in the engine, without the wait for its adapter.",
+            "Time that a finished request waited in the engine, without the wait for its adapter.",
             _QUEUE_S,
         )
         self._total = self._histogram(
             "lorikeet_e2e_request_latency_seconds",
-            "From a finished request's arrival to its end.",
+            "Time from a finished request's arrival to its end.",
             _REQUEST_S,
         )
         self.pushes = PushMetrics(self._registry)
@@ -66,18 +68,21 @@ class GatewayMetrics:
         self._registry.register(self._adapters)
 
     def add_base_models(self, base_models: Iterable[str]) -> None:
-        """Show series of these base models from the start, with zeros."""
+        """Create the series of these base models, so that they show 0 from the start."""
         for base_model in base_models:
             self._retries.labels(base_model)
             for outcome in OUTCOMES:
                 self._requests.labels(base_model, outcome)
 
     def add_gauge(self, name: str, documentation: str, value: Callable[[], float]) -> None:
-        """Add a gauge; value: called when it is read, on any thread."""
+        """Add a gauge.
+
+        value: returns the gauge's value; called at each collection, on any thread.
+        """
         Gauge(name, documentation, registry=self._registry).set_function(value)
 
     def count(self, request: RequestRecord) -> None:
-        """Count a request that is over; the request log calls it."""
+        """Count an ended request. Called by the request log."""
         model, outcome, usage = request.base_model or "", request.outcome, request.usage
         self._requests.labels(model, outcome).inc()
         if request.code is not None:
@@ -99,7 +104,7 @@ class GatewayMetrics:
         self._not_stored.inc()
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics as they are now."""
+        """Return all metrics with their current values."""
         return self._registry.collect()
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
@@ -120,51 +125,53 @@ class GatewayMetrics:
 
 
 class PushMetrics:
-    """What one gateway counts of pushes. For its event loop."""
+    """Metrics of pushes to one gateway. Event loop only."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._taken = Counter(
             "lorikeet_pushes_total",
-            "Pushed versions that were checked and taken.",
+            "Pushed versions that passed the check and were accepted.",
             registry=registry,
         )
-        self._bytes = Counter("lorikeet_pushed_bytes_total", "Their bytes.", registry=registry)
+        self._bytes = Counter(
+            "lorikeet_pushed_bytes_total", "Bytes of accepted pushed versions.", registry=registry
+        )
         self._ready = Histogram(
             "lorikeet_push_ready_seconds",
-            "From the end of a pushed version's check until all replicas have it.",
+            "Time from the end of a pushed version's check until all replicas hold the version.",
             buckets=_PUSH_S,
             registry=registry,
         )
         self._durable = Histogram(
             "lorikeet_push_durable_seconds",
-            "From the end of a pushed version's check until it is in the store.",
+            "Time from the end of a pushed version's check until the store holds the version.",
             buckets=_PUSH_S,
             registry=registry,
         )
 
     def taken(self, size_bytes: int) -> None:
-        """Count a version that was checked and taken."""
+        """Count a version that passed the check and was accepted."""
         self._taken.inc()
         self._bytes.inc(size_bytes)
 
     def ready(self, took_s: float) -> None:
-        """Count a version that all replicas have."""
+        """Count a version that all replicas hold, `took_s` after its check."""
         self._ready.observe(took_s)
 
     def durable(self, took_s: float) -> None:
-        """Count a version that is in the store."""
+        """Count a version that the store holds, `took_s` after its check."""
         self._durable.observe(took_s)
 
 
 def _tenants(most: int) -> BusiestNameCounters:
     requests = NamedCounter(
         "lorikeet_tenant_requests_total",
-        "Requests of a tenant that are over, by what became of them.",
+        "Ended requests of a tenant, by outcome.",
         ("tenant", "outcome"),
     )
     tokens = NamedCounter(
         "lorikeet_tenant_tokens_total",
-        "Tokens of a tenant's finished requests; cached ones are among those of prompts.",
+        "Tokens of a tenant's finished requests; prompt tokens include cached tokens.",
         ("tenant", "kind"),
     )
     return BusiestNameCounters(requests, tokens, max(1, most))
@@ -173,12 +180,12 @@ def _tenants(most: int) -> BusiestNameCounters:
 def _adapters(most: int) -> BusiestNameCounters:
     requests = NamedCounter(
         "lorikeet_adapter_requests_total",
-        "Requests of an adapter that are over; of all but the busiest together, as other.",
+        "Ended requests of an adapter; all but the busiest adapters together, as other.",
         ("adapter",),
     )
     tokens = NamedCounter(
         "lorikeet_adapter_tokens_total",
-        "Tokens of an adapter's finished requests; cached ones are among those of prompts.",
+        "Tokens of an adapter's finished requests; prompt tokens include cached tokens.",
         ("adapter", "kind"),
     )
     return BusiestNameCounters(requests, tokens, most)

@@ -1,4 +1,4 @@
-"""prometheus_client's families of samples, made of numbers that were counted elsewhere."""
+"""Builders of prometheus_client's metric families from numbers that were counted elsewhere."""
 
 from collections.abc import Mapping
 from itertools import accumulate
@@ -16,21 +16,22 @@ from lorikeet_engine.telemetry.status import Distribution
 
 
 def gauge(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
-    """A gauge for each value of one label."""
+    """Return a gauge with one label. values: by value of the label."""
     return _with_values(GaugeMetricFamily(name, documentation, labels=[label]), values)
 
 
 def counter(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
-    """A counter for each value of one label."""
+    """Return a counter with one label. values: by value of the label."""
     return _with_values(CounterMetricFamily(name, documentation, labels=[label]), values)
 
 
 def histogram(
     name: str, documentation: str, label: str | None, values: Mapping[str, Distribution]
 ) -> Metric:
-    """A histogram for each value of one label, once it has counted something.
+    """Return a histogram with one label or none, without distributions that are empty.
 
-    label: None where there is one distribution alone, whatever its key.
+    label: None for a single distribution, whose key in `values` is ignored.
+    values: distributions by value of the label.
     """
     family = HistogramMetricFamily(name, documentation, labels=[label] if label else [])
     for value, distribution in values.items():
@@ -40,7 +41,10 @@ def histogram(
 
 
 def residency_label(found: Residency | None) -> str:
-    """The label `residency` of a request whose adapter was at this tier; None: a base model."""
+    """Return the value of the label `residency`.
+
+    found: tier of the request's adapter on arrival; None: a request to the base model.
+    """
     return "none" if found is None else str(found)
 
 
@@ -53,6 +57,6 @@ def _with_values(
 
 
 def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
-    """Prometheus's buckets count what is at most their bound, those before them included."""
+    """Return cumulative buckets (bound, count), as Prometheus expects them."""
     bounds = [*map(floatToGoString, distribution.bounds), "+Inf"]
     return list(zip(bounds, accumulate(distribution.counts), strict=True))

@@ -1,10 +1,11 @@
-"""Counters by tenant or adapter: the busiest names have series of their own, others share one.
+"""Counters by tenant or adapter: the busiest names have series of their own, the others share one.
 
-A name's counter begins at nothing when the name is chosen. When another takes its place it is shown
-for one more round, so that its last uses are seen, and then dropped; what the name does before and
-after is counted as OTHER. So everything is counted once, where it happens; no counter goes down,
-but for a name that comes back, which Prometheus takes for a restart; and the sum of all rates is
-the rate of the whole.
+A name's counter starts at 0 when the name is chosen. A name that loses its series to a busier one
+is still shown for one round of ROUND_S, so that a scrape sees its last uses, and then dropped. Uses
+of a name while it is not chosen count as OTHER.
+
+Every use therefore counts exactly once, and the sum of all rates is the total rate. No counter
+decreases, except that of a name that is chosen again, which Prometheus treats as a restart.
 """
 
 import time
@@ -14,24 +15,24 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 TOKENS = ("prompt", "cached", "output")
-"""The kinds of tokens that a finished request has, in the order in which it says how many."""
+"""Kinds of a finished request's tokens, in the order of `BusiestNameCounters.count`."""
 
 OTHER = "other"
 
 ROUND_S = 60.0
-"""How often names can lose their places; scrapes come more often."""
+"""Seconds between two choices of names; longer than the interval between scrapes."""
 _TAKEOVER_FACTOR = 2.0
-"""How many times as busy a name must be to take another's place: near equals do not swap."""
+"""Factor by which a name must be busier to replace another, so that near equals do not swap."""
 _SHOWN_FACTOR = 1.25
-"""The most names shown, in multiples of `most`: a quarter of them may have changed in a round."""
+"""Most names shown, as a multiple of `most`: in one round up to a quarter of the names change."""
 _CANDIDATES = 10_000
-"""The most other names that are counted in a round; later ones are hardly the busiest."""
+"""Most names outside the chosen that are counted in a round; later ones are hardly the busiest."""
 
 
 class NamedCounter:
-    """A counter whose first label is a name that can be dropped with all its series.
+    """Counter whose first label is a name, with removal of all series of a name.
 
-    Plain numbers, collected several times as fast as prometheus_client's own children.
+    Keeps plain numbers, which are collected several times as fast as prometheus_client's children.
     """
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str]) -> None:
@@ -39,7 +40,11 @@ class NamedCounter:
         self._series: dict[str, dict[tuple[str, ...], int]] = {}
 
     def add(self, amount: int, name: str, *labels: str) -> None:
-        """Add to a series; labels: the values of the labels after the name."""
+        """Add `amount` to a series.
+
+        name: value of the first label.
+        labels: values of the other labels.
+        """
         series = self._series.setdefault(name, {})
         series[labels] = series.get(labels, 0) + amount
 
@@ -48,7 +53,7 @@ class NamedCounter:
         self._series.pop(name, None)
 
     def collect(self) -> CounterMetricFamily:
-        """The counter with all its series."""
+        """Return the counter with all its series."""
         family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
         for name, series in self._series.copy().items():
             for labels, value in series.copy().items():
@@ -57,15 +62,23 @@ class NamedCounter:
 
 
 class BusiestNameCounters(Collector):
-    """Requests and tokens of the busiest names. One thread counts; others may collect."""
+    """Requests and tokens of the busiest names. One thread may count; any may collect.
+
+    requests: counter of requests.
+    tokens: counter of tokens, whose second label is one of TOKENS.
+    most: number of names with series of their own.
+    """
 
     def __init__(self, requests: NamedCounter, tokens: NamedCounter, most: int) -> None:
-        """tokens: its second label is of TOKENS. most: how many are named."""
         self._requests, self._tokens = requests, tokens
         self._names = BusiestNames(most, self._drop)
 
     def count(self, name: str, tokens: Sequence[int] | None, *labels: str) -> None:
-        """Count a request that is over. labels: after the name. tokens: as TOKENS says."""
+        """Count an ended request.
+
+        tokens: number of tokens of each kind in TOKENS; None: unknown.
+        labels: values of the request counter's labels after the name.
+        """
         name = self._names.count(name)
         self._requests.add(1, name, *labels)
         if tokens is not None:
@@ -73,7 +86,7 @@ class BusiestNameCounters(Collector):
                 self._tokens.add(amount, name, kind)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Both counters as they are now."""
+        """Yield both counters with their current values."""
         yield self._requests.collect()
         yield self._tokens.collect()
 
@@ -83,9 +96,11 @@ class BusiestNameCounters(Collector):
 
 
 class BusiestNames:
-    """Chooses `most` names: the first as they come, then by their uses. For one thread.
+    """Choice of the busiest names: the first `most` to come, replaced later by busier names.
 
-    A use counts half as much after each round.
+    Uses of earlier rounds count half as much after each round. Single-threaded.
+
+    drop: called with each name whose series are to be removed.
     """
 
     def __init__(
@@ -94,7 +109,6 @@ class BusiestNames:
         drop: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """drop: called with each name that is to be shown no more."""
         self._most, self._drop, self._clock = most, drop, clock
         self._chosen: dict[str, float] = {}
         self._others: dict[str, float] = {}
@@ -102,7 +116,7 @@ class BusiestNames:
         self._until_s = clock() + ROUND_S
 
     def count(self, name: str) -> str:
-        """Count a use of a name; return the label to count it under: the name, or OTHER."""
+        """Count one use of a name; return the label for the use: the name, or OTHER."""
         if self._clock() >= self._until_s:
             self._until_s = self._clock() + ROUND_S
             self._choose()

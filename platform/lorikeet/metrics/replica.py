@@ -1,4 +1,4 @@
-"""A replica's metrics: its engine's status as Prometheus's metric families."""
+"""Metrics of a replica: the status of its engine as Prometheus metric families."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from lorikeet_engine.telemetry.status import EngineInfo, EngineStatus
 
 
 def replica_metrics(status: EngineStatus, info: EngineInfo) -> Iterator[Metric]:
-    """The replica's metrics. A histogram is there once it has a value."""
+    """Generate the replica's metrics. Empty histograms are left out."""
     yield _base_model_info(info)
     yield from _tiers(status)
     yield from _loads(status)
@@ -20,7 +20,7 @@ def replica_metrics(status: EngineStatus, info: EngineInfo) -> Iterator[Metric]:
 def _base_model_info(info: EngineInfo) -> Metric:
     family = GaugeMetricFamily(
         "lorikeet_base_model_info",
-        "1; its labels say what the base model's weights, and keys and values, were rounded to.",
+        "Always 1; labels: formats that the base model's weights and its KV cache are rounded to.",
         labels=["weights", "kv_cache"],
     )
     family.add_metric([info.quantization or "none", "fp8" if info.fp8_kv else "none"], 1)
@@ -31,31 +31,31 @@ def _tiers(status: EngineStatus) -> Iterator[Metric]:
     tiers = {str(tier): held for tier, held in status.tiers.items()}
     yield gauge(
         "lorikeet_adapters",
-        "Adapters that a tier holds; one counts in every tier that holds it.",
+        "Adapters in a tier; an adapter counts in every tier that holds it.",
         "tier",
         {tier: held.adapters for tier, held in tiers.items()},
     )
     yield gauge(
         "lorikeet_adapter_bytes",
-        "Bytes that adapters take in a tier.",
+        "Bytes of the adapters in a tier.",
         "tier",
         {tier: held.used_bytes for tier, held in tiers.items()},
     )
     yield gauge(
         "lorikeet_adapter_capacity_bytes",
-        "Bytes that a tier has for adapters.",
+        "Bytes that a tier can hold.",
         "tier",
         {tier: held.capacity_bytes for tier, held in tiers.items()},
     )
     yield counter(
         "lorikeet_adapter_evictions_total",
-        "Adapters that a tier has evicted to make room.",
+        "Adapters evicted from a tier.",
         "tier",
         {tier: held.evictions for tier, held in tiers.items()},
     )
     yield counter(
         "lorikeet_adapter_checksum_failures_total",
-        "Adapters that were found damaged in a tier; each is loaded anew.",
+        "Adapters found damaged in a tier and loaded again.",
         "tier",
         {tier: held.checksum_failures for tier, held in tiers.items()},
     )
@@ -64,54 +64,54 @@ def _tiers(status: EngineStatus) -> Iterator[Metric]:
 def _loads(status: EngineStatus) -> Iterator[Metric]:
     yield counter(
         "lorikeet_adapter_lookups_total",
-        "Requests by where their adapter was when they came.",
+        "Requests, by the nearest tier that held their adapter on arrival.",
         "residency",
         {str(tier): requests for tier, requests in status.lookups.items()},
     )
     loads = {str(tier): seconds for tier, seconds in status.loads.items()}
     yield counter(
         "lorikeet_adapter_loads_total",
-        "Adapters loaded one tier nearer, by the tier they were loaded from.",
+        "Loads of an adapter to the next nearer tier, by source tier.",
         "source",
         {source: sum(seconds.counts) for source, seconds in loads.items()},
     )
     yield histogram(
         "lorikeet_adapter_load_seconds",
-        "How long it took to load an adapter one tier nearer, by the tier it was loaded from.",
+        "Duration of a load of an adapter to the next nearer tier, by source tier.",
         "source",
         loads,
     )
     yield CounterMetricFamily(
-        "lorikeet_adapter_load_failures_total", "Loads that failed.", status.load_failures
+        "lorikeet_adapter_load_failures_total", "Failed loads of adapters.", status.load_failures
     )
 
 
 def _engine(status: EngineStatus) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "lorikeet_tensor_parallel",
-        "GPUs that hold the base model together; without GPUs processes.",
+        "GPUs that the base model is sharded over; processes if there are no GPUs.",
         status.tensor_parallel,
     )
     yield gauge(
         "lorikeet_sequences",
-        "Sequences that run, and that wait to begin or to go on.",
+        "Sequences that run, and sequences that wait to start or to continue.",
         "state",
         {"running": status.live.running, "waiting": status.live.waiting},
     )
     yield gauge(
         "lorikeet_kv_cache_pages",
-        "Pages of the KV cache that sequences use, and that there are.",
+        "Pages of the KV cache: used by sequences, and in total.",
         "state",
         {"used": status.live.kv_pages_used, "total": status.live.kv_pages_total},
     )
     yield CounterMetricFamily(
         "lorikeet_preemptions_total",
-        "Sequences that lost their KV pages or place to others and had to begin anew.",
+        "Sequences that lost their KV pages or batch slot to others and are recomputed.",
         status.preemptions,
     )
     yield counter(
         "lorikeet_tokens_total",
-        "Prompt tokens, those of them found in the KV cache, and output tokens.",
+        "Prompt tokens, prompt tokens found in the KV cache, and output tokens.",
         "kind",
         {
             "prompt": status.prompt_tokens,
@@ -136,7 +136,7 @@ def _steps(status: EngineStatus) -> Iterator[Metric]:
     )
     yield histogram(
         "lorikeet_inter_token_latency_seconds",
-        "Between two tokens of a sequence, by where its adapter was when the request came.",
+        "Time between two tokens of a sequence, by the tier of its adapter on arrival.",
         "residency",
         {residency_label(found): gaps for found, gaps in status.inter_token_s.items()},
     )

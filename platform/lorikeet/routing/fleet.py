@@ -1,4 +1,4 @@
-"""The replicas of one base model as one gateway knows them, and their order for a request."""
+"""Fleet: one gateway's knowledge of one base model's replicas, and their ranking per request."""
 
 import math
 import time
@@ -24,22 +24,29 @@ from lorikeet.routing.tracked_replica import InFlightRequest, RoutingDecision, T
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 UPDATE_AGE_S = 0.12
-"""How old the live stats of a status update are: an engine reports ten times a second."""
+"""Age of the live stats in a status update, seconds: an engine reports ten times a second."""
 HEADER_AGE_S = 0.2
-"""How old the status is that an answer's header carries."""
+"""Age of the status in an answer's header, seconds."""
 STATS_AGE_S = 1.2
-"""How old the stats that Serve passes on are: it asks for them every second."""
+"""Age of the stats that Serve passes on, seconds: Serve collects them every second."""
 LOST_S = 10.0
-"""A lost replica is tried again after so long, even if it sends no status."""
-_COSTS_PERIOD_S = 1.0  # measured costs change slowly; each replica sends its own every second
+"""Seconds after which a lost replica is used again, even if it sends no status."""
+_COSTS_PERIOD_S = 1.0
+"""Seconds between two updates of the median costs; each replica sends its own every second."""
 
 
 class Fleet:
-    """The replicas of one base model, known from their status and from what this gateway sends.
+    """Replicas of one base model, known from their status and this gateway's own requests.
 
-    Serve's router runs on another thread than the gateway's event loop, so every method holds one
-    lock for as long as it runs: microseconds, but for snapshots of thousands of adapters. Nothing
-    waits while it holds it. What concerns unknown replicas and requests is ignored.
+    Thread-safe, since Serve's router runs on another thread than the gateway's event loop: every
+    method holds one lock while it runs, for microseconds, or longer for snapshots of thousands of
+    adapters. No method blocks while it holds the lock.
+
+    Events of unknown replicas and requests are ignored.
+
+    clock: returns seconds.
+    rng: source of the random candidates.
+    costs: coefficients for replicas without measurements.
     """
 
     def __init__(
@@ -52,7 +59,7 @@ class Fleet:
         self._rng = rng or Random()
         self._lock = Lock()
         self._replicas: dict[str, TrackedReplica] = {}
-        self._lost_s: dict[str, float] = {}  # since when
+        self._lost_s: dict[str, float] = {}  # time of the loss, by replica
         self._usable: tuple[str, ...] = ()
         self._locations = AdapterLocations()
         self._prefixes = PrefixIndex()
@@ -62,17 +69,17 @@ class Fleet:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """All replicas that Serve says exist."""
+        """All replicas that Serve lists."""
         with self._lock:
             return tuple(self._replicas)
 
     @property
     def usable(self) -> tuple[str, ...]:
-        """The replicas that are not lost, or all if all are lost."""
+        """Replicas that are not lost; all replicas if all are lost."""
         return self._usable
 
     def set_replicas(self, replicas: Iterable[str]) -> None:
-        """Take in from Serve that these replicas exist and no others."""
+        """Replace the list of existing replicas by Serve's."""
         with self._lock:
             names = tuple(replicas)
             if self._replicas.keys() == set(names):
@@ -89,7 +96,10 @@ class Fleet:
     def on_status_update(
         self, replica: str, update: StatusUpdate, age_s: float = UPDATE_AGE_S
     ) -> None:
-        """Take in a replica's update. age_s: how old its live stats may be."""
+        """Apply a replica's status update.
+
+        age_s: age that its live stats may have, seconds.
+        """
         with self._lock:
             known = self._replicas.get(replica)
             if known is None:
@@ -103,28 +113,31 @@ class Fleet:
             self._locations.apply(replica, update)
 
     def on_adapter_found(self, replica: str, digest: str, tier: Residency) -> None:
-        """Take in from an answer where its adapter was when its replica took the request."""
+        """Record the tier at which a replica had an adapter when it accepted a request."""
         with self._lock:
             if replica in self._replicas:
                 self._locations.set_tier(replica, digest, tier)
 
     def on_replica_lost(self, replica: str | None) -> None:
-        """Send nothing to a replica that failed a request, for LOST_S or until its next status."""
+        """Mark a replica as lost: not usable until its next status, or for LOST_S."""
         with self._lock:
             if replica in self._replicas:
                 self._lost_s[replica] = self._clock()
                 self._update_usable()
 
     def on_load_failed(self, digest: str, full: str | None = None) -> bool:
-        """Take in that a replica could not load an adapter; return whether another one may.
+        """Pause fetches after a failed adapter load; return True if another replica can serve it.
 
-        The store may be away, so for a while requests go to replicas that have their adapter;
-        only from the replica named `full` if its disk is the cause.
+        The object store may be unreachable, so for FETCH_PAUSE_S requests prefer replicas that
+        already have their adapter. If a full disk was the cause, only that replica's fetches pause.
+
+        digest: adapter that failed to load.
+        full: replica whose disk is full; None: another cause.
         """
         with self._lock:
             now_s, tier = self._clock(), self._locations.tier
             for name, replica in self._replicas.items():
-                if full in (None, name):  # a full one that is gone is no news of the others
+                if full in (None, name):  # none pauses if the full replica is already gone
                     replica.pause_fetches(now_s)
             have = any(tier(name, digest) is not Residency.REMOTE for name in self._usable)
             return have or any(self._replicas[name].can_fetch(now_s) for name in self._usable)
@@ -132,9 +145,10 @@ class Fleet:
     def rank_replicas(
         self, request: RoutingRequest, queue_length: Callable[[str], int | None] = lambda _: None
     ) -> list[Candidate[str]]:
-        """A few replicas, the one with the least expected cost first; none if there are none.
+        """Return a sample of replicas, ordered by expected cost; empty if there are no replicas.
 
-        queue_length: the requests at a replica as Serve knows them, for one without recent status.
+        queue_length: returns Serve's count of requests at a replica, used for replicas without
+            recent status.
         """
         with self._lock:
             now_s = self._clock()
@@ -152,7 +166,7 @@ class Fleet:
             return rank_by_cost(request.work, options)
 
     def on_begun(self, request_id: str) -> None:
-        """Count a request from here until on_ended; the router will `assign` it to a replica."""
+        """Start to track a request, until `on_ended`. The router then calls `assign` for it."""
         with self._lock:
             self._in_flight[request_id] = None
 
@@ -163,9 +177,10 @@ class Fleet:
         request: RoutingRequest,
         candidates: Sequence[Candidate[str]] = (),
     ) -> None:
-        """Send a tracked request to this replica, the best candidate, unless it proves to be full.
+        """Assign a tracked request to a replica, the best candidate.
 
-        A request that is assigned again waits for room; its adapter may be loaded before it.
+        Assigning a request again means that no replica had a free request slot yet. Its adapter is
+        then listed in `take_waiting_adapters`, so that the replica can load it in advance.
         """
         with self._lock:
             if request_id not in self._in_flight:
@@ -176,7 +191,10 @@ class Fleet:
             self._assign(request_id, replica, request, candidates)
 
     def on_accepted(self, request_id: str, replica: str) -> None:
-        """Take in which replica took a request, as Serve or the answer says, whichever is first."""
+        """Record the replica that accepted a request; only the first call counts.
+
+        Serve and the answer's header both report the replica.
+        """
         with self._lock:
             sent = self._in_flight.get(request_id)
             if sent is None or sent.accepted_s is not None:
@@ -189,24 +207,24 @@ class Fleet:
                 self._prefixes.add(sent.request.prefix_hashes, replica)
 
     def accepted_by(self, request_id: str) -> str | None:
-        """The replica that took a request, if one did."""
+        """Return the replica that accepted a request; None if none has."""
         with self._lock:
             sent = self._in_flight.get(request_id)
             return sent.replica.name if sent is not None and sent.accepted_s is not None else None
 
     def has_in_flight(self, replica: str) -> bool:
-        """Whether a request sent to this replica has not ended; the replica may be gone."""
+        """Return whether a request to this replica has not ended, even if the replica is gone."""
         with self._lock:
             return any(sent and sent.replica.name == replica for sent in self._in_flight.values())
 
     def decision(self, request_id: str) -> RoutingDecision | None:
-        """Where a request that has not ended was sent, and why; None while it is not assigned."""
+        """Return the routing decision of a request in flight; None while it is not assigned."""
         with self._lock:
             sent = self._in_flight.get(request_id)
             return sent.decision if sent is not None else None
 
     def on_first_bytes(self, request_id: str) -> None:
-        """Take in that an answer has begun, so that its adapter is on that GPU."""
+        """Record that an answer has begun, which also means that its adapter is on the GPU."""
         with self._lock:
             sent = self._in_flight.get(request_id)
             if sent is None or sent.has_first_byte:
@@ -219,15 +237,15 @@ class Fleet:
                     self._locations.set_tier(name, digest, Residency.GPU)
 
     def on_ended(self, request_id: str) -> None:
-        """Forget a request that is over, answered or not."""
+        """Stop tracking a request that has ended, answered or not."""
         with self._lock:
             self._unassign(request_id)
             self._in_flight.pop(request_id, None)
 
     def take_waiting_adapters(self) -> dict[str, dict[AdapterRef, int]]:
-        """Return, by replica, the adapters of requests that wait for room there, and how many wait.
+        """Return the adapters of requests that have waited for a request slot since the last call.
 
-        All since the previous call.
+        By replica, then by adapter: number of waiting requests.
         """
         with self._lock:
             waiting, self._waiting = self._waiting, {}
@@ -242,7 +260,7 @@ class Fleet:
             self._replicas[name].costs = costs
 
     def _retry_lost(self, now_s: float) -> None:
-        """Use lost replicas again after LOST_S: a healthy one may have lost only its feed."""
+        """Use lost replicas again after LOST_S: a healthy replica may have lost only its feed."""
         again = [name for name, since_s in self._lost_s.items() if now_s - since_s >= LOST_S]
         for name in again:
             del self._lost_s[name]
@@ -264,7 +282,7 @@ class Fleet:
         )
 
     def _filter_usable(self, names: Iterable[str]) -> list[str]:
-        """The replicas among these that exist and are not lost."""
+        """Return those of `names` that exist and are not lost."""
         return [name for name in names if name in self._replicas and name not in self._lost_s]
 
     def _assign(

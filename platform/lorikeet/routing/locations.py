@@ -1,4 +1,4 @@
-"""Which replicas have what a request could use: its adapter, and its prompt's beginning."""
+"""Locations of what a request can reuse: replicas with its adapter, or with its prompt's prefix."""
 
 import sys
 from collections import Counter
@@ -12,41 +12,42 @@ from lorikeet_engine.adapter import Residency
 K = TypeVar("K")
 
 BLOCK_TOKENS = 64
+"""Tokens that one prefix hash covers."""
 CHARACTERS_PER_TOKEN = 4
-"""An estimate for English text; a gateway has no tokenizer."""
+"""Estimate for English text, since a gateway has no tokenizer."""
 MAX_HASHED_BLOCKS = 64
-"""The most blocks of a prompt that are hashed: 4,096 tokens."""
+"""Maximum number of a prompt's blocks that are hashed: 4,096 tokens."""
 MAX_HASHED_CHARACTERS = MAX_HASHED_BLOCKS * BLOCK_TOKENS * CHARACTERS_PER_TOKEN
 _MAX_BLOCKS_KEPT = 1 << 17
-"""8 million tokens, more than the KV caches of a few replicas hold."""
+"""Blocks that a PrefixIndex keeps: 8 million tokens, more than the KV caches of a few replicas."""
 _NOWHERE = Residency.REMOTE
 
 PrefixHashes = tuple[int, ...]
-"""A hash for each whole block at a prompt's beginning, over all tokens to the block's end."""
+"""One hash for each full block of a prompt's prefix, over all tokens up to the block's end."""
 
 
 class AdapterLocations:
-    """The replicas that hold or load each adapter: read by adapter, updated by replica."""
+    """Index of the replicas that hold or load each adapter, updated by replica, read by adapter."""
 
     def __init__(self) -> None:
         self._holders: dict[Residency, dict[str, tuple[str, ...]]] = {
             tier: {} for tier in Residency if tier is not _NOWHERE
         }
         self._held: dict[str, dict[str, Residency]] = {}
-        self._unconfirmed: dict[str, set[str]] = {}  # while a replica sends a snapshot
+        self._unconfirmed: dict[str, set[str]] = {}  # not named yet by the snapshot under way
         self._loading: dict[str, Counter[str]] = {}
 
     def at(self, tier: Residency, digest: str) -> tuple[str, ...]:
-        """The replicas whose nearest copy is at this tier, which is not remote."""
+        """Return the replicas whose nearest copy of an adapter is at `tier`; not for REMOTE."""
         return self._holders[tier].get(digest, ())
 
     def tier(self, replica: str, digest: str) -> Residency:
-        """The nearest tier at which a replica has the adapter."""
+        """Return the nearest tier at which a replica has the adapter; REMOTE if at none."""
         held = self._held.get(replica)
         return held.get(digest, _NOWHERE) if held else _NOWHERE
 
     def apply(self, replica: str, update: StatusUpdate) -> None:
-        """Apply a status update; what a whole snapshot does not name is held no more."""
+        """Apply a status update; the end of a snapshot drops adapters that it did not name."""
         if update.begins_snapshot:
             self._unconfirmed[replica] = set(self._held.get(replica, ()))
         for digest, tier in update.moved.items():
@@ -63,7 +64,7 @@ class AdapterLocations:
         before = held.get(digest, _NOWHERE)
         if before is tier:
             return
-        digest = sys.intern(digest)  # one string for all replicas that hold it
+        digest = sys.intern(digest)  # share one string among all replicas
         if before is not _NOWHERE:
             self._remove_holder(before, digest, replica)
         if tier is _NOWHERE:
@@ -74,27 +75,27 @@ class AdapterLocations:
             holders[digest] = (*holders.get(digest, ()), replica)
 
     def loading_on(self, digest: str) -> Collection[str]:
-        """The replicas where requests for the adapter wait: it is there, or being loaded."""
+        """Return the replicas where requests wait for the adapter, which is there or loading."""
         return self._loading.get(digest, ())
 
     def on_gpu_or_loading(self, replica: str, digest: str) -> bool:
-        """Whether the adapter is on that replica's GPU, or being loaded to it."""
+        """Return whether the adapter is on the replica's GPU or being loaded to it."""
         on_gpu = self.tier(replica, digest) is Residency.GPU
         return on_gpu or replica in self.loading_on(digest)
 
     def add_waiting(self, replica: str, digest: str) -> None:
-        """Count one more request that waits there for the adapter."""
+        """Add one to the requests that wait for the adapter at a replica."""
         self._loading.setdefault(digest, Counter())[replica] += 1
 
     def remove_waiting(self, replica: str, digest: str) -> None:
-        """Count one request less that waits there for the adapter."""
+        """Subtract one from the requests that wait for the adapter at a replica."""
         waiting = self._loading[digest]
         decrement(waiting, replica)
         if not waiting:
             del self._loading[digest]
 
     def remove_replica(self, replica: str) -> None:
-        """Forget all that a replica holds."""
+        """Drop everything known of a replica's adapters."""
         self._unconfirmed.pop(replica, None)
         for digest, tier in self._held.pop(replica, {}).items():
             self._remove_holder(tier, digest, replica)
@@ -108,10 +109,10 @@ class AdapterLocations:
 
 
 def prefix_hashes(prompt: str | Sequence[int], *salt: str | None) -> PrefixHashes:
-    """The chain of a text or of token ids.
+    """Return the chained block hashes of a prompt, valid only in this process.
 
-    salt: what keeps the caches of two requests apart however alike their prompts are. Hashes are
-    those of this process.
+    prompt: text or token ids.
+    salt: values that must be equal for two requests to share cached prefixes, e.g. tenant, adapter.
     """
     size = BLOCK_TOKENS * (CHARACTERS_PER_TOKEN if isinstance(prompt, str) else 1)
     chain, value = [], hash(salt)
@@ -122,14 +123,17 @@ def prefix_hashes(prompt: str | Sequence[int], *salt: str | None) -> PrefixHashe
 
 
 class PrefixIndex:
-    """The replica that computed each block last; what was not seen for longest is forgotten."""
+    """Index of the replica that computed each block last, with LRU eviction of blocks.
+
+    max_blocks: blocks to keep.
+    """
 
     def __init__(self, max_blocks: int = _MAX_BLOCKS_KEPT) -> None:
         self._max_blocks = max_blocks
-        self._replica_of: dict[int, str] = {}  # in the order in which they were computed
+        self._replica_of: dict[int, str] = {}  # least recently computed block first
 
     def add(self, chain: PrefixHashes, replica: str) -> None:
-        """A replica computes this prompt."""
+        """Record that a replica computes a prompt with this chain of hashes."""
         for block in chain:
             self._replica_of.pop(block, None)
             self._replica_of[block] = replica
@@ -137,14 +141,14 @@ class PrefixIndex:
             del self._replica_of[next(iter(self._replica_of))]
 
     def cached_tokens(self, chain: PrefixHashes) -> dict[str, int]:
-        """How many tokens of a prompt each replica has computed, if it has any."""
+        """Return the tokens of a prompt that each replica has computed, without replicas at 0."""
         found = takewhile(lambda name: name is not None, map(self._replica_of.get, chain))
-        # Who computed a block had all before it; somebody else may have computed those later.
+        # The replica of a block has all blocks before it too, even if they name a later replica.
         return {name: blocks * BLOCK_TOKENS for name, blocks in zip(found, count(1)) if name}
 
 
 def decrement(counts: Counter[K], key: K) -> None:
-    """Count one less of a key; a count of 0 is not kept."""
+    """Subtract one from a key's count, and delete the key at 0."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

@@ -1,4 +1,4 @@
-"""The costs that routing uses for each replica: the median replica's, or its own if it differs."""
+"""Cost coefficients per replica: the median replica's, or a replica's own if they differ much."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -9,8 +9,9 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
 
 OUTLIER_FACTOR = 1.5
-"""A replica whose times differ by this factor from the median's keeps its own costs."""
+"""Factor between a replica's times and the median's from which the replica keeps its own costs."""
 _ADAPTER_BYTES = 84_000_000
+"""Adapter size at which load times are compared."""
 
 T = TypeVar("T")
 
@@ -18,11 +19,16 @@ T = TypeVar("T")
 def median_costs(
     measured: Mapping[str, MeasuredCosts], usual: CostCoefficients
 ) -> dict[str, CostCoefficients]:
-    """The median replica's costs for all that are like it, their own for the others.
+    """Return the median replica's costs for each replica close to it, and own costs for the others.
 
-    No two measurements are equal: if each replica had its own, the one that seems fastest by a
-    hair would get every adapter that is nowhere, and rendezvous would mean nothing. The
-    price of a copy goes with the time of a step: on a slower engine waits are as much longer.
+    Measurements always differ slightly. If each replica had its own costs, the replica that seems
+    fastest by a hair would get every adapter that no replica holds, and rendezvous hashing would
+    have no effect.
+
+    `copy_s` scales with the time of a step, since waits on a slower engine are longer by as much.
+
+    measured: by replica.
+    usual: coefficients whose other fields are kept.
     """
     steps = _median_or_own({name: each.steps for name, each in measured.items()}, _step_times)
     loads = _median_or_own({name: each.loads for name, each in measured.items()}, _load_times)
@@ -53,7 +59,7 @@ def _median_or_own(
 
 
 def _step_times(steps: StepCosts) -> tuple[float, ...]:
-    """Seconds of a step of decodes, and of a prompt, with contexts of some hundred tokens."""
+    """Return seconds of a decode step and of a prefill, with contexts of some hundred tokens."""
     return steps.step_s(32, 256, 32 * 500), steps.prefill_s(1000, 16)
 
 

@@ -1,7 +1,7 @@
-"""Which replica a request should go to: pure functions, which gateways and the simulator call.
+"""Ranking of replicas for a request by expected cost: pure functions for gateways and simulator.
 
-`rank_by_cost` sorts replicas by what the request is expected to cost there; CostCoefficients says
-what a step and a load take, and how one is weighed against the other.
+`rank_by_cost` sorts replicas by `expected_cost`. CostCoefficients holds the times of steps and
+loads (`lorikeet_engine/costs.py`) and the weights between them.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -17,18 +17,24 @@ from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens
 R = TypeVar("R", bound=Hashable)
 
 MOST_ON_GPU = 2
+"""Most replicas in a sample with the adapter on the GPU."""
 MOST_OFF_GPU = 2
-"""Replicas of a sample that have the adapter on the GPU, and that have it on host or disk."""
+"""Most replicas in a sample with the adapter on host or disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostCoefficients:
-    """All coefficients of a replica's expected cost.
+    """Coefficients of a replica's expected cost.
 
-    others_weight: what a second costs by which a request delays another's answer, in seconds of its
-    own first token. copy_s: what it is worth not to load an adapter. evicted_use_s: for each recent
-    use of what is evicted for it, about a load from the disk. answer_tokens: an answer's length,
-    not known ahead. docs/routing.md has what other values of the three did.
+    steps: times of engine steps.
+    loads: times of adapter loads.
+    answer_tokens: assumed length of an answer, which is not known in advance.
+    others_weight: cost of delaying another request's answer by a second, in seconds of the own
+        request's first token.
+    copy_s: seconds that are worth waiting to avoid another copy of the adapter.
+    evicted_use_s: cost of each recent use of evicted adapters, about a load from disk.
+
+    docs/routing.md shows the effect of other values of the last three.
     """
 
     steps: StepCosts = field(default_factory=StepCosts)
@@ -45,9 +51,11 @@ H200_LLAMA_8B = CostCoefficients()
 def capacity_per_s(
     costs: CostCoefficients, prompt_tokens: float, answer_tokens: float, ranks: int
 ) -> float:
-    """Requests that one replica could answer each second with its batch always full.
+    """Return the requests per second that one replica can answer with its batch always full.
 
-    prompt_tokens, answer_tokens: means. ranks: Σ rank of a step.
+    prompt_tokens: mean length of a prompt.
+    answer_tokens: mean length of an answer.
+    ranks: Σ rank over a step's distinct adapters; 0 without adapters.
     """
     steps = costs.steps
     prompt_s = steps.prompts_s(prompt_tokens, prompt_tokens**2 / 2)
@@ -58,10 +66,11 @@ def capacity_per_s(
 
 
 class RoutingRequest(NamedTuple):
-    """A request as routing sees it.
+    """Request as routing sees it.
 
-    prefix_hashes: of its prompt, by the function of that name; empty if unknown. tenant: None if it
-    has none.
+    adapter: None for the base model.
+    prefix_hashes: `prefix_hashes` of the prompt; empty if unknown.
+    tenant: None if the request has none.
     """
 
     work: Work
@@ -71,19 +80,23 @@ class RoutingRequest(NamedTuple):
 
     @property
     def digest(self) -> str | None:
-        """Its adapter's digest; None for the base model."""
+        """Digest of the request's adapter; None for the base model."""
         return self.adapter.digest if self.adapter else None
 
 
 @dataclass(slots=True)
 class RoutingStatus:
-    """What a replica does at one moment, as far as routing weighs it.
+    """Load of a replica at one moment.
 
-    running: sequences that decode. ranks: Σ rank of their distinct adapters. context: Σ of what
-    they see, StepCosts.decode_sees. waiting, waiting_tokens: requests that have no token yet, and
-    their prompts; waiting_seen: Σ of seen_tokens over these. loading_bytes: adapters on their way
-    to its GPU. room_bytes: what of the arena is free or could be evicted now; None if unknown,
-    which is taken for room enough.
+    running: decoding sequences.
+    ranks: Σ rank over the distinct adapters of decoding sequences.
+    context: Σ StepCosts.decode_sees over decoding sequences.
+    waiting: requests without a first token.
+    waiting_tokens: prompt tokens of waiting requests.
+    waiting_seen: Σ seen_tokens over the prompts of waiting requests.
+    loading_bytes: adapters being loaded to the GPU.
+    room_bytes: bytes of the GPU's arena that are free or can be evicted now; None: unknown, assumed
+        to be enough.
     """
 
     running: int = 0
@@ -96,26 +109,31 @@ class RoutingStatus:
     room_bytes: int | None = None
 
     def add_waiting(self, prompt_tokens: int) -> None:
-        """Count a request that waits, of whose prompt nothing is cached."""
+        """Add a waiting request, no part of whose prompt is cached."""
         self.waiting += 1
         self.waiting_tokens += prompt_tokens
         self.waiting_seen += seen_tokens(prompt_tokens)
 
     def remove_waiting(self, prompt_tokens: int) -> None:
-        """Count that request no more."""
+        """Remove a waiting request that `add_waiting` added."""
         self.waiting -= 1
         self.waiting_tokens -= prompt_tokens
         self.waiting_seen -= seen_tokens(prompt_tokens)
 
 
 class ReplicaOption(NamedTuple, Generic[R]):
-    """A replica that could take the request, and what is known of it.
+    """Replica that could take a request.
 
-    costs: of steps and loads there. tier: where it has the adapter. running: whether a sequence of
-    that adapter decodes there. evicted_uses: see the function of that name. cached_tokens: how many
-    of the prompt's it has computed before. loading: whether the adapter is on its way to its GPU
-    already, its bytes among those of `status`. queue_share: what share of all that waits there
-    comes before the request, since tenants take turns. can_fetch: whether it can fetch adapters.
+    status: load of the replica.
+    costs: coefficients of the replica.
+    tier: nearest tier at which the replica has the request's adapter.
+    running: whether a sequence with the adapter decodes there.
+    evicted_uses: recent uses of adapters that loading would evict; see `evicted_uses`.
+    cached_tokens: prompt tokens that the replica has computed before.
+    loading: whether the adapter is already being loaded to the GPU; `status` counts its bytes.
+    queue_share: share of the waiting work that is served before the request, since the engine
+        schedules tenants fairly.
+    can_fetch: whether the replica can fetch adapters that it lacks.
     """
 
     replica: R
@@ -131,11 +149,11 @@ class ReplicaOption(NamedTuple, Generic[R]):
 
 
 class Holders(NamedTuple, Generic[R]):
-    """The replicas that have a request's adapter.
+    """Replicas that have a request's adapter.
 
-    on_gpu: those with it on the GPU or on its way there. off_gpu: with it on the host; where there
-    are none, on the disk. rendezvous: asked where no replica has it, for the replicas to which all
-    gateways then send it.
+    on_gpu: replicas with the adapter on the GPU or loading to it.
+    off_gpu: replicas with the adapter on the host; if there are none, on the disk.
+    rendezvous: returns the replicas that all gateways choose when no replica has the adapter.
     """
 
     on_gpu: Sequence[R]
@@ -144,12 +162,16 @@ class Holders(NamedTuple, Generic[R]):
 
 
 def candidate_sample(holders: Holders[R] | None, everyone: Sequence[R], rng: Random) -> list[R]:
-    """The few replicas to look at, each once: however many there are, a request costs the same.
+    """Return a small sample of replicas to rank, so that the work does not grow with the fleet.
 
-    Two with the adapter on the GPU, two with it on host or disk, and those without it on the GPU of
-    two at random: the better of two is almost as good as the best of all (Mitzenmacher, "The power
-    of two choices", 2001). Of more it is worse: gateways learn late what others send, and all would
-    send to the one that was the best. holders: None for the base model.
+    Up to MOST_ON_GPU replicas with the adapter on the GPU, up to MOST_OFF_GPU with it on host or
+    disk, and two random replicas, less those with the adapter on the GPU. The better of two random
+    ones is almost as good as the best of all (Mitzenmacher, "The power of two choices", 2001). A
+    larger sample is worse: gateways learn late of each other's requests, and would all send to the
+    same best replica.
+
+    holders: None for the base model.
+    everyone: all usable replicas, at least one.
     """
     few: list[R] = []
     on_gpu = holders.on_gpu if holders is not None else ()
@@ -163,9 +185,9 @@ def candidate_sample(holders: Holders[R] | None, everyone: Sequence[R], rng: Ran
 
 
 def rank_by_cost(work: Work, options: Iterable[ReplicaOption[R]]) -> list[Candidate[R]]:
-    """The replicas by expected cost, the least first; equals keep their order.
+    """Return the replicas by ascending expected cost; equal costs keep their order.
 
-    Those that lack the adapter and cannot fetch it come last.
+    Replicas that lack the adapter and cannot fetch it come last.
     """
     costs = [(expected_cost(work, each), each) for each in options]
     costs.sort(key=lambda of: (_cannot_get_adapter(of[1]), of[0].total_s))
@@ -177,11 +199,14 @@ def _cannot_get_adapter(option: ReplicaOption[R]) -> bool:
 
 
 def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
-    """The cost of the request at a replica, in seconds to its first token.
+    """Return the cost of a request at a replica, in seconds to its first token.
 
-    The wait for the prompts before it and the load overlap. Others pay in three ways: while this
-    prompt is computed they decode slowly; with it each of their steps is longer, by what it sees
-    and by its rank if its adapter is not in the batch yet; what is evicted for it will be missed.
+    The wait for earlier prompts and the adapter load overlap. Other requests pay in three ways:
+
+    - they decode slowly while this prompt is computed;
+    - each of their steps is longer by the tokens that this request sees, and by its rank if its
+      adapter is not in the batch yet;
+    - adapters that are evicted for it must be loaded again.
     """
     costs, status = option.costs, option.status
     steps = costs.steps
@@ -218,9 +243,12 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
 
 
 def evicted_uses(new_bytes: int, free_bytes: int, victim_bytes: int, victim_uses: float) -> float:
-    """Recent uses of what an arena would evict for new_bytes.
+    """Estimate the recent uses of the adapters that an arena would evict for a new one.
 
-    An estimate, from the adapter that would be evicted first.
+    new_bytes: size of the new adapter.
+    free_bytes: free bytes of the arena.
+    victim_bytes: size of the adapter that would be evicted first.
+    victim_uses: recent uses of that adapter.
     """
     missing = new_bytes - free_bytes
     return victim_uses * max(1.0, missing / victim_bytes) if missing > 0 else 0.0

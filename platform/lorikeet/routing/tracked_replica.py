@@ -1,4 +1,9 @@
-"""One replica as one gateway knows it: its last status, and what was sent to it since."""
+"""One replica as one gateway knows it: its last status, and the requests sent to it since.
+
+The replica's seconds for steps and adapter loads are in `TrackedReplica.costs`: `costs.loads` is a
+`LoadCosts` and `costs.steps` a `StepCosts`, both of `lorikeet_engine/costs.py`. `expected_cost` in
+ranking.py applies them.
+"""
 
 import math
 from collections import Counter
@@ -19,16 +24,16 @@ from lorikeet.routing.ranking import (
 from lorikeet_engine.costs import MeasuredCosts, seen_tokens
 
 FETCH_PAUSE_S = 10.0
-"""A replica that could not load an adapter is for so long the last to be sent what it lacks."""
+"""Seconds after a failed load during which a replica ranks last for adapters that it lacks."""
 STALE_S = 3.0
-"""After so long without status a replica is judged by what this gateway itself sent there."""
+"""Age in seconds from which a status is ignored, in favour of this gateway's own requests."""
 
 
 class RoutingDecision(NamedTuple):
-    """Where a request was sent.
+    """Replica that a request was sent to, and the candidates.
 
-    accepted_s: when that replica took it, by the fleet's clock; None: not yet. candidates: the
-    replicas that were considered, the best first.
+    accepted_s: time when the replica accepted the request, by the fleet's clock; None: not yet.
+    candidates: ranked replicas, best first.
     """
 
     replica: str
@@ -38,11 +43,14 @@ class RoutingDecision(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """A request on its way to a replica or at work there.
+    """Request that was sent to a replica and has not ended.
 
-    tokens: of its prompt, those that are not cached there. bytes: of its adapter if this request
-    brings it to that GPU. candidates: the replicas that were considered, the best first.
-    accepted_s: when the replica took it, if it did. has_first_byte: whether its answer has begun.
+    sent_s: time of its assignment, by the fleet's clock.
+    tokens: prompt tokens that are not cached at the replica.
+    bytes: size of its adapter if this request causes the load to the GPU, else 0.
+    candidates: ranked replicas, best first.
+    accepted_s: time when the replica accepted the request; None: not yet.
+    has_first_byte: whether its answer has begun.
     """
 
     request: RoutingRequest
@@ -56,20 +64,21 @@ class InFlightRequest:
 
     @property
     def seen(self) -> int:
-        """What those tokens see: seen_tokens."""
+        """`seen_tokens` of the uncached prompt tokens."""
         return seen_tokens(self.tokens, self.request.work.prompt_tokens - self.tokens)
 
     @property
     def decision(self) -> RoutingDecision:
-        """The decision that sent the request here."""
+        """Routing decision that sent the request to this replica."""
         return RoutingDecision(self.replica.name, self.accepted_s, tuple(self.candidates))
 
 
 class TrackedReplica:
-    """Adds what this gateway sent to the stats that the replica reported before it could know.
+    """Replica's reported stats plus the requests that this gateway sent after the report.
 
-    costs: what routing expects of it. measured: the costs that it reported, if any. decoding: own
-    requests that decode with each adapter.
+    costs: coefficients that routing uses for the replica.
+    measured: costs that the replica reported; None: none yet.
+    decoding: this gateway's decoding requests, by adapter digest.
     """
 
     def __init__(self, name: str, costs: CostCoefficients) -> None:
@@ -79,17 +88,17 @@ class TrackedReplica:
         self._update: StatusUpdate | None = None  # the newest
         self._updated_s = 0.0
         self._unreported: dict[InFlightRequest, None] = {}  # not in the update yet, oldest first
-        self._new = _Totals()  # of the unreported
-        self._own = _Totals()  # of all without a first token
+        self._new = _Totals()  # over _unreported
+        self._own = _Totals()  # over all own requests without a first token
         self._fetch_paused_until_s = -math.inf
         self._tenant_tokens: Counter[str | None] = Counter()  # waiting, by tenant
         self._running = 0
         self._ranks = 0
 
     def apply(self, update: StatusUpdate, now_s: float, age_s: float) -> bool:
-        """Apply a status update unless a newer one came; whether it was applied.
+        """Apply a status update and return True; return False if a newer one came before.
 
-        age_s: how long before now_s the stats may have been read.
+        age_s: age that the stats may have at now_s, seconds.
         """
         if self._update is not None and update.seq <= self._update.seq:
             return False
@@ -101,14 +110,14 @@ class TrackedReplica:
         return True
 
     def add(self, sent: InFlightRequest) -> None:
-        """Count a request that is sent there."""
+        """Count a request that is sent to the replica."""
         self._unreported[sent] = None
         self._new.add(sent)
         self._own.add(sent)
         self._tenant_tokens[sent.request.tenant] += sent.tokens
 
     def begin_answer(self, sent: InFlightRequest) -> None:
-        """Count a request whose first bytes have come as decoding."""
+        """Move a request from waiting to decoding, at the first bytes of its answer."""
         self._leave_queue(sent)
         sent.has_first_byte = True
         self._running += sent.request.work.sequences
@@ -117,7 +126,7 @@ class TrackedReplica:
             self.decoding[sent.request.digest] += 1
 
     def remove(self, sent: InFlightRequest) -> None:
-        """Count a request no more: it is over, answered or not."""
+        """Stop counting a request that has ended, answered or not."""
         if not sent.has_first_byte:
             self._leave_queue(sent)
             return
@@ -127,11 +136,11 @@ class TrackedReplica:
             self._ranks -= 0 if self.decoding[sent.request.digest] else sent.request.work.rank
 
     def pause_fetches(self, now_s: float) -> None:
-        """Take in that it could not fetch or store an adapter, nor may for FETCH_PAUSE_S."""
+        """Expect no fetch of an adapter from the replica for FETCH_PAUSE_S, after one failed."""
         self._fetch_paused_until_s = now_s + FETCH_PAUSE_S
 
     def can_fetch(self, now_s: float) -> bool:
-        """Whether it may be expected to fetch an adapter that it lacks."""
+        """Return whether the replica is expected to be able to fetch an adapter that it lacks."""
         return now_s >= self._fetch_paused_until_s
 
     def option(
@@ -142,7 +151,11 @@ class TrackedReplica:
         now_s: float,
         queue_length: int | None,
     ) -> ReplicaOption[str]:
-        """The replica as an option for a request. cached_tokens: of the prompt."""
+        """Return the replica as an option for a request.
+
+        cached_tokens: prompt tokens that the replica has computed before.
+        queue_length: as in `status`.
+        """
         status, queue_share = self.status(now_s, queue_length), self._queue_share(request.tenant)
         if (digest := request.digest) is None:
             return ReplicaOption(
@@ -162,7 +175,11 @@ class TrackedReplica:
         )
 
     def status(self, now_s: float, queue_length: int | None) -> RoutingStatus:
-        """What the replica does now. queue_length: all gateways' requests there, if known."""
+        """Return the replica's estimated load now.
+
+        queue_length: Serve's count of all gateways' requests at the replica, used if the last
+            status is stale; None: unknown.
+        """
         new, own = self._new, self._own
         if self._update is None or now_s - self._updated_s > STALE_S:
             running = max(self._running, (queue_length or 0) - own.sequences)
@@ -187,11 +204,11 @@ class TrackedReplica:
         )
 
     def _queue_share(self, tenant: str | None) -> float:
-        """The share of all waiting tokens there that comes before one more request of the tenant.
+        """Return the share of waiting tokens that is served before one more request of a tenant.
 
-        The engine serves the tenant next that has had the least, so of each other's queue about as
-        much goes before it as waits of its own. What others sent is taken to be like what this
-        gateway did.
+        The engine serves the tenant that has had the fewest tokens. So of every other tenant's
+        queue, about as many tokens go first as the tenant has waiting itself. Other gateways'
+        requests are assumed to be distributed over tenants like this gateway's.
         """
         waiting = self._own.tokens
         if not waiting:
@@ -221,7 +238,7 @@ class TrackedReplica:
 
 @dataclass(slots=True)
 class _Totals:
-    """Totals over requests without a first token."""
+    """Totals over a set of requests without a first token."""
 
     sequences: int = 0
     tokens: int = 0

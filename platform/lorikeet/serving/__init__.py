@@ -1,10 +1,23 @@
-"""The only code that knows Ray Serve.
+"""Ray Serve deployments of the platform. No other folder imports Ray.
 
-`deployments` makes Serve's three kinds of deployment. In a gateway, `listeners` opens its two HTTP
-listeners, `engine_client` sends calls to replicas and reads their answers over `replica_calls`,
-`request_router` orders replicas for each call with the process's one Fleet (`fleet_registry`),
-which `status_subscriber` keeps up to date, and `peers` asks the other gateways. `controller` reads
-pins and reports, and a `replica_reconciler` for each base model sends replicas their decisions.
-`autoscaling` is the policy that Serve's own controller calls; `proxy_middleware` runs in its
-proxies. `replica_calls` and `malloc_trim` serve the others.
+deployments.py             defines the three deployments: engines, controller, gateway
+In a gateway:
+  engine_client.py         sends calls to replicas and streams their answers
+  request_router.py        ranks the replicas for each call, as Serve's request router
+  fleet_registry.py        holds the Fleet that engine_client and request_router share
+  status_subscriber.py     updates that Fleet from the replicas' status streams
+  push_delivery.py         sends a pushed adapter to all replicas
+  peers.py                 asks the other gateways
+  freed_memory.py          returns freed memory to the system
+In the controller:
+  controller.py            reads pins and reports, computes the placement plan
+  replica_reconciler.py    sends the replicas of one base model their part of the plan
+In Serve's own processes:
+  autoscaling.py           scaling policy, called by Serve's controller
+  proxy_middleware.py      ASGI middleware of Serve's HTTP proxies
+Everywhere:
+  replica_calls.py         broadcasts to replicas, and streams kept open from each
+
+A client that hangs up is noticed in gateway/client_disconnect.py. That cancels
+`ServeEngineClient.stream_answer`, which cancels the call to the replica.
 """

@@ -1,7 +1,7 @@
-"""The autoscaling policy that Ray Serve calls: placement's scaling on replicas' pressure.
+"""Autoscaling policy for Ray Serve: `placement.scaling.scale` on the pressure that replicas report.
 
-Serve asks each replica for `record_autoscaling_stats`, a dict of numbers, every PUSH_S, and calls
-the policy some ten times a second in its own controller's process.
+Serve calls each replica's `record_autoscaling_stats`, which returns a dict of numbers, every
+PUSH_S. Serve calls the policy about ten times a second, in the process of Serve's own controller.
 """
 
 import logging
@@ -13,23 +13,27 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from lorikeet.placement.pressure import ReplicaPressure, from_stats
 from lorikeet.placement.scaling import ScalingDelays, ScalingState, scale
 
-log = logging.getLogger("ray.serve")  # the policy runs in a process where only Serve logs
+log = logging.getLogger("ray.serve")  # only Serve's logger is configured in Serve's controller
 
 PUSH_S = 2.0
-# A replica without stats for so long does not count.
+"""Seconds between two reports of a replica's stats."""
 _STALE_S = 15.0
+"""Age in seconds from which a replica's last stats are ignored."""
 
 
 def autoscaling(min_replicas: int, max_replicas: int, **delays: float) -> AutoscalingConfig:
-    """Serve's autoscaling configuration with our policy; delays: as for ScalingDelays."""
+    """Return Serve's autoscaling configuration with PressureScalingPolicy.
+
+    delays: fields of ScalingDelays.
+    """
     return AutoscalingConfig(
         min_replicas=min_replicas,
         max_replicas=max_replicas,
         policy=AutoscalingPolicy(  # type: ignore[no-untyped-call]
             policy_function=f"{__name__}:PressureScalingPolicy", policy_kwargs=delays
         ),
-        # Our function knows its own delays. Serve's own name for the pushes' interval in the
-        # environment does nothing in 2.60, this deprecated field does.
+        # Delays are the policy's own (ScalingDelays). metrics_interval_s is deprecated, but in Ray
+        # 2.60 the environment variable that replaces it has no effect.
         upscale_delay_s=0,
         downscale_delay_s=0,
         metrics_interval_s=PUSH_S,
@@ -37,13 +41,13 @@ def autoscaling(min_replicas: int, max_replicas: int, **delays: float) -> Autosc
 
 
 class PressureScalingPolicy:
-    """Calls `scale` with what Serve knows of a deployment."""
+    """Policy object that Serve calls: applies `scale` to a deployment's metrics."""
 
     def __init__(self, **delays: float) -> None:
         self._delays = ScalingDelays(**delays)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """How many replicas there should be, and the state for the next call."""
+        """Return the target number of replicas, and the policy's state for the next call."""
         now_s = context.current_time or 0.0
         decision = scale(
             _recent_pressures(context.raw_metrics or {}, now_s),
@@ -66,7 +70,10 @@ class PressureScalingPolicy:
 def _recent_pressures(
     metrics: Mapping[str, Mapping[Any, Any]], now_s: float
 ) -> list[ReplicaPressure]:
-    """The pressure on each replica with recent stats. metrics: by name, then replica."""
+    """Return the pressure on each replica whose stats are recent.
+
+    metrics: time series by metric name, then by replica.
+    """
     pressures = []
     for replica, series in metrics.get("arena_bytes", {}).items():
         at_s = series[-1].timestamp if series else 0.0

@@ -1,4 +1,7 @@
-"""Turns pins and demand into what replicas keep and prefetch; never on a request's path."""
+"""Deployment that turns pins and demand into adapters for replicas to keep and prefetch.
+
+No request passes through the controller.
+"""
 
 import asyncio
 import logging
@@ -27,21 +30,24 @@ from lorikeet.usage.compaction import compact_recent_days
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-"""How long a new pin waits at most until its adapters are loaded."""
+"""Seconds between two ticks: the longest delay until a new pin's adapters start to load."""
 _SNAPSHOT_PERIOD_S = 10.0
 _COMPACTION_PERIOD_S = 3600.0
-_HUNG_S = 120.0  # far longer than any part of a tick
+_HUNG_S = 120.0
+"""Seconds without a finished tick until the health check fails; ticks take far less."""
 _STORE_TIMEOUT_S = 2.0
-"""A store that hangs delays a tick by this much: then the last view of the catalog is used."""
+"""Seconds that a tick waits for the store before it continues with the last view of the catalog."""
 
 
 class Controller:
-    """Reads the catalog and what replicas report, and sends each replica its part of the plan.
+    """Control loop that plans adapters from catalog and reports, and sends replicas their part.
 
-    It keeps nothing that a restart would lose for long: a new controller publishes the same plan,
-    and learns demand from what replicas have counted. While the store is away it goes on with the
-    last view of the catalog, at its start with the one that gateways of its machine have kept;
-    without any it sends nothing, and replicas keep their pins.
+    A restart loses no state for long: the new controller computes the same plan from the catalog,
+    and learns demand from the counts in replicas' reports.
+
+    While the store is unreachable, the controller continues with the last view of the catalog that
+    it has read. A controller that starts during the outage uses the view that gateways of its
+    machine keep on disk. Without a view the controller sends nothing, and replicas keep their pins.
     """
 
     def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
@@ -68,11 +74,11 @@ class Controller:
         self._compaction = loop.create_task(self._compact_usage())
 
     async def metrics(self) -> bytes:
-        """The controller's part of the metrics page."""
+        """Return the controller's part of the metrics page."""
         return await asyncio.to_thread(self._measure)
 
     def check_health(self) -> None:
-        """Raises when the loop has ended or hangs: Ray then starts another controller."""
+        """Raise RuntimeError if the loop has ended or hangs; Ray then starts a new controller."""
         idle_s = time.monotonic() - self._ticked_s
         if self._task.done() or idle_s > _HUNG_S:
             raise RuntimeError(f"the controller's last tick ended {idle_s:.0f} s ago")
@@ -89,7 +95,7 @@ class Controller:
             await asyncio.sleep(TICK_S)
 
     def _log_failure(self, error: Exception) -> None:
-        if repr(error) != self._failure:  # once, not every second of an outage
+        if repr(error) != self._failure:  # log an outage once, not at every tick
             known = isinstance(error, LorikeetError)
             log.error(
                 "controller_tick_failed",
@@ -105,7 +111,7 @@ class Controller:
         if self._pins_seq is not None:
             await self._update_replicas()
         if reading.done():
-            reading.result()  # raises what is to be logged
+            reading.result()  # raises the error of a failed read, for _run to log
 
     async def _update_replicas(self) -> None:
         now_s = time.monotonic()
@@ -119,7 +125,10 @@ class Controller:
         await asyncio.gather(*(reconciler.send(now_s) for reconciler in self._reconcilers))
 
     def _read_catalog(self) -> None:
-        """Resolve the pins anew if the catalog, as far as it is known, or the time changed them."""
+        """Refresh the catalog; resolve pins again if the catalog or the time changed them.
+
+        Raises StoreError after resolving the pins of the last known view.
+        """
         try:
             self._catalog.refresh()
         except StoreError:
@@ -151,7 +160,7 @@ class Controller:
         return render(controller_metrics(pins, replicas, self._survey_s), {})
 
     async def _keep_snapshots(self) -> None:
-        """Make a snapshot whenever one is due; beside the ticks, which it must not delay."""
+        """Write a snapshot whenever one is due; a separate task, so that ticks are not delayed."""
         while True:
             await asyncio.sleep(_SNAPSHOT_PERIOD_S)
             if not self._catalog.snapshot_due:
@@ -164,7 +173,7 @@ class Controller:
                 log.info("snapshot_made", extra={"seq": seq})
 
     async def _compact_usage(self) -> None:
-        """Join the usage files of the last hours, so that a new reader reads few."""
+        """Merge the usage files of recent hours, every hour, so that new readers read few files."""
         while True:
             await asyncio.sleep(_COMPACTION_PERIOD_S)
             try:
@@ -174,7 +183,7 @@ class Controller:
 
 
 def _log_change(before: PlacementPlan | None, after: PlacementPlan) -> None:
-    """Log a new plan, and pins that it cannot meet and the one before could."""
+    """Log a new plan, and the pins that the plan leaves unmet but the previous plan met."""
     adapters = sum(map(len, after.targets.values()))
     short = {(each.pin.label, str(each.ref)): each.reason for each in after.shortfalls}
     log.info("plan_published", extra={"adapters": adapters, "shortfalls": len(short)})

@@ -1,4 +1,4 @@
-"""Ray Serve's deployments of engines, controller and gateway: plain classes, wrapped once."""
+"""Ray Serve deployments of engines, controller and gateway, wrapped around plain classes."""
 
 import asyncio
 import logging
@@ -39,32 +39,40 @@ from lorikeet.usage.month_tokens import MonthTokens
 from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
 from lorikeet_engine.errors import EngineClosed, EngineError
 
-if TYPE_CHECKING:  # its libraries are wanted only where traces are
+if TYPE_CHECKING:  # OpenTelemetry is imported only if traces are exported
     from lorikeet.tracing.exporter import TraceExporter
 
 log = logging.getLogger(__name__)
 
-_LONGEST_GENERATION_S = 600  # a replica that is replaced may take this long to finish its streams
-_OTHER_REQUESTS = 256  # room beside the generations: a flood of those must not shut the rest out
-_HEALTH_CHECKS = 64  # of that, kept for them: a flood of the rest must not shut them out
-_CONTROL_CALLS = 8  # beside two streams to each gateway: plans, reports and so on at once
-_ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
+_LONGEST_GENERATION_S = 600
+"""Seconds that a draining replica or gateway may take to finish its streams."""
+_OTHER_REQUESTS = 256
+"""Concurrent requests of a gateway beside generations, so that a flood of these blocks no other."""
+_HEALTH_CHECKS = 64
+"""Part of _OTHER_REQUESTS that only health checks can use, so that no flood blocks them."""
+_CONTROL_CALLS = 8
+"""Concurrent calls of a replica beside generations and two streams per gateway: plans, reports."""
+_ENGINE_CPUS = 0.2  # a share, so that engines, gateway and controller fit on a laptop's two cores
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
 _NO_ACCESS_LOG = {"enable_access_log": False}
-"""Serve's own: a line for each call, a thousand of which are written in one pause of 14 ms."""
+"""No access log by Serve: it buffers a thousand lines, and writing them blocks for 14 ms."""
 _SWITCH_INTERVAL_S = 0.5e-3
-"""How long replicas' and gateways' event loops wait for the interpreter; 5 ms by default.
+"""Seconds that a thread keeps the GIL while others want it; Python's default is 5 ms.
 
-A gateway's threads have it while they parse: a large adapter's header takes them 6 ms each time.
+Event loops of replicas and gateways wait that long for a busy thread. Parsing a large adapter's
+header keeps a gateway's thread busy for 6 ms.
 """
 
 
 def engine(settings: Settings, base_model: str) -> Application:
-    """The engines of one base model: a replica each, with its GPUs where there are any."""
-    from lorikeet.replica.engine_settings import device_of  # torch, which only this call needs
+    """Return the deployment of one base model's engines: each replica runs one engine.
 
-    # An actor's resources are on one node, so a replica's GPUs are of one machine.
+    A replica reserves `tensor_parallel` GPUs, or none on the CPU.
+    """
+    from lorikeet.replica.engine_settings import device_of  # imports torch, which only this needs
+
+    # An actor's resources are on one node, so the GPUs of a replica are on one machine.
     gpus = settings.tensor_parallel[base_model] if device_of(settings) == "cuda" else 0
     deployment = serve.deployment(
         name=f"engine-{base_model}",
@@ -89,7 +97,7 @@ def _replica_options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
 
 
 def controller(settings: Settings, engines: Mapping[str, Application]) -> Application:
-    """The one controller."""
+    """Return the deployment of the controller, with one replica."""
     deployment = serve.deployment(
         name="controller",
         num_replicas=1,
@@ -102,15 +110,18 @@ def controller(settings: Settings, engines: Mapping[str, Application]) -> Applic
 def gateway(
     settings: Settings, engines: Mapping[str, Application], controller: Application
 ) -> Application:
-    """The HTTP front. The controller is bound to be deployed with it; no request needs it."""
-    from lorikeet.replica.engine_settings import adapter_memory  # torch, as in engine
+    """Return the deployment of the HTTP gateways.
+
+    controller: bound so that Serve deploys the controller too; no request uses it.
+    """
+    from lorikeet.replica.engine_settings import adapter_memory  # imports torch, as in engine
 
     deployment = serve.deployment(
         name="gateway",
         num_replicas=settings.gateways,
-        max_surge_percent=100,  # a new one answers before an old one drains: there may be only one
+        max_surge_percent=100,  # start new gateways before old ones drain: there may be only one
         max_ongoing_requests=_most_requests(settings) + _HEALTH_CHECKS,
-        # At a proxy as many may wait as all gateways take: a burst passes, a flood is refused.
+        # A proxy queues as many requests as all gateways take: a burst passes, a flood is refused.
         max_queued_requests=_most_generations(settings) * settings.gateways,
         backpressure_config=BackpressureConfig(retry_after_s=FULL_PROXY_S),
         ray_actor_options={"num_cpus": _GATEWAY_CPUS},
@@ -121,9 +132,10 @@ def gateway(
 
 
 class EngineReplica(Replica):
-    """A Replica that takes its name from Serve and ends its process when its engine is broken.
+    """Replica with the name that Serve gave it, which ends its process when its engine is broken.
 
-    Then the requests that wait go elsewhere at once; Serve would let them wait.
+    Ending the process sends waiting requests to other replicas at once; Serve would leave them
+    waiting.
     """
 
     def __init__(self, base_model: str, settings: Settings) -> None:
@@ -135,19 +147,19 @@ class EngineReplica(Replica):
         log.info("engine_ready", extra={"replica": name, "base_model": base_model})
 
     def check_health(self) -> None:
-        """Return if the engine works; else end the process."""
+        """End the process if the engine is broken."""
         try:
             super().check_health()
         except RuntimeError as error:
             self._exit(error)
 
     def engine_ended(self, error: EngineClosed) -> None:
-        """End the process: gateways end its open streams and repeat the other requests."""
+        """End the process: gateways fail streams that have begun and send the others elsewhere."""
         self._exit(error)
 
     def __del__(self) -> None:
-        """Close the replica; Serve calls this when it stops one in good order."""
-        if hasattr(self, "_metering"):  # it was built
+        """Close the replica; Serve calls this in an orderly shutdown."""
+        if hasattr(self, "_metering"):  # __init__ succeeded
             self.close()
 
     def _exit(self, error: Exception) -> NoReturn:
@@ -156,7 +168,10 @@ class EngineReplica(Replica):
 
 
 class Gateway:
-    """Hands the API its services; Serve calls __serve_build_asgi_app__ once it is built."""
+    """Gateway replica: builds the services that the HTTP API uses.
+
+    Serve calls __serve_build_asgi_app__ after __init__.
+    """
 
     def __init__(
         self,
@@ -223,17 +238,20 @@ def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":
 
 
 def _most_generations(settings: Settings) -> int:
-    """The requests that a gateway's share of all engines can take, at the most replicas."""
+    """Return the generation requests that one gateway takes at once.
+
+    The gateway's share of what all engines take at their maximum number of replicas.
+    """
     return max(1, settings.max_ongoing_requests * settings.most_engines // settings.gateways)
 
 
 def _most_requests(settings: Settings) -> int:
-    """The requests of all kinds but health checks that a gateway takes at once."""
+    """Return the requests other than health checks that one gateway takes at once."""
     return _most_generations(settings) + _OTHER_REQUESTS - _HEALTH_CHECKS
 
 
 def _max_running(settings: Settings) -> dict[str, int]:
-    """A gateway's part of what the engines of each base model run at once."""
+    """Return one gateway's share of the sequences that run at once, by base model."""
     return {
         name: max(1, settings.max_running * settings.most_replicas(name) // settings.gateways)
         for name in settings.base_models
@@ -241,9 +259,9 @@ def _max_running(settings: Settings) -> dict[str, int]:
 
 
 def _open_catalog(store: ObjectStore, kept_view: KeptView) -> AdapterCatalog:
-    """Read the catalog; where its store is away it is asked again as we serve.
+    """Read the catalog; if the store is unreachable, start with an empty view and retry later.
 
-    Raises what the store refuses, unless a view was kept.
+    Raises StoreRefused, unless this machine keeps a view of the catalog.
     """
     catalog = AdapterCatalog(store)
     try:
@@ -257,7 +275,11 @@ def _open_catalog(store: ObjectStore, kept_view: KeptView) -> AdapterCatalog:
 
 @contextmanager
 def _failure_logged(part: str, of: str) -> Iterator[None]:
-    """Log why a start failed; Serve tells the operator only that it did."""
+    """Log the reason of a failed start, since Serve reports only that it failed.
+
+    part: deployment that starts ("engine", "gateway").
+    of: base model or catalog address.
+    """
     try:
         yield
     except (LorikeetError, EngineError) as error:

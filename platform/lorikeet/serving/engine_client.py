@@ -1,4 +1,4 @@
-"""The gateway's way to the engines: Ray Serve handles behind the API's own protocol."""
+"""Client through which a gateway calls engine replicas, by Ray Serve handles."""
 
 import asyncio
 import logging
@@ -45,13 +45,16 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
-"""After its call has ended, an answer of which nothing comes for so long is lost."""
+"""Seconds without a new item, after its call has ended, until an answer counts as lost."""
 
 
 class ServeEngineClient:
-    """The gateway's EngineClient (gateway/services.py): one Ray Serve handle for each base model.
+    """EngineClient of a gateway (gateway/services.py), with one Ray Serve handle per base model.
 
-    Build it on the event loop. gateway: this one's name, by which replicas know where answers go.
+    Must be constructed on the event loop.
+
+    handles: engine deployments' handles by base model.
+    gateway: name of this gateway, under which replicas send it answers.
     """
 
     def __init__(self, handles: Mapping[str, DeploymentHandle[Any]], gateway: str) -> None:
@@ -64,20 +67,27 @@ class ServeEngineClient:
         self._tasks = {loop.create_task(self._subscribe(handle)) for handle in handles.values()}
 
     async def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
-        """Stream a replica's answer.
+        """Send a call to a replica and stream its answer.
 
         `run_call` below is `Replica.run_call` (replica/replica.py) behind Serve, which asks
         serving/request_router.py for a replica. The answer comes back on the stream that
-        `_subscribe` keeps open, into this call's ResponseBuffer. A replica that is lost before the
-        answer's first byte is replaced by another, one that cannot load the adapter by one that has
-        it, and one whose disk is full by any. Raises Unavailable when none answers,
-        GenerationFailed when the replica's own code broke, or the answer or its end got lost on the
-        way from a replica that lives.
+        `_subscribe` keeps open, into this call's ResponseBuffer.
+
+        The call is sent again, up to _ATTEMPTS times in all,
+        - if its replica is lost before the first byte of the answer: to any other replica;
+        - if its replica cannot load the adapter: to a replica that already has the adapter, or to
+          any replica if the cause was a full disk.
+
+        Closing this generator cancels the call, and the replica aborts the request. The client's
+        disconnect is noticed in gateway/client_disconnect.py.
+
+        Raises Unavailable if no replica answers; GenerationFailed if the replica's code failed, or
+        if the answer or its end was lost on the way from a replica that is alive.
         """
         run_call = self._run_call[base_model]
         fleet = _fleet(run_call)
         for attempt in range(_ATTEMPTS):
-            # An id of its own: a lost replica may still be at work on the attempt before.
+            # A new id, since a lost replica may still be running the previous attempt.
             again = replace(call, request_id=f"{call.request_id}-{attempt}") if attempt else call
             begun = False
             fleet.on_begun(again.request_id)
@@ -104,7 +114,10 @@ class ServeEngineClient:
         raise Unavailable("no replica could answer", retry_after_s=NO_REPLICA_S)
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
-        """Run a smoke test on a replica. Raises Unavailable if lost, GenerationFailed if broken."""
+        """Run a smoke test on a replica.
+
+        Raises Unavailable if the replica is lost, GenerationFailed if its code failed.
+        """
         try:
             answer = await self._handles[base_model].smoke.remote(test)
             return cast("SmokeResult | Refusal", answer)
@@ -112,43 +125,51 @@ class ServeEngineClient:
             raise _translated(error, test.request_id) from error
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
-        """The modules whose copies a replica finds changed. Raises Unavailable if it is lost."""
+        """Return the modules whose copies differ from the base model, as one replica finds.
+
+        Raises Unavailable if the replica is lost, GenerationFailed if its code failed.
+        """
         try:
             return cast("list[str]", await self._handles[base_model].changed_copies.remote(copies))
         except (RayTaskError, *REPLICA_LOST) as error:
             raise _translated(error, "changed_copies") from error
 
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
-        """Have all replicas keep an adapter on their hosts; whether all have it."""
+        """Have all replicas hold an adapter in host memory; return True if all do."""
         return await self._deliveries[base_model].deliver(ref, blob)
 
     async def expect(self, base_model: str, digest: str, blob: Path, size_bytes: int) -> None:
-        """Let replicas of this machine pack a blob while it is written."""
+        """Let the replicas on this machine pack a blob while it is still being written."""
         await self._deliveries[base_model].expect(digest, blob, size_bytes)
 
     async def holds(self, base_model: str, digest: str) -> bool:
-        """Whether all replicas have an adapter on their hosts, or nearer."""
+        """Return whether all replicas hold an adapter in host memory or on the GPU."""
         return await self._deliveries[base_model].holds(digest)
 
     async def release(self, base_model: str, digest: str) -> None:
-        """Let replicas evict an adapter again that was delivered."""
+        """Allow replicas to evict a delivered adapter again."""
         await self._deliveries[base_model].release(digest)
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
-        """What every replica of every base model holds; one that does not answer is left out."""
+        """Return the reports of all replicas of all base models, except those that do not answer.
+
+        tier: see `Replica.report`.
+        """
         asked = (broadcast(handle, "report", tier) for handle in self._handles.values())
         return [report for some in await asyncio.gather(*asked) for report in some]
 
     def ready(self) -> bool:
-        """Whether any replica of any base model has started, as far as Serve has said."""
+        """Return whether Serve has told this process of any replica of any base model."""
         return any(_fleet(handle).replicas for handle in self._handles.values())
 
     async def _answer(
         self, run_call: DeploymentHandle[Any], fleet: Fleet, call: Call
     ) -> AsyncGenerator[StreamItem, None]:
-        """One replica's answer. Raises Unavailable when it is lost or will not take the call.
+        """Send a call once and stream the answer from its ResponseBuffer.
 
-        What is sent yields only that the call has ended, or the Refusal of one that was not taken.
+        The Serve call itself yields only its end, or a Refusal if the replica did not take the
+        call. Raises Unavailable if the replica is lost or does not take the call, GenerationFailed
+        if the replica's code failed.
         """
         request_id = call.request_id
         with self._buffers.opened(request_id) as buffer:
@@ -175,15 +196,15 @@ class ServeEngineClient:
                 fleet.on_replica_lost(fleet.accepted_by(request_id))
                 raise Unavailable("the replica cancelled this request") from error
             finally:
-                if not buffer.ended:  # else the call is about to end by itself
+                if not buffer.ended:  # a call whose answer has ended is about to end too
                     awaiting.cancel()
                     sent.cancel()
 
     async def _subscribe(self, handle: DeploymentHandle[Any]) -> None:
-        """Subscribe to the status and the answers of one deployment's replicas.
+        """Receive status updates and answers from all replicas of one deployment, until cancelled.
 
-        ReplicaStreams (replica_calls.py) keeps a stream from each replica open and hands on what
-        comes: answers to `_buffers`, each to its call's.
+        ReplicaStreams (replica_calls.py) keeps one answer stream open from each replica, and passes
+        its items to `_buffers`, which sorts them by call.
         """
 
         def open_stream(replica: str) -> "DeploymentResponseGenerator[list[DeltaGroup]]":
@@ -206,7 +227,10 @@ class ServeEngineClient:
 
 
 async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
-    """Await a call's end; fail its answer if the rest of that stops coming."""
+    """Wait for the end of a call, then fail its answer if that gets no item for _LATE_S.
+
+    Passes a Refusal, or the call's error, on to the buffer.
+    """
     try:
         async for refusal in sent:
             if refusal is not None:
@@ -215,14 +239,19 @@ async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffe
         while not buffer.ended and received < buffer.received:
             received = buffer.received
             await asyncio.sleep(_LATE_S)
-        # Its own items may have broken the stream: made again, they would break the next one.
+        # Not Unavailable, which would send the call again: the answer's own items may have broken
+        # the stream, and would break the next one too.
         buffer.fail(GenerationFailed("the end of the answer was lost"))
     except (Exception, asyncio.CancelledError) as error:
         buffer.fail(error)
 
 
 def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None = None) -> Attempt:
-    """What is known of a call that was sent at sent_s."""
+    """Return the record of one attempt.
+
+    sent_s: when the call was sent, by time.monotonic.
+    failure: error message; None: the replica has begun to answer.
+    """
     decision, now_s = fleet.decision(request_id), time.monotonic()
     if decision is None or decision.accepted_s is None:
         candidates = decision.candidates if decision else ()
@@ -232,7 +261,10 @@ def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None =
 
 
 def _another_can_load(fleet: Fleet, call: Call, item: StreamItem) -> bool:
-    """Whether a replica could not load the adapter, but another has it or may load it."""
+    """Return True if `item` refuses the call for a failed load, and another replica can take it.
+
+    Also tells the fleet of the failed load.
+    """
     if not isinstance(item, Refusal) or item.code != _LOAD_FAILED or call.adapter is None:
         return False
     full = fleet.accepted_by(call.request_id) if item.own_disk else None
@@ -240,8 +272,8 @@ def _another_can_load(fleet: Fleet, call: Call, item: StreamItem) -> bool:
 
 
 def _update_fleet(fleet: Fleet, request_id: str, header: AnswerHeader) -> None:
-    """Update the fleet with what an answer's header says of its replica."""
-    fleet.on_accepted(request_id, header.replica)  # Serve may say so later, on another stream
+    """Update the fleet with the replica, status and residency in an answer's header."""
+    fleet.on_accepted(request_id, header.replica)  # Serve's own notice may come later
     if header.status is not None:
         fleet.on_status_update(header.replica, header.status, HEADER_AGE_S)
     if header.digest is not None and header.residency is not None:
@@ -253,7 +285,7 @@ def _fleet(handle: DeploymentHandle[Any]) -> Fleet:
 
 
 def _translated(error: Exception, request_id: str) -> LorikeetError:
-    """Ray's error as one of ours."""
+    """Return the LorikeetError for an error of Ray."""
     if isinstance(error, Unavailable):
         return error
     if isinstance(error, RayTaskError):

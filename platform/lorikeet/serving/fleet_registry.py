@@ -1,7 +1,7 @@
-"""One Fleet for each engine deployment, shared by this process's router and gateway.
+"""Registry of this process's Fleets, one per engine deployment, shared by router and gateway.
 
-It is a module of its own because Serve pickles the router's class by value, so globals beside that
-class would be others than the gateway's. What it imports is shared.
+A module of its own because Serve pickles the router's class by value: globals in the router's
+module would be copies, whereas modules that it imports are shared.
 """
 
 from threading import Lock
@@ -13,7 +13,7 @@ _fleets: dict[tuple[str, str], Fleet] = {}
 
 
 def fleet_of(application: str, deployment: str) -> Fleet:
-    """The one Fleet of a deployment in this process; any thread may ask."""
+    """Return the one Fleet of a deployment in this process, created on first use. Thread-safe."""
     name = (application, deployment)
     with _lock:
         if name not in _fleets:

@@ -1,26 +1,30 @@
-"""Gives memory that this process has freed back to the system, through glibc's malloc_trim."""
+"""Background task of a gateway that returns freed memory to the system."""
 
 import asyncio
 
 from lorikeet_engine.malloc_trim import glibc, trim_malloc
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 _FIRST_BYTES = 128 * 2**10
 """glibc's initial value of both thresholds."""
 
 TRIM_S = 2.0
+"""Seconds between two calls of malloc_trim."""
 
 
 async def trim_freed_memory(trim_s: float = TRIM_S) -> None:
-    """Give back to the system what is free, until cancelled; elsewhere than on glibc, nothing.
+    """Return free memory to the system every `trim_s` seconds, until cancelled.
 
-    Ray runs each call of an asynchronous actor, and so each open request of a gateway, on a stack
-    of 256 KiB. glibc maps such a block by itself, until the largest block that was ever mapped and
-    freed raises its thresholds. From then on stacks come from the heap, and take all of their
-    pages, for what was there before has touched them; mapped, they take those that they touch.
+    Does nothing without glibc. Fixes two causes of memory that stays with the process:
 
-    Ray's exporter takes some 4 KB for each series every ten seconds, and each time in another of
-    glibc's arenas, which all keep it. malloc_trim gives back every page that is free.
+    - Stacks. Ray runs each call of an asynchronous actor, so each open request of a gateway, on a
+      stack of 256 KiB. glibc maps such a block on its own, and only the pages that are touched take
+      memory. But when a larger mapped block is freed, glibc raises its thresholds and takes later
+      stacks from the heap, where earlier data has touched all of their pages. Setting the
+      thresholds by mallopt keeps glibc from raising them.
+    - Arenas. Ray's metrics exporter allocates about 4 KB per series every ten seconds, each time in
+      another of glibc's arenas, and every arena keeps its free memory. malloc_trim returns the free
+      pages of all arenas.
     """
     library = glibc()
     if library is None:

@@ -1,4 +1,4 @@
-"""The gateways of one service, asking each other through Ray Serve."""
+"""Calls between the gateways of one service, through Ray Serve."""
 
 import asyncio
 from typing import Any
@@ -13,14 +13,17 @@ from lorikeet.serving.replica_calls import REPLICA_LOST, broadcast_with_failures
 
 _TIMEOUT_S = 1.0
 _START_S = 5.0
-"""How long Serve may take to tell a new process which gateways there are."""
+"""Seconds that Serve may take to tell a new process which gateways exist."""
 
 
 class ServePeers(Peers):
-    """Calls `answer_peer` on every replica of the gateways' deployment.
+    """Peers that calls `answer_peer` on every replica of the gateways' deployment.
 
-    The handle is made when somebody is asked first: while the application starts there is none.
-    name: of this gateway, so that it does not count its own answer.
+    The handle is created at the first poll, since none exists while the application starts.
+
+    app: name of the Serve application.
+    deployment: name of the gateways' deployment.
+    name: name of this gateway, which is asked too but gives its own poll no answer.
     """
 
     def __init__(self, app: str, deployment: str, name: str) -> None:
@@ -29,14 +32,14 @@ class ServePeers(Peers):
         self._handle: DeploymentHandle[Any] | None = None
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
-        """What this gateway says, in a list; nothing where it is the asker itself."""
+        """Return this gateway's answer in a list, or an empty list if this gateway asked."""
         return [] if asker == self._name else [await self.answer(question, *arguments)]
 
     async def poll(self, question: str, *arguments: Any) -> Poll:
-        """The other gateways' answers. Raises Unavailable if they cannot be asked now."""
+        """Return the other gateways' answers. Raises Unavailable if they cannot be asked now."""
         try:
             async with asyncio.timeout(_START_S):
-                if self._handle is None:  # this asks Serve's controller, and waits for it
+                if self._handle is None:  # in a thread: blocks on a call to Serve's controller
                     self._handle = await asyncio.to_thread(
                         serve.get_deployment_handle, self._deployment, self._app
                     )

@@ -1,6 +1,6 @@
-"""Middleware in front of Ray Serve: turns, unread answers, reading ahead, ids, what Serve answers.
+"""ASGI middleware around Ray Serve's HTTP proxy, and around a gateway's own server behind HAProxy.
 
-Serve imports it when
+Serve imports `middlewares` from here because of the environment variable
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:middlewares.
 """
 
@@ -27,19 +27,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STALLED_S = 60.0
+"""Seconds that a client has to read a message, plus its size / _LEAST_BYTES_PER_S."""
 _LEAST_BYTES_PER_S = 2**16
-"""A large message has a second more for each multiple of these bytes."""
 START_INTERVAL_S = 0.002
-"""The least time between the beginnings of two requests with one key."""
+"""Minimum time in seconds between the starts of two requests with the same API key."""
 MAX_WAITING = 1000
-"""How many requests with one key may wait for their turn; more are refused."""
+"""Most requests with one API key that wait to start; more are refused."""
 _HEADER = b"x-request-id"
 _WATCH_DISABLED = (b"x-request-disconnect-disabled", b"?1")
 _ROUTES = "/-/routes"
 
 
 def middlewares() -> list[Middleware]:
-    """The middleware that Serve puts around its own; a gateway's answers pass it as they are."""
+    """Return the middleware for Serve, outermost first. Gateways' answers pass unchanged."""
     return [
         Middleware(KeyPacingMiddleware),
         Middleware(UnreadAnswerMiddleware),
@@ -51,12 +51,12 @@ def middlewares() -> list[Middleware]:
 
 
 class KeyPacingMiddleware:
-    """Lets requests with one key begin one after the other, with a pause between them.
+    """Middleware that starts requests with the same API key START_INTERVAL_S apart.
 
-    A thousand that come at once would all be begun before anybody else's is looked at again, and
-    fill what Serve lets wait for a gateway. So they take turns with everybody else's, and no more
-    than one of them begins in a round of the event loop. Serve's proxy takes as long for a request
-    as the pause. Whether there is such a key is not known here.
+    Without pacing, a thousand simultaneous requests of one client would all start before the event
+    loop turns to other clients, and fill Serve's queue for a gateway. With pacing, at most one
+    request per key starts in an iteration of the event loop. Serve's proxy takes about as long for
+    a request as the interval. Keys are not authenticated here: unknown keys are paced too.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -64,7 +64,7 @@ class KeyPacingMiddleware:
         self._queues = WeakValueDictionary[str, _KeyQueue]()  # by key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on in its turn; one without a key, such as a probe, at once."""
+        """Pass the request on when its key's queue allows; at once if it has no key, as probes."""
         if scope["type"] == "http" and (key := _key_of(scope)):
             queue = self._queues.setdefault(key, _KeyQueue())
             if queue.waiting >= MAX_WAITING:
@@ -80,7 +80,7 @@ class KeyPacingMiddleware:
 
 
 class _KeyQueue(asyncio.Lock):
-    """The queue of one key's requests. waiting: how many wait for it."""
+    """Lock that the next request with one key takes to start. waiting: requests that wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,25 +88,25 @@ class _KeyQueue(asyncio.Lock):
 
 
 def _key_of(scope: Scope) -> str:
-    """The key as gateway/auth.py reads it, however it is sent; empty without one."""
+    """Return the API key, read as gateway/auth.py does; empty if there is none."""
     first = dict(reversed(scope["headers"]))
     key: bytes = first.get(b"authorization", b"").partition(b" ")[2] or first.get(b"x-api-key", b"")
     return key.decode("latin-1").strip()
 
 
 class UnreadAnswerMiddleware:
-    """Sends an answer as its client reads it; cuts it where nothing is read for too long.
+    """Middleware that ends an answer whose client has stopped reading.
 
-    The application waits while its client does not read, and what it makes meanwhile is joined in
-    its buffer of that answer. Of an answer that is cut the application is told that the client has
-    gone, and the connection is closed.
+    `send` waits while the client does not read; the application collects further output in its own
+    buffer meanwhile. When a message has not been read in time (STALLED_S), the connection is closed
+    and the application receives http.disconnect.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and its answer."""
+        """Pass the request on, with `receive` and `send` that watch for an unread answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -115,35 +115,36 @@ class UnreadAnswerMiddleware:
 
 
 class _Answer:
-    """Sends the messages of one answer, until it is cut; a `with` block holds while it watches.
+    """Answer to one request, cut when a message is not read in time. A context manager.
 
-    One timer watches over all messages: one for each would cost a tenth of a delta's time. Nor is
-    there a task for them: who sends or receives is woken as asyncio.timeout does it.
+    One timer serves all messages, since a timer for each would take a tenth of a delta's time.
+    There is no task either: callers waiting in `send` or `receive` are woken by cancellation, as
+    asyncio.timeout does.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self._loop = asyncio.get_running_loop()
-        self._due_s = math.inf  # when what is being sent must have been
+        self._due_s = math.inf  # deadline of the message that is being sent
         self._waiting = set[asyncio.Task[Any]]()
         self._cut = False
 
     def __enter__(self) -> Self:
-        """Begin to watch."""
+        """Start the timer."""
         self._watch()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """Stop the timer."""
         self._watching.cancel()
 
     async def receive(self) -> Message:
-        """Return the client's next message; that it has gone, once the answer is cut."""
+        """Return the client's next message; http.disconnect once the answer is cut."""
         message = None if self._cut else await self._unless_cut(self._receive())
         return message or {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Send a message to the client; nothing, once the answer is cut."""
+        """Send a message to the client; do nothing once the answer is cut."""
         if self._cut:
             return
         size = len(message.get("body", b""))
@@ -154,7 +155,7 @@ class _Answer:
             self._due_s = math.inf
 
     async def _unless_cut(self, work: Awaitable[T]) -> T | None:
-        """Return what is awaited; None once the answer is cut."""
+        """Return the result of `work`; None once the answer is cut."""
         task = asyncio.current_task()
         assert task is not None
         self._waiting.add(task)
@@ -168,7 +169,7 @@ class _Answer:
             self._waiting.discard(task)
 
     def _watch(self) -> None:
-        """Cut the answer if a message has not been sent in time; else look again."""
+        """Cut the answer if the current message is overdue; else set the timer again."""
         now_s = self._loop.time()
         if now_s < self._due_s:
             self._watching = self._loop.call_at(min(self._due_s, now_s + STALLED_S), self._watch)
@@ -180,17 +181,17 @@ class _Answer:
 
 
 class RequestIdMiddleware:
-    """Keeps the gateway's request id and no other.
+    """Middleware that keeps the gateway's x-request-id and drops all others.
 
-    Serve takes a client's x-request-id for its own logs and adds one of its own to every answer
-    behind the gateway's.
+    Serve would use a client's x-request-id in its own logs, and adds a second x-request-id to every
+    answer, after the gateway's.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on without its id, and the answer with its first."""
+        """Pass the request on without its x-request-id, and the answer with only its first one."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -207,17 +208,17 @@ class RequestIdMiddleware:
 
 
 class UnavailableMiddleware:
-    """Puts Serve's own 503 into the API's words.
+    """Middleware that turns Serve's own 503 answers into the API's JSON errors.
 
-    Serve answers 503 in plain text where too many requests wait for a gateway, and where there is
-    no gateway.
+    Serve answers 503 in plain text when too many requests wait for a gateway, and when there is no
+    gateway.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and the answer unless it is Serve's own 503."""
+        """Pass the request on; replace the answer if it is Serve's own 503."""
         refused = False
 
         async def send_or_refuse(message: Message) -> None:
@@ -234,16 +235,16 @@ class UnavailableMiddleware:
 
 
 class HiddenRoutesMiddleware:
-    """Hides Serve's list of applications, which it shows to anybody.
+    """Middleware that hides /-/routes, Serve's public list of its applications.
 
-    Serve's /-/healthz stays: KubeRay's probes and HAProxy's health checks ask for it.
+    Serve's /-/healthz stays visible for KubeRay's probes and HAProxy's health checks.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on unless it asks for the list."""
+        """Pass the request on; answer 404 if it is for /-/routes."""
         app = self._app
         if scope["type"] == "http" and scope["path"].removeprefix(scope["root_path"]) == _ROUTES:
             app = JSONResponse(openai_error_body("not_found", f"there is no {_ROUTES} here"), 404)
@@ -251,14 +252,20 @@ class HiddenRoutesMiddleware:
 
 
 class NoReadAheadMiddleware:
-    """Keeps Serve from reading ahead, to see whether a client leaves, where the gateway looks.
+    """Middleware that keeps Serve from reading request bodies ahead to detect a disconnect.
 
-    Serve reads into a queue without a bound: with the body of a PUT, a pushed adapter, a gateway
-    whose disk is slower than the network would hold whole blobs in memory. Told not to look, it
-    leaves them in their connections, and PushEndpoints looks itself. (Serve's own proxy reads ahead
-    all the same.) In a gateway's own server, behind HAProxy, Serve has two tasks for each request
-    to that end, of which none needs them: ReplicaResponse looks, and other routes are short. Its
-    proxy must look, for what waits there for a gateway.
+    Sets the header x-request-disconnect-disabled, which Serve obeys, in two cases:
+
+    - PUT requests, which push adapters. Serve reads bodies into an unbounded queue, so a gateway
+      whose disk is slower than the network would hold whole blobs in memory. With the header the
+      body stays in the connection, and PushEndpoints detects a disconnect itself. (Serve's own
+      proxy reads ahead all the same.)
+    - All requests in a gateway's own server, behind HAProxy. Serve would run two tasks per request,
+      which no route needs: ReplicaResponse detects disconnects, and the other routes are short.
+
+    Serve's proxy must detect disconnects, because of requests that wait there for a gateway.
+
+    in_gateway: whether this process is a gateway rather than Serve's proxy.
     """
 
     def __init__(self, app: ASGIApp, *, in_gateway: bool = False) -> None:
@@ -266,7 +273,7 @@ class NoReadAheadMiddleware:
         self._in_gateway = in_gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, with the word that Serve is not to look where that is so."""
+        """Pass the request on, with x-request-disconnect-disabled where the class says so."""
         if scope["type"] == "http" and (self._in_gateway or scope["method"] == "PUT"):
             others = [each for each in scope["headers"] if each[0] != _WATCH_DISABLED[0]]
             scope = {**scope, "headers": [*others, _WATCH_DISABLED]}
@@ -274,7 +281,7 @@ class NoReadAheadMiddleware:
 
 
 def _is_gateway() -> bool:
-    """Return whether this process is a gateway's, and not that of Serve's proxy."""
+    """Return whether this process is a gateway rather than Serve's proxy."""
     try:
         serve.get_replica_context()
     except RayServeException:
@@ -282,10 +289,12 @@ def _is_gateway() -> bool:
     return True
 
 
-async def _refuse(theirs: MutableHeaders, scope: Scope, receive: Receive, send: Send) -> None:
-    asked = {**scope, "state": {"request_id": theirs.get("x-request-id")}}
+async def _refuse(
+    serve_headers: MutableHeaders, scope: Scope, receive: Receive, send: Send
+) -> None:
+    asked = {**scope, "state": {"request_id": serve_headers.get("x-request-id")}}
     answer = error_response(Unavailable("no gateway can take this request: send it again"), asked)
     for name in ("retry-after", "x-request-id"):
-        if name in theirs:
-            answer.headers[name] = theirs[name]
+        if name in serve_headers:
+            answer.headers[name] = serve_headers[name]
     await answer(scope, receive, send)

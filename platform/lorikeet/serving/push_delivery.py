@@ -1,4 +1,7 @@
-"""Brings a pushed adapter into the host memory of every replica of a deployment."""
+"""Delivery of a pushed adapter to the host memory of every replica of a deployment.
+
+replica/pushed_adapters.py is the receiver; protocol/pushing.py defines the messages.
+"""
 
 import asyncio
 import logging
@@ -27,26 +30,29 @@ from lorikeet_engine.adapter import AdapterRef
 
 log = logging.getLogger(__name__)
 
-_PART_BYTES = 2**19  # Serve's gRPC takes 4 MiB, and may be set to less
+_PART_BYTES = 2**19
+"""Size of a blob's part: Serve's gRPC takes messages of 4 MiB, or less if so configured."""
 _IN_FLIGHT = 8
-"""Parts on their way at once: 4 MiB in the gateway's memory."""
+"""Parts that are sent concurrently: 4 MiB of the gateway's memory."""
 _ANSWER_S = 2.0
+"""Seconds that replicas have to answer a message."""
 _AFTER_SILENCE_S = 0.25
-"""What a part gives replicas once one was silent: a blob of 1 GiB then takes 64 s and not 512."""
+"""Timeout of a part once a replica did not answer: a blob of 1 GiB then takes 64 s, not 512 s."""
 _END_S = 30.0
-"""How long replicas may take to verify a blob: one of 8 GiB takes 5 s."""
+"""Seconds that replicas have to verify a blob: 8 GiB take 5 s."""
 
 
 class PushDelivery:
-    """One deployment's replicas, asked all at once."""
+    """Sender of pushed adapters to all replicas of one deployment."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
 
     async def deliver(self, ref: AdapterRef, blob: Path) -> bool:
-        """Have all replicas hold an adapter; send its blob if any says it lacks it.
+        """Have all replicas hold an adapter; return True if all confirm that they hold it.
 
-        Those that see the file take it from there. Whether all do: one that is silent does not.
+        Replicas on this machine read the file `blob`. If any replica lacks the adapter after that,
+        the blob is sent to all. A replica that does not answer counts as not holding the adapter.
         """
         hold = HoldPushed(ref, str(blob))
         states = await self._ask(hold)
@@ -56,16 +62,16 @@ class PushDelivery:
         return _all_hold(states)
 
     async def expect(self, digest: str, blob: Path, size_bytes: int) -> None:
-        """Let replicas of this machine pack a blob while it is written to a file."""
+        """Let the replicas on this machine pack a blob while its file is still being written."""
         if (machine := this_machine()) is not None:
             await self._ask(ExpectPushed(digest, str(blob), size_bytes, machine))
 
     async def holds(self, digest: str) -> bool:
-        """Whether all replicas hold an adapter."""
+        """Return whether all replicas hold an adapter."""
         return _all_hold(await self._ask(LookUp(digest)))
 
     async def release(self, digest: str) -> None:
-        """Let all replicas evict an adapter again."""
+        """Allow all replicas to evict an adapter again."""
         await self._ask(ReleasePushed(digest))
 
     async def _send(self, digest: str, blob: Path) -> None:
@@ -89,7 +95,10 @@ class PushDelivery:
         await self._ask(PushedEnd(digest, transfer), _END_S)
 
     async def _ask(self, message: PushMessage, timeout_s: float = _ANSWER_S) -> Sequence[HoldState]:
-        """Return what each replica says; nothing where there is no replica."""
+        """Send a message to all replicas; return each one's answer, SILENT if none came in time.
+
+        Empty if there is no replica.
+        """
         try:
             answers, failures = await broadcast_with_failures(
                 self._handle, "push", message, timeout_s=timeout_s

@@ -1,4 +1,8 @@
-"""Calls of replicas through Serve's handles: of one, of all, and a stream kept open from each."""
+"""Building blocks for calls to replicas: broadcasts, and a stream kept open from each replica.
+
+The calls of clients' requests are in engine_client.py, and so is their cancellation when a client
+hangs up, which gateway/client_disconnect.py notices.
+"""
 
 import asyncio
 import logging
@@ -16,21 +20,22 @@ from lorikeet.routing.fleet import Fleet
 log = logging.getLogger(__name__)
 
 REPLICA_LOST = (RayActorError, RayServeException, grpc.RpcError)
-"""What Ray raises when a replica died, drains, or cannot be reached."""
+"""Exceptions of Ray when a replica has died, is draining, or cannot be reached."""
 _TIMEOUT_S = 2.0
 _POLL_S = 0.05
-"""How soon a new replica's stream is opened, and that of one that Serve removes is closed."""
-_REOPEN_DELAYS_S = (0.1, 0.5, 2.0)  # before one that failed is opened again
+"""Seconds between two checks for new replicas, whose streams to open, and for removed ones."""
+_REOPEN_DELAYS_S = (0.1, 0.5, 2.0)
+"""Delays before a failed stream is reopened: after the first, second, and later failures."""
 _CALLS = set[asyncio.Task[Any]]()
-"""Tasks that call all replicas: the loop itself would not keep them."""
+"""Running broadcasts: asyncio keeps only weak references to tasks."""
 
 
 def streaming_handle(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
-    """A handle for methods that stream.
+    """Return a handle for streaming methods, with plain pickle.
 
-    What goes through it is pickled plainly: Serve's default, cloudpickle, takes twice the time, and
-    is for classes and functions that the other side cannot import. Build it once: Serve makes a new
-    handle, with all its options, each time.
+    Serve's default, cloudpickle, takes twice the time and is only needed for classes and functions
+    that the other side cannot import. Callers should keep the handle: Serve builds a new one, with
+    all its options, at each call.
     """
     return handle.options(
         stream=True, request_serialization="pickle", response_serialization="pickle"
@@ -38,13 +43,14 @@ def streaming_handle(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
 
 
 async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any) -> list[Any]:
-    """Call a method on every replica; the answers of those that give one in time.
+    """Call a method on every replica; return the answers that come in time, and log the rest.
 
-    Serve's own `results_async` loses every answer when one replica is late.
+    Returns an empty list if no replica is ready. Serve's own `results_async` would lose all
+    answers when one replica is late.
     """
     try:
         answers, failures = await broadcast_with_failures(handle, method, *arguments)
-    except DeploymentUnavailableError:  # no replica is ready yet
+    except DeploymentUnavailableError:
         return []
     for error in failures:
         log.warning("replica_silent", extra={"method": method, "error": repr(error)})
@@ -52,9 +58,9 @@ async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any)
 
 
 async def broadcast_all(handles: Iterable[DeploymentHandle[Any]], method: str) -> list[Any]:
-    """Call a method on every replica of several deployments; those that do not answer are left out.
+    """Call a method on every replica of several deployments; return the answers that come in time.
 
-    A deployment whose replicas Serve cannot name is left out, too.
+    A deployment that Serve cannot call is logged and left out.
     """
     answers = await asyncio.gather(*(_broadcast_or_log(handle, method) for handle in handles))
     return [answer for some in answers for answer in some]
@@ -71,11 +77,12 @@ async def _broadcast_or_log(handle: DeploymentHandle[Any], method: str) -> list[
 async def broadcast_with_failures(
     handle: DeploymentHandle[Any], method: str, *arguments: Any, timeout_s: float = _TIMEOUT_S
 ) -> tuple[list[Any], list[BaseException]]:
-    """Call a method on every replica: the answers, and the errors of those that gave none in time.
+    """Call a method on every replica; return the answers, and the errors of replicas without one.
 
-    The calls go on where the caller is cancelled: grpc.aio keeps a kilobyte of each call that is
-    cancelled, and with it 64 more of what was read beside. Raises DeploymentUnavailableError when
-    there is no replica.
+    When the caller is cancelled, the calls still run to their end, since grpc.aio leaks a kilobyte
+    for each cancelled call, and with it 64 KB of data that was read at the same time.
+
+    Raises DeploymentUnavailableError if there is no replica.
     """
     calls = asyncio.create_task(_call_all(handle, method, arguments, timeout_s))
     _CALLS.add(calls)
@@ -99,17 +106,20 @@ async def _call_all(
 def _drop_finished(calls: asyncio.Task[Any]) -> None:
     _CALLS.discard(calls)
     if not calls.cancelled():
-        calls.exception()  # which nobody asks for who was cancelled
+        calls.exception()  # mark as retrieved: a cancelled caller does not retrieve it
 
 
 def is_being_cancelled() -> bool:
-    """Whether this task is being cancelled: a lost replica raises CancelledError too."""
+    """Return whether the current task is being cancelled.
+
+    Tells a real cancellation from the CancelledError that a call of a lost replica raises.
+    """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _is_too_large(error: BaseException) -> bool:
-    """Whether gRPC has ended a stream for a message that is too large: its replica lives on."""
+    """Return whether gRPC ended a stream because of a too large message; its replica is alive."""
     return (
         isinstance(error, grpc.aio.AioRpcError)
         and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -118,12 +128,15 @@ def _is_too_large(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStreams:
-    """Keeps one stream from each replica open.
+    """Streams from all replicas of a fleet, one kept open from each.
 
-    open_stream: calls a replica, by its name. on_item: takes its name and each item. silence_s: a
-    stream without an item for so long is opened anew; None: never. still_needed: whether to keep
-    the stream of a replica that takes no more calls; Serve waits for it to be closed. on_too_large:
-    takes the name of a replica whose stream ended because of an item that gRPC does not take.
+    open_stream: calls the replica of a given name.
+    on_item: called with a replica's name and each item of its stream.
+    silence_s: seconds without an item until a stream is opened again; None: no limit.
+    still_needed: returns whether to keep the stream of a replica that takes no more calls; Serve
+        stops the replica only once the stream is closed.
+    on_too_large: called with the name of a replica whose stream ended because gRPC refused an item
+        for its size.
     """
 
     fleet: Fleet
@@ -134,7 +147,7 @@ class ReplicaStreams:
     on_too_large: Callable[[str], None] = lambda _: None
 
     async def run(self) -> NoReturn:
-        """Open and read streams until cancelled."""
+        """Open, read and reopen streams until cancelled."""
         listening: dict[str, asyncio.Task[NoReturn]] = {}
         try:
             while True:

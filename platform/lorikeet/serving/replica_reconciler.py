@@ -1,4 +1,4 @@
-"""Brings the replicas of one base model to what the controller decided."""
+"""Reconciliation of one base model's replicas with the controller's plan."""
 
 import logging
 import time
@@ -20,14 +20,16 @@ from lorikeet.settings import Settings
 
 log = logging.getLogger(__name__)
 
-_SILENCE_S = 8.0  # a replica that is silent for longer has gone
-_RESEND_S = 30.0  # even what a replica has confirmed
+_SILENCE_S = 8.0
+"""Seconds without a report until a replica counts as gone."""
+_RESEND_S = 30.0
+"""Seconds after which a decision is sent again although its replica confirmed it."""
 
 
 class ReplicaReconciler:
-    """Asks replicas what they hold, and sends each its placement decision until it has it.
+    """Reconciler: collects replicas' reports, and sends each its decision until it is confirmed.
 
-    survey and send belong to the event loop, decide to any thread, one at a time.
+    `survey` and `send` run on the event loop, `decide` on any thread; only one of them at a time.
     """
 
     def __init__(self, engine: DeploymentHandle[Any], settings: Settings, base_model: str) -> None:
@@ -45,11 +47,11 @@ class ReplicaReconciler:
 
     @property
     def replicas(self) -> ReplicaCount:
-        """How many replicas are desired at least, and report."""
+        """Replicas desired at least, and replicas that report."""
         return ReplicaCount(self._min_replicas, len(self.reports))
 
     async def survey(self) -> None:
-        """Ask all replicas what they hold, and their pressure if the fleet may shrink."""
+        """Collect all replicas' reports, and their pressure if there are more than the minimum."""
         self.reports = self._responding.update(await broadcast(self._engine, "report"))
         self._may_shrink = False
         if self._is_autoscaled and len(self.reports) > self._min_replicas:
@@ -58,7 +60,12 @@ class ReplicaReconciler:
             self._may_shrink = len(pressures) == len(self.reports) and could_shrink(pressures)
 
     def decide(self, targets: PinTargets, now_s: float, *, surveyed: bool) -> None:
-        """Decide what each replica holds: pins, and after a survey what it prefetches."""
+        """Compute the decision for each replica: pins, and after a survey prefetches too.
+
+        targets: adapters that pins require, by replica.
+        now_s: current time, same clock as in `send`.
+        surveyed: whether the reports are new.
+        """
         prefetches: Mapping[str, tuple[PrefetchTarget, ...]] = {}
         if surveyed:
             listed = self._prefetcher.decide(self.reports, targets, now_s, spares=self._may_shrink)
@@ -75,9 +82,9 @@ class ReplicaReconciler:
         }
 
     async def send(self, now_s: float) -> None:
-        """Send replicas the decisions that are new to them, or were sent long ago.
+        """Send decisions that their replicas have not confirmed, or not since _RESEND_S.
 
-        Prefetches are sent once, whether they arrive or not.
+        Prefetches are sent once, even if the replica does not confirm them.
         """
         due = {name: each for name, each in self._decisions.items() if self._is_due(name, now_s)}
         for name, decision in self._decisions.items():
@@ -99,9 +106,10 @@ class ReplicaReconciler:
 
 
 class RespondingReplicas:
-    """The last report of every replica that answered within `timeout_s`.
+    """Last report of each replica that has reported within `timeout_s`.
 
-    Without patience, one late answer would move a replica's pins to others and back again.
+    Without a timeout of several surveys, one late answer would move a replica's pins to other
+    replicas and back.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -110,7 +118,7 @@ class RespondingReplicas:
         self._last: dict[str, tuple[float, ReplicaReport]] = {}
 
     def update(self, reports: Iterable[ReplicaReport]) -> list[ReplicaReport]:
-        """Take in new reports; return those of all replicas that count as alive, by name."""
+        """Add new reports; return the last report of each live replica, sorted by replica."""
         now_s = self._clock()
         self._last.update((report.replica, (now_s, report)) for report in reports)
         for replica, (reported_s, _) in list(self._last.items()):

@@ -1,4 +1,7 @@
-"""The only code that knows Ray Serve's request router, an alpha interface."""
+"""Ray Serve request router that ranks replicas by expected cost.
+
+The only module that uses Serve's request router API, which is alpha.
+"""
 
 import json
 import logging
@@ -25,18 +28,20 @@ _NO_REQUEST = RoutingRequest(Work(prompt_tokens=1))
 
 
 class AdapterAffinityRouter(RequestRouter):
-    """Sends a call to the replica where the fleet expects it to cost least.
+    """Router that sends a call to the replica with the lowest expected cost.
 
-    Serve makes one in each gateway, by the name that serving/deployments.py gives it, and asks it
-    at each `run_call.remote` of engine_client.py; Fleet.rank_replicas (routing/fleet.py) answers.
+    Serve creates one in each gateway, by the class path in serving/deployments.py, and calls
+    `choose_replicas` at each `run_call.remote` of engine_client.py. The ranking comes from
+    Fleet.rank_replicas (routing/fleet.py).
+
     A call with a keyword argument `replica` goes to the replica of that name and to no other.
-    Nothing here raises: Serve would leave the request hanging.
+    No method raises: Serve would leave the request hanging.
     """
 
     def initialize_state(self, **_: Any) -> None:
-        """Set up the router, on the Fleet that engine_client.py has too (fleet_registry.py).
+        """Set up the router with the Fleet that engine_client.py uses too (fleet_registry.py).
 
-        Serve calls this once, before anything else.
+        Serve calls this once, before any other method.
         """
         self._fleet: Fleet = fleet_of(self.app_name, self._deployment_id.name)
         self._listed: list[RunningReplica] = []
@@ -47,10 +52,10 @@ class AdapterAffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Ranks of one replica each, best first, and all others as the last.
+        """Return ranks of one replica each, best first, then one rank of all other replicas.
 
-        Serve tries one rank after the other until a replica has room; when none has, it waits a
-        little and asks again.
+        Serve tries the ranks in order until a replica has a free request slot. If no replica has,
+        Serve waits a little and calls this again.
         """
         try:
             if pending_request is not None:
@@ -61,7 +66,7 @@ class AdapterAffinityRouter(RequestRouter):
             return [candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take in from Serve which replicas exist, and the last stats of each."""
+        """Update the fleet with the replicas that Serve lists, and the last stats of each."""
         super().update_replicas(replicas)
         try:
             names = {replica.replica_id.unique_id: replica for replica in replicas}
@@ -74,7 +79,7 @@ class AdapterAffinityRouter(RequestRouter):
             log.exception("replicas_not_updated")
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Take in that Serve met a dead replica before its controller did."""
+        """Mark a replica as lost that Serve's router found dead before Serve's controller did."""
         super().on_replica_actor_died(replica_id)
         self._fleet.on_replica_lost(replica_id.unique_id)
 
@@ -84,7 +89,7 @@ class AdapterAffinityRouter(RequestRouter):
         replica_id: ReplicaID,
         result: object,  # noqa: ARG002
     ) -> None:
-        """Take in which replica took a request, not always the one that it was assigned to."""
+        """Record the replica that accepted a request; it may differ from the assigned one."""
         try:
             call = call_of(pending_request)
             if call is not None:
@@ -95,7 +100,7 @@ class AdapterAffinityRouter(RequestRouter):
     def _ranked(
         self, listed: list[RunningReplica], pending: PendingRequest | None
     ) -> list[list[RunningReplica]]:
-        if listed is not self._listed:  # Serve makes a new list whenever one comes or goes
+        if listed is not self._listed:  # Serve makes a new list whenever replicas change
             self._by_name = {replica.replica_id.unique_id: replica for replica in listed}
             self._listed = listed
         by_name = self._by_name
@@ -119,8 +124,8 @@ class AdapterAffinityRouter(RequestRouter):
     def _get_pending_request_matching_internal_request_id(
         self, request_metadata: Any = None
     ) -> PendingRequest | None:
-        # Calls made while answering one HTTP request share an internal id: Serve's own lookup by
-        # id then finds only the last of them and the others hang. The metadata object is unique.
+        # All calls made for one HTTP request share an internal id. Serve's own lookup by that id
+        # finds only the last of them, and the others hang. The metadata object is unique.
         for pending in self._pending_requests_to_fulfill:
             if pending.metadata is request_metadata and not pending.future.done():
                 return pending
@@ -128,7 +133,7 @@ class AdapterAffinityRouter(RequestRouter):
 
 
 def call_of(pending: PendingRequest | None) -> Call | None:
-    """The call that a pending request is of; None for other requests."""
+    """Return the Call that a pending request carries; None if it carries none."""
     argument = pending.args[0] if pending and pending.args else None
     return argument if isinstance(argument, Call) else None
 
@@ -144,10 +149,10 @@ def _request_of(pending: PendingRequest | None) -> RoutingRequest:
 
 
 def routing_request_of(call: Call) -> RoutingRequest:
-    """Return what a call asks of a replica, and how its prompt begins.
+    """Return a call's work, adapter, tenant and prefix hashes.
 
-    Of several prompts the first: they go to one replica together. Prompts of other tenants or with
-    other adapters never share anything.
+    Hashes the first prompt if there are several, since all go to one replica. Tenant and adapter
+    are part of the hashes, since different tenants or adapters never share cached prefixes.
     """
     digest = call.adapter.digest if call.adapter else None
     chain = prefix_hashes(_beginning(call), call.tenant, digest)
@@ -155,7 +160,10 @@ def routing_request_of(call: Call) -> RoutingRequest:
 
 
 def _beginning(call: Call) -> str | Sequence[int]:
-    """Return as much of a call's prompt as is hashed: it may have megabytes, and be asked again."""
+    """Return the part of a call's prompt that is hashed.
+
+    Cut, since a prompt may have megabytes, and Serve may ask for a ranking many times.
+    """
     if call.prompts:
         return call.prompts[0]
     texts, length = list[str](), 0
@@ -168,7 +176,7 @@ def _beginning(call: Call) -> str | Sequence[int]:
 
 
 def _texts(call: Call) -> Iterator[str]:
-    if call.tools:  # templates write them first
+    if call.tools:  # first, as in chat templates
         yield from map(json.dumps, call.tools.tools)
     for message in call.messages:
         yield from (message["role"], message["content"])

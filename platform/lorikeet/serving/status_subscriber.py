@@ -1,4 +1,4 @@
-"""Keeps a gateway's Fleet of one engine deployment up to date, beside its requests."""
+"""Background task that keeps a gateway's Fleet of one engine deployment up to date."""
 
 import asyncio
 import logging
@@ -20,12 +20,16 @@ from lorikeet_engine.adapter import AdapterRef
 log = logging.getLogger(__name__)
 
 _PREFETCH_PERIOD_S = 0.25
-"""How often, at most, replicas are told which adapters waiting requests need."""
+"""Seconds between two messages that tell replicas which adapters waiting requests need."""
 _SILENCE_S = 5.0
+"""Seconds without a status update until a replica's status stream is opened again."""
 
 
 class StatusSubscriber:
-    """Subscribes to every replica's status, and tells each which adapters requests wait for."""
+    """Subscriber to every replica's status, which updates the Fleet.
+
+    Also tells replicas to prefetch the adapters of waiting requests.
+    """
 
     def __init__(self, handle: DeploymentHandle[Any], fleet: Fleet) -> None:
         self._handle, self._fleet = handle, fleet
@@ -39,7 +43,7 @@ class StatusSubscriber:
         )
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Receive status updates and send prefetches until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._feeds.run())
             tasks.create_task(self._send_prefetches())
@@ -48,7 +52,7 @@ class StatusSubscriber:
         first = True
         while True:
             adapters = self._fleet.take_waiting_adapters()
-            # Serve tells a process which replicas there are once it has called one.
+            # The first broadcast makes Serve tell this process which replicas exist.
             if adapters or first:
                 await self._prefetch(adapters)
             first = False

@@ -1,8 +1,14 @@
-"""A fleet under traffic, request by request, with the product's own routing and eviction.
+"""Simulated fleet under traffic, request by request, with the product's own routing and eviction.
 
-`traffic` and `demand` say what is asked for, `fleet` runs the events, `replica` models one replica
-(its prompts in a `fair_queue`, its adapters in `memory`), and `router` calls the product's own
-routing. `capacity` searches for the fewest replicas that meet a demand's goals, with `forecast` for
-each number and `feasibility` for goals that none can meet. Callers: `lorikeet capacity` and
-`loadtest/simulator`. Importing this loads no torch and no Ray.
+traffic.py    a fleet's setup, and requests
+demand.py     tenants, adapters and rates, from which requests are drawn
+fleet.py      the event loop
+replica.py    one replica: its batch, prompts and loads
+fair_queue.py a replica's prompts, fair by tenant
+memory.py     a replica's adapters on GPU, host and disk
+router.py     the product's routing over simulated replicas
+forecast.py   expected latencies of N replicas, against goals
+capacity.py   the fewest replicas that meet the goals
+
+Callers: `lorikeet capacity` and `loadtest/simulator`. Importing this loads no torch and no Ray.
 """

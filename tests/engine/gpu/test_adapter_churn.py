@@ -106,7 +106,7 @@ def test_no_two_adapters_say_the_same(reference):
 
 
 def engine_of(reference, folder, dtype):
-    """With room for a third of the adapters on the device, and for half of them on the host."""
+    """An engine with space for a third of the adapters on the device, and half on the host."""
     sizes = {
         "adapter_gpu_bytes": elements(reference, [*TEETH, *GAPS]) * dtype.itemsize,
         "adapter_host_bytes": elements(reference, ADAPTERS) * dtype.itemsize // 2,
@@ -119,7 +119,7 @@ def engine_of(reference, folder, dtype):
 
 
 def elements(reference, names):
-    """What the images of these adapters have together."""
+    """Elements of the images of these adapters together."""
     shape = BaseShape.from_config(json.loads((reference.checkpoint / "config.json").read_text()))
     limits = AdapterLimits(max_rank=64, max_bytes=1 << 30)
     blobs = [reference.shelf.folder / reference.refs[name].digest for name in names]

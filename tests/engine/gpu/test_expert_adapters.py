@@ -47,7 +47,7 @@ def engine(
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no_graphs"])
-def test_every_request_says_what_the_reference_says(
+def test_every_answer_equals_the_references(
     reference: Float32Reference, engine: Engine, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not graphs:
@@ -69,6 +69,6 @@ def test_every_request_says_what_the_reference_says(
     assert sum(clear) / len(clear) > 0.5, "too few tokens are compared"
 
 
-def test_the_adapter_changes_what_the_model_says(reference: Float32Reference) -> None:
+def test_the_adapter_changes_the_models_answers(reference: Float32Reference) -> None:
     change = reference.logprobs("moe", prompt(63)) - reference.logprobs(None, prompt(63))
     assert change.square().mean().sqrt() > 3 * TOLERANCE

@@ -69,7 +69,7 @@ def run(engine, graphs, overlap, chunked):
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "read_at_once"])
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no_graphs"])
-def test_every_request_says_what_the_reference_says(reference, run, chunked, request):
+def test_every_answer_equals_the_references(reference, run, chunked, request):
     witness, draws, answers = run
     load_adapters(answers, reference.refs.values())
     asked = list(requests(reference, salt=request.node.name))
@@ -88,7 +88,7 @@ def test_every_request_says_what_the_reference_says(reference, run, chunked, req
     assert (max(len(batch.token_ids) for batch in witness.batches) <= CHUNK) == chunked
 
 
-def test_the_adapters_change_what_the_model_says(reference):
+def test_the_adapters_change_the_models_answers(reference):
     ids = prompt(63)
     base = reference.logprobs(None, ids)
     for name in NAMES[1:]:

@@ -68,7 +68,7 @@ def engine(reference, tmp_path_factory):
     engine.close()
 
 
-def test_every_request_says_what_the_reference_says(reference, engine):
+def test_every_answer_equals_the_references(reference, engine):
     witness, draws, answers = RecordingRunner(engine), RecordingSampler(engine), Answers(engine)
     load_adapters(answers, reference.refs.values())
     asked = []

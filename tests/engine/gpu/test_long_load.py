@@ -158,7 +158,7 @@ def _sampling(kind: str, seed: int) -> dict:
 
 @pytest.fixture
 def refs(tmp_path):
-    """Of mixed ranks; every third has the attention's linears alone."""
+    """Adapters of mixed ranks; every third has only the attention's linears."""
     write_checkpoint(tmp_path / "model", CONFIG, torch.device("cpu"))
     shape = BaseShape.from_config(json.loads((tmp_path / "model" / "config.json").read_text()))
     shelf, refs = Shelf(tmp_path / "made"), []
@@ -246,7 +246,7 @@ def test_every_kind_of_request_is_answered_until_a_follower_is_killed(refs, tmp_
 
 
 def _look(client: EngineProcessClient, mix: Mix) -> None:
-    """What the load has made happen, and that nothing is held after it."""
+    """Check that the load exercised everything, and that nothing is held after it."""
     status = client.status
     gpu = status.tiers[Residency.GPU]
     print(mix.ended, mix.tokens, mix.error, status.preemptions, gpu.evictions)

@@ -70,7 +70,7 @@ def test_with_too_few_pages_everyone_is_answered_as_with_enough(reference, run):
     assert nothing_is_held(answers.engine)
 
 
-def test_who_stops_or_leaves_at_any_moment_changes_nothing_for_the_others(reference, run):
+def test_requests_that_stop_or_leave_at_any_moment_change_nothing_for_others(reference, run):
     _, draws, answers = run
     chance, asked, left = random.Random(7), {}, set()
     for i in range(80):

@@ -93,7 +93,7 @@ class Normed:
             part.normal_()
 
     def wrong(self) -> int:
-        """How many results are not what a gathered sum and a norm give, bit for bit."""
+        """Count results that differ from a gathered sum followed by a norm, bit for bit."""
         wrong = 0
         for n, (x, part, y) in enumerate(zip(self.xs, self.parts, self.ys, strict=True)):
             parts = [torch.empty_like(part) for _ in range(self._group.world)]
@@ -108,7 +108,7 @@ class Normed:
 
 
 def bits(normed: torch.Tensor | Activations) -> torch.Tensor:
-    """What a norm gives, as bytes; this may be captured."""
+    """Bytes of a norm's result; may be captured in a graph."""
     if isinstance(normed, torch.Tensor):
         return normed.view(torch.uint8).flatten()
     parts = normed.rows, normed.fp8.rows, normed.fp8.scales
@@ -116,7 +116,7 @@ def bits(normed: torch.Tensor | Activations) -> torch.Tensor:
 
 
 def wrong_norms(group: RankGroup) -> list[int]:
-    """Of each width, in launches and in replays of a graph."""
+    """Count wrong results of each width, in launches and in replays of a graph."""
     wrong = []
     for width in WIDTHS:
         group.sums.connect_rows(width)
@@ -138,6 +138,6 @@ def wrong_norms(group: RankGroup) -> list[int]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_norms_that_sum_over_ranks_give_what_a_sum_and_a_norm_give(tmp_path, world):
+def test_norms_that_sum_over_ranks_equal_a_sum_followed_by_a_norm(tmp_path, world):
     for wrong in run_ranks(world, wrong_norms, tmp_path, device="cuda"):
         assert wrong == [0] * (2 * REPLAYS * len(WIDTHS))

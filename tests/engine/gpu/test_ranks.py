@@ -79,7 +79,7 @@ def refs(folder):
 
 
 def engine_of(folder: Path, gpus: int) -> Engine:
-    """With room on each GPU for two or three of the adapters."""
+    """An engine with space on each GPU for two or three of the adapters."""
     settings = EngineSettings(
         folder / "model",
         folder / f"cache-{gpus}",

@@ -19,7 +19,7 @@ HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 
 
 class History:
-    """What every sequence has been given so far, and a cache poisoned with NaN."""
+    """Tokens fed to each sequence so far, and a cache poisoned with NaN."""
 
     def __init__(self, tokens, dtype=torch.float32, scales=None, window=None, soft_cap=None):
         """scales: of pages of FP8."""
@@ -112,7 +112,7 @@ def test_prefill_chunks_and_decodes_mix_in_one_batch(history):
 
 
 @pytest.mark.parametrize("window", [1, 20, 64])
-def test_a_window_hides_what_is_before_it(paged_tokens, window):
+def test_a_window_hides_all_tokens_before_it(paged_tokens, window):
     history = History(paged_tokens(), window=window)
     assert_equal(*history.attend({"a": 63, "b": 1}))
     assert_equal(*history.attend({"b": 20, "c": 133, "a": 1}))
@@ -167,7 +167,7 @@ def test_pages_of_fp8_are_refused_on_a_gpu_that_has_none(monkeypatch):
         choose_attention(replace(LARGE, fp8_kv=True), CUDA)
 
 
-def test_the_warning_names_what_is_in_the_way(caplog):
+def test_the_warning_names_the_property_without_flashinfer_kernels(caplog):
     choose_attention(replace(LARGE, head_dim=48), CUDA)
     choose_attention(replace(LARGE, dtype=torch.float32), CUDA)
     narrow, wide = (record.reason for record in caplog.records)
@@ -271,9 +271,7 @@ class TestFlashInfer:
 
     @pytest.mark.parametrize("shape", [replace(LARGE, long_contexts=True)], ids=[""])
     @pytest.mark.parametrize("scales", [None], ids=[""])
-    def test_what_comes_before_a_chunk_is_cut_where_it_sees_enough(
-        self, compare, backend, monkeypatch
-    ):
+    def test_a_prefix_is_cut_if_the_chunk_sees_enough_tokens(self, compare, backend, monkeypatch):
         if backend._hopper is None:
             pytest.skip("needs a Hopper GPU")
         monkeypatch.setattr(sys.modules[type(backend).__module__], "SEEN_TO_SPLIT", 1)

@@ -40,7 +40,7 @@ groups = pytest.mark.parametrize("group", [GATE_UP, DOWN], ids=["gate_up", "down
 
 @dataclass(frozen=True)
 class Case:
-    """What is put on a device: the runs' slots with their ranks, and each token's experts."""
+    """A case: the runs' slots with their ranks, and each token's experts."""
 
     runs: tuple[tuple[int, int], ...]  # slot, tokens
     ranks: tuple[int, ...]  # of each slot; 0: leaves experts alone

@@ -256,7 +256,7 @@ def test_programs_that_share_outputs_add_them_up_alike_every_time(d_out, d_in, t
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 17, 256])
 @pytest.mark.parametrize(("d_out", "d_in"), [(6144, 4096), (4096, 14336), (160, 96)])
-def test_cuda_multiplies_what_the_reference_does(d_out, d_in, tokens, biased):
+def test_cuda_products_equal_the_references(d_out, d_in, tokens, biased):
     dtype = torch.bfloat16
     x = torch.randn(tokens, d_in).to("cuda", dtype)
     bias = torch.randn(d_out).to("cuda", dtype) if biased else None
@@ -294,7 +294,7 @@ def assert_multiplied(x, weight, bias):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 17])
-def test_a_captured_product_reads_what_lies_there_at_its_replay(tokens):
+def test_a_captured_product_reads_its_operands_at_replay(tokens):
     weight = reference.quantize_weight(torch.randn(160, 96, device="cuda"))
     x, graph = torch.randn(tokens, 96, device="cuda", dtype=torch.bfloat16), torch.cuda.CUDAGraph()
     fp8.linear(x, weight)
@@ -308,7 +308,7 @@ def test_a_captured_product_reads_what_lies_there_at_its_replay(tokens):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 32, 128])
-def test_captured_kernels_compute_what_they_do_one_by_one(tokens):
+def test_captured_kernels_equal_single_launches(tokens):
     gate_up, down = (
         reference.quantize_weight(torch.randn(size, device="cuda") * size[1] ** -0.5)
         for size in ((28672, 4096), (4096, 14336))
@@ -385,7 +385,7 @@ def test_few_tokens_and_scales_of_blocks_are_cublas_where_it_was_faster(monkeypa
 @pytest.mark.parametrize("tokens", [130, 144])
 def test_cublas_is_given_scales_of_blocks_as_it_wants_them(monkeypatch, tokens):
     def scaled_mm(rows, weight, scale_a, scale_b, out_dtype):
-        """As torch._scaled_mm checks and computes it, where a token's blocks have scales."""
+        """Check operands and multiply as torch._scaled_mm does for scales of blocks."""
         (count, d_in), d_out = rows.shape, weight.shape[1]
         assert count % 16 == 0
         assert scale_a.shape == (count, d_in // 128)

@@ -67,7 +67,7 @@ EXPERT_DOWN = LoraGroup((7,), 768, (2048,))
 
 
 class Hopper:
-    """What Triton asks of a driver in order to compile."""
+    """Driver with the methods that Triton needs to compile."""
 
     def get_current_target(self) -> Any:
         return GPUTarget("cuda", 90, 32)
@@ -186,7 +186,7 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     assert compiled >= {"_add_rms_norm", "_act_and_mul", "_act_and_mul_fp8", "_mean_squares"}
 
 
-def test_adding_what_adapters_add(compiled: set[str]) -> None:
+def test_adding_lora_to_a_product(compiled: set[str]) -> None:
     fused.add_delta(empty(8, 4096), LoraDelta(empty(8, 4096), empty(1, dtype=torch.int32)))
     assert compiled >= {"_add_delta"}
 
@@ -207,7 +207,7 @@ def test_sums_over_ranks(compiled: set[str], world: int, width: int, adapters: b
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
-def test_putting_parts_of_attention_together(compiled: set[str], group: int) -> None:
+def test_merging_parts_of_attention(compiled: set[str], group: int) -> None:
     out, parts = empty(8, 4 * group, 128), empty(24 * group, 4, 128)
     lse, parts_lse = (empty(*part.shape[:2], dtype=torch.float32) for part in (out, parts))
     merge(out, lse, parts, parts_lse, empty(8, 3, dtype=torch.int32), out)

@@ -66,7 +66,7 @@ def test_log_probabilities_are_those_of_a_stable_sort_in_float32(vocab, dtype, o
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_of_what_is_no_number_come_ids_of_the_vocabulary(operators, device):
+def test_rows_of_nan_give_ids_within_the_vocabulary(operators, device):
     logits = torch.randn(4, 70)
     logits[0] = torch.nan
     logits[1] = -torch.nan

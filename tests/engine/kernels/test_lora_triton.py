@@ -46,7 +46,7 @@ both_kinds = pytest.mark.parametrize("kind", [FLOAT, BFLOAT])
 
 
 def slow(*values: object) -> list[object]:
-    """What takes the interpreter long, and the GPU no longer than the rest."""
+    """Cases that take the interpreter long, and the GPU no longer than others."""
     return [pytest.param(value, marks=pytest.mark.soak) for value in values]
 
 
@@ -100,7 +100,7 @@ class Step:
         return delta
 
     def sizes(self) -> torch.Tensor:
-        """As delta, of all absolute values: what an element's rounding errors are a share of."""
+        """Delta of all absolute values, the scale of an element's rounding errors."""
         a = {key: matrix.abs() for key, matrix in self.a.items()}
         b = {key: matrix.abs() for key, matrix in self.b.items()}
         return replace(self, a=a, b=b, x=self.x.abs()).delta()
@@ -219,7 +219,7 @@ def check_sum(step: Step, product: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def cut_into(tokens: int, runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """What list_tiles should make of runs: (slot, start, length) of every tile."""
+    """Expected tiles of runs: (slot, start, length) of every tile."""
     wanted, start = [], 0
     for slot, length in runs:
         for done in range(0, length, tokens):
@@ -437,7 +437,7 @@ def test_a_delta_can_be_added_to_its_product(kind: Kind, runs: list[tuple[int, i
 
 @pytest.mark.skipif(INTERPRETED, reason="on a CPU the reference is taken")
 @kinds
-def test_what_adapters_add_outside_of_a_forward_pass(kind: Kind) -> None:
+def test_lora_can_be_added_outside_of_a_forward_pass(kind: Kind) -> None:
     step = make_step(kind, WIDE, MIXED_RANKS, MIXED_RUNS, base_tokens=3)
     y = torch.zeros(len(step.x), sum(WIDE.d_outs)).to(*kind)
     add_lora(y, step.x, step.weights, step.segments, LAYER, WIDE)
@@ -450,7 +450,7 @@ def test_what_adapters_add_outside_of_a_forward_pass(kind: Kind) -> None:
 @pytest.mark.parametrize(
     "runs", [[(0, 1), (1, 2), (2, 1)], [(2, 17), (0, 40), (1, 3)], *slow([(2, 500), (0, 40)])]
 )
-def test_embeddings_add_what_a_linear_adds_to_unit_vectors(
+def test_lora_of_embeddings_equals_lora_of_a_linear_on_unit_vectors(
     kind: Kind, runs: list[tuple[int, int]]
 ) -> None:
     step = make_step(kind, EMBEDDINGS, [12, 0, 40], runs, base_tokens=4, padding=2)

@@ -66,7 +66,7 @@ def test_route(kind, tokens, experts, per_token, adapters, normalised):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_logits_and_such_as_are_not_numbers_stay_within_bounds(kind):
+def test_equal_and_nan_logits_choose_experts_within_bounds(kind):
     from lorikeet_engine.kernels.moe import fused
 
     logits = torch.zeros(3, 5, device=kind[0], dtype=kind[1])
@@ -108,7 +108,7 @@ def test_products(kind, d_out, d_in, spread, gathered):
 @pytest.mark.parametrize("rows", [20, 100, 400])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_every_tile(kind, rows):
-    """Of each TileConfig, whose tiles of an expert are full, begun and none."""
+    """Products of every TileConfig, for experts with full tiles, partial tiles and none."""
     from lorikeet_engine.kernels.moe import grouped
 
     logits = random(kind, rows, 3)
@@ -133,7 +133,7 @@ def quantized_in_rows(weight):
 
 
 def quantized_in_blocks(weight, height=16, width=96):
-    """With scales of blocks that have little to do with one another."""
+    """Scales of blocks, independent of one another."""
     sides = [-(-side // size) for side, size in zip(weight.shape[1:], (height, width), strict=True)]
     scales = 4.0 ** random((weight.device, torch.float32), len(weight), *sides) / 400
     of = Fp8Rows(torch.ones_like(weight, dtype=DTYPE), scales, (height, width)).floats()
@@ -141,7 +141,7 @@ def quantized_in_blocks(weight, height=16, width=96):
 
 
 def rounded_rows(x):
-    """By the CPU: on CUDA torch does not divide exactly."""
+    """Round on the CPU: on CUDA torch does not divide exactly."""
     rounded = quantize_rows(x.cpu())
     return Fp8Rows(rounded.rows.to(x.device), rounded.scales.to(x.device))
 
@@ -225,7 +225,7 @@ def test_fp8_products_of_numbers_whose_blocks_have_scales(
 @pytest.mark.parametrize("rows", [20, 100, 400])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp8_products_of_every_tile(kind, rows):
-    """Of each TileConfig, whose tiles of an expert are full, begun and none."""
+    """Products of every TileConfig, for experts with full tiles, partial tiles and none."""
     from lorikeet_engine.kernels.moe import grouped_fp8
 
     logits = random(kind, rows, 3)

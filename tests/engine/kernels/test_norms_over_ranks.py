@@ -50,7 +50,7 @@ class FakePeers:
                     self.received[rank][epoch % 2, peer, row] = words(part, epoch)
 
     def check_sent(self, own: torch.Tensor) -> None:
-        """That the last epoch sent each row of own [rows, width] to every peer."""
+        """Check that the last epoch sent each row of own [rows, width] to every peer."""
         rank, epochs = self.exchange.rank, self.exchange.epochs.tolist()
         for row, numbers in enumerate(own):
             for received in self.received[:rank] + self.received[rank + 1 :]:
@@ -95,7 +95,7 @@ def test_a_sum_over_ranks_is_added_and_normed_as_one_rank_would(rank, world, wid
 @pytest.mark.usefixtures("exact_fp8")
 @worlds
 @widths
-def test_what_adapters_add_to_a_part_is_summed_with_it_and_rounded_to_fp8(rank, world, width):
+def test_lora_of_a_part_is_summed_with_the_part_and_rounded_to_fp8(rank, world, width):
     rows, peers, weight = 4, FakePeers(rank, world, width), random(width)
     parts, x = random(world, rows, width), random(rows, width)
     own, added = random(rows, width), random(width, rows).T.contiguous()

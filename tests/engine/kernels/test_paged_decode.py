@@ -108,7 +108,7 @@ def test_a_long_sequence_is_cut_and_put_together_again_every_time(device):
     compare(SHAPES["llama"], [900, 3, 70], device, times=3)
 
 
-def test_a_prompts_tokens_see_what_comes_before_them(device):
+def test_a_prompts_tokens_see_the_tokens_before_them(device):
     lengths, queries = [40, 17, 130, 5, 70], [40, 1, 33, 5, 2]
     compare(SHAPES["llama"], lengths, device, queries=queries, times=2)
 

@@ -32,7 +32,7 @@ def test_add_rms_norm(kind, width, tokens):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("width", [60, 1536])
-def test_what_is_added_is_normed_before(kind, width, adapters, tokens):
+def test_the_delta_is_normed_before_it_is_added(kind, width, adapters, tokens):
     x, delta = random(kind, tokens + 1, width), random(kind, width, tokens + 1).T.contiguous()
     weight, delta_weight = random(kind, width), random(kind, width + 2)[2:]
     lora, summed = adapted(kind, delta) if adapters else (None, delta.float())
@@ -53,7 +53,7 @@ def test_what_is_added_is_normed_before(kind, width, adapters, tokens):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_norms_weights_may_be_finer_than_what_they_norm(kind):
+def test_a_norms_weight_may_be_float32_for_16_bit_hidden_states(kind):
     """1 + 2⁻¹⁰ is no bfloat16: rounded, it would make results too small by 2⁻¹⁰ on average."""
     fine = torch.full((1536,), 1 + 2**-10, device=kind[0])
     x, delta = random(kind, 3, 1536), random(kind, 1536, 3).T.contiguous()
@@ -67,7 +67,7 @@ def test_norms_weights_may_be_finer_than_what_they_norm(kind):
 
 @sizes
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_added_is_multiplied_before(kind, tokens):
+def test_the_delta_is_multiplied_before_it_is_added(kind, tokens):
     x, delta, weight = (random(kind, tokens + 1, 60) for _ in range(3))
     lora, summed = adapted(kind, delta)
     wide, scale = x.float() + 0.22 * summed, 0.22
@@ -120,7 +120,7 @@ def test_act_and_mul(kind, gelu, width, tokens):
 
 
 def adapted(kind, y):
-    """What adapters add to the first rows of y, NaN behind them; and y with it, in float32."""
+    """LoRA of the first rows of y, NaN in the others; and y with LoRA, in float32."""
     count = len(y) // 2 + 1
     rows, summed = random(kind, *y.flatten(1).shape[::-1]).T.contiguous(), y.float().clone()
     summed[:count] += rows[:count].view_as(y[:count])
@@ -136,7 +136,7 @@ def assert_close(got, want):
 
 @sizes
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_adapters_add_is_added_first(kind, tokens):
+def test_lora_is_added_before_anything_else(kind, tokens):
     x = random(kind, tokens, 2 * 60)
     lora, summed = adapted(kind, x)
     assert_close(fused.act_and_mul(x, lora), reference.act_and_mul(summed))
@@ -150,7 +150,7 @@ def test_what_adapters_add_is_added_first(kind, tokens):
 @sizes
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [8, 1500])
-def test_what_adapters_add_is_added_to_their_rows_alone(kind, width, tokens):
+def test_lora_is_added_only_to_rows_with_an_adapter(kind, width, tokens):
     y = random(kind, tokens, width)
     lora, summed = adapted(kind, y)
     fused.add_delta(y, lora)
@@ -159,7 +159,7 @@ def test_what_adapters_add_is_added_to_their_rows_alone(kind, width, tokens):
 
 @sizes
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_adapters_add_to_queries_keys_and_values(kind, tokens):
+def test_lora_is_added_to_queries_keys_and_values(kind, tokens):
     qkv, kv = random(kind, tokens, 4, 16), random(kind, 2, 3, 16, 1, 16)
     lora, summed = adapted(kind, qkv)
     angles = random((kind[0], torch.float32), tokens, 8)
@@ -284,7 +284,7 @@ def test_keys_and_values_are_rounded_to_fp8(kind, normed, adapters):
 @pytest.mark.usefixtures("exact_fp8")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operators", [fused, reference], ids=["fused", "reference"])
-def test_what_fp8_cannot_hold_is_saturated_and_what_is_not_finite_is_nan(kind, operators):
+def test_fp8_saturates_large_numbers_and_turns_infinities_into_nan(kind, operators):
     values = [0.0, 1.0, -1.0, 447.0, 448.0, 500.0, -60000.0, 0.0009, float("inf"), -float("inf")]
     held = [0.0, 1.0, -1.0, 448.0, 448.0, 448.0, -448.0, 0.0, float("nan"), float("nan")]
     qkv = torch.zeros(1, 3, 32, device=kind[0])

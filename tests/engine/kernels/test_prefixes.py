@@ -1,4 +1,4 @@
-"""What comes before chunks can be attended to in parts; without a GPU, in Triton's interpreter."""
+"""Prefixes of chunks can be attended to in parts; without a GPU, in Triton's interpreter."""
 
 import math
 from types import SimpleNamespace
@@ -60,7 +60,7 @@ def attend(q, kv, batch, *, causal):
     ],
     ids=["deep", "several"],
 )
-def test_parts_put_together_are_the_whole(device, name, rows, lengths):
+def test_merged_parts_equal_the_whole_attention(device, name, rows, lengths):
     shape, batch = SHAPES[name], step_of(rows, lengths)
     random = torch.Generator(device).manual_seed(2)
     pages = int(batch.page_tables[0].pages.max()) + 1
@@ -82,7 +82,7 @@ LLAMA_8B = AttentionShape(32, 8, 128, PAGE, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(128, 4), (192, 8), (384, 4), (768, 2)])
-def test_what_comes_before_few_rows_is_cut_into_parts_that_fill_the_gpu(rows, parts):
+def test_a_prefix_of_few_rows_is_cut_into_parts_that_fill_the_gpu(rows, parts):
     cut = cut_prefixes(step_of([rows], [rows + 32_768]), LLAMA_8B, programs=132)
     assert set(np.diff(cut.parts.query_starts)) == {4 * rows}
     keys = cut.parts.page_tables[0].kv_lengths
@@ -99,7 +99,7 @@ def test_nothing_is_cut_where_that_gains_nothing(rows, depth):
     assert cut_prefixes(step_of([rows], [rows + depth]), LLAMA_8B, programs=132) is None
 
 
-def test_parts_grow_with_what_comes_before():
+def test_parts_grow_with_the_prefix():
     cuts = [
         cut_prefixes(step_of([192], [192 + depth]), LLAMA_8B, programs=132)
         for depth in (8192, 32_768, 122_880)

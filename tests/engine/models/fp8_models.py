@@ -110,7 +110,7 @@ def round_linears(
 
 
 def _stored(weight: torch.Tensor, parts: int, block: tuple[int, int] | None) -> torch.Tensor:
-    """What FP8 makes of a weight, or of each expert's, of which so many ranks have columns."""
+    """Round a weight, or each expert's, to FP8, as `parts` processes with a part each would."""
     if block is None:
         return rounded(weight, parts)
     in_blocks = rounded_in_blocks(weight, block)
@@ -119,9 +119,9 @@ def _stored(weight: torch.Tensor, parts: int, block: tuple[int, int] | None) -> 
 
 
 def rounded_in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The floats that FP8 numbers stand for whose blocks have scales; weight [..., rows, columns].
+    """Round a weight [..., rows, columns] to FP8 with scales of blocks, and return its floats.
 
-    Of several matrices each has blocks of its own.
+    Each of several matrices has its own blocks.
     """
     if weight.dim() > 2:
         return torch.stack([rounded_in_blocks(matrix, block) for matrix in weight])

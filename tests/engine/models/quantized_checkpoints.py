@@ -146,7 +146,7 @@ def packed(nibbles):
 
 
 def awq(path, q, zeros, scales):
-    """As AutoAWQ packs: nibble i of an integer is column order[i] of eight."""
+    """Pack as AutoAWQ does: nibble i of an integer is column order[i] of eight."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     return {
         f"{path}.qweight": packed(q.view(len(q), -1, 8)[..., order]),
@@ -156,7 +156,7 @@ def awq(path, q, zeros, scales):
 
 
 def gptq(path, q, zeros, scales, group_of, less=1):
-    """As GPTQModel packs: eight rows in one, and in its first format 1 off each of eight zeros.
+    """Pack as GPTQModel does: eight rows in one; in its first format each zero point less 1.
 
     That is taken off the integer that has them all (convert_gptq_v2_to_v1_format in its
     utils/model.py), so a zero of 0 borrows from the next.

@@ -1,4 +1,4 @@
-"""What compressed-tensors itself writes is served with the values that it reads back."""
+"""Folders that compressed-tensors writes are served with the values that it reads back."""
 
 import os
 import subprocess

@@ -70,7 +70,7 @@ def config_class(family):
 
 
 def keys_of(family):
-    """What the family's class has beside every model's keys, with its defaults."""
+    """Keys of the family's config class alone, with their defaults."""
     every = {field.name for field in fields(transformers.PreTrainedConfig)}
     return {
         field.name: None if field.default is MISSING else field.default

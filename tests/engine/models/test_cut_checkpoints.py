@@ -1,4 +1,4 @@
-"""What a process reads of a shared model's linears is its part of the whole weight, bit for bit."""
+"""Each process reads its part of a shared model's weights, bit for bit."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def fused(request, tiny_checkpoints, tmp_path):
 
 
 def pair(case: tuple[str, Path], names: list[str], cuts: list[Cut]) -> tuple[Weight, list[Weight]]:
-    """What is read of the cut linears at once, and of each of them whole."""
+    """Read cut linears at once, and each of them whole."""
     kind, folder = case
     wholes = [[Cut.whole(*cut.shape)] for cut in cuts]
     return (

@@ -140,7 +140,7 @@ def test_a_rehearsal_counts_a_byte_for_a_number_and_four_for_a_scale(
     assert ModelConfig.from_folder(folder).quantized_linears.format is Quantization.FP8
 
 
-def test_fp8_stays_as_it_is_where_the_rest_is_rounded_to_it(tiny_checkpoints, tmp_path):
+def test_stored_fp8_is_unchanged_when_floats_are_rounded_to_fp8(tiny_checkpoints, tmp_path):
     folder, _ = write_fp8(tiny_checkpoints["llama"], tmp_path, "dynamic")
     model = load_model(folder, CPU, torch.float32, rounding=Quantization.FP8)
     run = Run(None, PagedTokens(), model=model)
@@ -222,7 +222,7 @@ def test_other_schemes_are_refused_by_name(edited, quantization, field):
     assert refused.value.field == f"quantization_config.{field}"
 
 
-def test_what_modelopt_says_in_a_file_of_its_own_is_read(tiny_checkpoints, tmp_path):
+def test_modelopts_own_config_file_is_read(tiny_checkpoints, tmp_path):
     folder, _ = write_fp8(tiny_checkpoints["llama"], tmp_path, "modelopt")
     alone = saved(tiny_checkpoints["llama"], tmp_path / "alone", load_file(folder / SINGLE))
     with pytest.raises(ModelError, match=r"F8_E4M3 .* which config\.json does not mention"):

@@ -39,7 +39,7 @@ def logits(model):
 
 
 def errors(got, want):
-    """Of each token's logits, as a share of them."""
+    """Relative error of each token's logits."""
     return (got - want).norm(dim=1) / want.norm(dim=1)
 
 
@@ -85,7 +85,7 @@ def linears_of(layer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rehearsal_knows_what_fp8_takes(tiny_checkpoints, dtype):
+def test_a_rehearsal_knows_the_bytes_of_fp8_weights(tiny_checkpoints, dtype):
     for name in (*FAMILIES, *MOE):
         folder = tiny_checkpoints[name]
         plain = rehearse_load(folder, dtype)[1]

@@ -62,7 +62,7 @@ def test_every_layer_has_a_place_of_its_own_among_layers_of_its_window(kinds, wi
 
 
 def test_layers_that_follow_one_another_share_a_group():
-    """So that attention changes from one group's pages to another's a few times a step."""
+    """Attention then changes from one group's pages to another's only a few times a step."""
     groups = [place.group for place in KvGroups.of(every(48, 1024, 6), 131_072).places]
     windowed = [group for group in groups if group]
     assert windowed == sorted(windowed)

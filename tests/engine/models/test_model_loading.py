@@ -141,7 +141,7 @@ def test_yarn_has_room_for_the_context_that_it_stretches_to(edited):
     assert ModelConfig.from_folder(folder).max_context == 4 * 512
 
 
-def test_a_refused_attn_factor_says_which_attention_factor_means_what(edited):
+def test_a_refused_attn_factor_names_the_attention_factors_to_choose_from(edited):
     rope = {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782488562869419}
     with pytest.raises(ModelError, match=r"attention_factor .*: 1 as vLLM, .* or 1\.139 as trans"):
         ModelConfig.from_folder(edited("qwen3", rope_parameters=rope))
@@ -280,7 +280,7 @@ def test_the_host_holds_no_second_copy(tmp_path, device):
 
 
 def host_bytes():
-    """What this process holds and held at most, mapped files included."""
+    """This process's current and peak memory, mapped files included."""
     facts = Path("/proc/self/status").read_text()
     held, peak = (int(re.search(rf"{name}:\s+(\d+)", facts)[1]) for name in ("VmRSS", "VmHWM"))
     return held << 10, peak << 10

@@ -129,7 +129,7 @@ def test_long_positions_turn_as_transformers_turns_them(name, tiny_checkpoints, 
 @pytest.mark.parametrize(
     ("length", "max_context"), [(133, 512), (9, 9), (8, 8), (1, 8)]
 )  # the original context is 8
-def test_longrope_turns_by_what_the_longest_context_needs(
+def test_longrope_uses_the_factors_of_the_longest_context(
     length, max_context, tiny_checkpoints, paged_tokens
 ):
     folder, prompt = tiny_checkpoints["longrope"], prompt_of(length)

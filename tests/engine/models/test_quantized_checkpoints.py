@@ -68,7 +68,7 @@ def nf4(wide_checkpoints, tmp_path_factory):
 
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_nf4_checkpoint_computes_what_its_library_does(nf4, family, double):
+def test_an_nf4_checkpoint_gives_the_logits_of_bitsandbytes(nf4, family, double):
     model, folder = nf4(family, double)
     with torch.inference_mode():
         want = model(torch.tensor([PROMPT])).logits[0]
@@ -92,7 +92,7 @@ def test_an_adapter_is_added_to_the_exact_values_of_an_nf4_base(nf4, wide_checkp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(96, 64), (40, 192)], ids=["even", "odd"])
-def test_a_weight_rounded_to_nf4_is_what_bitsandbytes_makes_of_it(shape, dtype):
+def test_a_weight_rounded_to_nf4_equals_bitsandbytes(shape, dtype):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     want = dequantize_4bit(*quantize_4bit(weight, quant_type="nf4", compress_statistics=True))
     got = round_to_nf4(weight)
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_floats_can_be_served_as_if_it_were_nf4(wide_checkpoints
     assert torch.equal(logits(folder, model), logits(want))
 
 
-def test_what_is_quantised_already_is_not_rounded_again(nf4, tmp_path):
+def test_a_quantised_checkpoint_is_not_rounded_to_nf4_again(nf4, tmp_path):
     with pytest.raises(ModelError, match="quantised already, as nf4"):
         assembled(nf4("llama")[1], tmp_path)
 
@@ -216,7 +216,7 @@ def test_a_quantised_lm_head_beside_tied_embeddings_is_left_unread(tiny_checkpoi
     assert torch.equal(logits(other), logits(folder))
 
 
-def test_quantised_linears_that_config_json_does_not_speak_of_are_named(tiny_checkpoints, tmp_path):
+def test_quantised_linears_that_config_json_does_not_mention_are_named(tiny_checkpoints, tmp_path):
     folder, _ = write_int4(tiny_checkpoints["llama"], tmp_path, "awq", **AWQ)
     unsaid = saved(tiny_checkpoints["llama"], tmp_path / "unsaid", load_file(folder / SINGLE))
     with pytest.raises(ModelError, match=r"q_proj.qweight, .* want config.json to say"):
@@ -262,7 +262,7 @@ def test_one_group_can_hold_all_inputs(tiny_checkpoints, tmp_path):
     assert logits(folder).isfinite().all()
 
 
-def test_a_rehearsal_knows_what_the_floats_will_take(nf4, wide_checkpoints, tmp_path):
+def test_a_rehearsal_knows_the_bytes_of_dequantised_weights(nf4, wide_checkpoints, tmp_path):
     plain = rehearse_load(wide_checkpoints["llama"], torch.bfloat16)[1]
     assert rehearse_load(nf4("llama")[1], torch.bfloat16)[1] == plain
     folder, _ = write_int4(wide_checkpoints["llama"], tmp_path, "awq", **AWQ)

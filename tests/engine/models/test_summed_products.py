@@ -1,4 +1,4 @@
-"""What ranks computed parts of is summed once: at once, or by the norm that reads it."""
+"""Products of which ranks have parts are summed once: at once, or by the norm that reads them."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def products(group: RankGroup) -> list[Product]:
     return found
 
 
-def test_ranks_sum_at_once_what_the_norm_cannot_sum(tmp_path):
+def test_ranks_sum_at_once_the_products_that_the_norm_cannot_sum(tmp_path):
     for rank, (without, small, many, precise) in enumerate(run_ranks(2, products, tmp_path)):
         for product in (without, many, precise):
             assert product.y[0].tolist() == [3.0 + 16.0] * WIDTH
@@ -50,7 +50,7 @@ def test_ranks_sum_at_once_what_the_norm_cannot_sum(tmp_path):
 @pytest.mark.parametrize(
     ("width", "world", "rows"), [(8192, 2, 32), (8192, 8, 4), (4096, 2, 64), (1 << 20, 8, 1)]
 )
-def test_a_rank_sends_at_most_so_much_for_a_sum(width, world, rows):
+def test_a_rank_sends_at_most_most_sent_bytes_for_a_sum(width, world, rows):
     assert most_rows(width, world) == rows
     assert rows == 1 or rows * width * 4 * (world - 1) <= MOST_SENT_BYTES
 
@@ -63,7 +63,7 @@ def test_one_process_sums_nothing():
 
 
 @pytest.mark.parametrize("rounded", [True, False])
-def test_the_norm_is_told_through_what_to_sum(monkeypatch, rounded):
+def test_the_norm_gets_the_exchange_of_its_product(monkeypatch, rounded):
     told: list[tuple[Any, ...]] = []
     for name in ("add_rms_norm", "add_rms_norm_fp8"):
         monkeypatch.setattr(norms, name, lambda *given, name=name: told.append((name, *given)))

@@ -167,7 +167,7 @@ def test_the_older_config_of_qwen_vl_which_has_no_text_config_means_the_same(fol
 
 @pytest.mark.parametrize("kind", TEXT_DECODERS)
 def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
-    """It leaves out of a text_config all that is as in its class: LLaVA 1.5's has no sizes."""
+    """transformers leaves defaults out of a text_config: LLaVA 1.5's has no sizes."""
     wrapper = kind.removesuffix("_text") if kind.endswith("_text") else "llava"
     raw = {"model_type": wrapper, "text_config": {"model_type": kind}}
     (tmp_path / "config.json").write_text(json.dumps(raw))

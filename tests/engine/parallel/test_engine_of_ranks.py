@@ -49,7 +49,7 @@ def build(world: PeftWorld, cache: Path, ranks: int, **settings: Any) -> Engine:
 
 
 def largest_adapter_bytes(world: PeftWorld) -> int:
-    """What the largest takes whole: few parts of adapters fit, so they come and go."""
+    """Bytes of the largest whole adapter: few parts of adapters fit, so they come and go."""
     shape = ModelConfig.from_folder(world.checkpoint).shape
     blobs = [world.shelf.folder / ref.digest for ref in world.refs.values() if ref]
     specs = [read_spec(blob, shape, _LIMITS) for blob in blobs]
@@ -112,7 +112,9 @@ def alone(world, tmp_path_factory):
         ),
     ],
 )
-def test_what_eight_processes_cannot_share_is_refused_by_name_at_once(changed, named, tmp_path):
+def test_a_model_that_eight_processes_cannot_share_is_refused_by_name_at_once(
+    changed, named, tmp_path
+):
     folder = write_config(tmp_path / "model", {"model_type": "llama", **SIZES, **changed})
     settings = EngineSettings(model=folder, cache_dir=tmp_path / "cache", tensor_parallel=8)
     with pytest.raises(SettingsError, match=f"{named} cannot be shared evenly by 8 processes"):
@@ -140,7 +142,7 @@ def test_adapters_that_come_and_go_answer_as_peft_does(engine, world):
     assert gpu.checksum_failures == 0
 
 
-def test_what_was_preempted_goes_on_as_in_one_process(engine, alone):
+def test_preempted_requests_go_on_as_in_one_process(engine, alone):
     before, said = engine.status().preemptions, []
     for each in (engine, alone):
         answers = Answers(each, WITHIN_S)
@@ -170,7 +172,7 @@ def ask_all_kinds(answers: Answers, world: PeftWorld) -> Answers:
     return answers
 
 
-def test_what_sampling_can_do_comes_out_as_in_one_process(engine, world, alone):
+def test_all_sampling_features_give_the_answers_of_one_process(engine, world, alone):
     wanted = ask_all_kinds(Answers(alone), world)
     got = ask_all_kinds(Answers(engine, WITHIN_S), world)
     assert (got.tokens, got.finish) == (wanted.tokens, wanted.finish)

@@ -96,7 +96,7 @@ def replica(checkpoint, tmp_path):
 
 
 def losing(stage, sent, checkpoint, folder):
-    """What builds an engine of two ranks that loses one at a stage."""
+    """Builder of an engine of two ranks that loses one at a stage."""
     return partial(losing_a_rank, stage, sent, partial(of_two_ranks, checkpoint, folder), folder)
 
 
@@ -193,7 +193,7 @@ def test_a_follower_that_is_lost_before_it_can_step_ends_the_start(
     assert not forked_engines.processes()
 
 
-def test_an_error_that_all_ranks_meet_is_told_whoever_meets_it_first(checkpoint, tmp_path):
+def test_an_error_of_all_ranks_is_reported_whichever_rank_meets_it_first(checkpoint, tmp_path):
     with pytest.raises(ModelError, match="at fault"):
         Replica(partial(_with_a_bad_checkpoint, checkpoint, tmp_path))
     assert not forked_engines.processes()

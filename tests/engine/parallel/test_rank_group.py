@@ -1,4 +1,4 @@
-"""What ranks say to one another arrives: sums everywhere, logits at the leader, its tokens."""
+"""Collectives arrive: sums everywhere, logits at the leader, the leader's tokens everywhere."""
 
 import time
 from datetime import timedelta

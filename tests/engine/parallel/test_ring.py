@@ -76,7 +76,7 @@ def test_the_writer_waits_for_the_slowest_reader():
     assert written.wait(10)
 
 
-def test_what_was_written_before_the_end_is_read():
+def test_records_written_before_the_close_are_read():
     writer, (reader,) = ring(64, 1)
     writer.write(b"last")
     writer.close()
@@ -91,7 +91,7 @@ def test_a_record_that_never_fits_is_refused():
         writer.write(bytes(57))
 
 
-def test_a_writer_whose_reader_is_gone_learns_so():
+def test_a_writer_raises_when_its_reader_is_gone():
     writer, (reader,) = ring(64, 1)
     os.close(reader._wake_fd)
     with pytest.raises(BrokenPipeError):

@@ -1,4 +1,4 @@
-"""What each process keeps of a base model: whole heads, even parts, or a refusal by name."""
+"""Parts of a base model that each process keeps: whole heads, even parts, or a refusal by name."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def test_the_key_head_of_every_query_head_is_in_the_same_shard():
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize(("family", "experts"), [("llama", 0), ("qwen3_moe", 6), ("mixtral", 3)])
-def test_a_shards_own_shape_has_the_widths_of_what_it_keeps(family, experts, world):
+def test_a_shards_own_shape_has_the_widths_of_its_parts(family, experts, world):
     shape = BaseShape(
         family, 3, 96, 64, heads=8, kv_heads=2, head_dim=4, vocabulary=96, experts=experts
     )
@@ -38,7 +38,7 @@ def test_a_shards_own_shape_has_the_widths_of_what_it_keeps(family, experts, wor
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("group", ["qkv", "gate_up"])
-def test_what_stores_several_linears_is_cut_as_they_are(world, group):
+def test_a_linear_that_stores_several_is_cut_as_each_of_them(world, group):
     sizes = {"heads": 8, "kv_heads": 2, "head_dim": 4, "vocabulary": 96}
     apart, fused = (BaseShape(name, 1, 96, 64, **sizes) for name in ("llama", "phi3"))
     for index in range(world):
@@ -54,7 +54,7 @@ def test_what_stores_several_linears_is_cut_as_they_are(world, group):
 
 
 @pytest.mark.parametrize(("size", "world"), [(27, 4), (40, 4), (49155, 2), (9, 8), (128256, 8)])
-def test_the_vocabulary_is_cut_into_runs_of_which_the_first_is_the_longest(size, world):
+def test_the_vocabulary_is_cut_into_ranges_and_the_first_is_the_longest(size, world):
     runs = [Shard(index, world).vocabulary(size) for index in range(world)]
     assert [token for run in runs for token in run] == list(range(size))
     assert len(runs[0]) == max(map(len, runs))

@@ -80,7 +80,7 @@ class Case(NamedTuple):
 def answers(
     cases: dict[str, Case], group: RankGroup | None, device: torch.device = CPU
 ) -> dict[str, torch.Tensor]:
-    """By model, all logits of one batch of all its adapters and the base model, on the CPU."""
+    """Logits of one batch of all adapters and the base model, by model, on the CPU."""
     logits = {}
     for name, case in cases.items():
         model = load_model(case.checkpoint, device, torch.float32, ranks=group)
@@ -166,7 +166,7 @@ def made_cases(configs: dict[str, dict[str, Any]], folder: Path) -> dict[str, Ca
 
 @pytest.fixture(scope="module", params=[2, 4])
 def shared(request, cases, tmp_path_factory):
-    """What each rank has, by rank and model."""
+    """Results of each rank, by rank and model."""
     return run_ranks(request.param, answers_of_rank, tmp_path_factory.mktemp("ranks"), cases)
 
 

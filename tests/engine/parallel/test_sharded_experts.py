@@ -22,7 +22,7 @@ ADAPTERS = ("router", "both", "all")
 
 
 class Told(NamedTuple):
-    """What a rank computed. routed: by layer. sums: how many over ranks."""
+    """Results of one rank. routed: by layer. sums: number of sums over ranks."""
 
     logits: torch.Tensor
     routed: list[RoutedRows]
@@ -30,7 +30,7 @@ class Told(NamedTuple):
 
 
 def tell(group: RankGroup | None, checkpoint: Path, blobs: dict[str, Path]) -> Told:
-    """One step of a prompt under each adapter and one of the base model."""
+    """Run one step of a prompt under each adapter and one of the base model."""
     routed, sums = list[RoutedRows](), list[int]()
 
     def recording_route(*arguments, **more):
@@ -41,8 +41,8 @@ def tell(group: RankGroup | None, checkpoint: Path, blobs: dict[str, Path]) -> T
     try:
         model = load_model(checkpoint, CPU, torch.float32, ranks=group)
         if group is not None:
-            sum_ = group.sum_
-            group.sum_ = lambda tensor: sums.append(1) or sum_(tensor)
+            all_reduce = group.sums.all_reduce
+            group.sums.all_reduce = lambda tensor: sums.append(1) or all_reduce(tensor)
         weights, layouts = packed(model, blobs, group)
         run = Run(checkpoint, PagedTokens(), lora=weights, model=model)
         prompts = {name: prompt_of(9 + 7 * n, n) for n, name in enumerate([*blobs, None])}

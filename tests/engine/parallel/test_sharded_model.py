@@ -60,7 +60,7 @@ def alone(folders):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def shared(request, folders, tmp_path_factory):
-    """What each rank has, by rank and model."""
+    """Results of each rank, by rank and model."""
     folder = tmp_path_factory.mktemp("ranks")
     return run_ranks(request.param, answers_of_rank, folder, folders)
 

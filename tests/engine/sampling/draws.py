@@ -56,7 +56,7 @@ def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def assert_drawn(tokens, want):
-    """That tokens follow a distribution, by a chi-square test."""
+    """Check that tokens follow a distribution, by a chi-square test."""
     counts = torch.bincount(torch.tensor(tokens), minlength=VOCAB)
     assert set(counts.nonzero().flatten().tolist()) <= set(want)
     chi2 = sum((counts[t].item() - DRAWS * p) ** 2 / (DRAWS * p) for t, p in want.items())

@@ -97,7 +97,7 @@ def test_a_tenant_with_too_many_waiting_is_refused_and_told_when_to_come_back(
 
 
 def kept(worker, grammars):
-    """Those of the grammars that need no work, without using them."""
+    """Select the grammars that are cached, without using them."""
     return [grammar for grammar in grammars if grammar in worker._kept]
 
 
@@ -113,7 +113,7 @@ def test_a_tenant_with_many_large_grammars_keeps_only_its_share(worker, work):
     assert kept(worker, large) == [large[-3], large[-1]]  # the last used stay
 
 
-def test_of_many_tenants_the_one_that_has_most_loses_its_oldest(worker, work):
+def test_over_the_bound_the_tenant_with_most_memory_loses_its_oldest_result(worker, work):
     work.may_begin.set()
     grammars = [f"{tenant}{i}".ljust(120_000) for tenant in "abcd" for i in range(3)]
     others = [f"{tenant}0".ljust(120_000) for tenant in "efg"]
@@ -124,7 +124,7 @@ def test_of_many_tenants_the_one_that_has_most_loses_its_oldest(worker, work):
     assert set(kept(worker, [*grammars, *others])) == {*grammars, *others} - gone
 
 
-def test_what_nobody_uses_for_a_minute_is_dropped(worker, work, monkeypatch):
+def test_a_result_unused_for_a_minute_is_dropped(worker, work, monkeypatch):
     monkeypatch.setattr(grammar_worker, "_UNUSED_S", 0.5)
     work.may_begin.set()
     for grammar in ("used", "unused"):
@@ -149,7 +149,7 @@ def test_a_tenant_whose_requests_hold_too_much_compiled_is_refused(worker, work)
     worker.result("a".ljust(100_000), "acme").result(20)
 
 
-def test_what_raises_is_tried_again(worker, work):
+def test_a_grammar_that_raised_is_tried_again(worker, work):
     work.may_begin.set()
     for _ in range(2):
         with pytest.raises(InvalidRequest):
@@ -157,7 +157,7 @@ def test_what_raises_is_tried_again(worker, work):
     assert work.done == ["bad", "bad"]
 
 
-def test_closing_fails_what_waits(worker, work):
+def test_closing_fails_all_waiting_grammars(worker, work):
     first, second = worker.result("a", "acme"), worker.result("b", "acme")
     closing = threading.Thread(target=worker.close)
     closing.start()

@@ -80,7 +80,7 @@ class TestPenalties:
         return rows
 
     def by_hand(self, logits, rows, made=MADE):
-        """What is drawn from logits that were changed without the sampler."""
+        """Draw from logits that were changed without the sampler."""
         logits = torch.stack(
             [changed(x, row.params, self.PROMPT, made) for x, row in zip(logits, rows, strict=True)]
         )
@@ -182,7 +182,7 @@ class TestPenalties:
         penalties.count(at, torch.tensor([-1]))
         assert torch.equal(penalties.change(logits, torch.tensor([0]), at), logits)
 
-    def test_plain_rows_beside_them_draw_what_they_draw_alone(self):
+    def test_plain_rows_beside_them_draw_the_same_tokens_as_alone(self):
         penalties = pool()
         penalised = self.rows(penalties)
         logits = logits_of(seed=13, rows=200 + len(penalised)).bfloat16()

@@ -91,7 +91,7 @@ def test_a_long_tail_of_rare_tokens_keeps_its_share():
     ],
     ids=str,
 )
-def test_a_gpu_draws_what_the_cpu_draws(choice):
+def test_a_gpu_draws_the_same_tokens_as_the_cpu(choice):
     logits, params = logits_of(seed=9, rows=64), SamplingParams(**choice)
     bound = torch.tensor([i for i in range(64) if i % 3])
 
@@ -190,7 +190,7 @@ def test_banned_ids_never_come(choice):
 
 
 @pytest.mark.parametrize("choice", [{"temperature": 0.0}, {}, {"top_p": 0.9}], ids=str)
-def test_a_row_draws_nothing_but_what_it_is_allowed(choice):
+def test_a_row_draws_only_allowed_tokens(choice):
     params = SamplingParams(**choice)
     logits = logits_of(seed=7).expand(400, -1).clone()
     forbid_others(logits, torch.arange(200, 400), EVEN.repeat(200, 1))
@@ -220,7 +220,7 @@ def test_a_row_draws_nothing_but_what_it_is_allowed(choice):
         ("logprobs", 21),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(param, value):
+def test_impossible_parameters_are_refused_by_name(param, value):
     with pytest.raises(InvalidRequest, match=param) as refused:
         SamplingParams(**{param: value})
     assert refused.value.param == param

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lorikeet_engine.request import SchedulingParams
 from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, VirtualCounters
+from lorikeet_engine.scheduling.sequence import SequenceStatus
 from tests.engine.scheduler_harness import COSTS, PAGE, SchedulerHarness
 
 A, B = SchedulingParams("a"), SchedulingParams("b")
@@ -62,7 +63,7 @@ def steps_to_first_tokens(noisy_streams):
             for s in since
             if s.output_length == 1 and s.request.scheduling == A
         ]
-        since = {s: step for s, step in since.items() if not s.ended}
+        since = {s: step for s, step in since.items() if s.status is not SequenceStatus.FINISHED}
     return took
 
 

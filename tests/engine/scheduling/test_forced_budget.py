@@ -14,53 +14,53 @@ SEEING = StepCosts((RowsTime(64, 10.0e-3), RowsTime(65, 10.0e-3)), 0.0, prompt_s
 SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
 
 
-def rooms(budget, steps, decodes=64, context=6400):
-    """The room of each of so many steps, all of which is used."""
+def allowed(budget, steps, decodes=64, context=6400):
+    """Return the tokens allowed in each of so many steps, all of which are spent."""
     found = []
     for _ in range(steps):
-        found.append(budget.room(decodes, context, beside_others=True))
+        found.append(budget.tokens_allowed(decodes, context, beside_others=True))
         if found[-1]:
             budget.spend(found[-1], found[-1] * context // decodes)
     return found
 
 
 def test_a_larger_size_is_left_alone_until_all_of_it_can_be_paid_for():
-    assert rooms(ForcedBudget(128, COSTS, SIZES), 5) == [0, 32, 0, 32, 32]
+    assert allowed(ForcedBudget(128, COSTS, SIZES), 5) == [0, 32, 0, 32, 32]
 
 
 def test_what_a_size_has_left_over_is_used_in_every_step():
-    assert rooms(ForcedBudget(128, COSTS, SIZES), 3, decodes=60) == [4, 36, 4]
+    assert allowed(ForcedBudget(128, COSTS, SIZES), 3, decodes=60) == [4, 36, 4]
 
 
 def test_what_is_saved_pays_for_larger_steps():
     budget = ForcedBudget(128, COSTS, SIZES)
     for _ in range(6):
-        budget.room(64, 6400, beside_others=True)
-    assert budget.room(64, 6400, beside_others=True) == 128
+        budget.tokens_allowed(64, 6400, beside_others=True)
+    assert budget.tokens_allowed(64, 6400, beside_others=True) == 128
 
 
 def test_no_more_is_saved_than_makes_one_step_half_as_long_again():
     budget = ForcedBudget(10_000, StepCosts((RowsTime(1, 1.0), RowsTime(1001, 1001.0)), 0.0))
     for _ in range(1000):
-        budget.room(100, 6400, beside_others=True)
-    assert 30 < budget.room(100, 6400, beside_others=True) <= 50
+        budget.tokens_allowed(100, 6400, beside_others=True)
+    assert 30 < budget.tokens_allowed(100, 6400, beside_others=True) <= 50
 
 
 def test_what_tokens_see_counts():
-    few = rooms(ForcedBudget(128, SEEING), 100, context=6400)
-    many = rooms(ForcedBudget(128, SEEING), 100, context=64_000)
+    few = allowed(ForcedBudget(128, SEEING), 100, context=6400)
+    many = allowed(ForcedBudget(128, SEEING), 100, context=64_000)
     assert sum(few) == pytest.approx(10 * sum(many), rel=0.1)
 
 
 def test_beside_nobody_else_there_is_room_for_as_many_as_a_step_may_have():
     budget = ForcedBudget(100, COSTS, SIZES)
-    assert budget.room(64, 6400, beside_others=False) == 100
-    assert ForcedBudget(300, COSTS, SIZES).room(64, 6400, beside_others=False) == 128
-    assert ForcedBudget(0, COSTS, SIZES).room(64, 6400, beside_others=True) == 0
+    assert budget.tokens_allowed(64, 6400, beside_others=False) == 100
+    assert ForcedBudget(300, COSTS, SIZES).tokens_allowed(64, 6400, beside_others=False) == 128
+    assert ForcedBudget(0, COSTS, SIZES).tokens_allowed(64, 6400, beside_others=True) == 0
 
 
 def test_where_decodes_fill_no_captured_size_there_is_none_beside_others():
-    assert rooms(ForcedBudget(128, COSTS, SIZES), 50, decodes=256) == [0] * 50
+    assert allowed(ForcedBudget(128, COSTS, SIZES), 50, decodes=256) == [0] * 50
 
 
 @pytest.mark.parametrize("sizes", [(), SIZES])
@@ -68,8 +68,8 @@ def test_whatever_is_taken_others_lose_their_share_and_no_more(sizes):
     budget, dice, more_s, steps_s = ForcedBudget(128, COSTS, sizes), random.Random(0), 0.0, 0.0
     for _ in range(3000):
         decodes = dice.choice((33, 60, 64, 65, 96, 100))
-        room = budget.room(decodes, 100 * decodes, beside_others=True)
-        taken = dice.randint(0, room)
+        tokens = budget.tokens_allowed(decodes, 100 * decodes, beside_others=True)
+        taken = dice.randint(0, tokens)
         size, larger = (next((s for s in sizes if s >= n), n) for n in (decodes, decodes + taken))
         steps_s += COSTS.rows_s(size)
         more_s += COSTS.rows_s(larger) - COSTS.rows_s(size)
@@ -81,6 +81,6 @@ def test_whatever_is_taken_others_lose_their_share_and_no_more(sizes):
 
 def test_rows_come_first_in_turns():
     budget, rows = ForcedBudget(128, COSTS), list("abc")
-    orders = [budget.in_turn(rows) for _ in range(6)]
+    orders = [budget.rotated(rows) for _ in range(6)]
     assert all(sorted(order) == rows for order in orders)
     assert Counter(order[0] for order in orders) == dict.fromkeys(rows, 2)

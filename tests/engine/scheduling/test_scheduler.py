@@ -11,6 +11,7 @@ from lorikeet_engine.scheduling import step_budget
 from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN
 from lorikeet_engine.scheduling.kv_cache import PageKeys
+from lorikeet_engine.scheduling.sequence import SequenceStatus
 from tests.engine.scheduler_harness import PAGE, SchedulerHarness
 
 
@@ -156,7 +157,7 @@ def test_over_thousands_of_steps_nobody_waits_long_for_ranks():
         if step % 50 == 0:
             harness.ranks = dice.uniform(-20, 80)
         harness.step()
-        for sequence in [s for s in since if s.ended]:
+        for sequence in [s for s in since if s.status is SequenceStatus.FINISHED]:
             waits.append(step - since.pop(sequence))
     assert len(waits) > 4000
     assert max(waits) < 5 * MAX_OVERTAKES

@@ -9,7 +9,7 @@ from lorikeet_engine.costs import RowsTime, StepCosts, seen_tokens
 from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
 from lorikeet_engine.scheduling import step_counters
 from lorikeet_engine.scheduling.sequence import Chunk
-from lorikeet_engine.scheduling.step_budget import PromptRoom, StepBudget
+from lorikeet_engine.scheduling.step_budget import PromptBudget, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters, StepLaunch
 
 GOAL_S, BASE_S, SLOPE_S = 10e-3, 6e-3, 2e-6
@@ -139,12 +139,12 @@ def test_a_goal_that_no_step_can_reach_leaves_no_room(device):
     for _ in range(20):
         device.run(one, 16)
     assert one.max_ranks(0) <= 0
-    assert one.prompt_room(chunks(16), 2000).take(prompt_at(0)).length == 128
+    assert one.prompt_budget(chunks(16), 2000).take(prompt_at(0)).length == 128
 
 
 def test_tokens_that_decodes_were_forced_to_take_their_time_from_prompts():
     one = budget(base_s=GOAL_S / 2, token_s=1e-6)
-    alone, beside = (one.prompt_room(chunks(0, forced), 9000) for forced in (0, 200))
+    alone, beside = (one.prompt_budget(chunks(0, forced), 9000) for forced in (0, 200))
     room = alone.tokens_within(0, 9000)
     assert 1000 < room < 9000
     assert beside.tokens_within(0, 9000) == pytest.approx(room - 200, abs=1)
@@ -178,7 +178,7 @@ def test_decodes_see_no_more_of_layers_with_a_window():
 
 def test_prompts_have_what_the_decodes_beside_them_leave_of_the_goal():
     one = budget(token_s=4e-6, lora_token_s=1e-6)
-    room = one.prompt_room(chunks(500), 2000)
+    room = one.prompt_budget(chunks(500), 2000)
     left_s = GOAL_S - BASE_S - 256 * 4e-6 - SLOPE_S * 500
     assert room.take(prompt_at(0)).length == pytest.approx(left_s / 5e-6, abs=1)
     assert not room
@@ -194,7 +194,7 @@ def test_a_chunk_is_the_longest_that_the_goal_allows_at_its_depth(depth, sizes):
         padded = next((size for size in sizes if size >= 3 + tokens), 3 + tokens)
         return (padded - 3) * 1e-6 + 2e-10 * seen_tokens(tokens, depth)
 
-    length = one.prompt_room(chunks(0), 2000).take(prompt_at(depth)).length
+    length = one.prompt_budget(chunks(0), 2000).take(prompt_at(depth)).length
     fits = [tokens for tokens in range(1, 2001) if takes_s(tokens) <= left_s]
     assert length == max(128, *fits)
 
@@ -206,26 +206,26 @@ def test_decodes_that_are_attended_to_apart_from_prompts_cost_the_step_once_more
     decodes, depth, length
 ):
     one = budget(token_s=1e-6, split_s=300e-6)
-    room = PromptRoom(2000, one, decodes, left_s=500.5e-6)
+    room = PromptBudget(2000, one, decodes, left_s=500.5e-6)
     assert room.take(prompt_at(depth)).length == length
 
 
 def test_the_deeper_the_shorter_and_what_is_left_goes_to_the_next_prompt():
     one = budget(token_s=1e-6, prompt_seen_s=2e-10)
-    lengths = [one.prompt_room(chunks(0), 2000).take(prompt_at(at)).length for at in DEPTHS]
+    lengths = [one.prompt_budget(chunks(0), 2000).take(prompt_at(at)).length for at in DEPTHS]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > 5 * lengths[-1]
-    short, room = dummy_chunk(200, 16, None).sequence, one.prompt_room(chunks(0), 2000)
+    short, room = dummy_chunk(200, 16, None).sequence, one.prompt_budget(chunks(0), 2000)
     taken = [room.take(sequence).length for sequence in (short, prompt_at(50_000))]
     assert taken[0] == 200
-    assert 100 < taken[1] < one.prompt_room(chunks(0), 2000).take(prompt_at(50_000)).length
+    assert 100 < taken[1] < one.prompt_budget(chunks(0), 2000).take(prompt_at(50_000)).length
     assert not room
 
 
 def test_what_is_left_is_no_room_for_a_sliver_deep_in_a_prompt():
     """A shallow prompt may still use it, and a deep one whose last tokens fit."""
     one = budget(token_s=1e-6, prompt_seen_s=2e-10)
-    room = PromptRoom(2000, one, decodes=3, left_s=250e-6)
+    room = PromptBudget(2000, one, decodes=3, left_s=250e-6)
     assert room.take(dummy_chunk(128, 16, None).sequence).length == 128
     assert room
     assert room.fits(prompt_at(0))
@@ -236,12 +236,12 @@ def test_what_is_left_is_no_room_for_a_sliver_deep_in_a_prompt():
 
 def test_what_prompts_take_beyond_what_was_measured_is_learned():
     one = budget(token_s=1e-6)
-    before = one.prompt_room(chunks(0), 5000).take(prompt_at(0)).length
+    before = one.prompt_budget(chunks(0), 5000).take(prompt_at(0)).length
     step = chunks(0, prompt=1000)
     for _ in range(20):
         expected = one.expected(step)
         one.record(expected.seconds + 1e-3, expected)
-    assert one.prompt_room(chunks(0), 5000).take(prompt_at(0)).length == before - 1000
+    assert one.prompt_budget(chunks(0), 5000).take(prompt_at(0)).length == before - 1000
 
 
 @pytest.mark.parametrize(
@@ -256,14 +256,14 @@ def test_what_prompts_take_beyond_what_was_measured_is_learned():
 def test_prompts_fill_the_largest_pass_that_fits_the_goal(sizes, tokens):
     token_s = GOAL_S / 1200
     one, decodes = StepBudget(GOAL_S, costs(0.0, token_s=token_s, max_running=3), sizes), chunks(0)
-    room = one.prompt_room(decodes, 2000)
+    room = one.prompt_budget(decodes, 2000)
     assert len(decodes) == 3
     assert 3 + room.take(prompt_at(0)).length == pytest.approx(tokens, abs=1)
     assert not room
 
 
 def test_without_a_goal_the_number_of_tokens_alone_counts():
-    room = PromptRoom(500)
+    room = PromptBudget(500)
     assert room.take(prompt_at(99_900)).length == 100
     assert room.take(prompt_at(0)).length == 400
     assert not room

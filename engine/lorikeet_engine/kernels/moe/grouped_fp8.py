@@ -6,8 +6,7 @@ tensor cores until its end (kernels/fp8/fused.linear gives the loss of precision
 multiplied by the scales of the expert's outputs and of the rows. If a weight's blocks have scales,
 only the sums over one block's columns stay there, and scales are prefetched as weights are.
 
-Tiles are chosen in TILES alone; `loadtest/engine/experts.py --weight-dtype fp8` times others on a
-GPU.
+Tiles are chosen in TILES alone.
 """
 
 import math

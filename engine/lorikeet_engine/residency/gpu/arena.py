@@ -137,7 +137,7 @@ class DeviceArena:
                 block.copy_(source)
             return ImageCopy(sum_of(blocks), None)
         copy = PacedCopy(self._copying, blocks, sources)
-        self._copies = [each for each in self._copies if not each.given]
+        self._copies = [each for each in self._copies if not each.launched]
         if not self._copies:  # otherwise the waiting thread starts it when those are over
             copy.start()
         self._copies.append(copy)
@@ -178,7 +178,7 @@ class DeviceArena:
             yield
             return
         for copy in self._copies:
-            copy.give_all()
+            copy.launch_all()
         computing = torch.cuda.current_stream(self._copying.device)
         computing.wait_stream(self._copying)
         yield

@@ -54,7 +54,7 @@ class ImageCopy(NamedTuple):
 class PacedCopy:
     """A copy on a stream, launched in parts: its CopyEvent and its CopyTotal.
 
-    start and give_all are for the engine's thread, synchronize and wait for the waiting thread.
+    start and launch_all are for the engine's thread, synchronize and wait for the waiting thread.
     """
 
     def __init__(
@@ -76,19 +76,19 @@ class PacedCopy:
         self._lock = threading.Lock()
 
     @property
-    def given(self) -> bool:
+    def launched(self) -> bool:
         """Whether all parts are launched."""
         return self._total is not None
 
     def start(self) -> None:
         """Launch the first parts; otherwise, synchronize does."""
         with self._lock:
-            self._give(self._most)
+            self._launch(self._most)
 
-    def give_all(self) -> None:
+    def launch_all(self) -> None:
         """Launch all remaining parts."""
         with self._lock:
-            self._give(len(self._parts) + len(self._under_way))
+            self._launch(len(self._parts) + len(self._under_way))
 
     def synchronize(self) -> None:
         """Launch part after part, and sleep until the copy is over."""
@@ -100,12 +100,12 @@ class PacedCopy:
 
     def wait(self) -> torch.Tensor:
         """Return the sum [] int64, after synchronize."""
-        assert self._total is not None, "parts were not given"
+        assert self._total is not None, "parts were not launched"
         return self._total.wait()
 
-    def _give(self, most: int) -> None:
+    def _launch(self, most: int) -> None:
         """Launch parts until `most` are in flight."""
-        if self.given:
+        if self.launched:
             return
         with torch.cuda.stream(self._stream):
             while self._parts and len(self._under_way) < most:

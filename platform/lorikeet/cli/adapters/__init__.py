@@ -2,5 +2,5 @@
 
 list_and_show.py, promote.py (and rollback), retire.py (and restore), register.py, smoke.py,
 convert.py and pins.py (pin, unpin, pins) hold the commands of these names. register reads from
-sources/ and sends with upload.py, which draws progress.py; convert reads pickled.py.
+sources/ and sends with upload.py; convert reads pickled.py.
 """

@@ -1,4 +1,4 @@
-"""What the catalog's pins promise as it changes."""
+"""Versions that pins select as the catalog changes."""
 
 import hashlib
 import math
@@ -66,14 +66,14 @@ def test_a_tenants_pin_keeps_its_adapters_now_and_later_the_oldest_first(
     assert promised(catalog) == [["acme/support@2"]]
 
 
-def test_the_bytes_are_those_on_a_gpu(catalog: AdapterCatalog, tmp_path: Path) -> None:
+def test_image_bytes_are_those_on_a_gpu(catalog: AdapterCatalog, tmp_path: Path) -> None:
     register(catalog, tmp_path, "support", b"1234")
     catalog.pin("acme", None, actor="ann")
     (promise,) = read(catalog, 1000.0).all
     assert {v.ref.name: v.image_bytes for v in promise.versions} == {"support": 40}
 
 
-def test_a_pin_that_ends_vanishes_by_itself(catalog: AdapterCatalog, tmp_path: Path) -> None:
+def test_an_expired_pin_is_not_resolved(catalog: AdapterCatalog, tmp_path: Path) -> None:
     register(catalog, tmp_path, "support", b"1")
     catalog.pin("acme", "support", expires=1060.0, actor="ann")
     catalog.pin("acme", None, expires=1030.0, actor="ann")
@@ -94,7 +94,7 @@ def test_budgets_are_those_of_tenants_with_pins(catalog: AdapterCatalog, tmp_pat
     assert read(catalog, 1000.0).budgets == {}
 
 
-def test_a_reader_of_a_snapshot_knows_the_same_promises(
+def test_a_reader_of_a_snapshot_resolves_the_same_pins(
     catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     for name in ("support", "legal"):
@@ -111,7 +111,7 @@ def test_a_reader_of_a_snapshot_knows_the_same_promises(
     assert known.budgets == {"acme": 1000}
 
 
-def test_what_is_known_is_worked_out_anew_only_where_a_tenant_changed(
+def test_only_pins_of_changed_tenants_are_resolved_again(
     catalog: AdapterCatalog, tmp_path: Path
 ) -> None:
     catalog.create_tenant("globex", actor="ann")

@@ -1,0 +1,85 @@
+"""Choice of running sequences to preempt for a waiting sequence that lacks a slot or KV pages.
+
+Fair order (fairness.py) decides which sequence begins next, but a running sequence holds its slot
+and pages to its end: with long answers one tenant would hold all of an engine while others wait.
+So sequences are preempted for a waiting sequence of another tenant if that tenant
+
+    is behind: its virtual counter is less; and
+    would hold less than half as much, by weight, of the slots or pages, even with the sequence.
+
+The second condition prevents thrashing: a preempted tenant cannot claim back what it gave up, and
+tenants that hold about as much leave each other's sequences alone.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from lorikeet_engine.scheduling.fairness import VirtualCounter
+from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
+
+_TIMES_AS_MUCH = 2.0
+
+
+def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
+    """Whether a slot is free, or a running tenant is ahead of a waiting one.
+
+    level: least counter of the waiting tenants.
+    """
+    return len(active) < max_running or any(
+        sequence.cost.counter.value > level for sequence in active
+    )
+
+
+def sequences_to_preempt(
+    waiting: Sequence | None, active: list[Sequence], max_running: int, cache: KVCache
+) -> list[Sequence]:
+    """Return the active sequences to preempt for a waiting one; none if too few qualify."""
+    if waiting is None or waiting.status is SequenceStatus.FINISHED:
+        return []
+    pages = cache.most_pages(waiting.length)
+    lacking = cache.pages_lacking(pages, len(active))
+    giving = _giving_way(waiting, active, pages, lacking, _pages_of)
+    if giving is None:
+        return []
+    if giving or len(active) < max_running:
+        return giving
+    return _giving_way(waiting, active, 1, 1, lambda _: 1) or []
+
+
+def furthest_ahead_last(sequence: Sequence) -> tuple[float, int]:
+    """Sort key: by the tenant's counter, then by arrival."""
+    return sequence.cost.counter.value, sequence.arrival
+
+
+def _giving_way(
+    waiting: Sequence,
+    active: list[Sequence],
+    wanted: int,
+    lacking: int,
+    holds: Callable[[Sequence], int],
+) -> list[Sequence] | None:
+    """Choose sequences to preempt until they hold `lacking`; None if too few qualify.
+
+    wanted: slots or pages that the waiting sequence needs.
+    lacking: slots or pages to free.
+    holds: returns the slots or pages that a sequence holds.
+    """
+    own, held = waiting.cost.counter, Counter[VirtualCounter]()
+    for sequence in active:
+        held[sequence.cost.counter] += holds(sequence)
+    share = (held[own] + wanted) / own.weight
+    giving = []
+    for sequence in sorted(active, key=furthest_ahead_last, reverse=True):
+        counter = sequence.cost.counter
+        if lacking <= 0 or counter.value <= own.value:
+            break
+        if held[counter] / counter.weight > _TIMES_AS_MUCH * share:
+            giving.append(sequence)
+            held[counter] -= holds(sequence)
+            lacking -= holds(sequence)
+    return giving if lacking <= 0 else None
+
+
+def _pages_of(sequence: Sequence) -> int:
+    return sum(map(len, sequence.kv.pages))

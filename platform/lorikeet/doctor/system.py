@@ -1,0 +1,132 @@
+"""Checks of the operating system: the disk cache's folder, ports, shared memory, open files."""
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from lorikeet.doctor.finding import Finding, ok, problem, warning
+from lorikeet.doctor.planned_start import PlannedStart
+from lorikeet.sizes import show_size
+
+
+def check_disk(planned: PlannedStart) -> Iterator[Finding]:
+    """Check that the disk cache's folder is writable and has LORIKEET_ADAPTER_DISK bytes free."""
+    folder, wanted = planned.settings.cache_dir, planned.settings.adapter_disk
+    there = _existing(folder)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        yield problem(
+            "disk cache",
+            f"{folder} cannot be written: {there} {_owner(there)}",
+            f"`chown {os.getuid()} {there}`, or set LORIKEET_CACHE_DIR to another folder",
+        )
+        return
+    free, used = shutil.disk_usage(there).free, _used(folder)
+    found = f"{folder}: {show_size(wanted)} wanted, "
+    found += f"{show_size(used)} used and {show_size(free)} free"
+    if free + used < wanted:
+        most = (free + used) * 9 // 10 >> 20
+        fix = f"LORIKEET_ADAPTER_DISK={most}MiB, or " if most else ""
+        fix += "LORIKEET_CACHE_DIR on a larger disk"
+        yield problem("disk cache", found, fix)
+    else:
+        yield ok("disk cache", found)
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+
+
+def _owner(path: Path) -> str:
+    return f"belongs to user {path.stat().st_uid}" if path.is_dir() else "is no folder"
+
+
+def _used(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+_RAY = {6379: "ray start", 8265: "Ray's dashboard"}
+
+
+def check_ports(planned: PlannedStart) -> Iterator[Finding]:
+    """Check that the ports are free, and that the admin listener's address is this machine's."""
+    admin = planned.settings.admin_address
+    if admin.port == planned.http_port:
+        found = f"{admin.port} is set for both the public and the admin listener"
+        yield problem("ports", found, "set LORIKEET_ADMIN_ADDRESS or PORT to another port")
+    if why := _refusal(admin.host):
+        found = f"LORIKEET_ADMIN_ADDRESS={admin}: {why}"
+        yield problem("ports", found, "give an address of this machine, such as 127.0.0.1:8001")
+    wanted = {planned.http_port: "the public listener", admin.port: "the admin listener"}
+    taken = {port: what for port, what in wanted.items() if not _free(port)}
+    for port, what in taken.items():
+        fix = f"stop the process that listens there: `ss -ltnp 'sport = :{port}'`"
+        if port == admin.port:
+            fix += ", or set LORIKEET_ADMIN_ADDRESS to another port"
+        yield problem("ports", f"{port}, for {what}, is taken: is the service running?", fix)
+    ray = [port for port in _RAY if not _free(port)]
+    for port in ray:
+        yield warning(
+            "ports",
+            f"{port} is taken: Ray may be running already, and `serve run` would join it, with "
+            "the environment in which Ray was started",
+            "stop Ray, unless you want to join it: `make stop` for `make serve`, Ctrl-C for "
+            "`serve run`; `ray stop` ends every Ray of this machine",
+        )
+    if not taken and not ray:
+        yield ok("ports", f"{', '.join(map(str, (*wanted, *_RAY)))} are free")
+
+
+def _refusal(host: str) -> str | None:
+    """Return why no process can listen at a host's address; None: one can."""
+    try:
+        family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(where)
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def _free(port: int) -> bool:
+    """Whether no process listens on the port, at any address of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+_RAY_SHARE = 0.3  # of the machine's memory, for Ray's object store
+_RAY_MOST = 10**10
+_FILES = 1024  # open in a proxy or a gateway without requests
+_FILES_OF_REQUEST = 2
+
+
+def check_system_limits(planned: PlannedStart) -> Iterator[Finding]:
+    """Check that /dev/shm holds Ray's object store, and the limit of open files all requests."""
+    host, settings = planned.host, planned.settings
+    shm = min(_RAY_MOST, int(_RAY_SHARE * host.memory))
+    if host.shm is not None and host.shm < shm:
+        yield warning(
+            "shared memory",
+            f"/dev/shm has {show_size(host.shm)}, Ray wants {show_size(shm)}, so Ray will use "
+            "/tmp, on disk",
+            f"docker run --shm-size={-(-shm >> 30) + 1}g, or a larger tmpfs",
+        )
+    else:
+        yield ok("shared memory", "/dev/shm is large enough")
+    requests = settings.max_ongoing_requests * planned.engines
+    files = _FILES + _FILES_OF_REQUEST * requests
+    if host.open_files < files:
+        yield warning(
+            "open files",
+            f"{host.open_files} per process; {requests} requests at once need about {files}",
+            f"ulimit -Hn {files}, LimitNOFILE= of the unit, or docker run --ulimit nofile={files}",
+        )
+    else:
+        yield ok("open files", f"{host.open_files} per process")

@@ -1,0 +1,42 @@
+"""The machine that the doctor sees: GPUs that are here, memory that a container may use."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorikeet.doctor import machine
+from lorikeet.doctor.machine import Cuda, find_cuda, this_host
+
+GIB = 1 << 30
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="wants torch built for the CPU")
+def test_torch_for_the_cpu_has_no_gpus() -> None:
+    assert find_cuda() == Cuda(driver=find_cuda().driver)
+
+
+@pytest.mark.gpu
+def test_gpus_are_seen_with_what_they_have() -> None:
+    found = find_cuda()
+    assert len(found.gpus) == torch.cuda.device_count()
+    for index, gpu in enumerate(found.gpus):
+        there = torch.cuda.get_device_properties(index)
+        assert (gpu.name, gpu.capability) == (there.name, (there.major, there.minor))
+        assert 0 < gpu.free <= gpu.memory
+    assert found.torch is not None
+    assert found.driver is not None
+    assert found.driver[0] >= found.torch[0]
+
+
+def test_a_containers_memory_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    host = this_host()
+    assert 0 < host.available <= host.memory
+    (tmp_path / "memory.max").write_text("max\n")
+    assert this_host().memory == host.memory
+    (tmp_path / "memory.max").write_text(f"{GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{GIB // 2}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {GIB // 4}\nslab 1\n")
+    container = this_host()
+    assert (container.memory, container.available) == (GIB, GIB * 3 // 4)
