@@ -1,4 +1,4 @@
-"""How many replicas are needed, and what to pin: against trying every number."""
+"""The search for replicas and pins, against a trial of every number."""
 
 import math
 from dataclasses import replace
