@@ -1,7 +1,7 @@
-"""Ceph's S3 server, radosgw, from Debian's packages: unpacked into a cache folder, run by anybody.
+"""Ceph's S3 server, radosgw, from Debian packages unpacked into a cache folder; needs no root.
 
-One monitor, one OSD that keeps its objects in memory, no manager, no authentication inside; all
-listen on localhost alone and end with the process that started them.
+The cluster has one monitor, one OSD with objects in memory, no manager and no internal
+authentication. Its processes listen only on localhost and end with the process that started them.
 """
 
 import contextlib
@@ -50,22 +50,22 @@ osd pool default pg autoscale mode = off
 mon allow pool size one = true
 mon max pg per osd = 500
 mon data avail crit = 0
-# Each pool is a round of Paxos: started in 4 s instead of 13.
+# Each pool takes a round of Paxos: start in 4 s instead of 13.
 paxos propose interval = 0.05
 paxos min wait = 0.01
-# The tests send small parts; without this no part but the last may be below 5 MiB.
+# Tests send small parts; by default only the last part may be below 5 MiB.
 rgw multipart min part size = 1
 rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
 """
 
 
 class NotInstallable(Exception):
-    """This machine cannot get the packages; the message says what is missing."""
+    """Error: this machine cannot get the packages. The message says what is missing."""
 
 
 @contextlib.contextmanager
 def radosgw(access_key: str, secret_key: str) -> Iterator[str]:
-    """A server's http:// address; its one user has these keys. Raises NotInstallable."""
+    """Run a server with one user, who has these keys; yield its URL. Raises NotInstallable."""
     programs = _Programs(install())
     with tempfile.TemporaryDirectory(prefix="radosgw-") as name, contextlib.ExitStack() as running:
         folder, port = Path(name), free_port()
@@ -99,7 +99,7 @@ def radosgw(access_key: str, secret_key: str) -> Iterator[str]:
 
 
 def install() -> Path:
-    """The folder where Ceph's programs are unpacked; / where Debian has installed them."""
+    """Unpack Ceph's programs and return their root folder; / if Debian has installed them."""
     if all(map(shutil.which, _PACKAGES)):
         return Path("/")
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
@@ -111,7 +111,7 @@ def install() -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as name:
             unpacked = Path(name) / "ceph"
             _unpack(Path(name), unpacked)
-            with contextlib.suppress(OSError):  # another process was quicker
+            with contextlib.suppress(OSError):  # another process has renamed first
                 unpacked.rename(target)
     return target
 
@@ -119,30 +119,30 @@ def install() -> Path:
 def _unpack(folder: Path, target: Path) -> None:
     plan = _apt("--simulate", "install", *_PACKAGES, cwd=folder)
     wanted = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
-    print(f"Fetching radosgw and what it needs, {len(wanted)} Debian packages…", flush=True)
+    print(f"Fetching radosgw and its dependencies, {len(wanted)} Debian packages…", flush=True)
     _apt("download", *wanted, cwd=folder)
     for package in sorted(folder.glob("*.deb")):
         subprocess.run(["dpkg-deb", "--extract", package, target], check=True)
 
 
 def _apt(*arguments: str, cwd: Path) -> str:
-    asked = subprocess.run(
+    done = subprocess.run(
         ["apt-get", "-qq", "--no-install-recommends", "-o", "APT::Sandbox::User=root", *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,
         env=os.environ | {"LC_ALL": "C"},
     )
-    if asked.returncode:
+    if done.returncode:
         raise NotInstallable(
-            f"apt-get {arguments[0]} failed: {asked.stderr.strip()}\n"
+            f"apt-get {arguments[0]} failed: {done.stderr.strip()}\n"
             "Ceph needs Debian's package lists: run `apt-get update` as root"
         )
-    return asked.stdout
+    return done.stdout
 
 
 class _Programs:
-    """Ceph's programs under one root, which need not be /."""
+    """Ceph's programs under a root folder, which need not be /."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -153,20 +153,24 @@ class _Programs:
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        loose = [self.libraries, self.libraries / "ceph", self._root / "lib" / self.libraries.name]
+        folders = [
+            self.libraries,
+            self.libraries / "ceph",
+            self._root / "lib" / self.libraries.name,
+        ]
         return os.environ | {
-            "LD_LIBRARY_PATH": os.pathsep.join(map(str, loose)),
+            "LD_LIBRARY_PATH": os.pathsep.join(map(str, folders)),
             "PYTHONPATH": str(self._root / "usr/lib/python3/dist-packages"),
         }
 
     def command(self, name: str) -> list[str]:
         program = str(self._root / "usr/bin" / name)
-        # ceph is a script for Debian's own Python, whose modules are unpacked beside it.
+        # ceph is a script for Debian's Python; its modules are unpacked beside it.
         return ["/usr/bin/python3", program] if name == "ceph" else [program]
 
 
 class _Cluster:
-    """One cluster's configuration, and its processes in the order they were started."""
+    """Configuration of a cluster, and its processes in order of start."""
 
     def __init__(self, programs: _Programs, config: Path, running: contextlib.ExitStack) -> None:
         self._programs = programs
@@ -175,7 +179,7 @@ class _Cluster:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, name: str, *arguments: str) -> None:
-        """To its end, which must be a good one."""
+        """Run a program to its end, which must be successful."""
         done = subprocess.run(
             self._command(name, *arguments),
             env=self._programs.environment,
@@ -187,7 +191,7 @@ class _Cluster:
         assert done.returncode == 0, f"{name} {' '.join(arguments)}: {done.stdout}"
 
     def start(self, name: str, *arguments: str) -> None:
-        """In the background, until the end of the `with`."""
+        """Start a program in the background, until the exit stack closes."""
         with (self._config.parent / f"{name}.out").open("wb") as out:
             process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *self._command(name, "-f", *arguments)],
@@ -199,7 +203,7 @@ class _Cluster:
         self._processes.append(process)
 
     def wait_for_port(self, port: int) -> None:
-        """Until the process that was started last answers there."""
+        """Wait until the newest process accepts connections at the port."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             assert self._processes[-1].poll() is None, self._output()
@@ -216,5 +220,5 @@ class _Cluster:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()  # nothing is kept
+    process.kill()  # its data is not needed
     process.wait()

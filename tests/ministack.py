@@ -1,4 +1,4 @@
-"""MiniStack's S3 server, of the environment that runs this, on a port of its own."""
+"""MiniStack's S3 server, from this Python environment, on a free port."""
 
 import os
 import shutil
@@ -18,14 +18,14 @@ _START_S = 60
 
 @contextmanager
 def ministack() -> Iterator[str]:
-    """The server's address; it keeps nothing."""
+    """Run the server and yield its address. Its data is lost at the end."""
     port = free_port()
-    own = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
+    settings = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
     with tempfile.TemporaryDirectory() as folder:
         server = subprocess.Popen(
             [_program()],
             cwd=folder,
-            env=os.environ | own | {"IOT_MTLS_ENABLED": "0"},  # its port is fixed
+            env=os.environ | settings | {"IOT_MTLS_ENABLED": "0"},  # IoT would take a fixed port
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -33,7 +33,7 @@ def ministack() -> Iterator[str]:
             _wait_for_port(port, server)
             yield f"http://127.0.0.1:{port}"
         finally:
-            server.kill()  # asked to end, it waits for idle connections
+            server.kill()  # a graceful end would wait for idle connections
             server.wait()
 
 

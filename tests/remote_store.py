@@ -1,4 +1,4 @@
-"""A store that tests take away or hold up, as a network would."""
+"""Store that tests make unavailable or slow, as a network would."""
 
 import threading
 from collections.abc import Iterator
@@ -10,9 +10,11 @@ from lorikeet.errors import StoreError
 
 
 class RemoteStore(LocalStore):
-    """A local store whose calls may fail, or wait.
+    """Local store with faults that tests switch on.
 
-    is_away: every call fails. takes_blobs: whether uploads succeed. hanging: how many wait.
+    is_away: every call fails.
+    takes_blobs: uploads succeed.
+    hanging: number of uploads that are waiting.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -20,8 +22,8 @@ class RemoteStore(LocalStore):
         self.is_away = False
         self.takes_blobs = True
         self.hanging = 0
-        self._uploads_go_on = threading.Event()
-        self._uploads_go_on.set()
+        self._uploads_allowed = threading.Event()
+        self._uploads_allowed.set()
 
     def first(self, prefix: str, start_after: str = "") -> str | None:
         self._check()
@@ -40,7 +42,7 @@ class RemoteStore(LocalStore):
         if not self.takes_blobs:
             raise StoreError("the store takes no blobs")
         self.hanging += 1
-        self._uploads_go_on.wait()
+        self._uploads_allowed.wait()
         self.hanging -= 1
         super().put_file(key, path)
 
@@ -50,7 +52,7 @@ class RemoteStore(LocalStore):
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Every call fails."""
+        """Fail every call inside the `with` block."""
         self.is_away = True
         try:
             yield
@@ -59,12 +61,12 @@ class RemoteStore(LocalStore):
 
     @contextmanager
     def hangs(self) -> Iterator[None]:
-        """Uploads wait."""
-        self._uploads_go_on.clear()
+        """Hold uploads until the end of the `with` block."""
+        self._uploads_allowed.clear()
         try:
             yield
         finally:
-            self._uploads_go_on.set()
+            self._uploads_allowed.set()
 
     def _check(self) -> None:
         if self.is_away:

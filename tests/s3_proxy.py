@@ -1,4 +1,4 @@
-"""A proxy before the tests' S3 server that can make trouble."""
+"""Proxy in front of the tests' S3 server that injects faults."""
 
 import http.client
 import os
@@ -9,29 +9,29 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-Trouble = Callable[[BaseHTTPRequestHandler], bool]
-"""Deals with a request before (or instead of) its answer; True if that was the answer."""
+Fault = Callable[[BaseHTTPRequestHandler], bool]
+"""Hook called before a request is forwarded; True if the hook has answered the request."""
 
 
 class Proxy(BaseHTTPRequestHandler):
-    """Passes every request on to the real server, except where the test makes trouble."""
+    """Handler that forwards requests to the real server unless the fault answers them."""
 
     protocol_version = "HTTP/1.1"
     upstream = ""
-    trouble: Trouble
+    fault: Fault
 
     def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         self.forward = lambda: self._ask(body)
-        if type(self).trouble(self):
+        if type(self).fault(self):
             return
         status, headers, data = self.forward()
         self.send_response(status)
         for name, value in headers:
             if name.lower() not in ("connection", "content-length", "transfer-encoding"):
                 self.send_header(name, value)
-        told = {name.lower(): value for name, value in headers}.get("content-length", "0")
-        self.send_header("Content-Length", told if self.command == "HEAD" else str(len(data)))
+        length = {name.lower(): value for name, value in headers}.get("content-length", "0")
+        self.send_header("Content-Length", length if self.command == "HEAD" else str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
@@ -52,10 +52,10 @@ class Proxy(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def proxied(trouble: Trouble) -> Iterator[None]:
-    """Stores that are opened inside reach their server through the troublesome proxy."""
+def proxied(fault: Fault) -> Iterator[None]:
+    """Route stores that are opened inside the `with` block through a proxy with this fault."""
     upstream = os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://")
-    handler = type("Handler", (Proxy,), {"upstream": upstream, "trouble": staticmethod(trouble)})
+    handler = type("Handler", (Proxy,), {"upstream": upstream, "fault": staticmethod(fault)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True  # clients may keep their connections open
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))

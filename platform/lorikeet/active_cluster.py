@@ -1,8 +1,11 @@
-"""Keep selectors on the RayCluster that serves: python -m lorikeet.active_cluster, in a pod.
+"""Program that keeps Kubernetes selectors on the RayCluster that serves.
 
-While KubeRay upgrades, there are two RayClusters, and their pods' labels differ only in the name of
-the cluster, which KubeRay makes up. What is meant for the pods that serve names their cluster for
-as long as there are two. While there is one, nothing names it and nothing depends on this process.
+Run it in a pod: python -m lorikeet.active_cluster.
+
+During a KubeRay upgrade there are two RayClusters, and the labels of their pods differ only in the
+cluster's name, which KubeRay generates. While there are two, this program adds the serving
+cluster's name to the selectors in SELECTORS. While there is one, the selectors name no cluster, and
+nothing depends on this program.
 """
 
 import logging
@@ -20,18 +23,22 @@ from lorikeet.logs import log_to_stderr
 log = logging.getLogger("lorikeet.active_cluster")  # run as __main__
 
 _LABEL = "ray.io/cluster"
-# The RayService, and the Service that KubeRay keeps on the cluster that serves.
+# Name of the RayService, and of the Service that KubeRay points at the serving cluster.
 _NAME = "lorikeet"
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _INTERVAL_S = 2  # KubeRay's own
 _REST_S = 10
-"""Between two attempts where the first failed."""
+"""Pause after a failed attempt."""
 _TIMEOUT_S = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """The labels by which an object selects pods: the object's path in the API, their field."""
+    """A selector of pods in a Kubernetes object.
+
+    api, path: the object in the API.
+    field: path of the labels in the object.
+    """
 
     api: str
     path: str
@@ -50,7 +57,10 @@ SELECTORS = (
 
 
 class KubernetesRefusal(Exception):
-    """Kubernetes' API did not do what it was asked."""
+    """Error answer of Kubernetes' API.
+
+    may_pass: whether the same request may succeed later.
+    """
 
     def __init__(self, response: httpx.Response) -> None:
         super().__init__(
@@ -62,22 +72,23 @@ class KubernetesRefusal(Exception):
 
 
 class ServiceAccountToken(httpx.Auth):
-    """A pod's token, which Kubernetes renews in its file."""
+    """Authentication by a pod's token, read for each request because Kubernetes renews its file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Send the token with a request."""
+        """Add the token to a request."""
         request.headers["authorization"] = f"Bearer {self._file.read_text()}"
         yield request
 
 
 def follow(api: httpx.Client, namespace: str) -> bool:
-    """Let every selector name the cluster that serves if there are two, and else none.
+    """Make every selector name the serving cluster if there are two, and no cluster otherwise.
 
-    Return whether all of it was done. What was not is logged, for another attempt, and keeps
-    nothing else from being done. Raises KubernetesRefusal where the clusters are refused for good.
+    Return whether all selectors are right. A failure is logged for another attempt, and does not
+    affect the other selectors. Raises KubernetesRefusal if reading the clusters is refused for
+    good.
     """
     try:
         cluster = _one_of_two(api, namespace)
@@ -93,7 +104,7 @@ def follow(api: httpx.Client, namespace: str) -> bool:
 def _follow_with(
     api: httpx.Client, namespace: str, selector: Selector, cluster: str | None
 ) -> bool:
-    """Let one selector name the cluster; whether that was done."""
+    """Update one selector; log a failure. Return whether the selector is right."""
     try:
         _name_cluster(api, namespace, selector, cluster)
     except (httpx.TransportError, KubernetesRefusal) as error:
@@ -118,7 +129,7 @@ def _name_cluster(
 
 
 def _log_failure(path: str, error: httpx.TransportError | KubernetesRefusal) -> None:
-    """Log what was not done for an object, and what to look at."""
+    """Log a failed update of an object, with the remedy."""
     problem = f"{type(error).__name__}: {error}"
     if isinstance(error, httpx.ConnectTimeout):
         problem = (
@@ -130,7 +141,7 @@ def _log_failure(path: str, error: httpx.TransportError | KubernetesRefusal) -> 
 
 
 def _one_of_two(api: httpx.Client, namespace: str) -> str | None:
-    """Return the cluster that has the tenants' requests; None if it is the only one."""
+    """Return the cluster that serves tenants; None if it is the only one."""
     found = _read(
         api,
         f"/apis/ray.io/v1/namespaces/{namespace}/rayclusters",
@@ -143,7 +154,7 @@ def _one_of_two(api: httpx.Client, namespace: str) -> str | None:
 
 
 def _read(api: httpx.Client, path: str, **params: str) -> dict[str, Any]:
-    """Return an object; {} if it is not there."""
+    """Return an object, or a list with `params`; {} if the object does not exist."""
     response = api.get(path, params=params)
     if response.status_code == httpx.codes.NOT_FOUND and not params:
         return {}
@@ -164,7 +175,7 @@ def _answer(response: httpx.Response) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Follow for ever. An error that `follow` raises ends the process: Kubernetes restarts it."""
+    """Update selectors for ever. An error of `follow` ends the process; Kubernetes restarts it."""
     log_to_stderr()
     namespace = (_ACCOUNT / "namespace").read_text()
     with httpx.Client(

@@ -1,4 +1,4 @@
-"""A trainer's client: push versions of an adapter, and sample from exactly one of them.
+"""Client for trainers: pushes versions of an adapter, and samples from exactly one of them.
 
 lorikeet = Client("http://127.0.0.1:8000", key="lk_…", publish_key="lk_…")
 version = lorikeet.push(Path("checkpoint-500"), "policy")
@@ -17,16 +17,16 @@ import httpx
 from lorikeet.errors import InvalidInput, LorikeetError, Unavailable
 from lorikeet_engine.adapter_format import write_blob
 
-_AGAIN_S = 0.5
-_BUSY_S = 60.0
-"""How long a sample is asked for again."""
+_RETRY_PAUSE_S = 0.5
+_SAMPLE_RETRIES_S = 60.0
+"""Time for which a sample is retried."""
 _AWAY = frozenset({429, 502, 503, 504})
 
 Wait = Literal["none", "ready", "durable"]
 
 
 class TrainersConfig(Protocol):
-    """PEFT's LoraConfig, as far as a push needs it."""
+    """The method of PEFT's LoraConfig that a push needs."""
 
     def save_pretrained(self, folder: str) -> None:
         """Write adapter_config.json into a folder."""
@@ -34,10 +34,12 @@ class TrainersConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """A version as the service told of it last.
+    """A version's state in the service's last answer.
 
-    model: what requests write as `model`. version: its number, None until it is durable.
-    ready: every replica has it. durable: it is in the store.
+    model: value of `model` in requests for this version.
+    version: its number; None until it is durable.
+    ready: whether every replica has it.
+    durable: whether it is in the store.
     """
 
     adapter: str
@@ -50,9 +52,10 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True)
 class SampledChoice:
-    """One answer. logprobs: of each of token_ids, the token that ended it included.
+    """One answer.
 
-    digest: of the adapter that made it; None if that was the base model.
+    logprobs: log probability of each of token_ids, including the token that ended the answer.
+    digest: of the adapter that generated the answer; None: the base model did.
     """
 
     prompt_ids: tuple[int, ...]
@@ -64,14 +67,17 @@ class SampledChoice:
 
 
 class Client:
-    """One service, at the address of its tenants' API. Threads may share it; `close` ends it."""
+    """Client of one service. Threads may share it. Close it with `close`."""
 
     def __init__(
         self, address: str, key: str, publish_key: str | None = None, timeout_s: float = 600.0
     ) -> None:
-        """key: for samples. publish_key: for pushes; `lorikeet keys create --publish` makes one.
+        """Make a client. Raises InvalidInput for a malformed address or key.
 
-        Raises InvalidInput where one of these cannot be what it is to be.
+        address: of the tenants' API.
+        key: for samples.
+        publish_key: for pushes; `lorikeet keys create --publish` makes one.
+        timeout_s: for each answer.
         """
         if not address.startswith(("http://", "https://")):
             raise InvalidInput(
@@ -80,7 +86,7 @@ class Client:
         for name, given in {"key": key, "publish_key": publish_key or ""}.items():
             if not (given.isascii() and given.isprintable()):
                 raise InvalidInput(
-                    f"{name} holds characters that no key has: copy it again, as it was shown",
+                    f"{name} holds characters that no key has: copy it again, as it was printed",
                     param=name,
                 )
         self._key, self._publish_key = key, publish_key
@@ -98,12 +104,16 @@ class Client:
         keep: int | None = None,
         timeout_s: float = 60.0,
     ) -> PushResult:
-        """Send a version of an adapter, and return once it is what `wait` says.
+        """Send a version of an adapter, and return once it has reached the state `wait`.
 
-        weights: PEFT's folder, or get_peft_model_state_dict's tensors with their config. A service
-        that is busy or away is asked again, which is safe: equal bytes are one version. lifetime_s:
-        of an ephemeral version, which is never durable; keep: how many such the adapter has at
-        most. Raises AdapterRejected, LorikeetError with the service's code, and Unavailable after
+        A busy or unavailable service is asked again. That is safe: equal bytes are one version.
+
+        weights: PEFT's folder, or get_peft_model_state_dict's tensors with their `config`.
+        name: the adapter's, without its tenant.
+        alias: alias to point at the version.
+        lifetime_s: makes the version ephemeral: it is deleted after this time, and never durable.
+        keep: most ephemeral versions of the adapter.
+        Raises AdapterRejected, LorikeetError with the service's code, and Unavailable after
         timeout_s.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -123,11 +133,11 @@ class Client:
             query = {field: str(value) for field, value in wanted.items() if value is not None}
             version = _version(self._ask("PUT", path, deadline_s, self._publishing(), query, blob))
         if wait != "none" and not getattr(version, wait):
-            raise Unavailable(f"{version.model} is not {wait} in time: ask its status later")
+            raise Unavailable(f"{version.model} is not {wait} yet: ask for its status later")
         return version
 
     def status(self, version: PushResult) -> PushResult:
-        """Return what has become of a version. Raises LorikeetError if it is gone."""
+        """Return the current state of a version. Raises LorikeetError if it no longer exists."""
         path = _path(version.adapter.partition("/")[2], version.digest)
         return _version(self._ask("GET", path, time.monotonic(), self._publishing()))
 
@@ -136,15 +146,17 @@ class Client:
     ) -> list[SampledChoice]:
         """Return n choices for a prompt, with token ids and log probabilities.
 
-        fields: as in a completion, such as n, max_tokens and temperature; None: as if not given. A
-        service that is busy or away is asked again for a minute. Raises LorikeetError.
+        A busy or unavailable service is asked again for a minute.
+
+        fields: of a completion request, such as n, max_tokens and temperature; None: leave it out.
+        Raises LorikeetError.
         """
         if fields.get("stream"):
-            raise InvalidInput("samples come whole: leave stream out", param="stream")
+            raise InvalidInput("samples are not streamed: leave stream out", param="stream")
         name = model if isinstance(model, str) else model.model
         given = {field: value for field, value in fields.items() if value is not None}
         body = {"model": name, "prompt": prompt, "logprobs": 0, "return_token_ids": True, **given}
-        deadline_s = time.monotonic() + _BUSY_S
+        deadline_s = time.monotonic() + _SAMPLE_RETRIES_S
         answer = self._ask("POST", "/v1/completions", deadline_s, self._key, body=body)
         digest = answer.get("adapter", {}).get("digest")
         return [
@@ -160,13 +172,13 @@ class Client:
         ]
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close all connections."""
         self._http.close()
 
     def _publishing(self) -> str:
         if self._publish_key is None:
             raise InvalidInput(
-                "pushes want a publish_key, which `lorikeet keys create --publish` makes",
+                "a push needs a publish_key, which `lorikeet keys create --publish` makes",
                 param="publish_key",
             )
         return self._publish_key
@@ -181,7 +193,7 @@ class Client:
         blob: Path | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Send a request, again while the service is busy or away and the deadline not past."""
+        """Send a request, and repeat it until the deadline while the service is busy or down."""
         headers = {"authorization": f"Bearer {key}"}
         while True:
             content = blob.open("rb") if blob else None
@@ -198,7 +210,7 @@ class Client:
                     content.close()
             if failure is None:
                 return dict(answer.json())
-            pause_s = max(retry_s, _AGAIN_S)
+            pause_s = max(retry_s, _RETRY_PAUSE_S)
             if not away or time.monotonic() + pause_s > deadline_s:
                 raise failure
             time.sleep(pause_s)
@@ -209,10 +221,10 @@ class Client:
 
 def _save(weights: Mapping[str, Any], config: TrainersConfig | None, folder: Path) -> None:
     """Write tensors and their config as PEFT does."""
-    from safetensors.torch import save_file  # torch, which a trainer has and a folder needs not
+    from safetensors.torch import save_file  # imports torch, which pushing a folder does not need
 
     if config is None:
-        raise LorikeetError("tensors alone: give their config, as model.peft_config['default']")
+        raise LorikeetError("tensors need their config: give model.peft_config['default']")
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()},
         folder / "adapter_model.safetensors",
@@ -223,7 +235,7 @@ def _save(weights: Mapping[str, Any], config: TrainersConfig | None, folder: Pat
 def _path(name: str, digest: str) -> str:
     if "/" in name:
         raise InvalidInput(
-            f"{name!r}: want the adapter's name without its tenant, which is the key's",
+            f"{name!r}: want the adapter's name without its tenant, which follows from the key",
             param="name",
         )
     return f"/v1/adapters/{name}/versions/{digest}"
@@ -234,13 +246,13 @@ def _version(answer: Mapping[str, Any]) -> PushResult:
 
 
 def _failure(answer: httpx.Response) -> LorikeetError | None:
-    """Return the error in an answer, in the service's words; None for none."""
+    """Return the error that an answer holds, with the service's message; None: it holds none."""
     if not answer.is_error:
         return None
     try:
         problem = answer.json()["error"]
         failure = LorikeetError(problem["message"], param=problem.get("param"))
         failure.code = problem["code"]
-    except (ValueError, KeyError, TypeError):  # a proxy's, which has lost its gateway
+    except (ValueError, KeyError, TypeError):  # the answer of a proxy without a gateway
         failure = Unavailable(f"{answer.request.url} answered {answer.status_code}")
     return failure

@@ -1,4 +1,4 @@
-"""A store under a process that dies."""
+"""Store whose process dies at a chosen call."""
 
 import threading
 from typing import Any
@@ -7,11 +7,11 @@ from lorikeet.catalog.store.object_store import ObjectStore
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """Death of the process."""
 
 
 class Mortal:
-    """A store whose process ends before or after its n-th call."""
+    """Store whose process dies before or, with `after`, after its call number `calls`."""
 
     def __init__(self, store: ObjectStore, calls: int, *, after: bool) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""What every object store does, whichever it is."""
+"""Behaviour that both object stores share."""
 
 import errno
 import hashlib
@@ -13,14 +13,16 @@ from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import InvalidSetting, ObjectExists, ObjectNotFound, StoreError
 
 
-def test_an_object_comes_back_as_it_was_written(store: ObjectStore) -> None:
+def test_an_object_is_read_as_written(store: ObjectStore) -> None:
     store.put_if_absent("a/b", b"first")
 
     assert store.get("a/b") == b"first"
     assert store.size("a/b") == 5
 
 
-def test_what_is_absent_is_said_to_be(store: ObjectStore, tmp_path: Path) -> None:
+def test_reading_an_absent_object_raises_object_not_found(
+    store: ObjectStore, tmp_path: Path
+) -> None:
     store.put_if_absent("there", b"")
 
     with pytest.raises(ObjectNotFound, match="absent"):
@@ -32,7 +34,7 @@ def test_what_is_absent_is_said_to_be(store: ObjectStore, tmp_path: Path) -> Non
     assert list(store.list("nothing/")) == []
 
 
-def test_deleting_twice_is_fine(store: ObjectStore) -> None:
+def test_deleting_twice_raises_nothing(store: ObjectStore) -> None:
     store.put_if_absent("a", b"1")
     store.delete("a")
     store.delete("a")
@@ -40,19 +42,19 @@ def test_deleting_twice_is_fine(store: ObjectStore) -> None:
     assert list(store.list("")) == []
 
 
-def test_the_time_of_an_object_is_when_it_was_written_or_touched(store: ObjectStore) -> None:
+def test_an_objects_time_is_that_of_its_last_write_or_touch(store: ObjectStore) -> None:
     store.put_if_absent("a", b"1")
     store.put_if_absent("b/c", b"22")
     written = store.modified("a")
     assert abs(written - time.time()) < 30
 
-    time.sleep(1.1)  # S3 counts whole seconds
+    time.sleep(1.1)  # S3 has whole seconds
     store.touch("a")
 
     assert store.modified("a") > written
     assert store.get("a") == b"1"
     assert [(o.key, o.size_bytes) for o in store.scan("")] == [("a", 1), ("b/c", 2)]
-    # a listing of radosgw tells fractions of a second
+    # radosgw's listing has fractions of a second
     assert [int(o.modified) for o in store.scan("a")] == [int(store.modified("a"))]
     for act in (store.modified, store.touch):
         with pytest.raises(ObjectNotFound):
@@ -60,10 +62,10 @@ def test_the_time_of_an_object_is_when_it_was_written_or_touched(store: ObjectSt
 
 
 @pytest.mark.parametrize("size", [0, 1, 40 * 2**20 + 7])
-def test_files_travel_whole(store: ObjectStore, tmp_path: Path, size: int) -> None:
+def test_a_file_is_downloaded_as_uploaded(store: ObjectStore, tmp_path: Path, size: int) -> None:
     (tmp_path / "in").write_bytes(data := os.urandom(size))
 
-    store.put_if_absent("blobs/x", b"what a file replaces")
+    store.put_if_absent("blobs/x", b"replaced by the file")
     store.put_file("blobs/x", tmp_path / "in")
     digest = store.download("blobs/x", tmp_path / "out")
 
@@ -72,7 +74,7 @@ def test_files_travel_whole(store: ObjectStore, tmp_path: Path, size: int) -> No
     assert (tmp_path / "out").read_bytes() == data
 
 
-def test_a_download_to_a_full_disk_says_that_it_was_the_disk(
+def test_a_download_to_a_full_disk_raises_the_disks_error(
     store: ObjectStore, tmp_path: Path
 ) -> None:
     (tmp_path / "in").write_bytes(b"1" * 100_000)
@@ -86,7 +88,7 @@ def test_a_download_to_a_full_disk_says_that_it_was_the_disk(
     assert cause.errno == errno.ENOSPC
 
 
-def test_keys_are_listed_in_byte_order_after_the_start(store: ObjectStore) -> None:
+def test_keys_are_listed_in_byte_order_after_start_after(store: ObjectStore) -> None:
     for key in ("log/2", "log/10", "log/1", "log-old/3", "log/1-x/y", "other"):
         store.put_if_absent(key, b"")
 
@@ -106,7 +108,7 @@ def test_keys_are_listed_in_byte_order_after_the_start(store: ObjectStore) -> No
     ]
 
 
-def test_a_list_goes_on_over_pages(store: ObjectStore) -> None:
+def test_a_listing_spans_pages(store: ObjectStore) -> None:
     keys = [f"log/{number:06d}" for number in range(1005)]
     with ThreadPoolExecutor(8) as writers:
         list(writers.map(lambda key: store.put_if_absent(key, b""), keys))
@@ -114,7 +116,7 @@ def test_a_list_goes_on_over_pages(store: ObjectStore) -> None:
     assert list(store.list("log/")) == keys
 
 
-def test_if_absent_keeps_what_was_there(store: ObjectStore) -> None:
+def test_put_if_absent_replaces_nothing(store: ObjectStore) -> None:
     store.put_if_absent("log/1", b"first")
 
     with pytest.raises(ObjectExists, match="log/1"):
@@ -122,7 +124,7 @@ def test_if_absent_keeps_what_was_there(store: ObjectStore) -> None:
     assert store.get("log/1") == b"first"
 
 
-def test_of_many_writers_if_absent_exactly_one_wins(store: ObjectStore) -> None:
+def test_put_if_absent_succeeds_for_exactly_one_of_many_writers(store: ObjectStore) -> None:
     def attempt(writer: int) -> int | None:
         try:
             store.put_if_absent("log/1", str(writer).encode())
@@ -140,7 +142,7 @@ def test_of_many_writers_if_absent_exactly_one_wins(store: ObjectStore) -> None:
 @pytest.mark.parametrize(
     "key", ["../x", "a/../x", "/etc/x", "a//b", ".x", "a/", "", "a\n", "ä", "a\0"]
 )
-def test_no_key_leaves_the_store(store: ObjectStore, tmp_path: Path, key: str) -> None:
+def test_a_key_outside_the_store_is_refused(store: ObjectStore, tmp_path: Path, key: str) -> None:
     (tmp_path / "in").write_bytes(b"1")
 
     for act in (
@@ -157,12 +159,12 @@ def test_no_key_leaves_the_store(store: ObjectStore, tmp_path: Path, key: str) -
 
 
 @pytest.mark.parametrize("prefix", ["../", "/etc/", "a/../../", ".unfinished/"])
-def test_no_list_leaves_the_store(store: ObjectStore, prefix: str) -> None:
+def test_a_listing_outside_the_store_is_refused(store: ObjectStore, prefix: str) -> None:
     with pytest.raises(StoreError, match="cannot begin a key"):
         list(store.list(prefix))
 
 
-def test_a_file_or_folder_that_is_not_there_is_no_missing_object(
+def test_a_missing_local_file_or_folder_does_not_raise_object_not_found(
     store: ObjectStore, tmp_path: Path
 ) -> None:
     store.put_if_absent("there", b"1")

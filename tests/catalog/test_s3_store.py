@@ -1,4 +1,4 @@
-"""What only S3 can do wrong: lost answers, conflicts, missing rights; and what it says then."""
+"""Failures of a store in S3: lost answers, stalls, conflicts, missing rights; and their errors."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ def url(s3_bucket: str) -> str:
     return f"{s3_bucket}/{uuid.uuid4().hex}"
 
 
-def test_a_commit_whose_answer_is_lost_is_retried_and_counts_once(url: str) -> None:
+def test_a_commit_with_a_lost_answer_is_retried_and_counts_once(url: str) -> None:
     statuses: list[int] = []
 
     def lose_the_first_answer(request: BaseHTTPRequestHandler) -> bool:
@@ -47,12 +47,12 @@ def test_a_commit_whose_answer_is_lost_is_retried_and_counts_once(url: str) -> N
     with proxied(lose_the_first_answer):
         catalog = AdapterCatalog.init(open_store(url))
 
-    assert statuses == [200, 412]  # the client's own retry met its own success
+    assert statuses == [200, 412]  # the retry met the object that the first attempt wrote
     assert catalog.reader.state.seq == 1
     assert CatalogReader(open_store(url)).refresh().seq == 1
 
 
-def test_a_conditional_conflict_is_tried_again(url: str) -> None:
+def test_a_conflict_of_conditional_writes_is_retried(url: str) -> None:
     refused: list[str] = []
 
     def answer_409_twice(request: BaseHTTPRequestHandler) -> bool:
@@ -73,15 +73,15 @@ def test_a_conditional_conflict_is_tried_again(url: str) -> None:
     assert open_store(url).get("log/1") == b"data"
 
 
-def test_a_download_goes_on_where_a_connection_broke(url: str, tmp_path: Path) -> None:
+def test_a_download_resumes_where_a_connection_broke(url: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(data := os.urandom(20 * MIB + 7))
     open_store(url).put_file("blob", tmp_path / "in")
-    asked: list[str] = []
+    ranges: list[str] = []
 
     def break_after_3_mib(request: BaseHTTPRequestHandler) -> bool:
         if request.command != "GET":
             return False
-        asked.append(request.headers["Range"])
+        ranges.append(request.headers["Range"])
         _, _, body = request.forward()  # type: ignore[attr-defined]
         request.send_response(206)
         request.send_header("Content-Length", str(len(body)))
@@ -95,13 +95,13 @@ def test_a_download_goes_on_where_a_connection_broke(url: str, tmp_path: Path) -
 
     assert digest == hashlib.sha256(data).hexdigest()
     assert (tmp_path / "out").read_bytes() == data
-    starts = [0, 3 * MIB, 6 * MIB]  # of each range of 8 MiB, as far as the blob goes
+    starts = [0, 3 * MIB, 6 * MIB]  # requested in each full range of 8 MiB
     wanted = [at + start for at in (0, 8 * MIB) for start in starts]
     wanted += [16 * MIB, 19 * MIB]
-    assert sorted(int(header[6:].split("-")[0]) for header in asked) == wanted
+    assert sorted(int(header[6:].split("-")[0]) for header in ranges) == wanted
 
 
-def test_a_download_whose_ranges_fail_ends_with_their_error(url: str, tmp_path: Path) -> None:
+def test_a_failed_range_fails_the_download_with_its_error(url: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(os.urandom(20 * MIB))
     open_store(url).put_file("blob", tmp_path / "in")
 
@@ -121,17 +121,18 @@ def test_a_download_whose_ranges_fail_ends_with_their_error(url: str, tmp_path: 
 
 @pytest.fixture
 def hasty_store(url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ObjectStore]:
-    """Opens stores whose connections stall after 0.6 s or 1.2; which try no call again after 1.15.
+    """Factory of stores that give up a silent connection after 0.6 s, or 1.2 s with long timeout.
 
-    What need not stall is asked of others: a busy machine's server may take as long by itself.
+    These stores retry nothing after 1.15 s. Tests use an ordinary store for calls that should
+    succeed, since the server of a busy machine may be as slow as these timeouts.
     """
 
     def store() -> ObjectStore:
         with monkeypatch.context() as patch:
             patch.setattr(s3, "_CONFIG", s3._CONFIG.merge(Config(read_timeout=0.6)))
-            patch.setattr(s3, "_PATIENT", Config(read_timeout=1.2))
+            patch.setattr(s3, "_LONG_TIMEOUT", Config(read_timeout=1.2))
             opened = open_store(url)
-        monkeypatch.setattr(s3, "_RETRY_S", 1.15)
+        monkeypatch.setattr(s3, "_RETRY_WINDOW_S", 1.15)
         return opened
 
     return store
@@ -139,7 +140,7 @@ def hasty_store(url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Objec
 
 @contextmanager
 def stalling(stalls: Callable[[BaseHTTPRequestHandler], bool], after: int = 0) -> Iterator[None]:
-    """The store stalls some requests for good, once it has sent that many bytes of the body."""
+    """Stop answering the requests chosen by `stalls`, after `after` bytes of the body."""
     ended = threading.Event()
 
     def stall(request: BaseHTTPRequestHandler) -> bool:
@@ -172,13 +173,13 @@ def stalling(stalls: Callable[[BaseHTTPRequestHandler], bool], after: int = 0) -
     ],
     ids=["get", "list", "put", "begin"],
 )
-def test_a_call_without_an_answer_is_tried_once_more_and_fails_soon(
+def test_an_unanswered_call_is_retried_once_and_fails_within_seconds(
     hasty_store: Callable[[], ObjectStore], act: Callable[[ObjectStore], object]
 ) -> None:
-    asked: list[str] = []
+    commands: list[str] = []
 
     def every(request: BaseHTTPRequestHandler) -> bool:
-        asked.append(request.command)
+        commands.append(request.command)
         return True
 
     with stalling(every):
@@ -186,7 +187,7 @@ def test_a_call_without_an_answer_is_tried_once_more_and_fails_soon(
         with pytest.raises(StoreError, match="Read timeout"):
             act(hasty_store())
         assert time.monotonic() - began_s < 10
-    assert len(asked) == 2
+    assert len(commands) == 2
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_a_call_without_an_answer_is_tried_once_more_and_fails_soon(
     ],
     ids=["put_file", "touch", "put", "join", "copy"],
 )
-def test_a_write_that_hangs_midway_is_tried_once_and_fails_soon(
+def test_an_unanswered_write_with_long_timeout_is_not_retried(
     url: str,
     hasty_store: Callable[[], ObjectStore],
     tmp_path: Path,
@@ -225,11 +226,11 @@ def test_a_write_that_hangs_midway_is_tried_once_and_fails_soon(
     assert len(hung) == 1
 
 
-def test_what_s3_answers_late_has_longer_but_not_longer_than_an_admins_command_may_take() -> None:
-    assert s3._STALLED_S < s3._RETRY_S < s3._PATIENT.read_timeout < 15  # type: ignore[attr-defined]
+def test_the_long_timeout_exceeds_the_retry_window_and_stays_below_15_s() -> None:
+    assert s3._STALL_TIMEOUT_S < s3._RETRY_WINDOW_S < s3._LONG_TIMEOUT.read_timeout < 15  # type: ignore[attr-defined]
 
 
-def test_a_download_that_stalls_goes_on_by_another_connection(
+def test_a_stalled_download_resumes_on_another_connection(
     url: str, hasty_store: Callable[[], ObjectStore], tmp_path: Path
 ) -> None:
     (tmp_path / "in").write_bytes(data := os.urandom(9 * MIB))
@@ -249,7 +250,7 @@ def test_a_download_that_stalls_goes_on_by_another_connection(
     assert stalled
 
 
-def test_a_download_of_which_no_byte_comes_fails_soon(
+def test_a_download_that_receives_no_byte_fails_within_seconds(
     url: str, hasty_store: Callable[[], ObjectStore], tmp_path: Path
 ) -> None:
     (tmp_path / "in").write_bytes(os.urandom(9 * MIB))
@@ -262,10 +263,8 @@ def test_a_download_of_which_no_byte_comes_fails_soon(
         assert time.monotonic() - began_s < 15
 
 
-def test_a_body_that_is_shorter_than_it_should_be_is_asked_for_again(
-    url: str, tmp_path: Path
-) -> None:
-    """A server that shortens the length that it tells with the body breaks no connection."""
+def test_the_missing_rest_of_a_short_body_is_requested_again(url: str, tmp_path: Path) -> None:
+    """A short Content-Length raises no error in the HTTP client."""
     (tmp_path / "in").write_bytes(data := os.urandom(2 * MIB))
     open_store(url).put_file("blob", tmp_path / "in")
 
@@ -294,7 +293,7 @@ def test_a_body_that_is_shorter_than_it_should_be_is_asked_for_again(
         (501, "NotImplemented", "NotImplemented"),
     ],
 )
-def test_a_refusal_says_what_to_do(url: str, status: int, code: str, message: str) -> None:
+def test_a_refusal_names_its_remedy(url: str, status: int, code: str, message: str) -> None:
     def refuse(request: BaseHTTPRequestHandler) -> bool:
         body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
         request.send_response(status)
@@ -314,7 +313,7 @@ def test_a_refusal_says_what_to_do(url: str, status: int, code: str, message: st
                 act()
 
 
-def test_a_missing_bucket_is_named(s3_bucket: str, tmp_path: Path) -> None:
+def test_a_missing_bucket_is_named_and_is_no_missing_object(s3_bucket: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"1")
     store = open_store("s3://no-such-bucket/x")
 
@@ -332,7 +331,7 @@ def test_a_missing_bucket_is_named(s3_bucket: str, tmp_path: Path) -> None:
         assert not isinstance(told.value, ObjectNotFound)
 
 
-def test_no_credentials_and_no_server_say_what_to_do(
+def test_missing_credentials_and_server_name_their_remedy(
     url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
@@ -348,7 +347,7 @@ def test_no_credentials_and_no_server_say_what_to_do(
         open_store(url).get("a")
 
 
-def test_stores_of_one_bucket_keep_to_their_prefix(s3_bucket: str) -> None:
+def test_a_store_sees_only_its_prefix_of_the_bucket(s3_bucket: str) -> None:
     name = uuid.uuid4().hex
     inner, outer = open_store(f"{s3_bucket}/{name}/a/"), open_store(f"{s3_bucket}/{name}")
     inner.put_if_absent("x", b"1")
@@ -359,7 +358,7 @@ def test_stores_of_one_bucket_keep_to_their_prefix(s3_bucket: str) -> None:
     assert inner.url == f"{s3_bucket}/{name}/a"
 
 
-def test_stored_responses_ask_for_the_rights_that_gateways_are_to_have(url: str) -> None:
+def test_stored_responses_use_the_rights_that_the_documentation_gives_gateways(url: str) -> None:
     rights = set[str]()
 
     def note(request: BaseHTTPRequestHandler) -> bool:

@@ -62,7 +62,7 @@ class ReportingEngines:
         return True
 
     async def release(self, base_model: str, digest: str) -> None:
-        """Nothing is kept here."""
+        """Do nothing: nothing is kept here."""
 
     def ready(self) -> bool:
         return True
@@ -78,12 +78,12 @@ class Lorikeet:
     engines: ReportingEngines
 
     def run(self, *arguments: str, **environment: str) -> Result:
-        """The command as an admin types it, in a terminal of 100 columns."""
+        """Run the command in a terminal of 100 columns."""
         own = {"LORIKEET_SERVER": self.url, "LORIKEET_ADMIN_KEY": self.admin_key, "COLUMNS": "100"}
         return CliRunner().invoke(app, arguments, env=own | environment, prog_name="lorikeet")
 
     def do(self, *arguments: str) -> str:
-        """What a command prints that must succeed."""
+        """Run a command that must succeed; return its stdout."""
         result = self.run(*arguments)
         assert result.exit_code == 0, result.stderr
         return str(result.stdout)
@@ -113,7 +113,10 @@ def serving(
     quantization: str | None = None,
     chat_template: str | None = None,
 ) -> Iterator[Lorikeet]:
-    """A gateway over a catalog; quantization, chat_template: of its base model."""
+    """Run a gateway over a catalog.
+
+    quantization, chat_template: of its base model.
+    """
     engines = ReportingEngines()
     services = Services(
         catalog=catalog,

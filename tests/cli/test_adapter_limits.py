@@ -1,4 +1,4 @@
-"""Limits of a tenant's own, from the command to the door and into snapshots."""
+"""A tenant's own limits: set by command, applied at registration, kept in snapshots."""
 
 import re
 from pathlib import Path
@@ -13,9 +13,7 @@ def register(lorikeet: Lorikeet, folder: Path, adapter: str = "acme/x") -> tuple
     return result.exit_code, " ".join(result.stderr.split())
 
 
-def test_a_tenants_limits_are_narrower_than_the_services(
-    lorikeet: Lorikeet, tmp_path: Path
-) -> None:
+def test_a_tenants_own_limit_applies_below_the_services(lorikeet: Lorikeet, tmp_path: Path) -> None:
     lorikeet.do("tenants", "create", "globex")
     said = lorikeet.do("tenants", "limit", "acme", "--rank", "4")
     assert re.search(r"Rank +4 *\n *Bytes of an adapter +as the service", said)
@@ -33,7 +31,7 @@ def test_a_tenants_limits_are_narrower_than_the_services(
     assert register(lorikeet, high)[0] == 0
 
 
-def test_a_tenant_is_let_in_no_more_than_the_service_holds(
+def test_a_tenants_limit_above_the_services_does_not_raise_it(
     lorikeet: Lorikeet, tmp_path: Path
 ) -> None:
     lorikeet.do("tenants", "limit", "acme", "--rank", "1000", "--adapter-bytes", "1TiB")
@@ -53,9 +51,7 @@ def test_limits_are_listed_and_outlive_a_snapshot(lorikeet: Lorikeet) -> None:
     assert (tenant.max_rank, tenant.max_adapter_bytes) == (24, 3 << 20)
 
 
-def test_one_adapter_too_many_is_refused_with_what_to_do(
-    lorikeet: Lorikeet, tmp_path: Path
-) -> None:
+def test_one_adapter_too_many_is_refused_with_a_remedy(lorikeet: Lorikeet, tmp_path: Path) -> None:
     lorikeet.do("tenants", "limit", "acme", "--adapters", "1", "--bytes", "1MiB")
     assert register(lorikeet, peft_folder(tmp_path / "a", seed=1), "acme/a")[0] == 0
     second = peft_folder(tmp_path / "b", seed=2)

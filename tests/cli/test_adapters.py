@@ -29,9 +29,7 @@ def test_register_uploads_the_canonical_blob(lorikeet: Lorikeet, tmp_path: Path)
     assert stored == (tmp_path / "blob").read_bytes()
 
 
-def test_register_tells_a_person_version_digest_and_size(
-    lorikeet: Lorikeet, tmp_path: Path
-) -> None:
+def test_register_prints_version_digest_and_size(lorikeet: Lorikeet, tmp_path: Path) -> None:
     folder = peft_folder(tmp_path / "adapter")
     said = lorikeet.do("register", str(folder), "acme/support")
     assert "acme/support version 1, now prod: " in said
@@ -74,7 +72,7 @@ def quantised_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_adapter_of_a_quantised_copy_is_for_its_original_and_warned_of(
+def test_an_adapter_of_a_quantised_copy_is_registered_for_the_original_with_a_warning(
     lorikeet: Lorikeet, tmp_path: Path
 ) -> None:
     folder = quantised_folder(tmp_path)
@@ -88,7 +86,7 @@ def test_an_adapter_of_a_quantised_copy_is_for_its_original_and_warned_of(
     assert "Warning" not in plain.stderr
 
 
-def test_an_adapter_that_was_trained_with_another_chat_template_is_warned_of(
+def test_another_chat_template_than_in_training_gives_a_warning(
     tmp_path: Path,
 ) -> None:
     folder, template = peft_folder(tmp_path / "peft"), tmp_path / "peft" / "chat_template.jinja"
@@ -108,7 +106,7 @@ def test_an_adapter_that_was_trained_with_another_chat_template_is_warned_of(
         assert "Warning" not in said("acme/none")
 
 
-def test_show_goes_on_to_say_that_an_adapter_meets_other_values_than_in_training(
+def test_show_repeats_the_warning_of_other_weights_than_in_training(
     lorikeet: Lorikeet, tmp_path: Path
 ) -> None:
     lorikeet.do("register", str(quantised_folder(tmp_path)), "acme/quantised")
@@ -123,7 +121,7 @@ def test_show_goes_on_to_say_that_an_adapter_meets_other_values_than_in_training
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "rounded to nf4"])
-def test_nobody_is_warned_where_the_values_are_those_of_the_copy(
+def test_equal_weights_of_the_quantised_copy_give_no_warning(
     tmp_path: Path, quantization: str
 ) -> None:
     store = LocalStore(tmp_path / "catalog")
@@ -136,7 +134,7 @@ def test_nobody_is_warned_where_the_values_are_those_of_the_copy(
     assert f"trained on unsloth/Tiny-bnb-4bit; the weights of tiny are {quantization}" in said
 
 
-def test_a_copy_served_on_weights_of_another_format_is_warned_of(tmp_path: Path) -> None:
+def test_weights_of_another_quantised_format_give_a_warning(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "catalog")
     with serving(*new_catalog(store), quantization="awq") as lorikeet:
         result = lorikeet.run("register", str(quantised_folder(tmp_path)), "acme/quantised")
@@ -152,7 +150,7 @@ def test_a_base_model_that_is_not_served_is_refused(lorikeet: Lorikeet, tmp_path
     assert "base_model='huge' is not served here" in result.stderr
 
 
-def test_a_folder_of_pickles_never_leaves_the_laptop(lorikeet: Lorikeet, tmp_path: Path) -> None:
+def test_a_folder_of_pickles_is_not_uploaded(lorikeet: Lorikeet, tmp_path: Path) -> None:
     folder = peft_folder(tmp_path / "adapter")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     result = lorikeet.run("register", str(folder), "acme/support")
@@ -160,7 +158,7 @@ def test_a_folder_of_pickles_never_leaves_the_laptop(lorikeet: Lorikeet, tmp_pat
     assert "safetensors" in result.stderr
 
 
-def test_what_the_server_refuses_is_said_in_its_words(lorikeet: Lorikeet, tmp_path: Path) -> None:
+def test_a_refusal_shows_the_servers_message(lorikeet: Lorikeet, tmp_path: Path) -> None:
     folder = peft_folder(tmp_path / "adapter", rank=32)
     result = lorikeet.run("register", str(folder), "acme/support")
     assert result.exit_code == 1
@@ -206,7 +204,7 @@ def test_promote_to_another_alias(lorikeet: Lorikeet, tmp_path: Path) -> None:
     assert shown["aliases"] == {"canary": 1, "prod": 1}
 
 
-def test_when_someone_else_was_first_the_status_is_3(lorikeet: Lorikeet, tmp_path: Path) -> None:
+def test_a_conflict_exits_with_status_3(lorikeet: Lorikeet, tmp_path: Path) -> None:
     for seed in range(3):
         register(lorikeet, tmp_path, seed=seed)
     lorikeet.do("promote", "acme/support@2")
@@ -241,17 +239,17 @@ def test_retire_a_version_and_an_adapter(lorikeet: Lorikeet, tmp_path: Path) -> 
     ],
     ids=" ".join,
 )
-def test_what_cannot_be_meant_is_wrong_usage(lorikeet: Lorikeet, arguments: list[str]) -> None:
+def test_malformed_arguments_are_wrong_usage(lorikeet: Lorikeet, arguments: list[str]) -> None:
     assert lorikeet.run(*arguments).exit_code == 2
 
 
-def test_a_name_that_cannot_be_one_is_refused_with_the_rule(lorikeet: Lorikeet) -> None:
+def test_a_malformed_name_is_refused_with_the_rule(lorikeet: Lorikeet) -> None:
     result = lorikeet.run("show", "Acme/Support")
     assert result.exit_code == 2
     assert "letter or digit first" in " ".join(result.stderr.split())
 
 
-def test_an_upload_above_the_servers_limit_is_refused_in_its_words(
+def test_an_upload_above_the_servers_limit_shows_the_servers_message(
     lorikeet: Lorikeet, tmp_path: Path
 ) -> None:
     folder = peft_folder(tmp_path / "adapter", hidden=200_000)  # 13 MB; the limit is 1 MiB

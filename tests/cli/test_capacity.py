@@ -53,7 +53,7 @@ def written(folder: Path, text: str, name: str = "question.toml") -> str:
     return str(path)
 
 
-def test_the_pages_example_is_answered_as_the_page_says(tmp_path: Path) -> None:
+def test_the_documented_example_gives_the_documented_answer(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "capacity.md").read_text()
     question = page.partition("```toml\n")[2].partition("```")[0]
     answer = page.partition("## Read the answer")[2].split("```")[1]
@@ -62,7 +62,7 @@ def test_the_pages_example_is_answered_as_the_page_says(tmp_path: Path) -> None:
     assert shown == answer.strip(), f"it should be\n{shown}"
 
 
-def test_options_alone_are_a_question() -> None:
+def test_options_can_replace_the_file() -> None:
     result = run(*QUICK)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("1 replica. One is enough.")
@@ -70,7 +70,7 @@ def test_options_alone_are_a_question() -> None:
     assert "of which pins take" not in result.stdout
 
 
-def test_a_file_can_have_tenants_and_the_answer_says_whom_to_pin(tmp_path: Path) -> None:
+def test_the_answer_names_the_tenants_to_pin(tmp_path: Path) -> None:
     result = run(written(tmp_path, FILE))
     assert result.exit_code == 0, result.stderr
     assert "`lorikeet pin rare --replicas" in result.stdout
@@ -107,7 +107,7 @@ def test_replicas_of_several_gpus_are_counted_in_gpus_too(tmp_path: Path) -> Non
         ("[memory]", "[costs.loads]\n[memory]\ngpus = 2", "want costs.steps, too"),
         ("[memory]", "[costs.steps]\n[memory]\ngpus = 2", "want costs.loads, too"),
         ("adapters = 300", "adapters = 0", "tenants.0.adapters=0"),
-        ("adapters = 300", "adaptors = 300", "tenants.0.adaptors is not known"),
+        ("adapters = 300", "adaptors = 300", "tenants.0.adaptors is not a known field"),
         ("requests_per_s = 8", "requests_per_s = 1e9", "less than or equal to 10000"),
         ('gpu = "3GiB"', "", "memory.gpu is missing"),
         ('gpu = "3GiB"', 'gpu = "much"', "want a size such as 512MiB"),
@@ -115,34 +115,34 @@ def test_replicas_of_several_gpus_are_counted_in_gpus_too(tmp_path: Path) -> Non
         ("[60, 120]", "[120, 60]", "want [p50, p99], the smaller first"),
         ('"crowd"', '"rare"', "want each name once"),
         ('"crowd"', '"[red]"', "tenants.0.name='[red]'"),
-        ("ttft_p99_ms = 45", "", "say what must hold"),
+        ("ttft_p99_ms = 45", "", "want a goal"),
         ("ttft_p99_ms = 45", "ttft_p99_ms = nan", "tenants.1.ttft_p99_ms"),
         ("[memory]", "[memory", "cannot be read"),
         ("ttft_p99_ms = 45", "ttft_p99_ms = 1", "no number of replicas meets p99 ≤ 1 ms"),
     ],
 )
-def test_nonsense_is_told_by_its_name(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_a_wrong_field_is_named(tmp_path: Path, old: str, new: str, said: str) -> None:
     result = run(written(tmp_path, FILE.replace(old, new)))
     assert result.exit_code == 1
     assert said in result.stderr
     assert result.stdout == ""
 
 
-def test_a_file_and_options_do_not_mix(tmp_path: Path) -> None:
+def test_a_file_and_options_together_are_wrong_usage(tmp_path: Path) -> None:
     assert run().exit_code == 2
     result = run(written(tmp_path, FILE), *QUICK)
     assert result.exit_code == 2
     assert "not both" in result.stderr
 
 
-def test_the_documented_file_is_understood() -> None:
+def test_the_documented_file_is_accepted() -> None:
     text = (ROOT / "docs" / "capacity.md").read_text()
     (example,) = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
     needs = parse_needs(tomllib.loads(example), "docs/capacity.md")
     assert [tenant.name for tenant in needs.demand.tenants] == ["acme", "globex"]
 
 
-def test_a_person_sees_what_is_simulated() -> None:
+def test_a_terminal_shows_the_simulated_fleet() -> None:
     ours, theirs = pty.openpty()
     main = "from lorikeet.cli import main; main()"
     subprocess.run(

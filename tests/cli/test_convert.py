@@ -1,4 +1,4 @@
-"""What convert makes does to the base model what the old adapter did to it, by PEFT's own word."""
+"""A converted adapter changes the base model's weights as the original does, by PEFT's merge."""
 
 import json
 import os
@@ -31,7 +31,7 @@ WEIGHTS, CONFIGURED = "model.lora_weights.npy", "model.lora_config.npy"
 
 
 def deltas(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What PEFT adds to each weight of the base model."""
+    """Return the delta that PEFT adds to each weight of the base model."""
     return {
         name.removeprefix("base_model.model."): module.get_delta_weight("default").float()
         for name, module in model.named_modules()
@@ -65,7 +65,7 @@ def refusal(source: Path, out: Path, *options: object) -> str:
 
 
 def save_pickle(folder: Path, tensors: Any, **config: Any) -> Path:
-    """The folder that PEFT wrote before it had safetensors."""
+    """Write a folder as PEFT did before safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(tensors, folder / "adapter_model.bin")
     peft.LoraConfig(**(PLAIN | config)).save_pretrained(folder)
@@ -76,7 +76,7 @@ def save_pickle(folder: Path, tensors: Any, **config: Any) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("options", [PLAIN, MIXED])
-def test_a_pickle_becomes_what_safetensors_would_have_been(
+def test_a_converted_pickle_equals_the_safetensors_that_peft_would_write(
     options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = trained(**options)
@@ -100,7 +100,7 @@ def test_without_torch_the_error_says_what_to_install(
 
 
 class Bomb:
-    """Unpickled, it makes a folder."""
+    """Object that makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -146,7 +146,7 @@ def test_a_damaged_pickle_is_refused(tmp_path: Path) -> None:
         assert "is damaged" in refusal(tmp_path / "old", tmp_path / "new")
 
 
-def test_nothing_else_of_the_product_opens_a_pickle() -> None:
+def test_only_pickled_py_opens_adapters_pickles() -> None:
     root = Path(__file__).parents[2]
     opens = re.compile(r"torch\.load\(|pickle\.loads?\(|allow_pickle=True")
     found = {
@@ -222,7 +222,7 @@ def test_a_pair_with_the_scaling_in_b_adds_what_peft_added(
     assert config["base_model_name_or_path"] == "Tiny-1B"
 
 
-def test_an_alpha_that_is_told_is_applied_once(base: Path, tmp_path: Path) -> None:
+def test_a_given_alpha_is_applied_once(base: Path, tmp_path: Path) -> None:
     model = trained(**PLAIN | {"rank_pattern": {"o_proj": 2}})
     save_pair(tmp_path / "old", rows_of(model, scaled=False))
     out = converted(tmp_path / "old", tmp_path / "new", "--base-model", base, "--alpha", "8")
@@ -230,7 +230,7 @@ def test_an_alpha_that_is_told_is_applied_once(base: Path, tmp_path: Path) -> No
     assert all(torch.allclose(got[name], want[name], rtol=1e-6, atol=0) for name in want)
 
 
-def test_a_combined_qkv_is_taken_apart(base: Path, tmp_path: Path) -> None:
+def test_a_fused_qkv_is_split(base: Path, tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(3)
     a, b = torch.randn(3, 32, generator=draw), torch.randn(32 + 16 + 16, 3, generator=draw)
     save_pair(tmp_path / "old", [(0, 1, a, b)])
@@ -265,7 +265,7 @@ Q_ROW = (1, 0, *zeros(2, 32, 32))
         ([(0, 0, *zeros(2, 32, 64)), Q_ROW], "row 1 is for model.layers.0.self_attn.q_proj"),
     ],
 )
-def test_a_row_that_the_base_model_has_no_place_for_is_refused(
+def test_a_row_for_a_module_that_the_base_model_lacks_is_refused(
     rows: list[Any], says: str, base: Path, tmp_path: Path
 ) -> None:
     save_pair(tmp_path / "old", rows)
@@ -304,12 +304,12 @@ def test_a_pair_of_other_shapes_is_refused(
 # Usage.
 
 
-def test_what_cannot_be_meant_is_wrong_usage(base: Path, tmp_path: Path) -> None:
+def test_contradictory_arguments_are_wrong_usage(base: Path, tmp_path: Path) -> None:
     pair = save_pair(tmp_path / "pair", [Q_ROW])
     old = save_pickle(tmp_path / "old", peft.get_peft_model_state_dict(trained(**PLAIN)))
     for arguments, says in (
         ((pair, tmp_path / "new"), "give --base-model"),
-        ((old, base), "is there already"),
+        ((old, base), "exists already"),
         ((old, tmp_path / "new", "--alpha", "8"), "TensorRT-LLM's tensors only"),
         ((tmp_path / "none", tmp_path / "new"), "does not exist"),
     ):
@@ -318,7 +318,9 @@ def test_what_cannot_be_meant_is_wrong_usage(base: Path, tmp_path: Path) -> None
         assert says in " ".join(result.stderr.split())
 
 
-def test_a_folder_without_either_is_told_what_is_missing(base: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_known_format_is_refused_with_the_missing_file(
+    base: Path, tmp_path: Path
+) -> None:
     assert "has neither adapter_model.bin nor" in refusal(base, tmp_path / "new")
     save_pickle(tmp_path / "old", {})
     (tmp_path / "old/adapter_config.json").unlink()
@@ -327,7 +329,7 @@ def test_a_folder_without_either_is_told_what_is_missing(base: Path, tmp_path: P
     assert "safetensors already: register it" in refusal(tmp_path / "modern", tmp_path / "new")
 
 
-def test_a_base_model_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_base_model_is_refused(tmp_path: Path) -> None:
     pair = save_pair(tmp_path / "pair", [Q_ROW])
     said = refusal(pair, tmp_path / "new", "--base-model", pair)
     assert "config.json does not exist" in said

@@ -1,4 +1,4 @@
-"""doctor says what it found, for people and for programs, and its exit status is the severity."""
+"""doctor prints its findings as text or JSON, and its exit status tells if there is a problem."""
 
 import json
 import socket
@@ -37,7 +37,7 @@ def test_a_misspelt_setting_is_a_finding_and_no_error() -> None:
     assert "did you mean LORIKEET_KV_CACHE_MEMORY?" in said.stdout
 
 
-def test_it_plans_for_gpus_that_are_not_here() -> None:
+def test_gpu_memory_plans_for_another_machines_gpus() -> None:
     said = doctor({"LORIKEET_DTYPE": "bfloat16"}, "--gpu-memory", "80GiB")
     assert "memory of lorikeet-demo: on each cuda: weights 4." in said.stdout
     wrong = doctor({}, "--gpu-memory", "much")
@@ -45,7 +45,7 @@ def test_it_plans_for_gpus_that_are_not_here() -> None:
     assert "want a size such as" in wrong.stderr
 
 
-def test_it_looks_at_the_port_that_make_serve_is_told() -> None:
+def test_the_port_of_make_serve_is_checked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = doctor({"PORT": str(port)})

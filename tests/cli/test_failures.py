@@ -20,7 +20,7 @@ def run(*arguments: str, **environment: str) -> Result:
 
 
 def sentence(result: Result) -> str:
-    """The one line on stderr; nothing is on stdout."""
+    """Return the one line on stderr; check that stdout is empty."""
     assert result.exit_code == 1
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
@@ -32,7 +32,7 @@ def test_a_missing_key_names_the_variable() -> None:
     assert "LORIKEET_ADMIN_KEY" in sentence(run("list", LORIKEET_ADMIN_KEY=""))
 
 
-def test_no_server_says_what_to_start() -> None:
+def test_an_unreachable_server_is_named_with_the_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
     said = sentence(run("--server", url, "--key", "lk_x", "list"))
@@ -40,35 +40,35 @@ def test_no_server_says_what_to_start() -> None:
     assert "start the service" in said
 
 
-def test_a_server_without_tls_is_told_from_none(lorikeet: Lorikeet) -> None:
+def test_a_server_without_tls_is_not_taken_for_an_unreachable_one(lorikeet: Lorikeet) -> None:
     url = lorikeet.url.replace("http://", "https://")
     said = sentence(run("--server", url, "--key", "lk_x", "list"))
     assert f"no TLS with {url}" in said
-    assert "http://, or SSL_CERT_FILE" in said
+    assert "http://, or set SSL_CERT_FILE" in said
 
 
-def test_an_address_that_cannot_be_one_is_said(lorikeet: Lorikeet) -> None:
+def test_a_malformed_address_is_named(lorikeet: Lorikeet) -> None:
     assert "nonsense" in sentence(run("--server", "nonsense", "--key", "lk_x", "list"))
 
 
 def test_a_server_that_is_not_lorikeet_is_recognised(stranger: str) -> None:
     said = sentence(run("--server", stranger, "--key", "lk_x", "list"))
-    assert "is that the gateway's address?" in said
+    assert "is that the admin listener's address?" in said
 
 
-def test_the_tenants_door_is_told_from_the_admins() -> None:
+def test_the_tenants_listener_is_recognised() -> None:
     with listening(PublicListener(FastAPI())) as url:
         assert f"is {url} the admin listener?" in sentence(
             run("--server", url, "--key", "lk_x", "list")
         )
 
 
-def test_a_wrong_key_is_said_in_the_servers_words(lorikeet: Lorikeet) -> None:
+def test_a_wrong_key_shows_the_servers_message(lorikeet: Lorikeet) -> None:
     assert "key" in sentence(lorikeet.run("list", LORIKEET_ADMIN_KEY="lk_wrong"))
 
 
 @pytest.mark.parametrize("key", ["lk_\u2026", "lk_a\nb", "lk_\x1b[2J", "lk_\xe9"])
-def test_a_key_that_cannot_be_one_is_said_to_be_none(lorikeet: Lorikeet, key: str) -> None:
+def test_a_malformed_key_is_refused_before_it_is_sent(lorikeet: Lorikeet, key: str) -> None:
     said = sentence(lorikeet.run("list", LORIKEET_ADMIN_KEY=key))
     assert "no key has" in said
     assert "lk_" not in said
@@ -86,7 +86,7 @@ def test_an_unknown_command_is_wrong_usage() -> None:
 
 @pytest.fixture(params=[b"HTTP/1.1 200 OK\r\n\r\n<html>", b"HTTP/1.1 502 Oh\r\n\r\n{}"])
 def stranger(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A server that answers, but in nobody's words that the command knows."""
+    """A server that answers, but not with Lorikeet's JSON."""
 
     def answer() -> None:
         connection, _ = listener.accept()

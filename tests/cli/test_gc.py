@@ -1,4 +1,4 @@
-"""lorikeet gc: what nothing needs is listed, and deleted without --dry-run."""
+"""lorikeet gc lists unneeded objects, and deletes them unless --dry-run is given."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def run(store: LocalStore, *arguments: str) -> Result:
 
 
 @pytest.mark.usefixtures("garbage")
-def test_what_would_go_is_listed_and_stays(store: LocalStore) -> None:
+def test_a_dry_run_lists_garbage_and_deletes_nothing(store: LocalStore) -> None:
     result = run(store, "--grace-days", "2", "--dry-run")
 
     assert result.exit_code == 0
@@ -45,7 +45,7 @@ def test_what_would_go_is_listed_and_stays(store: LocalStore) -> None:
 
 
 @pytest.mark.usefixtures("garbage")
-def test_garbage_beyond_the_grace_period_goes(store: LocalStore) -> None:
+def test_garbage_beyond_the_grace_period_is_deleted(store: LocalStore) -> None:
     assert run(store).stdout == "There is no garbage.\n"
 
     told = json.loads(run(store, "--grace-days", "2", "--json").stdout)
@@ -56,7 +56,7 @@ def test_garbage_beyond_the_grace_period_goes(store: LocalStore) -> None:
     assert list(store.list("blobs/")) == []
 
 
-def test_responses_that_have_outlived_their_time_go_where_it_is_set(
+def test_expired_responses_are_deleted_if_their_lifetime_is_set(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = f"responses/acme/resp_{'0' * 32}"

@@ -52,7 +52,7 @@ def test_every_command_that_prints_has_json() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_every_command_and_option_that_a_page_names_is_there(page: Path) -> None:
+def test_every_command_and_option_in_the_docs_exists(page: Path) -> None:
     line_of_it = r"^ *(?:\$ |[A-Z_]+=\S+ )*lorikeet ((?:[a-z]|--)[^#\n]*)"
     for line in re.findall(line_of_it, shown(page.read_text()), re.MULTILINE):
         words = line.split()
@@ -64,14 +64,14 @@ def test_every_command_and_option_that_a_page_names_is_there(page: Path) -> None
 
 
 def shown(text: str) -> str:
-    """What a page shows as code, a piece a line, without the paths and names of programs."""
+    """Return a page's code spans and blocks, one a line, without paths of programs."""
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
     blocks = re.findall(r"^```\n(.*?)^```|^    (.*)$", text, flags=re.S | re.M)
     return "\n".join([*spans, *map("".join, blocks)]).replace(".venv/bin/", "")
 
 
 def find(words: list[str]) -> typer.core.TyperCommand | typer.core.TyperGroup:
-    """The command that words begin with; the root where there is none."""
+    """Return the command that words begin with; the root if there is none."""
     found = ROOT
     for word in words:
         if not isinstance(found, typer.core.TyperGroup) or word not in found.commands:
@@ -80,7 +80,7 @@ def find(words: list[str]) -> typer.core.TyperCommand | typer.core.TyperGroup:
     return found
 
 
-def test_every_promised_command_is_there() -> None:
+def test_every_promised_command_exists() -> None:
     promised = """
         init register convert smoke list show promote rollback retire pin unpin pins status
         why usage log restore snapshot gc capacity doctor settings
@@ -92,7 +92,7 @@ def test_every_promised_command_is_there() -> None:
 
 
 @pytest.mark.parametrize("path", [(), ("tenants",), ("keys",), ("bench",)], ids=" ".join)
-def test_a_group_alone_shows_its_help_and_is_wrong_usage(path: tuple[str, ...]) -> None:
+def test_a_group_without_a_command_shows_its_help_and_is_wrong_usage(path: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, list(path), prog_name="lorikeet")
     assert result.exit_code == 2
     assert "Example:" in result.output
@@ -103,5 +103,5 @@ def test_the_version_is_the_packages() -> None:
     assert (result.exit_code, result.stdout) == (0, f"lorikeet {version('lorikeet-serve')}\n")
 
 
-def test_the_exit_statuses_are_told() -> None:
+def test_the_help_lists_exit_statuses() -> None:
     assert "3 a conflict" in help_of()

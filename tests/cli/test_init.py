@@ -55,7 +55,7 @@ def test_a_catalog_is_not_made_twice(tmp_path: Path) -> None:
     assert "there already is a catalog" in again.stderr
 
 
-def test_where_there_may_be_a_catalog_already_it_stays_as_it_is(tmp_path: Path) -> None:
+def test_if_absent_leaves_an_existing_catalog_alone(tmp_path: Path) -> None:
     assert init(tmp_path / "catalog", "--if-absent").stdout.startswith("lk_")
     store = LocalStore(tmp_path / "catalog")
     before = {key: store.get(key) for key in store.list("")}
@@ -64,7 +64,7 @@ def test_where_there_may_be_a_catalog_already_it_stays_as_it_is(tmp_path: Path) 
     assert {key: store.get(key) for key in store.list("")} == before
 
 
-def test_no_folder_but_the_catalogs_need_be_writable(tmp_path: Path) -> None:
+def test_only_the_catalogs_folder_needs_to_be_writable(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, "-c", _READ_ONLY, "init"],
         env=os.environ | {"LORIKEET_CATALOG": str(tmp_path / "catalog")},

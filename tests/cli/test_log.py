@@ -12,7 +12,7 @@ from tests.cli.conftest import Lorikeet
 from tests.cli.test_adapters import register
 
 
-def test_the_log_says_who_did_what(lorikeet: Lorikeet, tmp_path: Path) -> None:
+def test_the_log_shows_changes_with_their_authors(lorikeet: Lorikeet, tmp_path: Path) -> None:
     register(lorikeet, tmp_path)
     register(lorikeet, tmp_path, seed=1)
     lorikeet.do("promote", "acme/support@2", "--expect", "1")
@@ -35,7 +35,7 @@ def test_the_log_says_who_did_what(lorikeet: Lorikeet, tmp_path: Path) -> None:
     assert "alias moved" in lorikeet.do("log", "--since", "1h")
 
 
-def test_the_past_is_listed_and_shown(lorikeet: Lorikeet, tmp_path: Path) -> None:
+def test_list_and_show_can_show_a_past_state(lorikeet: Lorikeet, tmp_path: Path) -> None:
     register(lorikeet, tmp_path)
     register(lorikeet, tmp_path, "--promote", seed=1)
     seq = lorikeet.catalog.reader.state.seq
@@ -76,7 +76,7 @@ def test_a_snapshot_is_made(lorikeet: Lorikeet) -> None:
     assert json.loads(lorikeet.do("snapshot", "--json")) == {"seq": seq}
 
 
-def test_moments_are_entries_times_or_durations() -> None:
+def test_as_of_takes_an_entry_a_time_or_a_duration() -> None:
     assert parse_as_of("12") == {"as_of_seq": "12"}
     assert parse_as_of("1970-01-01T01:00") == {"as_of_time": "3600.0"}
     assert parse_since("1970-01-01T01:00+01:00") == 0.0

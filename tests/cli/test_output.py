@@ -1,4 +1,4 @@
-"""How tables fit into terminals that are too narrow for them."""
+"""Tables in terminals that are too narrow for them."""
 
 import pytest
 
@@ -9,7 +9,7 @@ ROW = ["acme/a-rather-long-name-of-an-adapter@12", *(f"{n}80.0 KiB" for n in ran
 
 
 @pytest.mark.parametrize("columns", ["20", "60", "80", "200"])
-def test_no_number_is_cut(
+def test_numbers_are_never_truncated(
     columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -20,7 +20,7 @@ def test_no_number_is_cut(
         assert f"Number {number}" in shown
 
 
-def test_no_id_is_cut_in_two(
+def test_ids_are_never_split(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
@@ -30,7 +30,7 @@ def test_no_id_is_cut_in_two(
     assert max(map(len, lines)) <= 40
 
 
-def test_a_program_gets_each_row_on_a_line(
+def test_output_to_a_program_has_one_line_per_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)

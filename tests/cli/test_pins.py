@@ -37,12 +37,12 @@ def test_a_pin_of_the_name_alone_follows_prod_on_all_replicas(registered: Lorike
     }
 
 
-def test_the_readme_quotes_what_a_pin_says(registered: Lorikeet) -> None:
+def test_the_readme_quotes_the_output_of_pin(registered: Lorikeet) -> None:
     said = registered.do("pin", "acme/support").replace("acme/support", "kestrel/shout")
     assert f"    {said}" in README.read_text()
 
 
-def test_every_option_of_a_pin_arrives(registered: Lorikeet) -> None:
+def test_every_option_of_pin_reaches_the_server(registered: Lorikeet) -> None:
     options = ["--replicas", "2", "--tier", "host", "--reason", "launch [day]", "--expires", "2h"]
     pin = json.loads(registered.do("pin", "acme/support@1", *options, "--json"))
     assert (pin["selector"], pin["replicas"], pin["tier"]) == ("1", 2, "host")
@@ -50,7 +50,7 @@ def test_every_option_of_a_pin_arrives(registered: Lorikeet) -> None:
     assert pin["expires"] == pytest.approx(time.time() + 7200, abs=30)
 
 
-def test_pins_are_listed_and_taken_back(registered: Lorikeet) -> None:
+def test_pins_are_listed_and_removed(registered: Lorikeet) -> None:
     assert "Nothing is pinned." in registered.do("pins")
     registered.do("pin", "acme/support", "--reason", "launch [day]")
     row = registered.do("pins").splitlines()[3].split()
@@ -80,7 +80,9 @@ def test_a_pin_is_met_once_every_replica_has_it(registered: Lorikeet) -> None:
     assert "Pins: 1 met" in registered.do("status")
 
 
-def test_what_does_not_fit_is_unmet_and_says_why(registered: Lorikeet, tmp_path: Path) -> None:
+def test_a_pin_that_does_not_fit_is_unmet_with_a_reason(
+    registered: Lorikeet, tmp_path: Path
+) -> None:
     registered.do("register", str(peft_folder(tmp_path / "other", seed=1)), "acme/legal")
     registered.engines.said = [replica("r1", 600)]
     registered.do("pin", "acme/support")
@@ -95,7 +97,7 @@ def test_what_does_not_fit_is_unmet_and_says_why(registered: Lorikeet, tmp_path:
     assert "unmet (`lorikeet pins` says why)" in registered.do("status")
 
 
-def test_a_tenants_pin_keeps_what_it_has_and_will_have(
+def test_a_tenants_pin_keeps_its_adapters_of_now_and_later(
     registered: Lorikeet, tmp_path: Path
 ) -> None:
     said = registered.do("pin", "acme", "--tier", "host")
@@ -107,9 +109,7 @@ def test_a_tenants_pin_keeps_what_it_has_and_will_have(
     assert pins_of(registered) == {}
 
 
-def test_a_dry_run_says_what_would_move_and_changes_nothing(
-    registered: Lorikeet, tmp_path: Path
-) -> None:
+def test_a_dry_run_lists_moves_and_changes_nothing(registered: Lorikeet, tmp_path: Path) -> None:
     registered.do("register", str(peft_folder(tmp_path / "other", seed=1)), "acme/legal")
     registered.do("pin", "acme/support")
     registered.engines.said = [replica("r1", 600), replica("r2", 2000)]
@@ -129,18 +129,18 @@ def test_a_dry_run_says_what_would_move_and_changes_nothing(
     assert [each["pin"] for each in moves["lost"]] == ["acme/support@prod"]
     said = registered.do("pin", "acme/legal", *options)
     assert "Would load 2 images, 1.0 KiB. Nothing was changed." in said
-    assert "Other pins would lose their place:" in said
+    assert "Other pins would no longer be met:" in said
     assert registered.catalog.reader.refresh() is before
 
 
-def test_what_a_dry_run_could_not_keep_it_says(registered: Lorikeet) -> None:
+def test_a_dry_run_lists_adapters_that_do_not_fit(registered: Lorikeet) -> None:
     registered.engines.said = [replica("r1", 100)]
     said = " ".join(registered.do("pin", "acme/support", "--dry-run").split())
     assert "Would load 0 images" in said
     assert "it takes 512 bytes, and earlier pins leave at most 100 on gpu" in said
 
 
-def test_more_than_a_tenants_budget_is_refused_with_the_numbers(registered: Lorikeet) -> None:
+def test_a_pin_above_the_tenants_budget_is_refused_with_the_numbers(registered: Lorikeet) -> None:
     budget = ("tenants", "limit", "acme", "--pinned-bytes")
     assert "511 B" in registered.do(*budget, "511")
     for words in (["pin", "acme/support"], ["pin", "acme"], ["pin", "acme", "--dry-run"]):
@@ -157,23 +157,23 @@ def test_more_than_a_tenants_budget_is_refused_with_the_numbers(registered: Lori
 
 
 @pytest.mark.parametrize("target", ["acme@prod", "acme/", "/support", "acme/support@", "Acme"])
-def test_a_pin_is_of_a_tenant_or_an_adapter(lorikeet: Lorikeet, target: str) -> None:
+def test_a_malformed_pin_target_is_wrong_usage(lorikeet: Lorikeet, target: str) -> None:
     assert lorikeet.run("pin", target).exit_code == 2
 
 
-def test_a_pin_says_for_how_long(registered: Lorikeet) -> None:
+def test_a_pin_with_a_lifetime_prints_its_end(registered: Lorikeet) -> None:
     said = registered.do("pin", "acme/support", "--tier", "disk", "--expires", "7d")
     assert said.startswith("acme/support@prod will be kept on disk on all replicas until ")
 
 
-def test_a_pin_on_more_replicas_than_there_are_is_no_claim_that_it_is_done(
+def test_a_pin_on_more_replicas_than_exist_is_not_reported_as_met(
     registered: Lorikeet,
 ) -> None:
     said = registered.do("pin", "acme/support", "--replicas", "99")
     assert "will be kept on gpu on 99 replicas; `lorikeet pins` shows when" in said
 
 
-def test_what_a_catalog_holds_cannot_break_or_steer_a_terminal(registered: Lorikeet) -> None:
+def test_text_from_the_catalog_cannot_control_a_terminal(registered: Lorikeet) -> None:
     change = Pinned(
         tenant="acme",
         name="support",
@@ -207,16 +207,16 @@ def test_what_a_catalog_holds_cannot_break_or_steer_a_terminal(registered: Lorik
     ],
     ids=lambda options: " ".join(options)[:20],
 )
-def test_what_cannot_be_meant_is_wrong_usage(lorikeet: Lorikeet, options: list[str]) -> None:
+def test_malformed_options_are_wrong_usage(lorikeet: Lorikeet, options: list[str]) -> None:
     assert lorikeet.run("pin", "acme/support", *options).exit_code == 2
 
 
-def test_a_lifetime_that_cannot_be_one_is_named(lorikeet: Lorikeet) -> None:
+def test_a_malformed_lifetime_is_named(lorikeet: Lorikeet) -> None:
     result = lorikeet.run("pin", "acme/support", "--expires", "soon")
     assert "Invalid value for '--expires'" in result.stderr
 
 
-def test_pinning_what_is_not_there_fails(lorikeet: Lorikeet) -> None:
+def test_pinning_an_unknown_adapter_fails(lorikeet: Lorikeet) -> None:
     result = lorikeet.run("pin", "acme/nothing")
     assert result.exit_code == 1
     assert "acme/nothing" in result.stderr

@@ -1,4 +1,4 @@
-"""Settings are documented where they are defined, and the page about them is what is printed."""
+"""docs/settings.md is the output of `lorikeet settings --markdown`."""
 
 import json
 from pathlib import Path
@@ -18,13 +18,13 @@ def show(environment: dict[str, str], *options: str) -> Result:
     return CliRunner().invoke(app, ["settings", *options], env=given, prog_name="lorikeet")
 
 
-def test_the_page_is_what_is_printed() -> None:
+def test_the_page_is_the_commands_output() -> None:
     printed = show({}, "--markdown").stdout
     assert PAGE.read_text() == printed, "run `lorikeet settings --markdown > docs/settings.md`"
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)
-def test_a_default_is_written_as_it_would_be_given(name: str) -> None:
+def test_a_printed_default_parses_to_the_same_value(name: str) -> None:
     default = Settings.from_env({})
     written = as_written(Settings.model_fields[name], getattr(default, name))
     given = {} if written is None else {f"LORIKEET_{name.upper()}": written}
@@ -32,7 +32,7 @@ def test_a_default_is_written_as_it_would_be_given(name: str) -> None:
     assert Settings.model_fields[name].description
 
 
-def test_what_is_in_force_is_shown_beside_its_default() -> None:
+def test_a_given_value_is_shown_beside_the_default() -> None:
     given = {
         "LORIKEET_BASE_MODELS": "a=/m/a,b=/m/b",
         "LORIKEET_REPLICAS": "a=4",

@@ -1,4 +1,4 @@
-"""register --smoke and smoke: what a person and a program are told."""
+"""Output of register --smoke and of smoke, as text and as JSON."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,16 @@ from tests.cli.conftest import Lorikeet
 from tests.cli.peft_folders import peft_folder
 
 
-def test_register_with_smoke_tells_how_far_they_differ(lorikeet: Lorikeet, tmp_path: Path) -> None:
+def test_register_with_smoke_prints_how_far_answers_differ(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
     folder = str(peft_folder(tmp_path / "adapter"))
     said = lorikeet.do("register", folder, "acme/support", "--smoke")
     assert "acme/support version 1, now prod" in said
-    assert "50% of 8 tokens are the base model's, the first that differs is number 2" in said
+    assert "50% of 8 tokens equal the base model's, the first that differs is number 2" in said
 
 
-def test_smoke_of_a_version_with_ones_own_prompts(lorikeet: Lorikeet, tmp_path: Path) -> None:
+def test_smoke_of_a_version_with_given_prompts(lorikeet: Lorikeet, tmp_path: Path) -> None:
     lorikeet.do("register", str(peft_folder(tmp_path / "adapter")), "acme/support")
     answer = json.loads(
         lorikeet.do("smoke", "acme/support@1", "--prompt", "a", "--prompt", "b", "--json")
@@ -27,15 +29,17 @@ def test_smoke_of_a_version_with_ones_own_prompts(lorikeet: Lorikeet, tmp_path: 
     )
 
 
-def test_an_adapter_that_changes_nothing_is_warned_of(lorikeet: Lorikeet, tmp_path: Path) -> None:
+def test_an_adapter_that_changes_nothing_gives_a_warning(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
     lorikeet.do("register", str(peft_folder(tmp_path / "adapter")), "acme/support")
     lorikeet.engines.second = 1
     result = lorikeet.run("smoke", "acme/support")
     assert result.exit_code == 0
-    assert "100% of 8 tokens are the base model's, none differs" in result.stdout
+    assert "100% of 8 tokens equal the base model's, none differs" in result.stdout
     assert result.stderr.startswith("Warning: the adapter changed none of 8 tokens")
 
 
-def test_smoke_of_what_is_not_there_fails(lorikeet: Lorikeet) -> None:
+def test_smoke_of_an_unknown_adapter_fails(lorikeet: Lorikeet) -> None:
     assert lorikeet.run("smoke", "acme/nothing").exit_code == 1
     assert lorikeet.run("smoke", "nonsense").exit_code == 2

@@ -1,4 +1,4 @@
-"""An adapter is the same wherever it is registered from; what cannot be one is refused by name."""
+"""An adapter is the same from every kind of source; invalid sources are refused by name."""
 
 import gzip
 import io
@@ -30,7 +30,7 @@ FILES = (CONFIG, WEIGHTS, "tokenizer_config.json")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A PEFT folder with what training leaves beside an adapter."""
+    """A PEFT folder with other files of a training run beside the adapter."""
     made = peft_folder(tmp_path / "adapter")
     (made / "README.md").write_text("trained on a laptop")
     (made / "tokenizer_config.json").write_text("{}")  # it may have a chat template
@@ -47,7 +47,7 @@ def digest(folder: Path, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
 @pytest.mark.parametrize("inside", [".", "my-adapter", "runs/7/final"])
-def test_a_tar_file_is_the_folder_it_was_made_of(
+def test_a_tar_file_gives_the_same_adapter_as_its_folder(
     folder: Path, tmp_path: Path, mode: str, inside: str
 ) -> None:
     with tarfile.open(tmp_path / "a.tar", mode) as tar:  # type: ignore[call-overload]
@@ -65,14 +65,14 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int =
 
 
 def bomb() -> bytes:
-    """A header that says of itself to have a gigabyte."""
+    """A header that claims a size of a gigabyte."""
     info = tarfile.TarInfo("x")
     info.type, info.size = tarfile.XHDTYPE, 1 << 30
     return info.tobuf()
 
 
 def negative() -> bytes:
-    """A member of less than no bytes."""
+    """A member of negative size."""
     info = tarfile.TarInfo("x")
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
     block[124:136] = b"\xff" * 11 + b"\x00"  # -256 in base 256
@@ -101,7 +101,7 @@ def negative() -> bytes:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_a_tar_file_with_anything_odd_in_it_is_refused(
+def test_a_tar_file_with_a_suspicious_member_is_refused(
     folder: Path, tmp_path: Path, added: list[object], says: str
 ) -> None:
     plain = io.BytesIO()
@@ -135,9 +135,7 @@ def test_a_damaged_archive_is_refused(
         pass
 
 
-def test_tokens_that_were_added_are_not_left_behind_in_an_archive(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_added_tokens_in_an_archive_are_refused_not_lost(folder: Path, tmp_path: Path) -> None:
     (folder / "new_embeddings.safetensors").write_bytes(b"")
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.add(folder, arcname=".")
@@ -155,7 +153,7 @@ def test_tokens_that_were_added_are_not_left_behind_in_an_archive(
         ([CONFIG, "adapter_model.bin"], "lorikeet convert"),
     ],
 )
-def test_an_archive_without_an_adapter_says_what_is_missing(
+def test_an_archive_without_an_adapter_names_the_missing_file(
     folder: Path, tmp_path: Path, kept: list[str], says: str
 ) -> None:
     (folder / "adapter_model.bin").write_bytes(b"pickle")
@@ -166,7 +164,7 @@ def test_an_archive_without_an_adapter_says_what_is_missing(
         pass
 
 
-def test_a_lone_safetensors_file_is_led_to_its_folder(folder: Path) -> None:
+def test_a_lone_safetensors_file_is_refused_in_favour_of_its_folder(folder: Path) -> None:
     with pytest.raises(InvalidInput, match="give the folder"), open_source(str(folder / WEIGHTS)):
         pass
 
@@ -176,7 +174,7 @@ def test_a_lone_safetensors_file_is_led_to_its_folder(folder: Path) -> None:
 
 @pytest.fixture
 def bucket(s3_bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """s3://bucket/models, which may be read from, with the adapter under good/."""
+    """s3://bucket/models, an allowed prefix, with the adapter under good/."""
     store = open_store(f"{s3_bucket}/models")
     for file in folder.iterdir():
         store.put_file(f"good/{file.name}", file)
@@ -186,7 +184,7 @@ def bucket(s3_bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.mark.parametrize("ending", ["", "/"])
-def test_a_prefix_of_a_bucket_is_the_folder_that_was_copied_there(
+def test_a_prefix_of_a_bucket_gives_the_same_adapter_as_the_folder(
     bucket: str, folder: Path, tmp_path: Path, ending: str
 ) -> None:
     with open_source(f"{bucket}/good{ending}") as copied:
@@ -195,7 +193,7 @@ def test_a_prefix_of_a_bucket_is_the_folder_that_was_copied_there(
 
 
 @pytest.mark.parametrize("beside", ["models-of-others/good", "good", "", "models/../good"])
-def test_nothing_is_read_beside_the_allowed_prefixes(bucket: str, beside: str) -> None:
+def test_only_allowed_prefixes_are_read(bucket: str, beside: str) -> None:
     outside = f"{bucket.removesuffix('/models')}/{beside}"
     with pytest.raises(InvalidInput, match="only from s3://else/x, s3://"), open_source(outside):
         pass
@@ -212,12 +210,12 @@ def test_no_bucket_is_read_before_one_is_allowed(
         pass
 
 
-def test_a_prefix_without_an_adapter_says_what_is_missing(bucket: str) -> None:
+def test_a_prefix_without_an_adapter_names_the_missing_file(bucket: str) -> None:
     with pytest.raises(InvalidInput, match=f"half has no {WEIGHTS}"), open_source(f"{bucket}/half"):
         pass
 
 
-def test_a_bucket_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, bucket: str) -> None:
+def test_a_missing_bucket_is_named(monkeypatch: pytest.MonkeyPatch, bucket: str) -> None:
     monkeypatch.setenv("LORIKEET_IMPORT_FROM", "s3://no-such-bucket")
     with pytest.raises((StoreError, InvalidInput)), open_source("s3://no-such-bucket/x"):
         pass
@@ -228,7 +226,7 @@ def test_a_bucket_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, buc
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("inside", ["", "my-adapter/", "my-adapter\\"])
-def test_a_zip_file_is_the_folder_it_was_made_of(
+def test_a_zip_file_gives_the_same_adapter_as_its_folder(
     folder: Path, tmp_path: Path, packing: int, inside: str
 ) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w", packing) as archive:
@@ -256,7 +254,7 @@ def link() -> zipfile.ZipInfo:
         ([f"x{n}" for n in range(1000)], "1000 members"),
     ],
 )
-def test_a_zip_file_with_anything_odd_in_it_is_refused(
+def test_a_zip_file_with_a_suspicious_member_is_refused(
     folder: Path, tmp_path: Path, added: list[str | zipfile.ZipInfo], says: str
 ) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
@@ -268,7 +266,9 @@ def test_a_zip_file_with_anything_odd_in_it_is_refused(
         pass
 
 
-def test_a_zip_files_member_is_no_longer_than_it_says(folder: Path, tmp_path: Path) -> None:
+def test_a_zip_files_member_is_read_only_up_to_its_stated_size(
+    folder: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "a.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.write(folder / WEIGHTS, WEIGHTS)
@@ -280,7 +280,7 @@ def test_a_zip_files_member_is_no_longer_than_it_says(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_zip_file_whose_members_take_any_memory_is_refused(
+def test_a_zip_file_of_an_unbounded_compression_method_is_refused(
     folder: Path, tmp_path: Path, packing: int
 ) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w", packing) as archive:
@@ -293,7 +293,7 @@ def test_a_zip_file_whose_members_take_any_memory_is_refused(
         pass
 
 
-def test_a_zip_files_list_of_members_is_not_read_whole(folder: Path, tmp_path: Path) -> None:
+def test_a_zip_file_with_a_huge_list_of_members_is_refused(folder: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for name in FILES:
             archive.write(folder / name, name)
@@ -311,7 +311,7 @@ def test_a_zip_files_list_of_members_is_not_read_whole(folder: Path, tmp_path: P
 
 @pytest.fixture(params=["shards", "mlx"])
 def other(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, set[str]]:
-    """The folder in another layout, and which of its files are read."""
+    """The folder in another layout, and the names of the files that are read."""
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     if request.param == "mlx":
@@ -331,7 +331,7 @@ def other(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, set[str]]
     return folder, {CONFIG, FILES[-1], f"{WEIGHTS}.index.json", *places.values()}
 
 
-def test_another_layout_comes_whole_from_an_archive(
+def test_other_layouts_are_read_completely_from_an_archive(
     other: tuple[Path, set[str]], tmp_path: Path
 ) -> None:
     folder, names = other
@@ -342,7 +342,7 @@ def test_another_layout_comes_whole_from_an_archive(
         assert digest(unpacked, tmp_path) == digest(folder, tmp_path)
 
 
-def test_shards_come_from_a_packed_stream_in_its_order(
+def test_shards_are_read_from_a_gzip_stream_in_its_order(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     went_back, seek = [], gzip.GzipFile.seek
@@ -367,7 +367,7 @@ def test_shards_come_from_a_packed_stream_in_its_order(
     assert len(went_back) == 2  # to read the index, and to copy
 
 
-def test_another_layout_comes_whole_from_a_bucket(
+def test_other_layouts_are_read_completely_from_a_bucket(
     other: tuple[Path, set[str]], tmp_path: Path, bucket: str
 ) -> None:
     folder, names = other
@@ -378,7 +378,7 @@ def test_another_layout_comes_whole_from_a_bucket(
         assert digest(copied, tmp_path) == digest(folder, tmp_path)
 
 
-def test_another_layout_comes_whole_from_the_hub(
+def test_other_layouts_are_read_completely_from_the_hub(
     lorikeet: Lorikeet, other: tuple[Path, set[str]], tmp_path: Path
 ) -> None:
     folder, names = other
@@ -424,7 +424,7 @@ def hub(folder: Path, tmp_path: Path) -> Iterator[Hub]:
 
 
 def command(lorikeet: Lorikeet, hub: str, home: Path, *arguments: str) -> tuple[int, str, str]:
-    """The command in a process of its own: the Hub's client reads HF_ENDPOINT when imported."""
+    """Run the command in its own process: the Hub's client reads HF_ENDPOINT on import."""
     done = subprocess.run(
         [sys.executable, "-c", "from lorikeet.cli import main; main()", *arguments],
         env=os.environ
@@ -438,7 +438,7 @@ def command(lorikeet: Lorikeet, hub: str, home: Path, *arguments: str) -> tuple[
 
 
 @pytest.mark.parametrize("revision", [[], ["--revision", "v1"]])
-def test_a_repository_on_the_hub_is_registered_and_nothing_else_of_it_is_fetched(
+def test_only_the_adapters_files_of_a_hub_repository_are_fetched(
     lorikeet: Lorikeet, hub: Hub, folder: Path, tmp_path: Path, revision: list[str]
 ) -> None:
     arguments = ["register", "hf:acme/lora", "acme/support", "--json", *revision]
@@ -459,7 +459,7 @@ def test_a_repository_on_the_hub_is_registered_and_nothing_else_of_it_is_fetched
         ("acme/lora/x y", None, "want hf:organisation/name"),
     ],
 )
-def test_what_the_hub_cannot_give_is_told(
+def test_a_repository_that_the_hub_refuses_is_named_with_the_remedy(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, name: str, revision: str | None, says: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
@@ -468,7 +468,7 @@ def test_what_the_hub_cannot_give_is_told(
     assert hub.fetched == []
 
 
-def test_a_hub_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with (
         pytest.raises(
@@ -479,7 +479,7 @@ def test_a_hub_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
 
-def test_without_the_hubs_client_the_error_says_what_to_install(
+def test_without_the_hubs_client_the_error_names_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -505,14 +505,14 @@ def test_without_the_hubs_client_the_error_says_what_to_install(
         (".", "v1", "a revision is for hf:organisation/name only"),
     ],
 )
-def test_what_is_no_source_is_told_what_one_is(
+def test_an_invalid_source_is_refused_with_valid_ones(
     source: str, revision: str | None, says: str
 ) -> None:
     with pytest.raises(InvalidInput, match=says):
         check_source(source, revision)
 
 
-def test_a_source_that_is_none_is_wrong_usage(lorikeet: Lorikeet) -> None:
+def test_an_invalid_source_is_wrong_usage(lorikeet: Lorikeet) -> None:
     for arguments in (["nowhere"], ["acme/lora"], [".", "--revision", "v1"]):
         source, *options = arguments
         assert lorikeet.run("register", source, "acme/support", *options).exit_code == 2

@@ -1,4 +1,4 @@
-"""status: replicas, and what is resident where."""
+"""status: replicas, and their adapters by tier."""
 
 import json
 from dataclasses import replace

@@ -93,12 +93,12 @@ def test_limits_that_are_not_named_stay(lorikeet: Lorikeet) -> None:
     ],
     ids=lambda words: words[:24],
 )
-def test_what_is_no_limit_is_wrong_usage(words: str) -> None:
+def test_malformed_limits_are_wrong_usage(words: str) -> None:
     result = CliRunner().invoke(app, ["tenants", "limit", "acme", *words.split()])
     assert result.exit_code == 2  # 1 if it had asked a server
 
 
-def test_limits_of_nobody_are_refused(lorikeet: Lorikeet) -> None:
+def test_limits_of_an_unknown_tenant_are_refused(lorikeet: Lorikeet) -> None:
     for words in (["tenants", "limit", "nobody", "--rank", "4"], ["tenants", "show", "nobody"]):
         result = lorikeet.run(*words)
         assert (result.exit_code, "nobody" in result.stderr) == (1, True)
@@ -140,7 +140,7 @@ def test_a_publish_key_is_for_adapters_of_some_names(lorikeet: Lorikeet) -> None
     assert models(lorikeet, key["key"]) == httpx.codes.FORBIDDEN
     assert "publish policy-* draft" in lorikeet.do("keys", "list")
     refused = lorikeet.run("keys", "create", *words, "--read-only")
-    assert (refused.exit_code, "for nothing else" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "want --publish with --tenant" in refused.stderr) == (2, True)
 
 
 def test_a_key_is_rotated_with_overlap(lorikeet: Lorikeet) -> None:
@@ -200,7 +200,7 @@ def test_a_key_is_either_a_tenants_or_an_admins(lorikeet: Lorikeet, options: lis
     assert "--admin" in result.stderr
 
 
-def test_a_key_of_nobody_fails(lorikeet: Lorikeet) -> None:
+def test_a_key_of_an_unknown_tenant_fails(lorikeet: Lorikeet) -> None:
     result = lorikeet.run("keys", "create", "--tenant", "nobody")
     assert result.exit_code == 1
     assert "nobody" in result.stderr

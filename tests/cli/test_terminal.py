@@ -1,4 +1,4 @@
-"""What a person sees in a terminal, and a program does not."""
+"""Output that only a terminal gets."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _MAIN = "from lorikeet.cli import main; main()"
 
 
 def register(lorikeet: Lorikeet, folder: Path, *options: str) -> tuple[str, str]:
-    """stdout, a pipe, and stderr, a terminal, of a register command."""
+    """Run register with a pipe as stdout and a terminal as stderr; return both outputs."""
     ours, theirs = pty.openpty()
     done = subprocess.run(
         [sys.executable, "-c", _MAIN, "register", str(folder), "acme/support", *options],
@@ -32,13 +32,13 @@ def register(lorikeet: Lorikeet, folder: Path, *options: str) -> tuple[str, str]
     os.close(theirs)
     try:
         shown = os.read(ours, 65536).decode()
-    except OSError:  # how Linux says that a terminal is closed and nothing was written
+    except OSError:  # Linux's answer for a closed terminal without output
         shown = ""
     os.close(ours)
     return done.stdout, shown
 
 
-def test_a_person_sees_the_upload_pass(lorikeet: Lorikeet, tmp_path: Path) -> None:
+def test_a_terminal_shows_the_uploads_progress(lorikeet: Lorikeet, tmp_path: Path) -> None:
     said, shown = register(lorikeet, peft_folder(tmp_path / "adapter"))
     assert said.startswith("acme/support version 1")
     assert "Uploading" in shown
@@ -50,7 +50,7 @@ def test_json_comes_without_a_bar(lorikeet: Lorikeet, tmp_path: Path) -> None:
     assert shown == ""
 
 
-def test_json_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_cannot_control_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     value = {"model": "café \x1b[2J \x9b2J \x9d0;title\x07 \u202elive \U000e0041 \x7f \n"}
     print_json(value)
     said = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""An upload goes on after what breaks it: connections, gateways, and admins who press Ctrl-C."""
+"""An upload resumes after dropped connections, restarted gateways and Ctrl-C."""
 
 import hashlib
 import json
@@ -45,13 +45,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def parts_of(lorikeet: Lorikeet) -> list[str]:
-    """The parts in quarantine."""
+    """List the parts in quarantine."""
     found = lorikeet.catalog.store.list("uploads/")
     return [key for key in found if not key.endswith("upload.json")]
 
 
 def command(lorikeet: Lorikeet, server: str, *arguments: str) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
+    """Start the command in its own process."""
     return subprocess.Popen(
         [sys.executable, "-c", "from lorikeet.cli import main; main()", *arguments],
         env=os.environ | {"LORIKEET_SERVER": server, "LORIKEET_ADMIN_KEY": lorikeet.admin_key},
@@ -62,7 +62,7 @@ def command(lorikeet: Lorikeet, server: str, *arguments: str) -> subprocess.Pope
 
 
 class Road:
-    """The way from the command to a gateway, on which a test makes trouble."""
+    """Proxy between the command and a gateway, on which a test makes trouble."""
 
     def __init__(self, lorikeet: Lorikeet) -> None:
         self.to = lorikeet.url
@@ -119,9 +119,7 @@ def road_to(lorikeet: Lorikeet) -> Iterator[Road]:
         thread.join()
 
 
-def test_connections_that_drop_cost_their_part_and_no_more(
-    lorikeet: Lorikeet, folder: Path
-) -> None:
+def test_a_dropped_connection_costs_only_its_part(lorikeet: Lorikeet, folder: Path) -> None:
     with road_to(lorikeet) as road:
         road.trouble = lambda line: line.startswith(b"PUT") and len(road.requests) % 3 == 0
         lorikeet.do("--server", road.url, "register", str(folder), "acme/support")
@@ -157,13 +155,13 @@ def test_a_gateway_that_restarts_in_the_middle_is_waited_for(
     )
 
 
-def test_an_upload_that_cannot_go_on_says_where_it_is(lorikeet: Lorikeet, folder: Path) -> None:
+def test_a_stuck_upload_reports_its_progress(lorikeet: Lorikeet, folder: Path) -> None:
     with road_to(lorikeet) as road:
         road.trouble = lambda line: b"/parts/3 " in line
         result = lorikeet.run("--server", road.url, "register", str(folder), "acme/support")
         assert result.exit_code == 1
         assert "stuck at" in result.stderr
-        assert "The same command goes on from there" in " ".join(result.stderr.split())
+        assert "Run the same command again to resume" in " ".join(result.stderr.split())
         before = road.puts()
         road.trouble = lambda _: False
         lorikeet.do("--server", road.url, "register", str(folder), "acme/support")
@@ -180,7 +178,7 @@ def test_ctrl_c_keeps_what_arrived(lorikeet: Lorikeet, folder: Path) -> None:
         _, said = running.communicate(timeout=20)
         assert running.returncode == 130
         assert "interrupted at" in said
-        assert "the same command goes on from there" in said
+        assert "run the same command again to resume" in said
         assert "Traceback" not in said
 
         kept, sent = len(parts_of(lorikeet)), road.puts()
@@ -190,7 +188,7 @@ def test_ctrl_c_keeps_what_arrived(lorikeet: Lorikeet, folder: Path) -> None:
         assert road.puts() - sent == -(-version.size_bytes // PART) - kept
 
 
-def test_what_the_catalog_has_is_not_sent_again(lorikeet: Lorikeet, folder: Path) -> None:
+def test_a_blob_in_the_catalog_is_not_sent_again(lorikeet: Lorikeet, folder: Path) -> None:
     lorikeet.do("register", str(folder), "acme/support")
     with road_to(lorikeet) as road:
         said = lorikeet.do("--server", road.url, "register", str(folder), "acme/other", "--json")
@@ -198,7 +196,9 @@ def test_what_the_catalog_has_is_not_sent_again(lorikeet: Lorikeet, folder: Path
         assert road.puts() == 0
 
 
-def test_two_registers_of_the_same_at_once_both_succeed(lorikeet: Lorikeet, folder: Path) -> None:
+def test_two_concurrent_registers_of_one_blob_both_succeed(
+    lorikeet: Lorikeet, folder: Path
+) -> None:
     both = [
         command(lorikeet, lorikeet.url, "register", str(folder), "acme/support", "--json")
         for _ in range(2)
@@ -207,7 +207,7 @@ def test_two_registers_of_the_same_at_once_both_succeed(lorikeet: Lorikeet, fold
     assert [json.loads(stdout)["version"] for stdout, _ in said] == [1, 1], said
 
 
-def test_a_full_disk_of_the_admins_is_told(lorikeet: Lorikeet, folder: Path) -> None:
+def test_a_full_disk_on_the_admins_machine_is_named(lorikeet: Lorikeet, folder: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -215,10 +215,10 @@ def test_a_full_disk_of_the_admins_is_told(lorikeet: Lorikeet, folder: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert result.exit_code == 1
-    assert "free some space there, or let TMPDIR" in " ".join(result.stderr.split())
+    assert "free some space there, or set TMPDIR" in " ".join(result.stderr.split())
 
 
-def test_an_unknown_tenant_is_told_before_any_byte_is_sent(
+def test_an_unknown_tenant_is_refused_before_any_byte_is_sent(
     lorikeet: Lorikeet, folder: Path
 ) -> None:
     result = lorikeet.run("register", str(folder), "nobody/support")
@@ -243,7 +243,7 @@ def test_on_s3_no_byte_passes_through_the_gateway(on_s3: Lorikeet, folder: Path)
         ]
 
 
-def test_a_store_that_the_admin_cannot_reach_is_gone_round(
+def test_parts_go_through_the_gateway_if_the_store_is_unreachable(
     on_s3: Lorikeet, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(S3Parts, "url", lambda *_: "http://127.0.0.1:1/bucket/key")

@@ -1,4 +1,4 @@
-"""usage: tables, CSV and JSON of what tenants used; gc joins it."""
+"""usage: tables, CSV and JSON of tenants' usage; gc compacts it."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ SUPPORT = UsageAccount("acme", "tiny", "acme/support")
 
 
 def write(lorikeet: Lorikeet, ago: int = 0, account: UsageAccount = SUPPORT) -> str:
-    """The day on which it was used."""
+    """Write usage of the day that was `ago` days before today; return its date."""
     at = time.time() - ago * DAY_S
     ledger = UsageLedger(lambda: at)
     ledger.add(account, UsageCounts(1, 10, 4, 2, 3.21, 1, 2**20, 1, 2**21))
@@ -75,7 +75,7 @@ def test_nothing_used_says_so(lorikeet: Lorikeet) -> None:
         ("2024-11-01", "2026-11-01", "731 days from 2024-11-01 to 2026-11-01: want 400 at most"),
     ],
 )
-def test_a_period_that_cannot_be_one_says_why(
+def test_a_malformed_period_is_refused_with_a_reason(
     lorikeet: Lorikeet, first: str, last: str, says: str
 ) -> None:
     result = lorikeet.run("usage", "--from", first, "--to", last)
@@ -83,7 +83,7 @@ def test_a_period_that_cannot_be_one_says_why(
     assert says in result.stderr
 
 
-def test_a_day_is_a_day(lorikeet: Lorikeet) -> None:
+def test_a_malformed_day_is_wrong_usage(lorikeet: Lorikeet) -> None:
     result = lorikeet.run("usage", "--from", "yesterday")
     assert result.exit_code == 2
     assert "2026-11-21" in result.stderr

@@ -1,4 +1,4 @@
-"""why: what became of a request, as a story and as JSON."""
+"""why: a request's outcome, stages and attempts, as text and as JSON."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -58,7 +58,7 @@ def send(lorikeet: Lorikeet, **body: object) -> str:
     return answer.headers["x-request-id"]
 
 
-def test_it_tells_the_stages_of_a_push(lorikeet: Lorikeet, tmp_path: Path) -> None:
+def test_the_stages_of_a_push_are_shown(lorikeet: Lorikeet, tmp_path: Path) -> None:
     _, key = lorikeet.catalog.create_key(
         "acme", {Scope.PUBLISH}, actor="test", adapters=("policy",)
     )
@@ -69,20 +69,27 @@ def test_it_tells_the_stages_of_a_push(lorikeet: Lorikeet, tmp_path: Path) -> No
         content=(tmp_path / "blob").read_bytes(),
     )
     said = lorikeet.do("why", pushed.headers["x-request-id"])
-    for stage in ("body received", "checked", "brought to all replicas", "told to all gateways"):
+    for stage in (
+        "body received",
+        "checked",
+        "delivered to all replicas",
+        "announced to all gateways",
+    ):
         assert f"\n {stage} " in said
     assert "Tokens" not in said
 
 
 @pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "resp_", "msg_", ""])
-def test_a_request_goes_by_the_id_that_its_answer_has(
+def test_a_request_is_found_by_its_answers_id(
     prefix: str, lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lorikeet.engines, "stream_answer", told)
     assert lorikeet.do("why", f"{prefix}{send(lorikeet)}").startswith("POST /v1/completions")
 
 
-def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requests_outcome_stages_and_attempts_are_shown(
+    lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lorikeet.engines, "stream_answer", told)
     said = lorikeet.do("why", f"cmpl-{send(lorikeet)}-1")
     lines = said.splitlines()
@@ -94,11 +101,11 @@ def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch)
     assert queued.split()[5] == "500.0"
     assert "█" in queued
     assert "Attempt 1 went to r3, which failed: the replica was lost" in said
-    assert "Attempt 2 went to r7, as the best had no room or did not answer" in said
+    assert "Attempt 2 went to r7, as the best was full or did not answer" in said
     assert ["r7", "13.0", "10.0", "2.0", "0.0", "1.0", "0.0"] in [line.split() for line in lines]
 
 
-def test_it_tells_on_what_weights_an_adapter_was_served(
+def test_the_base_models_weight_format_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = peft_folder(tmp_path / "peft")
@@ -130,12 +137,12 @@ def test_json_is_the_whole_answer(lorikeet: Lorikeet, monkeypatch: pytest.Monkey
     assert (said["id"], said["outcome"], len(said["attempts"])) == (request_id, "finished", 2)
 
 
-def test_an_unknown_request_says_for_how_long_they_are_known(lorikeet: Lorikeet) -> None:
+def test_an_unknown_request_names_how_long_requests_are_kept(lorikeet: Lorikeet) -> None:
     result = lorikeet.run("why", "0" * 32)
     assert result.exit_code == 1
     assert "more than an hour ago" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("request_id", ["../keys", "a/b", "é", "a?b"])
-def test_an_id_leads_to_no_other_route(lorikeet: Lorikeet, request_id: str) -> None:
+def test_an_id_cannot_lead_to_another_route(lorikeet: Lorikeet, request_id: str) -> None:
     assert lorikeet.run("why", request_id).exit_code == 2

@@ -1,4 +1,4 @@
-"""A planned start where all is well: the demo's model, a catalog on S3, and good machines."""
+"""A planned start without faults: the demo's model, a catalog on S3, and good machines."""
 
 import os
 import shutil
@@ -34,7 +34,11 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Patient:
-    """What a start would find. examined() is the doctor's word on it with some things changed."""
+    """Environment and machine of a planned start.
+
+    more: variables beside environ; an empty value unsets one.
+    wait_s: time limit of each check.
+    """
 
     environ: Mapping[str, str]
     model: Path
@@ -46,7 +50,11 @@ class Patient:
     more: Mapping[str, str] = field(default_factory=dict)
 
     def examined(self, *names: str, **changes: object) -> list[Finding]:
-        """names: of the checks; none: all. changes: fields of this."""
+        """Run checks on a changed patient.
+
+        names: of the checks; none: all.
+        changes: fields to replace.
+        """
         it = replace(self, **changes)  # type: ignore[arg-type]
         planned = PlannedStart(
             {name: value for name, value in {**it.environ, **it.more}.items() if value},
@@ -64,20 +72,20 @@ def faults(findings: list[Finding]) -> list[Finding]:
 
 
 def keys_of(url: str) -> set[str]:
-    """The objects of a catalog on S3."""
+    """List the keys of a catalog's objects on S3."""
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     listed = boto3.session.Session().client("s3").list_objects_v2(Bucket=bucket, Prefix=prefix)
     return {found["Key"] for found in listed["Contents"]}
 
 
 def variable(name: str, value: str) -> dict[str, object]:
-    """What sets a LORIKEET_ variable of a Patient."""
+    """Return the change of a Patient that sets a LORIKEET_ variable."""
     return {"more": {f"LORIKEET_{name}": value}}
 
 
 @pytest.fixture(scope="session")
 def filled(s3_bucket: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The url of a catalog with the demo's adapters, and an admin's key."""
+    """URL of a catalog with the demo's adapters and an admin's key."""
     url = f"{s3_bucket}/doctor-{uuid.uuid4().hex}"
     settings = Settings.from_env({"LORIKEET_CATALOG": url, "LORIKEET_BASE_MODELS": _models()})
     fill_catalog(settings, tmp_path_factory.mktemp("keys"))

@@ -1,4 +1,4 @@
-"""Each planted fault is found, alone, and its fix is named; without one there is no problem."""
+"""Each planted fault is the only finding, and names its fix; without faults there is no problem."""
 
 import json
 import re
@@ -25,11 +25,11 @@ from tests.doctor.conftest import GIB, H100, HOST, Patient, faults, keys_of, var
 OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
 
 
-def test_where_all_is_well_nothing_is_wrong_and_nothing_is_left(patient: Patient) -> None:
+def test_a_good_start_has_no_findings_and_leaves_nothing_behind(patient: Patient) -> None:
     before = keys_of(patient.environ["LORIKEET_CATALOG"])
     findings = patient.examined()
     assert [finding for finding in findings if finding.severity is PROBLEM] == []
-    # a developer's machine may have a Ray of its own running
+    # a developer's machine may have its own Ray running
     assert [finding for finding in faults(findings) if finding.check != "ports"] == []
     assert len({finding.check for finding in findings}) >= 14
     assert keys_of(patient.environ["LORIKEET_CATALOG"]) == before
@@ -37,9 +37,11 @@ def test_where_all_is_well_nothing_is_wrong_and_nothing_is_left(patient: Patient
 
 
 class Fault(NamedTuple):
-    """What is planted, the checks that are run, and what they must say.
+    """A planted fault and its expected finding.
 
+    checks: name of the check to run.
     change: fields of the patient; in `more` an empty value unsets a variable.
+    message, fix: patterns that the finding must match.
     """
 
     checks: str
@@ -138,7 +140,7 @@ PLANTED = {
         {"gpu_memory": GIB},
         PROBLEM,
         "no room for the steps",
-        "LORIKEET_WEIGHT_DTYPE=lorikeet-demo=fp8, share .*TENSOR_PARALLEL.*GPU with more memory",
+        "LORIKEET_WEIGHT_DTYPE=lorikeet-demo=fp8, split .*TENSOR_PARALLEL.*GPU with more memory",
     ),
     "KV pages too few for one request": Fault(
         "memory",
@@ -213,17 +215,17 @@ PLANTED = {
         "LORIKEET_WEIGHT_DTYPE=auto",
     ),
     "fewer GPUs than engines": Fault(
-        "gpus", gpus(1), PROBLEM, "1 .NVIDIA H100., and 2 are wanted", "LORIKEET_REPLICAS=1"
+        "gpus", gpus(1), PROBLEM, "1 .NVIDIA H100., 2 needed", "LORIKEET_REPLICAS=1"
     ),
     "fewer GPUs than replicas of two": Fault(
-        "gpus", gpus(2, tensor_parallel="2"), PROBLEM, "4 are wanted", "LORIKEET_REPLICAS=1"
+        "gpus", gpus(2, tensor_parallel="2"), PROBLEM, "4 needed", "LORIKEET_REPLICAS=1"
     ),
     "fewer GPUs than one replica has": Fault(
         "gpus",
         gpus(1, tensor_parallel="2", replicas="1"),
         PROBLEM,
-        "2 are wanted: LORIKEET_TENSOR_PARALLEL for each",
-        "of one machine: lower LORIKEET_TENSOR_PARALLEL",
+        "2 needed: LORIKEET_TENSOR_PARALLEL for each",
+        "in one machine: lower LORIKEET_TENSOR_PARALLEL",
     ),
     "GPUs of one replica that are not joined": Fault(
         "gpus",
@@ -232,17 +234,21 @@ PLANTED = {
             "more": {"LORIKEET_TENSOR_PARALLEL": "2", "LORIKEET_REPLICAS": "1"},
         },
         WARNING,
-        "cannot read one another's memory",
+        "no peer access to each other's memory",
         "NVLink",
     ),
     "fewer GPUs than there may be engines": Fault(
-        "gpus", gpus(2, max_replicas="4"), WARNING, "there may be 4", "LORIKEET_MAX_REPLICAS=2"
+        "gpus",
+        gpus(2, max_replicas="4"),
+        WARNING,
+        "4 when replicas scale up",
+        "LORIKEET_MAX_REPLICAS=2",
     ),
     "an old driver": Fault(
         "gpus",
         {"cuda": Cuda((), (13, 0), (12, 4)), "more": {"LORIKEET_DEVICE": "cuda"}},
         PROBLEM,
-        r"the driver knows CUDA 12\.4, torch was built for 13\.0",
+        r"the driver supports CUDA 12\.4, torch is built for 13\.0",
         "update the NVIDIA driver",
     ),
     "a GPU, and torch for the CPU": Fault(
@@ -259,7 +265,11 @@ PLANTED = {
         r"--shm-size=11g",
     ),
     "too few open files": Fault(
-        "limits", {"host": replace(HOST, open_files=1024)}, WARNING, "1024 a process", "ulimit -Hn"
+        "limits",
+        {"host": replace(HOST, open_files=1024)},
+        WARNING,
+        "1024 per process",
+        "ulimit -Hn",
     ),
     "an arena smaller than an adapter": Fault(
         "catalog",
@@ -282,7 +292,7 @@ PLANTED = {
         "catalog",
         variable("BASE_MODELS", "other=demo/model"),
         WARNING,
-        "of lorikeet-demo, which is not served",
+        "for lorikeet-demo, which is not served",
         "LORIKEET_BASE_MODELS",
     ),
     "a stranger's admin key": Fault(
@@ -302,7 +312,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_it_is_found_and_its_fix_named(patient: Patient, name: str) -> None:
+def test_a_planted_fault_is_found_with_its_fix(patient: Patient, name: str) -> None:
     planted = PLANTED[name]
     (fault,) = faults(patient.examined(planted.checks, **planted.change))
     assert fault.severity is planted.severity
@@ -336,7 +346,7 @@ def rope_of_vllm(file: Path) -> None:
 
 
 def own_head(file: Path) -> None:
-    """Store a head of its own, though config.json ties it."""
+    """Store a separate lm_head, though config.json ties it to the embeddings."""
     tensors = load_file(file)
     save_file(tensors | {"lm_head.weight": -tensors["model.embed_tokens.weight"]}, file)
 
@@ -344,8 +354,8 @@ def own_head(file: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "plant", "severity", "found", "fix"),
     [
-        ("model.safetensors", Path.unlink, PROBLEM, "does not exist", "not whole: `hf download"),
-        ("model.safetensors", cut, PROBLEM, "no whole safetensors", "not whole: `hf download"),
+        ("model.safetensors", Path.unlink, PROBLEM, "does not exist", "incomplete: `hf download"),
+        ("model.safetensors", cut, PROBLEM, "no whole safetensors", "incomplete: `hf download"),
         ("model.safetensors", leave_a_note, PROBLEM, "no whole safetensors", "lfs pull"),
         ("config.json", another_family, PROBLEM, "model_type='gemma'", "Llama, Mistral"),
         (
@@ -353,7 +363,7 @@ def own_head(file: Path) -> None:
             unknown_rope,
             PROBLEM,
             "rope_type='xpos'",
-            "take rope_.* out of config.json",
+            "remove rope_.* from config.json",
         ),
         ("config.json", rope_of_vllm, PROBLEM, "attn_factor=0.9", "write attention_factor"),
         ("model.safetensors", own_head, PROBLEM, "trained lm_head", '"tie_word_embeddings": false'),
@@ -361,7 +371,7 @@ def own_head(file: Path) -> None:
         ("chat_template.jinja", Path.unlink, WARNING, "no chat template", r"chat_template\.jinja"),
     ],
 )
-def test_a_folder_that_is_not_whole(
+def test_a_faulty_model_folder_is_found_with_its_fix(
     patient: Patient,
     file: str,
     plant: Callable[[Path], None],
@@ -376,7 +386,7 @@ def test_a_folder_that_is_not_whole(
     assert re.search(fix, fault.fix), fault
 
 
-def test_a_base_model_that_is_quantised_otherwise(patient: Patient) -> None:
+def test_an_unsupported_quantisation_is_found_with_its_fix(patient: Patient) -> None:
     (found,) = patient.examined("base models", **variable("WEIGHT_DTYPE", "nf4"))[:1]
     assert found.severity is OK
     path = patient.model / "config.json"
@@ -402,7 +412,7 @@ def in_fp8(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": FP8}))
 
 
-def test_a_checkpoint_of_fp8_on_gpus_that_have_none(patient: Patient) -> None:
+def test_an_fp8_checkpoint_on_gpus_without_fp8_is_found(patient: Patient) -> None:
     in_fp8(patient.model)
     on_old = {"cuda": Cuda((A100,) * 2, (13, 0), (13, 0))}
     fixes = [fault.fix for fault in faults(patient.examined("gpus", **on_old))]
@@ -411,10 +421,10 @@ def test_a_checkpoint_of_fp8_on_gpus_that_have_none(patient: Patient) -> None:
     assert "WEIGHT_DTYPE" not in fault.fix, "it is in FP8 already"
 
 
-def test_fp8_weights_in_another_dtype_than_gpus_have_products_for(patient: Patient) -> None:
+def test_fp8_weights_in_another_dtype_than_bfloat16_are_found(patient: Patient) -> None:
     found = patient.examined("base models", **gpus(2, dtype="float16", weight_dtype="fp8"))
     (fault,) = (finding for finding in found if finding.severity is PROBLEM)
-    assert fault.message == "its linears are served in FP8, which wants bfloat16 and not float16"
+    assert fault.message == "the linears are served in FP8, which needs bfloat16, not float16"
     assert fault.fix == "LORIKEET_DTYPE=bfloat16"
 
 
@@ -426,7 +436,7 @@ def test_a_quantised_copy_of_another_layout(patient: Patient) -> None:
     save_file(tensors, path)
     (fault,) = faults(patient.examined("base models"))
     assert "up_proj.weight_scale is F32 [3]: want" in fault.message
-    assert re.search("not whole: `hf download.*or choose a copy that is not quant", fault.fix)
+    assert re.search("incomplete: `hf download.*or choose a copy that is not quant", fault.fix)
 
 
 def test_a_mixture_of_experts_that_is_not_quantised_as_fp8(patient: Patient) -> None:
@@ -440,7 +450,7 @@ def test_a_mixture_of_experts_that_is_not_quantised_as_fp8(patient: Patient) -> 
 
 
 @pytest.mark.parametrize("rounding", ["nf4", "fp8"])
-def test_what_linears_are_rounded_to_is_said(patient: Patient, rounding: str) -> None:
+def test_the_format_that_linears_are_rounded_to_is_shown(patient: Patient, rounding: str) -> None:
     found = patient.examined("base models", **variable("WEIGHT_DTYPE", rounding))
     assert f"linears rounded to {rounding}, served as float32" in found[0].message
 
@@ -457,7 +467,7 @@ def test_the_memory_of_an_fp8_cache_is_planned(patient: Patient) -> None:
     assert "in FP8" not in auto.message
 
 
-def test_the_memory_of_each_gpu_that_shares_a_model_is_planned(patient: Patient) -> None:
+def test_memory_is_planned_for_each_gpu_of_a_tensor_parallel_model(patient: Patient) -> None:
     (alone,) = patient.examined("memory", **gpus(2))
     (shared,) = patient.examined("memory", **gpus(4, tensor_parallel="2"))
     weights = [
@@ -468,7 +478,7 @@ def test_the_memory_of_each_gpu_that_shares_a_model_is_planned(patient: Patient)
     assert "share" not in alone.message
 
 
-def test_heads_that_gpus_cannot_share_are_no_lack_of_memory(patient: Patient) -> None:
+def test_heads_that_gpus_cannot_divide_are_not_reported_as_lack_of_memory(patient: Patient) -> None:
     file = patient.model / "config.json"
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
     file.write_text(json.dumps({**json.loads(file.read_text()), **heads}))
@@ -490,7 +500,7 @@ def test_heads_without_attention_kernels_are_named_where_there_is_a_gpu(patient:
     assert fault.fix == "choose a model with such heads"
 
 
-def test_packages_that_are_too_old_or_not_there(
+def test_old_and_missing_packages_are_found(
     patient: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = {"ray": "2.59.0", "torch": None}
@@ -503,7 +513,7 @@ def test_packages_that_are_too_old_or_not_there(
     assert "pip install" in fault.fix
 
 
-def test_nothing_to_compile_kernels_with(
+def test_missing_compilers_are_found(
     patient: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.doctor.software._unmet", lambda requirement: None)
@@ -521,7 +531,7 @@ def test_nothing_to_compile_kernels_with(
 
 
 @pytest.mark.parametrize("taken", ["public listener", "admin listener"])
-def test_a_port_that_is_taken(patient: Patient, taken: str) -> None:
+def test_a_taken_port_is_found(patient: Patient, taken: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if taken == "admin listener":
@@ -538,7 +548,7 @@ def test_a_port_that_is_taken(patient: Patient, taken: str) -> None:
 @pytest.mark.parametrize(
     ("host", "why"), [("192.0.2.1", "Cannot assign"), ("nowhere.invalid", "[Nn]ame")]
 )
-def test_an_admin_listener_at_an_address_of_no_machine_here(
+def test_an_admin_address_of_another_machine_is_found(
     patient: Patient, host: str, why: str
 ) -> None:
     change = variable("ADMIN_ADDRESS", f"{host}:{free_port()}")
@@ -547,15 +557,15 @@ def test_an_admin_listener_at_an_address_of_no_machine_here(
     assert "an address of this machine" in fault.fix
 
 
-def test_one_port_for_both_listeners(patient: Patient) -> None:
+def test_one_port_for_both_listeners_is_found(patient: Patient) -> None:
     port = free_port()
     change = variable("ADMIN_ADDRESS", f"127.0.0.1:{port}") | {"http_port": port}
     (fault,) = (f for f in faults(patient.examined("ports", **change)) if f.severity is PROBLEM)
-    assert f"{port} is to be the public listener's and the admin listener's" in fault.message
+    assert f"{port} is set for both the public and the admin listener" in fault.message
     assert "PORT" in fault.fix
 
 
-def test_a_full_disk_is_given_no_cache_of_nothing(
+def test_a_full_disk_is_not_advised_an_empty_cache(
     patient: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
@@ -563,24 +573,24 @@ def test_a_full_disk_is_given_no_cache_of_nothing(
     assert (fault.severity, fault.fix) == (PROBLEM, "LORIKEET_CACHE_DIR on a larger disk")
 
 
-def test_a_check_that_breaks_stops_no_other(patient: Patient) -> None:
+def test_a_failing_check_does_not_stop_the_others(patient: Patient) -> None:
     findings = patient.examined("host memory", "limits", "versions", host=None)
     assert [finding.severity for finding in findings] == [OK, PROBLEM, PROBLEM]
-    assert "could not be looked at" in findings[1].message
+    assert "the check failed" in findings[1].message
 
 
-def test_settings_that_contradict_are_told_once(patient: Patient) -> None:
+def test_contradictory_settings_are_reported_once(patient: Patient) -> None:
     names = ("settings", "base models", "memory", "host memory", "catalog")
     found = faults(patient.examined(*names, **variable("MAX_BATCH_TOKENS", "8")))
     assert [fault.check for fault in found] == ["settings"]
 
 
-def test_ray_is_told_to_carry_the_largest_request_and_answer() -> None:
+def test_rays_largest_message_holds_any_request_and_answer() -> None:
     assert environment.LARGEST_MESSAGE >= 2 * MAX_JSON_BYTES
     longest_token_bytes = 150  # as JSON
     assert MOST_LOGPROBS * longest_token_bytes < environment.LARGEST_MESSAGE
 
 
-def test_a_bad_setting_leaves_what_needs_none(patient: Patient) -> None:
+def test_a_bad_setting_still_runs_checks_that_need_no_settings(patient: Patient) -> None:
     findings = patient.examined(**variable("REPLICAS", "0"))
     assert {finding.check for finding in findings} == {"settings", "ray variables", "versions"}

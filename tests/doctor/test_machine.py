@@ -1,4 +1,4 @@
-"""The machine that the doctor sees: GPUs that are here, memory that a container may use."""
+"""The machine as doctor finds it: its GPUs, and a container's memory."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def test_torch_for_the_cpu_has_no_gpus() -> None:
 
 
 @pytest.mark.gpu
-def test_gpus_are_seen_with_what_they_have() -> None:
+def test_gpus_are_found_with_memory_and_capability() -> None:
     found = find_cuda()
     assert len(found.gpus) == torch.cuda.device_count()
     for index, gpu in enumerate(found.gpus):
@@ -29,7 +29,7 @@ def test_gpus_are_seen_with_what_they_have() -> None:
     assert found.driver[0] >= found.torch[0]
 
 
-def test_a_containers_memory_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_containers_memory_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     host = this_host()
     assert 0 < host.available <= host.memory

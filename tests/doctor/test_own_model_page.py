@@ -1,4 +1,4 @@
-"""The sizes in docs/own-model.md are those that would be planned."""
+"""The sizes in docs/own-model.md equal the memory plan's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ GPUS = {"80 GB": 79.6, "141 GB": 140.4}
 WEIGHTS = 16_060_522_496
 
 
-def test_the_table_of_what_fits_is_what_is_planned(tmp_path: Path) -> None:
+def test_the_documented_table_of_sizes_equals_the_plan(tmp_path: Path) -> None:
     shown = [line for line in PAGE.read_text().splitlines() if line.startswith("| 80 GB | 10%")]
     assert shown
     rows = list(table(write_config(tmp_path / "8b", LLAMA_3_1_8B)))

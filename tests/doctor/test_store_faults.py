@@ -1,4 +1,4 @@
-"""Each trouble with the catalog's store is found, alone, and its fix is named."""
+"""Each fault of the catalog's store is the only finding, and names its fix."""
 
 import re
 import socket
@@ -22,16 +22,16 @@ def new_url(s3_bucket: str) -> str:
     return f"{s3_bucket}/{uuid.uuid4().hex}"
 
 
-def test_a_bucket_without_a_catalog(patient: Patient, new_url: str) -> None:
+def test_a_bucket_without_a_catalog_is_found(patient: Patient, new_url: str) -> None:
     (fault,) = faults(patient.examined("catalog", **variable("CATALOG", new_url)))
     assert (fault.severity, fault.fix) == (PROBLEM, "lorikeet init")
 
 
-def test_a_catalog_without_an_admin(patient: Patient, new_url: str) -> None:
+def test_a_catalog_without_an_admin_key_is_found(patient: Patient, new_url: str) -> None:
     AdapterCatalog.init(open_store(new_url))
     (fault,) = faults(patient.examined("catalog", **variable("CATALOG", new_url)))
     assert fault.severity is PROBLEM
-    assert "no admin's key" in fault.message
+    assert "no working admin key" in fault.message
     assert "lorikeet init" in fault.fix
 
 
@@ -71,7 +71,7 @@ def _answer(request: BaseHTTPRequestHandler, status: int, code: str) -> bool:
         (live_in_the_past, "clock", r"differ by \d+ s", "NTP"),
     ],
 )
-def test_a_store_that_cannot_be_relied_on(
+def test_an_unreliable_store_is_found_with_its_fix(
     patient: Patient,
     trouble: Callable[[BaseHTTPRequestHandler], bool],
     check: str,
@@ -87,7 +87,7 @@ def test_a_store_that_cannot_be_relied_on(
     assert keys_of(patient.environ["LORIKEET_CATALOG"]) == before
 
 
-def test_a_dead_endpoint_holds_up_nothing(
+def test_a_dead_endpoint_does_not_delay_other_checks(
     patient: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, answers nothing

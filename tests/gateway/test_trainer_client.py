@@ -151,7 +151,7 @@ def test_tensors_and_their_config_are_the_same_version_as_the_folder_of_them(
         of_folder = client.push(tmp_path, "policy")
         weights = peft.get_peft_model_state_dict(model)
         of_tensors = client.push(weights, "policy", config=model.peft_config["default"])
-        with pytest.raises(LorikeetError, match="give their config"):
+        with pytest.raises(LorikeetError, match="need their config"):
             client.push(weights, "policy")
     assert of_tensors == of_folder
 

@@ -1,4 +1,4 @@
-"""What a simulated replica must have settled once its run is over."""
+"""Check that a simulated replica is idle at the end of a run."""
 
 from lorikeet.simulator.replica import SimulatedReplica
 

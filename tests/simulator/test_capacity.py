@@ -1,4 +1,4 @@
-"""How many replicas are needed, and what to pin: against trying every number."""
+"""The search for replicas and pins, against a trial of every number."""
 
 import math
 from dataclasses import replace
@@ -73,7 +73,7 @@ def test_nothing_is_pinned_that_has_no_goal_of_its_own():
     [
         (needs_of(replace(CROWD, lengths=AZURE_CONV), ttft_p99_s=0.05), "6,.* tokens or more"),
         (needs_of(replace(RARE, ttft_p99_s=0.001)), "rare: .* p99 ≤ 1 ms"),
-        (needs_of(CROWD, inter_token_p99_s=0.004), "gets one every 4.2 ms"),
+        (needs_of(CROWD, inter_token_p99_s=0.004), "gets a token every 4.2 ms"),
         (needs_of(replace(CROWD, ranks=(1024,)), ttft_p99_s=1.0), "5.0 GiB does not fit"),
         (needs_of(CROWD, replace(RARE, rate_per_s=1e-4), ttft_p99_s=1.0), "too few"),
         (needs_of(replace(CROWD, rate_per_s=1e-3), ttft_p99_s=1.0), "3.6 requests an hour"),

@@ -1,4 +1,4 @@
-"""What the engine evicts by default must earn its place beside LRU, under traffic."""
+"""The engine's default eviction policy under traffic, against LRU."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,10 @@ SECONDS, WARM_UP_S, RESHUFFLE_S, NOISE_S = 500.0, 120.0, 300.0, 60.0
 
 @dataclass(frozen=True)
 class Traffic:
-    """noisy: in every second minute, a tenth of the adapters are asked for as often as all."""
+    """Traffic over adapters.
+
+    noisy: in every second minute, a tenth of the adapters gets as many requests as all.
+    """
 
     exponent: float
     cv: float = 1.0
@@ -41,7 +44,7 @@ class Traffic:
 
 
 def misses_and_bytes(traffic: Traffic, policy: EvictionPolicy) -> float:
-    """The product of the two that a policy should keep low."""
+    """Return the product of misses and loaded bytes, which a policy should keep low."""
     sizes = deal_ranks(ADAPTERS).tolist()
     names = [str(adapter) for adapter in range(ADAPTERS)]
     arena = Arena(int(sum(sizes) * ROOM), sizes, names, policy, lambda adapter: None)

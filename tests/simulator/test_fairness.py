@@ -1,4 +1,4 @@
-"""A noisy tenant in a simulated fleet, beside one that asks for no more than its share, or more."""
+"""A noisy tenant in a simulated fleet, beside a tenant below or above its fair share."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def alike():
-    """Each sends more than half of what the fleet can do."""
+    """Run in which each tenant sends more than half of the fleet's capacity."""
     return Run(0.7, 0.7)
 
 
@@ -80,7 +80,7 @@ def test_ten_times_the_load_costs_the_other_tenant_little(alike, one_noisy):
     assert one_noisy.p99_s(QUIET) < 1.25 * alike.p99_s(QUIET)
 
 
-def test_who_asks_for_less_than_its_share_does_not_wait_for_it():
+def test_a_tenant_below_its_share_does_not_wait():
     run = Run(0.3, 3.0)
     assert run.p99_s(QUIET) < 0.3
     assert run.p99_s(NOISY) > 60

@@ -1,4 +1,4 @@
-"""Replicas that come and go, pins, and what a run tells of each request and token."""
+"""Replicas that come and go, pins, and the record of each request and token."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def fleet_of(scenario, **changes):
     )
 
 
-def test_when_a_replica_dies_who_has_no_token_yet_is_answered_elsewhere():
+def test_requests_without_a_token_move_when_their_replica_dies():
     fleet, at_death = fleet_of(SMALL), {}
     dying = fleet.replicas[1]
 
@@ -46,7 +46,7 @@ def test_when_a_replica_dies_who_has_no_token_yet_is_answered_elsewhere():
     assert all(idle(replica) for replica in fleet.replicas)
 
 
-def test_a_replica_that_joins_takes_its_part():
+def test_a_new_replica_takes_its_share():
     fleet = fleet_of(SMALL)
     fleet.schedule(30.0, fleet.add_replica)
     fleet.run()
@@ -56,7 +56,7 @@ def test_a_replica_that_joins_takes_its_part():
     assert (fleet.served_by[fleet.requests.times_s < 30.0] < 4).all()
 
 
-def test_what_is_pinned_is_always_found():
+def test_pinned_adapters_are_always_hits():
     rare = np.argsort(np.bincount(SMALL.requests().adapters, minlength=200))[20:25].tolist()
     with_pins = fleet_of(SMALL, pins=dict.fromkeys(rare, 2))
     with_pins.run()
@@ -75,7 +75,7 @@ def run_hits(fleet, asked):
     return fleet.hits[asked]
 
 
-def test_pins_leave_room_for_the_largest_adapter():
+def test_pins_leave_memory_for_the_largest_adapter():
     fleet = fleet_of(SMALL, pins=dict.fromkeys(range(200), 4))
     largest = max(fleet.sizes)
     assert all(largest <= replica.arena.room < 2 * largest for replica in fleet.replicas)
@@ -83,7 +83,7 @@ def test_pins_leave_room_for_the_largest_adapter():
     assert np.isfinite(fleet.ttft_s).all()
 
 
-def test_each_request_says_where_its_adapter_was():
+def test_each_request_records_its_adapters_tier():
     fleet = fleet_of(replace(SMALL, base_share=0.2, disk_room=0.2))
     fleet.run()
     assert set(fleet.found.tolist()) == set(Residency)

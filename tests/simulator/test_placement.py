@@ -1,4 +1,4 @@
-"""What the simulated controller prefetches, and what that may cost."""
+"""Prefetches of the simulated controller, and their cost."""
 
 from dataclasses import replace
 
@@ -70,7 +70,10 @@ def run(scenario, act=None):
 
 
 def arena_of(*used):
-    """Room for three adapters; used: how often 0, 1 and so on were at time 0."""
+    """Make an arena for three adapters.
+
+    used: number of uses at time 0 of adapters 0, 1 and so on.
+    """
     left = []
     arena = Arena(6, [2] * 6, [str(n) for n in range(6)], LeastUsedForItsSize(), left.append)
     for adapter, uses in enumerate(used):
@@ -82,7 +85,7 @@ def arena_of(*used):
     return arena, left
 
 
-def test_a_prefetch_fills_free_room_first():
+def test_a_prefetch_uses_free_memory_first():
     arena, left = arena_of(1, 1)
     assert arena.prefetch(3, 0.5, 0.0)
     assert left == []
@@ -91,7 +94,7 @@ def test_a_prefetch_fills_free_room_first():
     assert arena.holds(3)
 
 
-def test_a_prefetch_evicts_only_what_is_worth_less():
+def test_a_prefetch_evicts_only_adapters_of_lower_score():
     arena, left = arena_of(4, 2, 8)
     assert not arena.prefetch(3, 1.5, 0.0)
     assert left == []
@@ -103,7 +106,7 @@ def test_a_prefetch_evicts_only_what_is_worth_less():
     assert left == [1, 3]
 
 
-def test_a_prefetch_never_evicts_what_is_in_use():
+def test_a_prefetch_never_evicts_a_leased_adapter():
     arena, left = arena_of(1, 1, 1)
     for adapter in range(3):
         arena.lease(adapter, 0.0)
@@ -112,7 +115,7 @@ def test_a_prefetch_never_evicts_what_is_in_use():
 
 
 @pytest.mark.parametrize("changes", [{}, {"disk_room": 0.3, "host_room": 0.1}])
-def test_with_placement_nothing_stays_behind(changes):
+def test_a_run_with_placement_ends_idle(changes):
     scenario = replace(SMALL, **changes)
     fleet = run(scenario)
     assert np.isfinite(fleet.ttft_s).all()
@@ -127,7 +130,7 @@ def test_with_placement_nothing_stays_behind(changes):
     assert sum(map(len, fleet.on_gpu)) == sum(len(one.arena.residents) for one in fleet.replicas)
 
 
-def test_who_joins_is_brought_adapters_that_nobody_asked_it_for():
+def test_a_new_replica_prefetches_adapters_before_requests_for_them():
     def join(fleet):
         fleet.schedule(30.0, fleet.add_replica)
 
@@ -138,7 +141,7 @@ def test_who_joins_is_brought_adapters_that_nobody_asked_it_for():
     assert near - asked
 
 
-def test_a_request_takes_over_what_is_being_prefetched():
+def test_a_request_takes_over_a_running_prefetch():
     fleet = SimulatedFleet(
         replace(SMALL, disk_room=0.0).setup(),
         SMALL.requests(),

@@ -41,7 +41,7 @@ def ask(fleet: SimulatedFleet, adapter: int | None, prompt_tokens: int) -> Routi
 
 
 def live_stats(replica: SimulatedReplica, now_s: float) -> LiveStats:
-    """What an engine in this replica's place would say."""
+    """Return the status that an engine in this replica's state would report."""
     arena, status, victim = replica.arena, replica.status, None
     if arena._front():
         _, adapter = arena._by_score[0]
@@ -61,7 +61,7 @@ def live_stats(replica: SimulatedReplica, now_s: float) -> LiveStats:
 
 
 def gateways_fleet(fleet: SimulatedFleet, now_s: float) -> GatewaysFleet:
-    """The fleet of a gateway that sent all current requests and has their latest status."""
+    """Make the fleet of a gateway that sent all current requests and has the latest status."""
     known = GatewaysFleet(lambda: now_s, Random(1), fleet.setup.costs)
     known.set_replicas([replica.name for replica in fleet.replicas])
     for replica in fleet.replicas:
@@ -80,7 +80,7 @@ def gateways_fleet(fleet: SimulatedFleet, now_s: float) -> GatewaysFleet:
 
 
 class Compared(LeastCostRouter):
-    """The simulator's router; what both say of every tenth request is compared."""
+    """The simulator's router, compared with a gateway's at every tenth request."""
 
     def __init__(self) -> None:
         super().__init__(seed=1)

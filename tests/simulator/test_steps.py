@@ -1,4 +1,4 @@
-"""When the simulated replica computes prompts, against steps computed by hand."""
+"""Timing of prompts in a simulated replica, against steps computed by hand."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ FIRST_S = STEPS.prefill_s(100, 0)
 
 
 def first_tokens_s(*requests, costs=H200_LLAMA_8B):
-    """First token seconds of requests (time, prompt, answer) for the base model on one replica."""
+    """Simulate requests (time, prompt, answer) for the base model; return first token seconds."""
     times_s, prompts, answers = map(np.array, zip(*requests, strict=True))
     setup = Scenario(replicas=1, warm_up_s=0.0, costs=costs).setup()
     made = Requests(times_s, np.full(len(times_s), -1), prompts, answers)
@@ -33,7 +33,7 @@ def test_prompts_that_wait_for_the_same_step_share_it():
     assert found == pytest.approx([FIRST_S, end_s - 0.001, end_s - 0.002])
 
 
-def test_what_has_no_room_in_a_step_goes_on_in_the_next():
+def test_prompt_tokens_beyond_a_steps_limit_continue_in_the_next():
     room = STEPS.step_tokens
     found = first_tokens_s((0.0, 100, 1), (0.001, room + 50, 1), (0.002, 60, 1))
     rest = seen_tokens(50, room) + seen_tokens(60)
@@ -42,7 +42,7 @@ def test_what_has_no_room_in_a_step_goes_on_in_the_next():
 
 
 @pytest.mark.parametrize("phase", [0.1, 0.5, 0.9])
-def test_a_prompt_waits_for_the_end_of_the_step_of_decodes(phase):
+def test_a_prompt_waits_for_the_end_of_the_decode_step(phase):
     step_s = STEPS.step_s(1, 0, 101)
     at_s = FIRST_S + (3 + phase) * step_s
     found = first_tokens_s((0.0, 100, 50), (at_s, 200, 1))
@@ -51,7 +51,7 @@ def test_a_prompt_waits_for_the_end_of_the_step_of_decodes(phase):
 
 
 @pytest.mark.parametrize("prompt", [100, 300])
-def test_a_step_takes_what_its_decodes_see_within_windows(prompt):
+def test_a_steps_time_counts_its_decodes_context_within_windows(prompt):
     steps = replace(STEPS, window=200, windowed=0.75, seen_token_s=1e-5)
     costs = replace(H200_LLAMA_8B, steps=steps)
     begun_s = steps.prefill_s(prompt, 0)
@@ -62,6 +62,6 @@ def test_a_step_takes_what_its_decodes_see_within_windows(prompt):
     assert found[1] == pytest.approx(0.5 * step_s + beside_s, rel=1e-3)
 
 
-def test_an_idle_replica_begins_at_once():
+def test_an_idle_replica_starts_a_prompt_at_once():
     found = first_tokens_s((0.0, 100, 5), (10.0, 200, 1))
     assert found[1] == pytest.approx(STEPS.prefill_s(200, 0))

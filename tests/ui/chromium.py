@@ -18,7 +18,11 @@ _START_S = 30
 
 
 class Tab:
-    """troubles: what the browser's console has said. asked: the addresses of all requests."""
+    """A tab of the browser.
+
+    troubles: errors in the browser's console.
+    asked: addresses of all requests.
+    """
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
@@ -41,7 +45,7 @@ class Tab:
             self._note(message)
 
     def js(self, expression: str) -> Any:
-        """What a JavaScript expression is."""
+        """Return the value of a JavaScript expression."""
         answer = self.command(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -55,7 +59,7 @@ class Tab:
             time.sleep(0.05)
 
     def open(self, url: str) -> None:
-        """Load a page anew, without what an earlier one left in the session's storage."""
+        """Load a page with empty session storage."""
         self.command("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
         self.js("sessionStorage.clear()")
@@ -88,7 +92,7 @@ class Tab:
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Tab]:
-    """Skips the test where there is no Chromium."""
+    """Run Chromium; skip the test if it is not installed."""
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     if program is None:
         pytest.skip("there is no chromium: apt-get install --no-install-recommends chromium")
@@ -96,7 +100,7 @@ def chromium(folder: Path) -> Iterator[Tab]:
         [
             program,
             "--headless=new",
-            "--no-sandbox",  # which does not work for root, as whom containers run tests
+            "--no-sandbox",  # the sandbox does not work for root, who runs tests in containers
             "--disable-gpu",
             "--hide-scrollbars",
             "--disable-dev-shm-usage",

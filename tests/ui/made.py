@@ -1,4 +1,4 @@
-"""Replicas whose memory is as a test wants it."""
+"""Reports of replicas with given adapters in memory."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def block(
     leases: int = 0,
     pinned: bool = False,
 ) -> AdapterStatus:
-    """Pieces: where they lie and how large they are, MiB."""
+    """Make an adapter's status. pieces: offset and size of each piece, MiB."""
     places = tuple((offset * MIB, size * MIB) for offset, size in pieces)
     digest = hashlib.sha256(name.encode()).hexdigest()
     return AdapterStatus(

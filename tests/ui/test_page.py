@@ -1,4 +1,4 @@
-"""The page at /ui, as a person at a browser meets it."""
+"""The page at /ui, in a real browser."""
 
 import json
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 @pytest.fixture
 def tab(browser: Tab, gateway: Gateway) -> Iterator[Tab]:
-    """The page before anybody has logged in; two replicas, and of one something is known."""
+    """The page before login, with two replicas of which one holds adapters."""
     gateway.engines.maps = [replica("r0", [SUPPORT, TRIAGE]), replica("r1", [])]
     browser.open(f"{gateway.url}/ui")
     yield browser
@@ -54,7 +54,7 @@ def focus(tab: Tab, at: int = 0) -> None:
 
 
 def colours(tab: Tab, *shares: float) -> list[list[int]]:
-    """Of the first replica's arena, at these parts of its bytes."""
+    """Return the pixels of the first replica's arena at these shares of its bytes."""
     script = f"""(() => {{
         const canvas = document.querySelector('canvas');
         const line = canvas.getContext('2d').getImageData(0, canvas.height - 4, canvas.width, 1);
@@ -84,7 +84,7 @@ def test_a_wrong_key_is_refused_and_a_right_one_is_kept_until_it_is_forgotten(
     assert tab.js("sessionStorage.length + localStorage.length") == 0
 
 
-def test_a_key_that_is_revoked_while_somebody_looks_ends_it(tab: Tab, gateway: Gateway) -> None:
+def test_revoking_the_key_returns_an_open_page_to_login(tab: Tab, gateway: Gateway) -> None:
     record, secret = gateway.catalog.create_key(None, {Scope.ADMIN}, actor="test")
     log_in(tab, secret)
     tab.until("document.querySelectorAll('canvas').length === 2")
@@ -93,7 +93,7 @@ def test_a_key_that_is_revoked_while_somebody_looks_ends_it(tab: Tab, gateway: G
     assert "refuses this key" in tab.text("#login-error")
 
 
-def test_it_draws_the_adapters_where_they_are(tab: Tab, gateway: Gateway) -> None:
+def test_adapters_are_drawn_at_their_offsets(tab: Tab, gateway: Gateway) -> None:
     look(tab, gateway)
     tab.until("document.querySelector('canvas').height > 0")
     support, triage, free, rest, end = colours(tab, 0.1, 0.3, 0.5, 0.78, 0.95)
@@ -103,7 +103,7 @@ def test_it_draws_the_adapters_where_they_are(tab: Tab, gateway: Gateway) -> Non
     assert "2 adapters, 1 in use" in tab.text(".replica .arena-caption")
 
 
-def test_the_keyboard_finds_every_adapter(tab: Tab, gateway: Gateway) -> None:
+def test_the_keyboard_reaches_every_adapter(tab: Tab, gateway: Gateway) -> None:
     look(tab, gateway)
     focus(tab)
     tab.press("Home")
@@ -131,7 +131,7 @@ def test_a_pin_appears(tab: Tab, gateway: Gateway) -> None:
     gateway.admin("DELETE", "/pins/acme/support")
 
 
-def test_what_comes_and_goes_is_listed(tab: Tab, gateway: Gateway) -> None:
+def test_loads_and_evictions_are_listed(tab: Tab, gateway: Gateway) -> None:
     look(tab, gateway)
     gateway.engines.maps = [replica("r0", [SUPPORT, block("new", (512, 32))]), replica("r1", [])]
     tab.until("document.querySelectorAll('#moves li').length === 2")
@@ -147,7 +147,7 @@ def test_a_replica_that_falls_silent_is_marked(tab: Tab, gateway: Gateway) -> No
     assert "r0" in tab.text(".replica.silent")
 
 
-def test_a_hidden_tab_asks_nothing(tab: Tab, gateway: Gateway) -> None:
+def test_a_hidden_tab_does_not_poll(tab: Tab, gateway: Gateway) -> None:
     def hide(hidden: bool) -> None:
         tab.js(
             f"Object.defineProperty(document, 'hidden', {{value: {str(hidden).lower()}, "
@@ -155,12 +155,12 @@ def test_a_hidden_tab_asks_nothing(tab: Tab, gateway: Gateway) -> None:
         )
 
     def asked() -> int:
-        tab.js("document.title")  # which brings what the browser has told since
+        tab.js("document.title")  # receives the browser's pending messages
         return sum(url.endswith("/fleet") for url in tab.asked)
 
     look(tab, gateway)
     hide(True)
-    tab.js("new Promise((done) => setTimeout(done, 100))")  # what was asked before
+    tab.js("new Promise((done) => setTimeout(done, 100))")  # lets the running poll end
     before = asked()
     tab.js("new Promise((done) => setTimeout(done, 1300))")
     assert asked() == before
@@ -168,7 +168,7 @@ def test_a_hidden_tab_asks_nothing(tab: Tab, gateway: Gateway) -> None:
     assert eventually(lambda: asked() > before)
 
 
-def test_nothing_is_asked_of_anybody_else(tab: Tab, gateway: Gateway) -> None:
+def test_only_the_gateway_is_contacted(tab: Tab, gateway: Gateway) -> None:
     look(tab, gateway)
     foreign = [url for url in tab.asked if not url.startswith(("http://127.0.0.1:", "about:"))]
     assert foreign == []

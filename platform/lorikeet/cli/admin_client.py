@@ -1,4 +1,4 @@
-"""The admin API as the commands see it: JSON in, JSON out, failures as LorikeetError."""
+"""Client of the admin API: JSON in, JSON out, failures as LorikeetError."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,18 +13,18 @@ DEFAULT_SERVER = "http://127.0.0.1:8001"
 _PREFIX = "/admin/v1"
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0  # an upload is validated and stored before it is answered
-_AWAY = (502, 503, 504)  # a proxy's words for a gateway that is not there
+_AWAY = (502, 503, 504)  # a proxy's answers while its gateway is down
 
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 Json = dict[str, Any]
 
 
 class ServerUnavailable(LorikeetError):
-    """The server gave no whole answer: what may be asked twice may be asked again."""
+    """The server gave no complete answer. An idempotent call may be repeated."""
 
 
 class AdminClient:
-    """One server and the key to ask it with. Opens a connection for each call."""
+    """Client of one server with one key. Opens a connection for each call."""
 
     def __init__(self, address: str, key: str | None) -> None:
         self.address = address.rstrip("/")
@@ -39,7 +39,7 @@ class AdminClient:
         return self._parse(self._ask("POST", path, content=json.dumps(body).encode()))
 
     def post_new(self, path: str, body: Json) -> tuple[Json, bool]:
-        """POST a body; return the JSON, and whether something was created."""
+        """POST a body; return the JSON, and whether the status was 201 Created."""
         answer = self._ask("POST", path, content=json.dumps(body).encode())
         return self._parse(answer), answer.status_code == httpx.codes.CREATED
 
@@ -56,7 +56,10 @@ class AdminClient:
         return self._parse(self._ask("DELETE", path))
 
     def send(self, path: str, chunks: Iterable[bytes], headers: Mapping[str, str]) -> Json:
-        """PUT bytes as they come; the headers say how many. Return the JSON."""
+        """PUT a stream of bytes, and return the JSON.
+
+        headers: must include content-length.
+        """
         binary = {"content-type": "application/octet-stream", **headers}
         return self._parse(self._ask("PUT", path, content=chunks, headers=binary))
 
@@ -87,7 +90,7 @@ class AdminClient:
             if "SSL" in str(error):
                 raise ServerUnavailable(
                     f"no TLS with {self.address}: {error}: give its address with http://, or"
-                    " SSL_CERT_FILE with the authority that its certificate is of"
+                    " set SSL_CERT_FILE to the certificate of its authority"
                 ) from error
             raise ServerUnavailable(
                 f"nothing answers at {self.address}: start the service, or give its address"
@@ -118,8 +121,8 @@ class AdminClient:
         except (ValueError, KeyError, TypeError) as error:
             away = answer.status_code in _AWAY
             raise (ServerUnavailable if away else LorikeetError)(
-                f"{self.address} answered {answer.status_code}, and not in Lorikeet's words:"
-                " is that the gateway's address?"
+                f"{self.address} answered {answer.status_code}, but not with Lorikeet's JSON:"
+                " is that the admin listener's address?"
             ) from error
         if problem is not None:
             raise self._failure(problem)
@@ -136,7 +139,7 @@ class AdminClient:
 
 
 def admin(ctx: typer.Context) -> AdminClient:
-    """The server that the root command's options name."""
+    """Return the client that the root command has made of its options."""
     server = ctx.obj
     assert isinstance(server, AdminClient)
     return server

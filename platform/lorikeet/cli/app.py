@@ -1,4 +1,4 @@
-"""The root command: where the server is, who is asking, and what a failure looks like."""
+"""The root command: its subcommands, server address, key, and exit statuses of failures."""
 
 from collections.abc import Callable
 from importlib.metadata import version
@@ -36,7 +36,7 @@ EXIT_CONFLICT = 3
 
 
 class _Commands(TyperGroup):
-    """Turns the two error trees into one sentence on stderr and an exit status."""
+    """Command group that turns errors of both packages into a line on stderr and an exit status."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's own click
         try:
@@ -101,5 +101,5 @@ app.add_typer(keys.app, name="keys")
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line."""
     app(prog_name="lorikeet")

@@ -1,7 +1,7 @@
-"""Names, counts, durations and moments as they are typed on a command line.
+"""Parsers of command-line arguments: names, counts, sizes, durations, times.
 
-Names are held to the catalog's own rules before any address is made of them: a `..` in a path
-would lead to another route.
+Names are checked by the catalog's rules before they become part of a URL: a `..` in a path would
+reach another route.
 """
 
 import re
@@ -25,9 +25,10 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """tenant/name, or tenant/name@selector with a version's number or an alias.
+    """A name as typed: tenant/name, tenant/name@selector, or for pins a tenant alone.
 
-    name None: all adapters of the tenant, which only pins are of.
+    name: the adapter; None: all adapters of the tenant.
+    selector: a version's number or an alias; None: not given.
     """
 
     tenant: str
@@ -36,27 +37,27 @@ class AdapterName:
 
     @property
     def path(self) -> str:
-        """The name as a part of a URL's path."""
+        """The name as part of a URL's path."""
         return self.tenant if self.name is None else f"{self.tenant}/{self.name}"
 
 
 def parse_tenant(text: str) -> str:
-    """A tenant's name. Raises typer.BadParameter."""
+    """Check a tenant's name. Raises typer.BadParameter."""
     return _checked(check_name, text, "tenant")
 
 
 def parse_alias(text: str) -> str:
-    """An alias. Raises typer.BadParameter."""
+    """Check an alias. Raises typer.BadParameter."""
     return _checked(check_alias, text, "alias")
 
 
 def parse_key_id(text: str) -> str:
-    """A key's id. Raises typer.BadParameter."""
+    """Check a key's id. Raises typer.BadParameter."""
     return _checked(check_name, text, "id")
 
 
 def parse_name(text: str) -> AdapterName:
-    """tenant/name[@selector]. Raises typer.BadParameter."""
+    """Parse tenant/name[@selector]. Raises typer.BadParameter."""
     whole, at, selector = text.partition("@")
     tenant, _, name = whole.partition("/")
     if not (tenant and name and bool(at) == bool(selector)):
@@ -69,17 +70,17 @@ def parse_name(text: str) -> AdapterName:
 
 
 def parse_pin_target(text: str) -> AdapterName:
-    """tenant, tenant/name or tenant/name@selector. Raises typer.BadParameter."""
+    """Parse tenant, tenant/name or tenant/name@selector. Raises typer.BadParameter."""
     return parse_name(text) if "/" in text or "@" in text else AdapterName(parse_tenant(text))
 
 
 def parse_unpin_target(text: str) -> AdapterName:
-    """Tenant or tenant/name. Raises typer.BadParameter."""
+    """Parse tenant or tenant/name. Raises typer.BadParameter."""
     return parse_adapter(text) if "/" in text else parse_pin_target(text)
 
 
 def parse_adapter(text: str) -> AdapterName:
-    """tenant/name, where one version or alias would mean nothing. Raises typer.BadParameter."""
+    """Parse tenant/name, without a version or alias. Raises typer.BadParameter."""
     name = parse_name(text)
     if name.selector is not None:
         raise typer.BadParameter(f"{text!r}: want tenant/name without @{name.selector}")
@@ -87,14 +88,14 @@ def parse_adapter(text: str) -> AdapterName:
 
 
 def parse_version(name: AdapterName) -> int:
-    """The selector, which must be a version's number. Raises typer.BadParameter."""
+    """Return the selector as a version's number. Raises typer.BadParameter for an alias or none."""
     if name.selector is None or not name.selector.isdecimal():
         raise typer.BadParameter(f"want a version: {name.path}@3 (`lorikeet show` lists them)")
     return int(name.selector)
 
 
 def parse_duration(text: str) -> int:
-    """90s, 15m, 2h or 7d in seconds. Raises typer.BadParameter."""
+    """Parse 90s, 15m, 2h or 7d into seconds. Raises typer.BadParameter."""
     match = re.fullmatch(r"([1-9][0-9]{0,11})([smhd])", text)
     if match is None:
         raise typer.BadParameter(f"{text!r}: want a duration such as 90s, 15m, 2h or 7d")
@@ -105,7 +106,7 @@ def parse_duration(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """4096, 512MiB or 2.5GB in bytes. Raises typer.BadParameter."""
+    """Parse 4096, 512MiB or 2.5GB into bytes. Raises typer.BadParameter."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -113,14 +114,17 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """An integer ≥ 1. Raises typer.BadParameter."""
+    """Parse an integer ≥ 1. Raises typer.BadParameter."""
     if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
         raise typer.BadParameter(f"{text!r}: want an integer ≥ 1")
     return int(text)
 
 
 def parse_bound(parse: Callable[[str], int], text: str, unbounded: str) -> int | None:
-    """What `parse` makes of a text; None for the word for no bound. Raises typer.BadParameter."""
+    """Parse a bound, or the word for no bound, for which None is returned.
+
+    unbounded: that word. Raises typer.BadParameter.
+    """
     if text == unbounded:
         return None
     try:
@@ -130,7 +134,7 @@ def parse_bound(parse: Callable[[str], int], text: str, unbounded: str) -> int |
 
 
 def parse_share(text: str) -> float:
-    """10% or 0.1, more than nothing and less than all. Raises typer.BadParameter."""
+    """Parse 10% or 0.1, above 0 and below 1. Raises typer.BadParameter."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)(%?)", text)
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share < 1:
@@ -139,7 +143,10 @@ def parse_share(text: str) -> float:
 
 
 def parse_since(text: str) -> float:
-    """2026-11-21, 2026-11-21T10:00 (UTC) or 2h (ago) in Unix seconds. Raises typer.BadParameter."""
+    """Parse 2026-11-21, 2026-11-21T10:00 (UTC) or 2h (ago) into Unix seconds.
+
+    Raises typer.BadParameter.
+    """
     if text[-1:] in ("s", "m", "h", "d") and text[:-1].isdecimal():
         return time.time() - parse_duration(text)
     try:
@@ -152,7 +159,10 @@ def parse_since(text: str) -> float:
 
 
 def parse_as_of(text: str) -> Query:
-    """An entry's number, or a time as for parse_since, as a query. Raises typer.BadParameter."""
+    """Parse an entry's number, or a time as in parse_since, into a query of the admin API.
+
+    Raises typer.BadParameter.
+    """
     if text.isdecimal() and 1 <= int(text) <= 10**12:
         return {"as_of_seq": text}
     return {"as_of_time": str(parse_since(text))}
@@ -163,7 +173,8 @@ AsOf = Annotated[
     typer.Option(
         parser=parse_as_of,
         metavar="ENTRY|TIME|AGO",
-        help="As it was after an entry of `lorikeet log`, at 2026-11-21T10:00 (UTC), or 2h ago.",
+        help="Show the state after an entry of `lorikeet log`, at 2026-11-21T10:00 (UTC), or 2h "
+        "ago.",
         show_default=False,
     ),
 ]
@@ -182,18 +193,18 @@ AdapterOrVersion = Annotated[
 Alias = Annotated[
     str,
     typer.Option(
-        parser=parse_alias, metavar="ALIAS", help="Which alias; prod is what tenant/name means."
+        parser=parse_alias, metavar="ALIAS", help="The alias; tenant/name alone means prod."
     ),
 ]
 Tenant = Annotated[
-    str | None, typer.Option(parser=parse_tenant, metavar="NAME", help="Of this tenant only.")
+    str | None, typer.Option(parser=parse_tenant, metavar="NAME", help="Only this tenant's.")
 ]
 Expires = Annotated[
     int | None,
     typer.Option(
         parser=parse_duration,
         metavar="DURATION",
-        help="How long it holds, such as 15m, 2h or 90d. Default: for ever.",
+        help="Lifetime, such as 15m, 2h or 90d. Default: for ever.",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs, errors on stderr."""
+"""Output of the commands: tables for people, JSON for programs, errors on stderr."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from rich.text import Text
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 
 NOTHING = "–"
-_SHORT = 16  # characters; a column of no more is never wrapped
-_WORD = 32  # characters; one of no more, such as a key's id, is never cut in two
+_SHORT = 16  # characters; a column this narrow is never wrapped
+_WORD = 32  # characters; a word this short, such as a key's id, is never split
 
 
 def print_json(value: object) -> None:
-    """One JSON document on stdout, in which what does not print is escaped."""
+    """Print a JSON document, with unprintable characters escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     typer.echo(
         "".join(c if c.isprintable() or c == "\n" else json.dumps(c).strip('"') for c in text)
@@ -30,7 +30,7 @@ def print_json(value: object) -> None:
 
 
 def print_answer(answer: object, text: str, as_json: bool) -> None:
-    """JSON for programs, else one sentence for people, which may hold Rich markup."""
+    """Print the answer as JSON, or else `text`, which may hold Rich markup."""
     if as_json:
         print_json(answer)
     else:
@@ -38,33 +38,35 @@ def print_answer(answer: object, text: str, as_json: bool) -> None:
 
 
 def print_line(text: str) -> None:
-    """One sentence on stdout; `text` may hold Rich markup."""
+    """Print one sentence, which may hold Rich markup."""
     _print(Console(highlight=False), text)
 
 
 def print_error(message: str) -> None:
-    """One sentence on stderr."""
+    """Print one sentence on stderr, as an error."""
     error = Text.assemble(("Error: ", "bold red"), _inert(message))
     _print(Console(stderr=True, highlight=False), error)
 
 
 def print_warning(message: str) -> None:
-    """One sentence on stderr, after which the command has still worked."""
+    """Print one sentence on stderr, about a command that has succeeded."""
     warning = Text.assemble(("Warning: ", "bold yellow"), _inert(message))
     _print(Console(stderr=True, highlight=False), warning)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty: str) -> None:
-    """Rows under headers; `empty` instead of a table without rows.
+    """Print a table.
 
-    A column whose name starts with '#' holds numbers and stands to the right.
+    columns: headers; a '#' in front marks a column of numbers, aligned to the right.
+    rows: cells of each row.
+    empty: sentence to print if there are no rows.
     """
     filled = [[NOTHING if cell is None else _inert(str(cell)) for cell in row] for row in rows]
     if not filled:
         print_line(empty)
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    console, width = Console(highlight=False), 2 * len(columns)  # of what is between columns
+    console, width = Console(highlight=False), 2 * len(columns)  # of the space between columns
     whole = width
     for index, name in enumerate(columns):
         cells = [name.removeprefix("#"), *(row[index] for row in filled)]
@@ -83,15 +85,15 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty:
         )
     for row in filled:
         table.add_row(*map(Text, row))  # Text: a name is never markup
-    # Too narrow a terminal wraps lines itself: a number that is cut would look like another.
-    # What is read by no person is not wrapped at all.
+    # A terminal that is too narrow wraps whole lines: a truncated number would be misread.
+    # Output to a program is not wrapped.
     wrapped = console.is_terminal or "COLUMNS" in os.environ
     console.width = max(console.width, width if wrapped else whole)
     console.print(table)
 
 
 def moment(unix_s: float | None) -> str | None:
-    """Unix seconds as UTC, to the minute."""
+    """Format Unix seconds as UTC, to the minute."""
     if unix_s is None:
         return None
     try:
@@ -101,13 +103,13 @@ def moment(unix_s: float | None) -> str | None:
 
 
 def percent(share: float) -> str:
-    """0.125 as 12.5%."""
+    """Format 0.125 as 12.5%."""
     return f"{100 * share:.4g}%"
 
 
 @contextmanager
 def spinner(text: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show where a person watches what goes on, and for how long; yields what changes the text."""
+    """Show a text with the elapsed time if stderr is a terminal; yield a function to change it."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     hidden = quiet or not console.is_terminal
@@ -117,12 +119,12 @@ def spinner(text: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _inert(text: str) -> str:
-    """Text that cannot steer a terminal: what does not print is spelt out."""
+    """Escape unprintable characters, which could control a terminal."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
 def _print(console: Console, text: str | Text) -> None:
-    """Wrapped between words for people; one line stays one line for programs."""
+    """Print text, wrapped between words on a terminal, and on one line for programs."""
     console.print(text, soft_wrap=not console.is_terminal)

@@ -1,4 +1,4 @@
-"""Base model folders: all that engines and replicas will read of them."""
+"""Checks of base model folders: the files that engines and replicas read."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ _FIXES = {
 
 
 def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
-    """Each folder: config, weights, tokenizer, chat template."""
+    """Check the config, weights, tokenizer and chat template of each folder."""
     for name, folder in planned.settings.base_models.items():
         check, plan = f"base model {name}", planned.plans.get(name)
         if isinstance(plan, EngineError) and is_of_base_model(plan):
@@ -43,33 +43,36 @@ def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
 
 
 def is_of_base_model(error: EngineError) -> bool:
-    """Whether its folder is at fault, or how it is to be served, rather than memory for it."""
+    """Whether an error is about a base model's folder or settings rather than about memory."""
     return isinstance(error, ModelError) or error.fields.get("field") == _TENSOR_PARALLEL
 
 
 def _fix(folder: Path, fault: str) -> str:
-    """fault: the config key, file or tensor, or a setting."""
+    """Return the remedy for a faulty folder.
+
+    fault: the config key, file, tensor or setting at fault.
+    """
     download = f"`hf download ORGANISATION/NAME --local-dir {folder}`"
     if not folder.is_dir():
         return f"correct the folder in LORIKEET_BASE_MODELS, or {download}"
     if fault in _FIXES:
         return _FIXES[fault]
     if fault.endswith(".safetensors") and _is_pointer(folder / fault):
-        return f"Git LFS has left a note in place of the file: `git -C {folder} lfs pull`"
+        return f"the file is a Git LFS pointer: `git -C {folder} lfs pull`"
     if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
-        return "the weights are pickled: load them with transformers and save_pretrained them"
+        return "the weights are pickled: load them with transformers, and save_pretrained them"
     if fault.startswith("quantization_config"):
         return _OTHER_COPY
     if fault.endswith(".attn_factor"):
-        return "write attention_factor into config.json where attn_factor is"
+        return "write attention_factor into config.json in place of attn_factor"
     if fault.startswith("rope_"):
         return (
-            "choose a model without it; where it was added for long prompts, take "
-            f"{fault.partition('.')[0]} out of config.json, or write YaRN's"
+            "choose a model without it; if it was added for long prompts, remove "
+            f"{fault.partition('.')[0]} from config.json, or use YaRN's"
         )
-    if "." in fault:  # a file or a tensor, and not a key of config.json
+    if "." in fault:  # a file or a tensor, not a key of config.json
         other = f"; or {_OTHER_COPY}" if _is_quantised(folder) else ""
-        return f"the folder is not whole: {download}{other}"
+        return f"the folder is incomplete: {download}{other}"
     *names, last = (family.name for family in FAMILIES.values())
     return f"choose a model of a family that is served: {', '.join(names)} or {last}"
 
@@ -86,22 +89,22 @@ def _is_pointer(file: Path) -> bool:
 
 
 def _check_dtype(check: str, folder: Path, settings: "EngineSettings") -> Finding:
-    """Compare the dtype of the stored weights with the one they are served in."""
+    """Compare the dtype of the stored weights with the dtype in which they are served."""
     served = settings.dtype
     config = read_config(folder)
     stored = config.get("dtype") or config.get("torch_dtype") or "unknown"
     quantized = quantized_linears(config)
-    linears = f", its linears {quantized.format}" if quantized else ""
+    linears = f", linears {quantized.format}" if quantized else ""
     if settings.rounding is not None:
         linears += f", linears rounded to {settings.rounding}"
-    found = f"{folder}: {config['model_type']}, its weights {stored}{linears}, served as {served}"
+    found = f"{folder}: {config['model_type']}, weights {stored}{linears}, served as {served}"
     if (stored, served) == ("bfloat16", "float16"):
-        return warning(check, f"{found}, which cannot hold all", "LORIKEET_DTYPE=bfloat16")
+        return warning(check, f"{found}, which overflows large values", "LORIKEET_DTYPE=bfloat16")
     return ok(check, found)
 
 
 def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iterator[Finding]:
-    """Whether GPUs have fast attention kernels for the model."""
+    """Warn if there is no fast attention kernel for the model."""
     from lorikeet_engine.kernels.attention import why_slow  # torch
 
     head_dim = BaseShape.from_config(read_config(folder)).head_dim
@@ -112,9 +115,9 @@ def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iter
 
 
 def _check_fp8(check: str, served: "EngineSettings") -> Iterator[Finding]:
-    """Whether GPUs have products of FP8 weights for the dtype."""
+    """Report FP8 weights that are served in another dtype than bfloat16."""
     if served.dtype != "bfloat16":
-        found = f"its linears are served in FP8, which wants bfloat16 and not {served.dtype}"
+        found = f"the linears are served in FP8, which needs bfloat16, not {served.dtype}"
         yield problem(check, found, "LORIKEET_DTYPE=bfloat16")
 
 
@@ -124,7 +127,7 @@ def _check_text(check: str, folder: Path) -> Finding:
     save = f"save the base model's tokenizer into {folder} with its save_pretrained"
     try:
         encoder = PromptEncoder(folder, max_context=4096)
-    except Exception as error:  # whatever tokenizers and transformers stumble on
+    except Exception as error:  # tokenizers and transformers document no exceptions
         return problem(check, f"no tokenizer: {error}", save)
     hello = {"role": "user", "content": "Hello"}
     call = Call("doctor", Endpoint.CHAT, 0, "doctor", "doctor", None, messages=(hello,))
@@ -136,8 +139,8 @@ def _check_text(check: str, folder: Path) -> Finding:
     vocabulary = read_config(folder).get("vocab_size", 0)
     tokens = encoder.backend.get_vocab_size()
     if tokens > vocabulary:
-        found = f"the tokenizer has {tokens} tokens, the model {vocabulary}: not its own"
+        found = f"the tokenizer has {tokens} tokens, the model {vocabulary}: it is another model's"
         return problem(check, found, save)
     tools = "served" if encoder.syntax else "refused"
-    found = f"its chat template works: Hello is a prompt of {len(ids)} tokens; tools are {tools}"
+    found = f"the chat template works: Hello is a prompt of {len(ids)} tokens; tools are {tools}"
     return ok(check, found)

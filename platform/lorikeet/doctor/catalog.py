@@ -1,4 +1,4 @@
-"""The catalog: its store, whether there is one, who may change it, and whether it can be served."""
+"""Checks of the catalog: its store, admin keys, and adapters against the planned memory."""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from lorikeet_engine.errors import EngineError
 
 
 def check_catalog(planned: PlannedStart) -> Iterator[Finding]:
-    """From its store to its adapters, as far as the way is open."""
+    """Check the store, the admin keys and the adapters, up to the first one that fails."""
     url = planned.settings.catalog
     missing = problem("catalog", f"there is no catalog at {url}", "lorikeet init")
     if "://" not in url and not Path(url).exists():
@@ -51,8 +51,8 @@ def _check_keys(state: CatalogState, url: str) -> Finding:
         return ok("admin key", f"{count} that never {'expires' if count == 1 else 'expire'}")
     return problem(
         "admin key",
-        "no admin's key works: nobody could change anything",
-        f"an init was broken off: remove {url} and run `lorikeet init`",
+        "there is no working admin key: nothing can be changed",
+        f"an init was interrupted: remove {url} and run `lorikeet init`",
     )
 
 
@@ -65,20 +65,20 @@ def _check_secret(state: CatalogState, secret: str) -> Finding:
             f"LORIKEET_ADMIN_KEY: {error.message}",
             "export LORIKEET_ADMIN_KEY=lk_…, as `lorikeet init` printed it for this catalog",
         )
-    return ok("admin key", "LORIKEET_ADMIN_KEY is one")
+    return ok("admin key", "LORIKEET_ADMIN_KEY is an admin's")
 
 
 def _check_adapters(planned: PlannedStart, catalog: CatalogReader) -> Iterator[Finding]:
-    """Whether arenas hold the largest, and all base models are served."""
+    """Check that arenas hold the largest adapters, and that all their base models are served."""
     versions = catalog.ask(_usable)
     served = planned.settings.base_models
     unserved = {v.base_model for v in versions if v.base_model not in served}
     if unserved:
         yield warning(
             "adapters",
-            f"some are of {', '.join(sorted(unserved))}, which is not served: requests for them "
+            f"some are for {', '.join(sorted(unserved))}, which is not served: requests for them "
             "are refused",
-            "add to LORIKEET_BASE_MODELS, under that name",
+            "add it to LORIKEET_BASE_MODELS, under that name",
         )
     mine = [version for version in versions if version.base_model in served]
     faults = [*_check_sizes(planned, mine), *_check_ranks(planned, mine)]
@@ -105,15 +105,15 @@ def _check_sizes(planned: PlannedStart, versions: list[VersionRecord]) -> Iterat
         found, wanted = f"the largest adapter of {name} takes {show_size(size)}", (size >> 18) + 1
         gpus = planned.settings.tensor_parallel[name]
         if gpus * size > arena:
-            fix = f"LORIKEET_ADAPTER_HOST_MEMORY={gpus * wanted}MiB holds four such"
+            fix = f"LORIKEET_ADAPTER_HOST_MEMORY={gpus * wanted}MiB holds four of that size"
             each = f" for each of {gpus} GPUs" if gpus > 1 else ""
             yield problem("adapters", f"{found}{each}, the host arena has {show_size(arena)}", fix)
         if gpus * size > disk:
-            fix = f"LORIKEET_ADAPTER_DISK={gpus * wanted}MiB holds four such"
-            each = f"the disk cache has {show_size(disk)}: it comes from the store each time"
+            fix = f"LORIKEET_ADAPTER_DISK={gpus * wanted}MiB holds four of that size"
+            each = f"the disk cache has {show_size(disk)}: each load downloads it again"
             yield warning("adapters", f"{found}, {each}", fix)
         if plan and not isinstance(plan, EngineError) and size > plan.slot_pool:
-            fix = f"LORIKEET_ADAPTER_GPU_MEMORY={wanted}MiB holds four such"
+            fix = f"LORIKEET_ADAPTER_GPU_MEMORY={wanted}MiB holds four of that size"
             pool = show_size(plan.slot_pool)
             yield problem("adapters", f"{found}, the slot pool has {pool}", fix)
 
@@ -123,6 +123,6 @@ def _check_ranks(planned: PlannedStart, versions: list[VersionRecord]) -> Iterat
     if highest > planned.settings.max_rank:
         yield problem(
             "adapters",
-            f"one has rank {highest}, and LORIKEET_MAX_RANK is {planned.settings.max_rank}",
+            f"one has rank {highest}, but LORIKEET_MAX_RANK is {planned.settings.max_rank}",
             f"LORIKEET_MAX_RANK={highest}",
         )

@@ -1,4 +1,4 @@
-"""All checks, one after the other: none can stop or hold up the others."""
+"""All checks, run one after the other. No check can stop the others, or delay them for long."""
 
 import threading
 import time
@@ -18,20 +18,25 @@ from lorikeet.doctor.finding import Finding, Severity, problem
 from lorikeet.doctor.planned_start import PlannedStart
 
 _ALL_S = 120.0
-_LEAST_S = 2.0  # what each check has, however long others took
-_SLOW_S = 60.0  # torch and transformers may have to come from a cold disk
+_LEAST_S = 2.0  # each check gets this much, even after slow ones
+_SLOW_S = 60.0  # importing torch and transformers from a cold disk takes long
 _REMOTE_S = 15.0
 _REMOTE_FIX = "check the network and AWS_ENDPOINT_URL_S3: nothing answers"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """needs_settings: not run where they do not parse. fix: where it is not done in time."""
+    """One check.
+
+    within_s: time limit.
+    fix: the remedy to print if the check exceeds its time limit.
+    needs_settings: skip the check if the settings do not parse.
+    """
 
     name: str
     run: Callable[[PlannedStart], Iterable[Finding]]
     within_s: float = _SLOW_S
-    fix: str = "see what this machine is busy with, and run it again"
+    fix: str = "see what keeps this machine busy, and run it again"
     needs_settings: bool = True
 
 
@@ -52,7 +57,7 @@ CHECKS: Sequence[Check] = (
 
 
 def run_checks(planned: PlannedStart, checks: Iterable[Check] = CHECKS) -> list[Finding]:
-    """What all checks find, in their order."""
+    """Run checks in order, and return their findings."""
     until = time.monotonic() + _ALL_S
     findings: list[Finding] = []
     for check in checks:
@@ -62,12 +67,12 @@ def run_checks(planned: PlannedStart, checks: Iterable[Check] = CHECKS) -> list[
 
 
 def can_start(findings: Iterable[Finding]) -> bool:
-    """Whether nothing was found that would keep the service from working."""
+    """Whether no finding is a problem."""
     return all(finding.severity is not Severity.PROBLEM for finding in findings)
 
 
 def _findings(check: Check, planned: PlannedStart, within_s: float) -> list[Finding]:
-    """Run a check in a thread that is left alone when it takes too long."""
+    """Run a check in a thread, and abandon the thread after `within_s`."""
     found: list[Finding] = []
     if check.needs_settings and not planned.readable:
         return found
@@ -77,8 +82,8 @@ def _findings(check: Check, planned: PlannedStart, within_s: float) -> list[Find
             for finding in check.run(planned):
                 found.append(finding)
         except Exception as error:
-            what = f"this could not be looked at: {type(error).__name__}: {error}"
-            found.append(problem(check.name, what, "mend what that says"))
+            message = f"the check failed: {type(error).__name__}: {error}"
+            found.append(problem(check.name, message, "fix that error's cause"))
 
     thread = threading.Thread(target=run, name=f"doctor {check.name}", daemon=True)
     thread.start()

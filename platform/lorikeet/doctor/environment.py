@@ -1,4 +1,4 @@
-"""The variables: Lorikeet's own, and those that Ray reads when its processes start."""
+"""Checks of environment variables: Lorikeet's own, and those that Ray's processes read at start."""
 
 import re
 from collections.abc import Iterator
@@ -12,16 +12,17 @@ from lorikeet_engine.errors import SettingsError
 
 CALLBACK = "lorikeet.serving.proxy_middleware:middlewares"
 LARGEST_MESSAGE = 128 * 2**20
-"""Bytes: for any request, and for an answer without `stream` of as many log probabilities as may be
-asked for, which Serve's own proxy takes as one message."""
+"""Bytes of Ray Serve's largest message: the largest request, or the largest answer without `stream`
+(with all log probabilities that a request may ask for), which the proxy receives as one message."""
 
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
 class _Wanted(NamedTuple):
-    """A variable that Ray reads, the value it should have, and what happens without.
+    """A variable that Ray reads.
 
-    A number may be larger, or smaller where `value` is the most.
+    value: the wanted value; of a number the least one, or the largest if `most`.
+    harm: effect of another value.
     """
 
     name: str
@@ -41,48 +42,48 @@ _RAY_VARIABLES = (
     _Wanted(
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
         CALLBACK,
-        "answers that nobody reads pile up, and clients choose their requests' ids",
+        "answers that clients do not read fill memory, and clients can choose request ids",
     ),
     _Wanted(
         "RAY_worker_niceness",
         "0",
-        "engines and gateways run at niceness 15, where any other program takes their cores",
+        "engines and gateways run at niceness 15, and lose their cores to any other program",
         most=True,
     ),
 )
 
 
 def check_settings(planned: PlannedStart) -> Iterator[Finding]:
-    """Whether they parse, and do not contradict one another."""
+    """Check that all settings parse and agree with each other."""
     try:
         settings = planned.settings
         for base_model in settings.base_models:
             planned.engine_settings(base_model)
     except InvalidSetting as error:
-        fix = "correct it; `lorikeet settings` lists them all. What needs them was not looked at"
+        fix = "correct it; `lorikeet settings` lists all. Checks that need settings were skipped"
         yield problem("settings", error.message, fix)
     except SettingsError as error:
         yield problem("settings", error.message, "correct the LORIKEET_ variable of that name")
     else:
-        given, all_of_them = len(settings.model_fields_set), len(Settings.model_fields)
-        yield ok("settings", f"{given} of {all_of_them} are given, the others have their defaults")
+        given, total = len(settings.model_fields_set), len(Settings.model_fields)
+        yield ok("settings", f"{given} of {total} are set, the others have their defaults")
 
 
 def check_ray_variables(planned: PlannedStart) -> Iterator[Finding]:
-    """Whether they are set outside of serve_app, where it would be too late."""
-    missing = [each for each in _RAY_VARIABLES if not _does(planned.environ.get(each.name), each)]
+    """Check the variables that must be set before Ray starts: setting them in serve_app is late."""
+    missing = [each for each in _RAY_VARIABLES if not _fits(planned.environ.get(each.name), each)]
     for each in missing:
         there = planned.environ.get(each.name)
         found = f"{each.name} is {'not set' if there is None else f'{there!r}'}: {each.harm}"
         yield warning("ray variables", found, f"export {each.name}={each.value}")
     if planned.environ.get("RAY_AUTH_MODE") == "disabled":
-        found = "RAY_AUTH_MODE is disabled: whoever reaches Ray's ports can run code here"
+        found = "RAY_AUTH_MODE is disabled: any client that reaches Ray's ports can run code here"
         yield warning("ray variables", found, "export RAY_AUTH_MODE=token")
     elif not missing:
         yield ok("ray variables", f"all {len(_RAY_VARIABLES)} are set")
 
 
-def _does(given: str | None, wanted: _Wanted) -> bool:
+def _fits(given: str | None, wanted: _Wanted) -> bool:
     if given is None or not _NUMBER.fullmatch(wanted.value) or not _NUMBER.fullmatch(given):
         return given == wanted.value
     number, bound = int(given), int(wanted.value)

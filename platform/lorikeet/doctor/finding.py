@@ -1,11 +1,15 @@
-"""What a check says."""
+"""Results of checks."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Severity(Enum):
-    """WARNING: it starts, and something will be missed. PROBLEM: it will not start, or not work."""
+    """Severity of a finding.
+
+    WARNING: the service starts, but something works worse than it could.
+    PROBLEM: the service does not start, or does not work.
+    """
 
     OK = "ok"
     WARNING = "warning"
@@ -14,7 +18,11 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """check: what was looked at. fix: a command or a setting; None: nothing is to be done."""
+    """One result of a check.
+
+    check: subject of the check, such as "ports".
+    fix: the command or setting that helps; None: nothing needs to be done.
+    """
 
     check: str
     severity: Severity
@@ -23,15 +31,15 @@ class Finding:
 
 
 def ok(check: str, message: str) -> Finding:
-    """A finding that nothing is wrong."""
+    """Make a finding that all is well."""
     return Finding(check, Severity.OK, message)
 
 
 def warning(check: str, message: str, fix: str) -> Finding:
-    """A finding that the service starts, but will work worse than it could."""
+    """Make a finding that the service starts, but works worse than it could."""
     return Finding(check, Severity.WARNING, message, fix)
 
 
 def problem(check: str, message: str, fix: str) -> Finding:
-    """A finding that the service will not start, or not work."""
+    """Make a finding that the service does not start, or does not work."""
     return Finding(check, Severity.PROBLEM, message, fix)

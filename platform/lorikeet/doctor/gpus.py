@@ -1,4 +1,4 @@
-"""GPUs and their driver."""
+"""Checks of GPUs and their driver."""
 
 from collections.abc import Iterator
 
@@ -10,9 +10,9 @@ _FIRST_WITH_FP8: Version = (8, 9)
 
 
 def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
-    """Check that there are as many GPUs as engines want, and a driver that knows torch's CUDA."""
+    """Check the number of GPUs, their abilities, and the driver's CUDA version against torch's."""
     if planned.gpu_memory:
-        yield ok("gpus", "not looked at: --gpu-memory plans for others")
+        yield ok("gpus", "not checked: --gpu-memory plans for other GPUs")
         return
     if planned.device == "cpu":
         yield from _check_unused(planned.cuda, asked=planned.settings.device == "cpu")
@@ -41,7 +41,7 @@ def _check_unused(cuda: Cuda, *, asked: bool) -> Iterator[Finding]:
     elif cuda.torch is None:
         yield problem(
             "gpus",
-            "there is an NVIDIA driver, but torch was built for the CPU",
+            "there is an NVIDIA driver, but torch is built for the CPU",
             "install torch's build for CUDA, or set LORIKEET_DEVICE=cpu",
         )
     else:
@@ -54,13 +54,13 @@ def _check_unused(cuda: Cuda, *, asked: bool) -> Iterator[Finding]:
 
 def _fault_of_driver(cuda: Cuda) -> Finding | None:
     if cuda.torch is None:
-        return problem("gpus", "torch was built for the CPU", "install torch's build for CUDA")
+        return problem("gpus", "torch is built for the CPU", "install torch's build for CUDA")
     if cuda.driver is None:
         return problem("gpus", "there is no NVIDIA driver", "install it; `nvidia-smi` shows it")
-    if cuda.driver[0] < cuda.torch[0]:  # within a major version older drivers do
+    if cuda.driver[0] < cuda.torch[0]:  # older drivers of the same major version work
         return problem(
             "gpus",
-            f"the driver knows CUDA {_shown(cuda.driver)}, torch was built for "
+            f"the driver supports CUDA {_shown(cuda.driver)}, torch is built for "
             f"{_shown(cuda.torch)}",
             f"update the NVIDIA driver, or install torch built for CUDA {cuda.driver[0]}",
         )
@@ -74,20 +74,19 @@ def _check_count(planned: PlannedStart) -> Iterator[Finding]:
     names = ", ".join(sorted({gpu.name for gpu in planned.cuda.gpus})) or "none"
     each = "one" if set(of_replica.values()) == {1} else "LORIKEET_TENSOR_PARALLEL"
     found = (
-        f"{there} ({names}), and {planned.engine_gpus} are wanted: {each} for each replica of each "
-        "model"
+        f"{there} ({names}), {planned.engine_gpus} needed: {each} for each replica of each model"
     )
     widest = max(of_replica.values())
     if there < planned.engine_gpus:
         if "RAY_ADDRESS" in planned.environ:
-            yield warning("gpus", found, "count those of the other nodes: `ray status`")
+            yield warning("gpus", found, "count the GPUs of the other nodes: `ray status`")
         elif there < widest:
-            fix = "a replica's GPUs are of one machine: lower LORIKEET_TENSOR_PARALLEL"
+            fix = "a replica's GPUs must be in one machine: lower LORIKEET_TENSOR_PARALLEL"
             yield problem("gpus", found, fix)
         else:
             yield problem("gpus", found, _fix(there, sum(of_replica.values())))
     elif there < most:
-        found += f", of which there may be {most}"
+        found += f", {most} when replicas scale up"
         fitting = there // sum(of_replica.values())
         yield warning("gpus", found, f"LORIKEET_MAX_REPLICAS={fitting}, or more GPUs")
     else:
@@ -95,14 +94,14 @@ def _check_count(planned: PlannedStart) -> Iterator[Finding]:
     if widest > 1 and not planned.cuda.peers:
         yield warning(
             "gpus",
-            "they cannot read one another's memory, so sums over LORIKEET_TENSOR_PARALLEL of them "
-            "go through the host and take several times as long",
-            "GPUs joined by NVLink, or LORIKEET_TENSOR_PARALLEL=1 where the model fits one",
+            "they have no peer access to each other's memory, so all-reduces over "
+            "LORIKEET_TENSOR_PARALLEL GPUs go through the host and take several times as long",
+            "use GPUs joined by NVLink, or LORIKEET_TENSOR_PARALLEL=1 if the model fits one",
         )
 
 
 def _instead_of_fp8(planned: PlannedStart) -> Iterator[str]:
-    """What to do about each thing that wants FP8."""
+    """Yield a remedy for each setting and model that needs FP8."""
     settings = planned.settings
     if "fp8" in settings.kv_dtype.values():
         yield "LORIKEET_KV_DTYPE=auto"
@@ -113,13 +112,17 @@ def _instead_of_fp8(planned: PlannedStart) -> Iterator[str]:
 
 
 def _fix(gpus: int, for_one_of_each: int) -> str:
-    """for_one_of_each: the GPUs of one replica of each base model."""
+    """Return the remedy for too few GPUs.
+
+    gpus: number of GPUs found.
+    for_one_of_each: GPUs of one replica of each base model.
+    """
     if not gpus:
         return "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or set LORIKEET_DEVICE=cpu"
     if gpus < for_one_of_each:
-        return "name fewer in LORIKEET_BASE_MODELS, or add GPUs: engines without one wait for ever"
+        return "name fewer in LORIKEET_BASE_MODELS, or add GPUs: engines without one never start"
     replicas = gpus // for_one_of_each
-    return f"LORIKEET_REPLICAS={replicas}, or more GPUs: engines without one wait for ever"
+    return f"LORIKEET_REPLICAS={replicas}, or more GPUs: engines without one never start"
 
 
 def _shown(version: Version) -> str:

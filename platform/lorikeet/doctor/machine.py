@@ -1,4 +1,4 @@
-"""The machine as it is found: its GPUs and CUDA versions, its memory and what limits processes."""
+"""The machine as found: memory, shared memory, open files, GPUs, CUDA versions."""
 
 import ctypes
 import os
@@ -16,9 +16,11 @@ _SHM = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """memory, available, shm: bytes; a container's where that has less.
+    """The machine without its GPUs.
 
-    open_files: how many a process may have at once; Ray raises its own limit to this one.
+    memory, available: bytes; of the container if it has a lower limit.
+    shm: free bytes of /dev/shm; None: there is no /dev/shm.
+    open_files: hard limit of open files for each process; Ray raises its soft limit to it.
     """
 
     memory: int
@@ -28,7 +30,7 @@ class Host:
 
 
 def this_host() -> Host:
-    """Where this process runs."""
+    """Inspect the machine, or the container, that this process runs on."""
     memory, available = _memory()
     _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = open_files == resource.RLIM_INFINITY
@@ -48,12 +50,12 @@ def _memory() -> tuple[int, int]:
     if limit is None or limit >= total:
         return total, available
     used = _number(_CGROUP / "memory.current", r"(\d+)") or 0
-    cached = _number(_CGROUP / "memory.stat", r"inactive_file (\d+)") or 0  # given back when asked
+    cached = _number(_CGROUP / "memory.stat", r"inactive_file (\d+)") or 0  # can be reclaimed
     return limit, min(available, limit - used + cached)
 
 
 def _number(file: Path, pattern: str) -> int | None:
-    """None where there is no such file or no such number in it."""
+    """Read the number that a pattern finds in a file; None if there is no file or no match."""
     found = re.search(pattern, file.read_text()) if file.exists() else None
     return int(found[1]) if found else None
 
@@ -63,7 +65,11 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """memory, free: bytes."""
+    """One GPU.
+
+    memory, free: bytes.
+    capability: CUDA compute capability.
+    """
 
     name: str
     memory: int
@@ -73,10 +79,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Cuda:
-    """torch: the CUDA version it was built for; None: none, or there is no torch.
+    """GPUs and CUDA versions.
 
-    driver: the newest CUDA version that the driver knows; None: there is no driver.
-    peers: whether each GPU can read the others' memory.
+    torch: the CUDA version that torch is built for; None: torch is missing or built for the CPU.
+    driver: the newest CUDA version that the driver supports; None: there is no driver.
+    peers: whether each GPU can read the memory of all others.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -86,11 +93,11 @@ class Cuda:
 
 
 def find_cuda() -> Cuda:
-    """What is here."""
+    """Inspect the GPUs, torch and driver of this machine."""
     driver = _driver()
     try:
         import torch
-    except ImportError:  # the versions' check says so
+    except ImportError:  # check_versions reports it
         return Cuda(driver=driver)
     if torch.version.cuda is None:
         return Cuda(driver=driver)

@@ -1,4 +1,4 @@
-"""Whether engines fit: each on its device, and all of them in the machine's memory."""
+"""Checks of memory: each engine on its device, and all engines together on the host."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,25 +12,25 @@ from lorikeet_engine.errors import EngineError
 if TYPE_CHECKING:
     from lorikeet_engine.execution.memory_plan import MemoryPlan
 
-_PROCESS_BYTES = {"cpu": 1 << 29, "cuda": 3 << 30}  # of an engine and its replica, with torch
+_PROCESS_BYTES = {"cpu": 1 << 29, "cuda": 3 << 30}  # an engine and its replica, with torch
 _GATEWAY_BYTES = 1 << 29
 _TIGHT = 0.9
 
 
 def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
-    """Weights, slot pool, steps and KV pages on the device of one engine."""
+    """Check that weights, slot pool, steps and KV pages of an engine fit on its device."""
     if planned.device_free is None:
         yield warning(
             "memory",
-            "there is no GPU here, so whether the models fit is not known",
-            "say what the GPUs have: lorikeet doctor --gpu-memory 80GiB",
+            "there is no GPU here, so it is not known if the models fit",
+            "give the memory of one GPU: lorikeet doctor --gpu-memory 80GiB",
         )
         return
     for name, plan in planned.plans.items():
         check = f"memory of {name}"
         if not isinstance(plan, EngineError):
             yield _judge(check, plan, planned.device, planned.settings.tensor_parallel[name])
-        elif not is_of_base_model(plan):  # their check tells of these
+        elif not is_of_base_model(plan):  # check_base_models reports those
             yield problem(check, plan.message, _fix(planned, name))
 
 
@@ -49,7 +49,7 @@ def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) ->
             if device == "cpu"
             else "give adapters less (LORIKEET_ADAPTER_GPU_MEMORY)"
         )
-        fix = f"LORIKEET_MAX_CONTEXT={plan.kv_tokens} says what can be asked for; or {more}"
+        fix = f"LORIKEET_MAX_CONTEXT={plan.kv_tokens} is the longest that fits; or {more}"
         return warning(check, found, fix)
     return ok(check, found)
 
@@ -61,13 +61,13 @@ def _fix(planned: PlannedStart, name: str) -> str:
         "LORIKEET_KV_CACHE_MEMORY=90%), lower LORIKEET_MAX_CONTEXT or LORIKEET_MAX_BATCH_TOKENS, "
         "set LORIKEET_DTYPE=bfloat16, "
         + ("" if planned.serves_fp8(name) else f"or LORIKEET_WEIGHT_DTYPE={name}=fp8, ")
-        + ("share it among GPUs (LORIKEET_TENSOR_PARALLEL), " if gpu else "")
+        + ("split it across GPUs (LORIKEET_TENSOR_PARALLEL), " if gpu else "")
         + f"or use a smaller model or a {'GPU' if gpu else 'machine'} with more memory"
     )
 
 
 def check_host_memory(planned: PlannedStart) -> Iterator[Finding]:
-    """Host arenas and processes of all engines, and on CPU the models too."""
+    """Check that host arenas and processes of all engines fit, and on the CPU the models too."""
     settings, host, engines = planned.settings, planned.host, planned.engines
     arenas = engines * settings.adapter_host_memory
     processes = planned.engine_gpus * _PROCESS_BYTES[planned.device]
@@ -81,7 +81,7 @@ def check_host_memory(planned: PlannedStart) -> Iterator[Finding]:
         )
         needed += models
     found = (
-        f"of {engines} in all: host arenas {show_size(arenas)}, "
+        f"{engines} {'engine' if engines == 1 else 'engines'}: host arenas {show_size(arenas)}, "
         f"processes about {show_size(processes)}"
         + (f", models {show_size(models)}" if models else "")
         + f"; {show_size(host.available)} of {show_size(host.memory)} are available"

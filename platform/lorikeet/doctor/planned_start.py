@@ -1,4 +1,4 @@
-"""What is about to be started, and where."""
+"""The start that doctor checks in advance: its settings, machine and memory plans."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     from lorikeet_engine.execution.memory_plan import MemoryPlan
     from lorikeet_engine.settings import EngineSettings
 
-_CONTEXT_BYTES = 1 << 29  # CUDA's own, of each process that uses a GPU
+_CONTEXT_BYTES = 1 << 29  # the CUDA context of each process that uses a GPU
 
 
 @dataclass(frozen=True)
 class PlannedStart:
-    """The environment of a start, and the machine. Finds out what is asked for, once.
+    """Environment and machine of a planned start, inspected lazily and once.
 
-    gpu_memory: bytes of GPUs that are elsewhere; None: those that are here count. http_port: for
-    tenants. look, find_host: for machines that are not this one.
+    gpu_memory: bytes of each GPU, to plan for a machine with other GPUs; None: inspect this one's.
+    http_port: the port for tenants.
+    look: returns the GPUs and CUDA versions.
+    find_host: returns the machine without its GPUs.
     """
 
     environ: Mapping[str, str]
@@ -36,12 +38,12 @@ class PlannedStart:
 
     @cached_property
     def settings(self) -> Settings:
-        """The settings, as serve_app reads them. Raises InvalidSetting."""
+        """Settings, as serve_app reads them. Raises InvalidSetting."""
         return Settings.from_env(self.environ)
 
     @property
     def readable(self) -> bool:
-        """Whether they parse."""
+        """Whether the settings parse."""
         try:
             return bool(self.settings)
         except InvalidSetting:
@@ -49,7 +51,7 @@ class PlannedStart:
 
     @cached_property
     def cuda(self) -> Cuda:
-        """The CUDA installation and GPUs of this machine."""
+        """GPUs and CUDA versions of the machine."""
         return self.look()
 
     @cached_property
@@ -59,38 +61,38 @@ class PlannedStart:
 
     @property
     def device(self) -> str:
-        """Where engines will run: cpu or cuda."""
+        """Device of the engines: cpu or cuda."""
         if self.settings.device != "auto":
             return self.settings.device
         return "cuda" if self.gpu_memory or self.cuda.gpus else "cpu"
 
     @property
     def engines(self) -> int:
-        """The engines of all base models, at the start."""
+        """Number of engines at the start, of all base models."""
         return sum(self.settings.replicas.values())
 
     @property
     def engine_gpus(self) -> int:
-        """The GPUs of all engines, at the start; on CPUs their processes."""
+        """Number of GPUs of all engines at the start; on CPUs, of their processes."""
         settings = self.settings
         return sum(n * settings.tensor_parallel[name] for name, n in settings.replicas.items())
 
     @property
     def device_free(self) -> int | None:
-        """Bytes for one engine, of the GPU that has the least; None where that is not known."""
+        """Free bytes for one engine: of the GPU with the least; None if no GPU is known."""
         if self.device == "cpu":
             return self.host.available
         found = [self.gpu_memory] if self.gpu_memory else [gpu.free for gpu in self.cuda.gpus]
         return max(0, min(found) - _CONTEXT_BYTES) if found else None
 
     def engine_settings(self, base_model: str) -> "EngineSettings":
-        """What the engine of one base model will be told. Raises SettingsError."""
+        """Make the settings of a base model's engine. Raises SettingsError."""
         from lorikeet.replica.engine_settings import engine_settings  # torch
 
         return engine_settings(self.settings.model_copy(update={"device": self.device}), base_model)
 
     def stored_in_fp8(self, base_model: str) -> bool:
-        """Whether a base model's checkpoint has its linears in FP8, as far as it can be read."""
+        """Whether a base model's checkpoint stores its linears in FP8; False if unreadable."""
         try:
             stored = quantized_linears(read_config(self.settings.base_models[base_model]))
         except ModelError:
@@ -98,15 +100,15 @@ class PlannedStart:
         return stored is not None and stored.format is Quantization.FP8
 
     def serves_fp8(self, base_model: str) -> bool:
-        """Whether the weights of a base model's linears will be in FP8."""
+        """Whether a base model's linears are served in FP8."""
         rounded = self.settings.weight_dtype[base_model] == "fp8"
         return rounded or self.stored_in_fp8(base_model)
 
     @cached_property
     def plans(self) -> Mapping[str, "MemoryPlan | EngineError"]:
-        """What engines would take of their device, by base model, or why they would not start.
+        """Memory plan of each base model's engine, or the error that would stop its start.
 
-        A base model whose settings contradict one another is left out.
+        Base models with contradictory settings are left out.
         """
         found: dict[str, MemoryPlan | EngineError] = {}
         for name in self.settings.base_models:
@@ -119,7 +121,7 @@ class PlannedStart:
         from lorikeet_engine.models.llama import rehearse_load
         from lorikeet_engine.parallel.shard import Shard
 
-        shard = Shard(0, settings.tensor_parallel)  # none has more
+        shard = Shard(0, settings.tensor_parallel)  # no rank holds more than rank 0
         try:
             config, weights = rehearse_load(
                 settings.model, settings.torch_dtype, settings.max_context, settings.rounding, shard

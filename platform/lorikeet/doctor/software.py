@@ -21,12 +21,12 @@ _FIX = "pip install --constraint constraints.txt --editable ."
 
 
 def check_versions(_: PlannedStart) -> Iterator[Finding]:
-    """Whether all that pyproject.toml asks for is there."""
+    """Check Python and the installed packages against pyproject.toml."""
     about = metadata.metadata(_PACKAGE)
     python, wanted = platform.python_version(), about["Requires-Python"]
     if python not in SpecifierSet(wanted):
         yield problem(
-            "versions", f"Python {python}: want {wanted}", "make a .venv with another Python"
+            "versions", f"Python is {python}: want {wanted}", "make a .venv with another Python"
         )
     lacking = list(_all_unmet(metadata.requires(_PACKAGE) or []))
     if lacking:
@@ -37,7 +37,7 @@ def check_versions(_: PlannedStart) -> Iterator[Finding]:
 
 
 def _unmet(requirement: Requirement) -> str | None:
-    """What is wrong with what is installed for it; None: nothing."""
+    """Return why the installed package does not meet a requirement; None: it does."""
     there = _version(requirement.name)
     if there is None:
         return f"{requirement.name} is not installed: want {requirement}"
@@ -47,7 +47,7 @@ def _unmet(requirement: Requirement) -> str | None:
 
 
 def _cuda_requirement(name: str) -> Requirement | None:
-    """What Lorikeet's extra `cuda` asks for of a package."""
+    """Return the requirement for a package in Lorikeet's extra `cuda`; None: there is none."""
     for text in metadata.requires(_PACKAGE) or []:
         requirement = Requirement(text)
         marker = requirement.marker
@@ -72,7 +72,7 @@ def _version(package: str) -> str | None:
 
 
 def check_kernels(planned: PlannedStart) -> Iterator[Finding]:
-    """FlashInfer, and what it and Triton compile with, where engines run on CUDA here."""
+    """Check FlashInfer, and the compilers for its and Triton's kernels, if engines use GPUs."""
     if planned.device == "cpu" or planned.gpu_memory:
         return
     wanted = _cuda_requirement(_FLASHINFER)
@@ -86,15 +86,19 @@ def check_kernels(planned: PlannedStart) -> Iterator[Finding]:
     if missing:
         yield problem(
             "kernels",
-            f"they are compiled at the first start, and there is no {', no '.join(missing)}",
-            "apt-get install g++, and CUDA's toolkit with CUDA_HOME set to its folder",
+            f"the first start compiles them, but there is no {', no '.join(missing)}",
+            "apt-get install g++, and the CUDA toolkit with CUDA_HOME set to its folder",
         )
     else:
-        yield ok("kernels", "FlashInfer is there, and what kernels are compiled with")
+        yield ok("kernels", "FlashInfer and the compilers of kernels are installed")
 
 
 def _missing_tools(planned: PlannedStart) -> Iterator[str]:
-    """Triton needs a C compiler; FlashInfer more, unless its kernels are there."""
+    """Yield the missing compilers.
+
+    Triton needs a C compiler. FlashInfer also needs a C++ compiler and nvcc, unless its kernels are
+    prebuilt.
+    """
     if not _finds(planned, planned.environ.get("CC", ""), "cc", "gcc", "clang"):
         yield "C compiler"
     if _prebuilt(planned):
@@ -113,7 +117,7 @@ def _finds(planned: PlannedStart, *programs: str) -> bool:
 
 
 def _prebuilt(planned: PlannedStart) -> bool:
-    """Whether FlashInfer's kernels are there, from a package or from an earlier start."""
+    """Whether FlashInfer's kernels exist already, from a package or from an earlier start."""
     home = planned.environ.get("FLASHINFER_WORKSPACE_BASE") or planned.environ.get("HOME", "/")
     built = (Path(home) / ".cache" / "flashinfer").rglob("*.so")
     return importlib.util.find_spec(_PREBUILT) is not None or any(built)

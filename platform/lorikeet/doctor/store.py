@@ -1,4 +1,4 @@
-"""The catalog's store: writable, and as conditional writes and clocks must be."""
+"""Checks of the catalog's object store: reads, writes, conditional writes, clock."""
 
 import os
 import time
@@ -10,16 +10,16 @@ from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.errors import ObjectExists, StoreError
 
 _SKEW_S = 5.0
-"""Keys and pins expire by the gateways' clocks; garbage is collected by the store's."""
+"""Keys and pins expire by the gateways' clocks, garbage collection goes by the store's."""
 _MOST_SKEW_S = 300.0
 _OTHER_STORE = (
     "use a store that honours If-None-Match: * on PUT: Amazon S3, Ceph's radosgw, MinIO, or a "
-    "folder for one machine; and no proxy before it that drops the header"
+    "folder for one machine; and no proxy in front of it that drops the header"
 )
 
 
 def check_writes(store: ObjectStore) -> Iterator[Finding]:
-    """What every writer relies on. A test object is written, and removed."""
+    """Check writing, reading and conditional writes with a test object, and remove the object."""
     key = f"doctor-{uuid.uuid4().hex}"
     try:
         yield from _write(store, key)
@@ -28,9 +28,9 @@ def check_writes(store: ObjectStore) -> Iterator[Finding]:
 
 
 def unusable(url: str, error: StoreError) -> Finding:
-    """A store that does not let itself be read or written."""
+    """Make a finding that the store cannot be read or written."""
     fix = (
-        "check LORIKEET_CATALOG, AWS_ENDPOINT_URL_S3, AWS_REGION, the network, and that these "
+        "check LORIKEET_CATALOG, AWS_ENDPOINT_URL_S3, AWS_REGION, the network, and that your "
         "credentials may list, get, put and delete: `aws s3 ls BUCKET`"
         if "://" in url
         else f"check the folder's owner, mode and space; you are user {os.getuid()}"
@@ -49,7 +49,7 @@ def _write(store: ObjectStore, key: str) -> Iterator[Finding]:
         yield unusable(store.url, error)
         return
     if read != written:
-        yield problem("store", f"{store.url} returns other bytes than were written", _OTHER_STORE)
+        yield problem("store", f"{store.url} returns bytes that were not written", _OTHER_STORE)
         return
     yield ok("store", f"{store.url} can be read and written")
     yield _check_conditional(store, key)
@@ -60,18 +60,22 @@ def _check_conditional(store: ObjectStore, key: str) -> Finding:
     try:
         store.put_if_absent(key, b"again")
     except ObjectExists:
-        return ok("conditional writes", "the second of two was refused, as it must be")
+        return ok("conditional writes", "the store refused the second of two, as it must")
     except StoreError as error:
         return problem("conditional writes", error.message, _OTHER_STORE)
     return problem(
         "conditional writes",
-        f"{store.url} ignores If-None-Match: two writers would lose each other's changes",
+        f"{store.url} ignores If-None-Match: concurrent writers would overwrite each other",
         _OTHER_STORE,
     )
 
 
 def _skew_s(stored: float, before: float, after: float) -> float:
-    """How far the store's clock is ahead, at least. S3 counts whole seconds."""
+    """Return a lower bound of the store's lead over this clock, in seconds; negative: it lags.
+
+    stored: the test object's time by the store's clock; S3 rounds to whole seconds.
+    before, after: times before and after the write, by this clock.
+    """
     return max(0.0, stored - after) - max(0.0, before - 1 - stored)
 
 
@@ -87,5 +91,5 @@ def _remove(store: ObjectStore, key: str) -> Iterator[Finding]:
     try:
         store.delete(key)
     except StoreError as error:
-        found = f"{key} stays in {store.url}: {error.message}"
+        found = f"the test object {key} could not be deleted from {store.url}: {error.message}"
         yield warning("store", found, "allow s3:DeleteObject; `lorikeet gc` needs it too")

@@ -1,4 +1,4 @@
-"""Checks of the operating system: the cache's folder, ports, shared memory, open files."""
+"""Checks of the operating system: the disk cache's folder, ports, shared memory, open files."""
 
 import os
 import shutil
@@ -12,13 +12,13 @@ from lorikeet.sizes import show_size
 
 
 def check_disk(planned: PlannedStart) -> Iterator[Finding]:
-    """Whether it can be written to, and has room for what the cache may take."""
+    """Check that the disk cache's folder is writable and has LORIKEET_ADAPTER_DISK bytes free."""
     folder, wanted = planned.settings.cache_dir, planned.settings.adapter_disk
     there = _existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         yield problem(
             "disk cache",
-            f"{folder} cannot be written: {there} is {_whose(there)}",
+            f"{folder} cannot be written: {there} {_owner(there)}",
             f"`chown {os.getuid()} {there}`, or set LORIKEET_CACHE_DIR to another folder",
         )
         return
@@ -35,12 +35,12 @@ def check_disk(planned: PlannedStart) -> Iterator[Finding]:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the folder, or its nearest parent that exists."""
     return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
 
 
-def _whose(path: Path) -> str:
-    return f"user {path.stat().st_uid}'s" if path.is_dir() else "no folder"
+def _owner(path: Path) -> str:
+    return f"belongs to user {path.stat().st_uid}" if path.is_dir() else "is no folder"
 
 
 def _used(folder: Path) -> int:
@@ -51,10 +51,10 @@ _RAY = {6379: "ray start", 8265: "Ray's dashboard"}
 
 
 def check_ports(planned: PlannedStart) -> Iterator[Finding]:
-    """Whether they are free, and the admin listener's address is of this machine."""
+    """Check that the ports are free, and that the admin listener's address is this machine's."""
     admin = planned.settings.admin_address
     if admin.port == planned.http_port:
-        found = f"{admin.port} is to be the public listener's and the admin listener's"
+        found = f"{admin.port} is set for both the public and the admin listener"
         yield problem("ports", found, "set LORIKEET_ADMIN_ADDRESS or PORT to another port")
     if why := _refusal(admin.host):
         found = f"LORIKEET_ADMIN_ADDRESS={admin}: {why}"
@@ -62,25 +62,25 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
     wanted = {planned.http_port: "the public listener", admin.port: "the admin listener"}
     taken = {port: what for port, what in wanted.items() if not _free(port)}
     for port, what in taken.items():
-        fix = f"stop what listens there: `ss -ltnp 'sport = :{port}'`"
+        fix = f"stop the process that listens there: `ss -ltnp 'sport = :{port}'`"
         if port == admin.port:
             fix += ", or set LORIKEET_ADMIN_ADDRESS to another port"
-        yield problem("ports", f"{port}, for {what}, is taken: does the service run already?", fix)
+        yield problem("ports", f"{port}, for {what}, is taken: is the service running?", fix)
     ray = [port for port in _RAY if not _free(port)]
     for port in ray:
         yield warning(
             "ports",
             f"{port} is taken: Ray may be running already, and `serve run` would join it, with "
-            "the environment that it was started in",
-            "stop it, unless that is wanted: `make stop` for `make serve`, Ctrl-C for `serve run`; "
-            "`ray stop` ends every Ray of this machine",
+            "the environment in which Ray was started",
+            "stop Ray, unless you want to join it: `make stop` for `make serve`, Ctrl-C for "
+            "`serve run`; `ray stop` ends every Ray of this machine",
         )
     if not taken and not ray:
         yield ok("ports", f"{', '.join(map(str, (*wanted, *_RAY)))} are free")
 
 
 def _refusal(host: str) -> str | None:
-    """Why nothing can listen at a host's address; None where it can."""
+    """Return why no process can listen at a host's address; None: one can."""
     try:
         family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
@@ -91,7 +91,7 @@ def _refusal(host: str) -> str | None:
 
 
 def _free(port: int) -> bool:
-    """Whether nobody listens there, on any address of this machine."""
+    """Whether no process listens on the port, at any address of this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -101,21 +101,21 @@ def _free(port: int) -> bool:
     return True
 
 
-_RAY_SHARE = 0.3  # of the memory, for its object store
+_RAY_SHARE = 0.3  # of the machine's memory, for Ray's object store
 _RAY_MOST = 10**10
-_FILES = 1024  # of a proxy or a gateway, without requests
+_FILES = 1024  # open in a proxy or a gateway without requests
 _FILES_OF_REQUEST = 2
 
 
 def check_system_limits(planned: PlannedStart) -> Iterator[Finding]:
-    """/dev/shm for Ray, and files for as many requests as may be open."""
+    """Check that /dev/shm holds Ray's object store, and the limit of open files all requests."""
     host, settings = planned.host, planned.settings
     shm = min(_RAY_MOST, int(_RAY_SHARE * host.memory))
     if host.shm is not None and host.shm < shm:
         yield warning(
             "shared memory",
-            f"/dev/shm has {show_size(host.shm)} and Ray wants {show_size(shm)}: "
-            "it will use /tmp, on disk",
+            f"/dev/shm has {show_size(host.shm)}, Ray wants {show_size(shm)}, so Ray will use "
+            "/tmp, on disk",
             f"docker run --shm-size={-(-shm >> 30) + 1}g, or a larger tmpfs",
         )
     else:
@@ -125,8 +125,8 @@ def check_system_limits(planned: PlannedStart) -> Iterator[Finding]:
     if host.open_files < files:
         yield warning(
             "open files",
-            f"{host.open_files} a process; {requests} requests at once take about {files}",
+            f"{host.open_files} per process; {requests} requests at once need about {files}",
             f"ulimit -Hn {files}, LimitNOFILE= of the unit, or docker run --ulimit nofile={files}",
         )
     else:
-        yield ok("open files", f"{host.open_files} a process")
+        yield ok("open files", f"{host.open_files} per process")

@@ -1,4 +1,4 @@
-"""Searches for the fewest replicas that meet a demand's goals, and for the pins that help."""
+"""Search for the fewest replicas that meet a demand's goals, and for the pins that help."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,24 +16,27 @@ from lorikeet_engine.costs import StepCosts
 
 SEEDS = (1, 2, 3)
 _ONE = SEEDS[:1]
-_WARM = 0.99  # share of hits from which pins cannot change a p99
+_WARM = 0.99  # hit rate from which pins cannot change a p99
 _MOST_COPIES = 2  # of a pinned adapter
-_USUAL = 1.3  # times what the work alone needs: where the search begins
-_FURTHEST, _TRIED = 4, 32  # times that, and replicas, before the search gives up
-_FEWEST_OF_TENANT = 5  # requests of a tenant below which its p99 says nothing
+_USUAL = 1.3  # where the search begins, as a multiple of the replicas that the work alone needs
+# Where the search gives up: the larger of this multiple and this number of replicas.
+_FURTHEST, _TRIED = 4, 32
+_FEWEST_OF_TENANT = 5  # requests of a tenant, below which its p99 means nothing
 _FEWEST = 20  # requests of one run
-_DRAWN = 20_000  # prompts, to tell the longest in a hundred
+_DRAWN = 20_000  # prompts drawn to estimate their p99
 
 
 class Unreachable(LorikeetError):
-    """No number of replicas meets the goals; the message says why."""
+    """Error that no number of replicas meets the goals; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The fewest replicas that meet the goals, and what one less would do.
+    """Forecasts around the fewest replicas that meet the goals.
 
-    unpinned: the same replicas without pins, if there are pins. one_less: None for one replica.
+    needed: the fewest replicas.
+    unpinned: the same replicas without pins; None if `needed` has no pins.
+    one_less: one replica less; None if one replica is enough.
     """
 
     needed: Forecast
@@ -44,12 +47,12 @@ class Capacity:
 def plan_capacity(
     needs: CapacityNeeds, on_simulation: Callable[[int], None] = lambda _: None
 ) -> Capacity:
-    """The capacity that a demand needs.
+    """Search for the capacity that a demand needs. Raises Unreachable.
 
     on_simulation: called with the number of replicas before each simulation.
 
-    A tenant is pinned if it would miss its own goal, more than one in a hundred of its requests
-    meet a cold adapter, and with the pin it meets the goal. Raises Unreachable.
+    A tenant is pinned if it would miss its own goal, more than 1% of its requests meet a cold
+    adapter, and the pin lets it meet the goal.
     """
     sample = needs.demand.requests(needs.counted_s, SEEDS[0])
     _check_feasible(needs, sample, len(SEEDS))
@@ -57,7 +60,7 @@ def plan_capacity(
 
 
 def _work(needs: CapacityNeeds, sample: Requests) -> float:
-    """Replicas that could just do the work, with full batches and no adapters."""
+    """Return how many replicas just keep up, with full batches and no adapters; a fraction."""
     prompt, answer = float(sample.prompts.mean()), float(sample.answers.mean())
     return needs.demand.rate_per_s / capacity_per_s(needs.costs, prompt, answer, ranks=0)
 
@@ -66,11 +69,11 @@ def _work(needs: CapacityNeeds, sample: Requests) -> float:
 class _Search:
     needs: CapacityNeeds
     on_simulation: Callable[[int], None]
-    pins: dict[str, int] = field(default_factory=dict)  # that have helped so far
+    pins: dict[str, int] = field(default_factory=dict)  # tenant → copies, that have helped so far
     forecasts: dict[tuple[int, tuple[int, ...]], Forecast] = field(default_factory=dict)
 
     def run(self, work: float) -> Capacity:
-        """Bracket and bisect with one seed; then with all, the answer and one less."""
+        """Bracket and bisect with one seed, then confirm the result and one less with all seeds."""
         most = max(_TRIED, math.ceil(_FURTHEST * work))
         enough = self._bisect(*self._bracket(work, most))
         while not self._forecast_with_pins(enough, SEEDS).met:
@@ -83,7 +86,7 @@ class _Search:
         return self._drop_pins(Capacity(self._forecast_with_pins(enough, SEEDS), None, one_less))
 
     def _bracket(self, work: float, most: int) -> tuple[int, int]:
-        """A number of replicas that is too few, and one that is enough, with one seed."""
+        """Return a number of replicas that is too small, and one that is enough, with one seed."""
         too_few, enough = math.floor(work), math.ceil(_USUAL * work)
         while not self._forecast_with_pins(enough, _ONE).met:
             if enough == most:
@@ -101,7 +104,7 @@ class _Search:
         return enough
 
     def _forecast_with_pins(self, replicas: int, seeds: tuple[int, ...]) -> Forecast:
-        """The forecast with the pins that have helped so far, and with more if they help."""
+        """Forecast with the pins that have helped so far, and with more for tenants in need."""
         key = replicas, seeds
         if key not in self.forecasts:
             found = self._forecast(replicas, self.pins, seeds)
@@ -114,7 +117,7 @@ class _Search:
         return self.forecasts[key]
 
     def _drop_pins(self, answer: Capacity) -> Capacity:
-        """The capacity without pins, or with one copy of each, if that will do."""
+        """Remove the pins, or reduce them to one copy each, if the goals are still met."""
         needed = answer.needed
         if not needed.pins:
             return answer
@@ -132,9 +135,10 @@ class _Search:
 
 
 def _cold(found: Forecast) -> list[str]:
-    """The tenants to pin, or to pin once more, if that may be all that is missing.
+    """Return the tenants to pin, or to pin on one more replica; none if pins cannot be enough.
 
-    Theirs are all the missed goals, and they often miss their adapter or have few places to go.
+    Pins may be enough if all missed goals are of tenants that often meet a cold adapter, or that
+    are pinned already and need more copies.
     """
     cold = [
         tenant
@@ -146,9 +150,12 @@ def _cold(found: Forecast) -> list[str]:
 
 
 def _check_feasible(needs: CapacityNeeds, sample: Requests, runs: int) -> None:
-    """Check for goals that one request alone on a GPU would miss, and adapters that fit nowhere.
+    """Raise Unreachable for goals that a single request misses on an idle GPU, and the like.
 
-    sample: the requests of one of `runs` simulations. Raises Unreachable.
+    Adapters larger than a GPU's memory for adapters and too few requests are refused, too.
+
+    sample: requests of one simulation.
+    runs: number of simulations.
     """
     demand, goals, steps = needs.demand, needs.goals, needs.costs.steps
     largest = int(demand.sizes.max())
@@ -160,7 +167,7 @@ def _check_feasible(needs: CapacityNeeds, sample: Requests, runs: int) -> None:
     if demand.rate_per_s * needs.counted_s < _FEWEST:
         raise Unreachable(
             f"{demand.rate_per_s * 3600:.1f} requests an hour are too few to simulate: one replica "
-            "will do"
+            "is enough"
         )
     if goals.ttft_p99_s is not None:
         _check_prompts("", goals.ttft_p99_s, sample.prompts, steps)
@@ -170,8 +177,8 @@ def _check_feasible(needs: CapacityNeeds, sample: Requests, runs: int) -> None:
         if tenant.rate_per_s * needs.counted_s * runs < _FEWEST_OF_TENANT:
             raise Unreachable(
                 f"{tenant.name} sends {tenant.rate_per_s * 3600:.1f} requests an hour beside "
-                f"{demand.rate_per_s:,.0f} a second: too few are simulated to tell its tail; take "
-                "it together with tenants like it, or give it no goal of its own"
+                f"{demand.rate_per_s:,.0f} a second: too few are simulated to estimate its p99; "
+                "join it with similar tenants, or give it no goal of its own"
             )
         drawn = tenant.lengths.draw(np.random.default_rng(0), _DRAWN)
         prompts, _ = cut_to_context(*drawn, demand.context)
@@ -181,20 +188,20 @@ def _check_feasible(needs: CapacityNeeds, sample: Requests, runs: int) -> None:
         if goal_s is not None and goal_s < step_s:
             raise Unreachable(
                 f"no number of replicas meets {name} ≤ {goal_s * 1e3:g} ms between tokens: a "
-                f"sequence alone on a GPU gets one every {step_s * 1e3:.1f} ms"
+                f"sequence alone on a GPU gets a token every {step_s * 1e3:.1f} ms"
             )
 
 
 def _unreachable(found: Forecast) -> Unreachable:
-    """The error for the largest fleet that was tried: what it misses, and a remedy."""
+    """Make the error for the largest fleet that was tried: the goals it misses, and a remedy."""
     missed = "; ".join(check.text for check in found.missed)
     why = f"{found.replicas} replicas still miss: {missed}"
     if not found.keeps_up:
-        why = f"with {found.replicas} replicas requests wait longer and longer"
+        why = f"with {found.replicas} replicas the queue grows without end"
     return Unreachable(
-        f"no number of replicas meets the goals. {why}. {found.all.hit_rate:.1%} of the requests "
-        f"find their adapter on the GPU, and of those p99 to the first token is "
-        f"{found.all.hit_p99_s * 1e3:,.0f} ms: give adapters more memory, or relax the goal"
+        f"no number of replicas meets the goals: {why}. {found.all.hit_rate:.1%} of the requests "
+        f"find their adapter on the GPU, and their p99 to the first token is "
+        f"{found.all.hit_p99_s * 1e3:,.0f} ms. Give adapters more memory, or relax the goal"
     )
 
 
@@ -202,7 +209,7 @@ def _check_prompts(whose: str, goal_s: float, prompts: Ints, steps: StepCosts) -
     tokens = int(np.quantile(prompts, 0.99))
     if (alone_s := steps.prefill_s(tokens, 0)) > goal_s:
         raise Unreachable(
-            f"{whose}no number of replicas meets p99 ≤ {goal_s * 1e3:g} ms to the first token: one "
-            f"prompt in a hundred has {tokens:,} tokens or more, and alone on a GPU takes "
-            f"{alone_s * 1e3:,.0f} ms"
+            f"{whose}no number of replicas meets p99 ≤ {goal_s * 1e3:g} ms to the first token: 1% "
+            f"of the prompts have {tokens:,} tokens or more, which take {alone_s * 1e3:,.0f} ms "
+            "alone on a GPU"
         )

@@ -1,4 +1,4 @@
-"""The demand on a fleet: tenants with their adapters and rates, and the requests they make."""
+"""Demand on a fleet: tenants with their adapters and rates, from which requests are drawn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +19,15 @@ from lorikeet.simulator.workload_models import (
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTenant:
-    """A tenant, whose adapters are alike.
+    """A tenant with similar adapters.
 
-    ranks: dealt round among the adapters. bytes_per_rank: of an image on the GPU. popularity: of
-    the adapters among each other, as parse_popularity reads it. rate_per_s: requests for all of
-    them together. lengths: of their prompts and answers. ttft_p99_s: what these requests must meet,
-    whatever the others do.
+    adapters: number of adapters.
+    ranks: dealt to the adapters in turn.
+    bytes_per_rank: of an adapter's image on the GPU.
+    popularity: distribution of requests among the adapters, as parse_popularity reads it.
+    rate_per_s: requests per second for all adapters together.
+    lengths: of prompts and answers.
+    ttft_p99_s: the tenant's own goal for the first token; None: no goal.
     """
 
     name: str
@@ -39,9 +42,10 @@ class SimulatedTenant:
 
 @dataclass(frozen=True)
 class SimulatedDemand:
-    """All traffic. Adapters are numbered through the tenants.
+    """All traffic. Adapters are numbered across tenants, in the tenants' order.
 
-    base_rate_per_s, base_lengths: of requests without an adapter. cv: of the gaps between requests.
+    base_lengths, base_rate_per_s: of requests without an adapter.
+    cv: coefficient of variation of the gaps between requests.
     context: most tokens of a prompt with its answer.
     """
 
@@ -58,7 +62,7 @@ class SimulatedDemand:
 
     @cached_property
     def ranks(self) -> Ints:
-        """The rank of each adapter, [adapters]."""
+        """Rank of each adapter, [adapters]."""
         return np.concatenate([deal_ranks(each.adapters, each.ranks) for each in self.tenants])
 
     @cached_property
@@ -69,11 +73,11 @@ class SimulatedDemand:
 
     @cached_property
     def tenant_of(self) -> Ints:
-        """The tenant of each adapter, [adapters]."""
+        """Index of each adapter's tenant, [adapters]."""
         return np.repeat(np.arange(len(self.tenants)), [one.adapters for one in self.tenants])
 
     def requests(self, duration_s: float, seed: int) -> Requests:
-        """Draw the requests of duration_s; the same seed gives the same."""
+        """Draw the requests of duration_s; equal seeds give equal requests."""
         rng = np.random.default_rng(seed)
         times_s = GammaArrivals(self.rate_per_s, self.cv).times(rng, duration_s)
         rates = np.array([self.base_rate_per_s, *(one.rate_per_s for one in self.tenants)])

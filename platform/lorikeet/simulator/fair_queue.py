@@ -1,4 +1,4 @@
-"""The waiting requests of a simulated replica whose prompts can be computed, fair by tenant."""
+"""Queue of a simulated replica's requests that can start prefill, fair among tenants."""
 
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -13,9 +13,11 @@ from lorikeet_engine.scheduling.fairness import (
 
 
 class FairQueue:
-    """Orders requests by virtual token counters, as the engine's scheduler does, at equal weights.
+    """Requests ordered by their tenants' virtual token counters, as in the engine's scheduler.
 
-    waiting: the counter of each tenant that waits.
+    All tenants have equal weights.
+
+    waiting: tenant → counter, for tenants with waiting requests.
     """
 
     def __init__(self) -> None:
@@ -42,9 +44,9 @@ class FairQueue:
         self._requests[tenant].append(request)
 
     def next(self, prompts: list[int]) -> int:
-        """Take the next request; its tenant is charged for the prompt and the first token.
+        """Take the next request, and charge its tenant for the prompt and the first token.
 
-        prompts: tokens of each request's prompt.
+        prompts: tokens of each request's prompt, [requests].
         """
         tenant = min(self.waiting, key=lambda tenant: self.waiting[tenant].value)
         requests, counter = self._requests[tenant], self.waiting[tenant]
@@ -56,11 +58,11 @@ class FairQueue:
         return request
 
     def begun(self, tenant: int) -> None:
-        """Count a sequence of the tenant that begins to decode."""
+        """Record that a sequence of the tenant begins to decode."""
         self._decoding[tenant] += 1
 
     def ended(self, tenant: int) -> None:
-        """Count a sequence of the tenant no more, which has its last token."""
+        """Record that a sequence of the tenant has its last token."""
         self._decoding[tenant] -= 1
 
     def decoded(self, steps: float) -> None:

@@ -1,4 +1,4 @@
-"""The event loop: requests arrive, are routed, and run to their ends."""
+"""Event loop of the simulation: requests arrive, are routed, and run to their ends."""
 
 import math
 from collections import defaultdict
@@ -19,7 +19,7 @@ from lorikeet_engine.residency.eviction_score import EvictionPolicy
 
 
 class Router(Protocol):
-    """Chooses a replica for each request."""
+    """Choice of a replica for each request."""
 
     def route(self, fleet: "SimulatedFleet", request: int, now_s: float) -> SimulatedReplica:
         """Choose the replica of a request."""
@@ -28,12 +28,17 @@ class Router(Protocol):
 class SimulatedFleet:
     """One run of a fleet under one router and one eviction policy.
 
-    replicas: those that live; another list after each change. ttft_s, found, served_by: [requests],
-    what became of each. found: the tier where it found its adapter, GPU for the base model.
-    gaps: tokens by the time since the token before, in 0.1 ms. loads: when each load onto a GPU
-    began, and its bytes. on_gpu, on_host, on_disk: for each adapter the replicas that have it
-    there; on_gpu also those to which it is on its way. in_flight: requests without a last token.
-    prompts, answers, adapter_of, tenant_of: [requests]; ranks, sizes, names: [adapters].
+    prompts, answers, adapter_of, tenant_of: [requests].
+    ranks, sizes, names: [adapters].
+    replicas: living replicas; replaced by a new list at each change.
+    ttft_s: seconds to the first token, [requests].
+    found: tier of the adapter when the request came, GPU for the base model, [requests].
+    served_by: number of the replica, [requests].
+    in_flight: number of requests that still wait for tokens.
+    gaps: tokens by the time since the token before, in 0.1 ms.
+    loads: start time and bytes of each load onto a GPU.
+    on_gpu, on_host, on_disk: replicas that hold each adapter there, [adapters]; on_gpu includes
+        replicas that are loading it.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class SimulatedFleet:
 
     @property
     def hits(self) -> NDArray[np.bool_]:
-        """Whether each request found its adapter on the GPU, or needs none."""
+        """Mask of requests that found their adapter on the GPU, or need none, [requests]."""
         found: NDArray[np.bool_] = self.found == Residency.GPU
         return found
 
@@ -87,11 +92,11 @@ class SimulatedFleet:
         self._run_until(math.inf)
 
     def add_replica(self, now_s: float) -> SimulatedReplica:  # noqa: ARG002
-        """Add a replica with nothing in any tier."""
+        """Add a replica with all tiers empty."""
         return self._add_replica(full_disk=False)
 
     def remove_replica(self, replica: SimulatedReplica, now_s: float) -> None:
-        """Kill a replica: requests without a first token are sent elsewhere, the others are cut."""
+        """Kill a replica: route its requests without a first token again, and abort the others."""
         self.replicas = [one for one in self.replicas if one is not replica]
         for holders in chain(self.on_gpu, self.on_host, self.on_disk):
             if replica in holders:
@@ -102,7 +107,7 @@ class SimulatedFleet:
             self._send(request, now_s)
 
     def schedule(self, time_s: float, act: Callable[[float], object]) -> None:
-        """Call act with time_s at that time."""
+        """Call `act(time_s)` at time_s."""
         heappush(self._events, (time_s, next(self._numbers), act))
 
     def on_first_token(self, request: int, now_s: float) -> None:
@@ -111,16 +116,16 @@ class SimulatedFleet:
         self.ttft_s[request] = now_s - self._arrived_s[request]
 
     def on_end(self) -> None:
-        """Count a request less, which has its last token."""
+        """Record that a request has its last token."""
         self.in_flight -= 1
 
     def on_load_requested(self, adapter: int, replica: SimulatedReplica) -> None:
-        """Record that a replica loads the adapter to its GPU, for requests."""
+        """Record that a replica will load an adapter to its GPU for requests."""
         if replica not in self.on_gpu[adapter]:
             self.on_gpu[adapter].append(replica)
 
     def on_load_started(self, adapter: int, replica: SimulatedReplica) -> None:
-        """Record that a replica begins to copy the adapter to its GPU."""
+        """Record that a replica begins to copy an adapter to its GPU."""
         self.on_load_requested(adapter, replica)
         self.loads.append((self._now_s, self.sizes[adapter]))
 
@@ -135,7 +140,7 @@ class SimulatedFleet:
             act(self._now_s)
 
     def _add_replica(self, full_disk: bool) -> SimulatedReplica:
-        """Add a replica. full_disk: whether its disk is full, of some adapters."""
+        """Add a replica. full_disk: fill its disk with adapters at random."""
         setup, number = self.setup, next(self._replica_numbers)
         replica = SimulatedReplica(number, self)
         if full_disk:
@@ -147,7 +152,7 @@ class SimulatedFleet:
         return replica
 
     def _pin(self) -> None:
-        """Pin adapters where the controller's plan would, as long as there is room."""
+        """Pin adapters to the replicas that the controller would choose, while they fit."""
         replicas = {replica.name: replica for replica in self.replicas}
         for adapter, copies in self.setup.pins.items():
             for name in by_preference(self.names[adapter], replicas)[:copies]:

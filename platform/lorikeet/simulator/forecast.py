@@ -1,4 +1,4 @@
-"""What a fleet of N replicas would do under a demand, and whether that meets the goals."""
+"""Forecast of latencies and hit rates of N replicas under a demand, compared with goals."""
 
 import math
 from collections import Counter
@@ -17,9 +17,10 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 
 WARM_UP_S = 60.0
-# Of one run, which takes a second or two. The last: requests of each tenant with a goal.
+# Bounds of one run, which takes a second or two: requests, simulated seconds, and requests of each
+# tenant with a goal.
 _REQUESTS, _SHORTEST_S, _USUAL_S, _LONGEST_S, _REQUESTS_OF_TENANT = 25_000, 60.0, 180.0, 3600.0, 100
-_BACKLOG_S = 5.0  # a fleet that keeps up owes no first token so long after the last request
+_BACKLOG_S = 5.0  # a fleet keeps up if all first tokens come this soon after the last request
 _NAMES = {
     "ttft_p99_s": "p99 to the first token",
     "inter_token_p50_s": "p50 between tokens",
@@ -30,7 +31,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class CapacityGoals:
-    """What must hold for all requests together; None: no goal."""
+    """Goals for all requests together; None: no goal."""
 
     ttft_p99_s: float | None = None
     inter_token_p50_s: float | None = None
@@ -40,7 +41,12 @@ class CapacityGoals:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMemory:
-    """Each replica's room for adapters, by what these take on one of its GPUs."""
+    """Memory of a replica for adapters, in bytes that adapters take on one of its GPUs.
+
+    gpu_bytes: of each GPU.
+    host_bytes, disk_bytes: of the replica, divided by its GPUs.
+    gpus: GPUs of the replica.
+    """
 
     gpu_bytes: int
     host_bytes: int
@@ -59,7 +65,9 @@ class CapacityNeeds:
 
     @property
     def counted_s(self) -> float:
-        """Seconds of one run that count: longer for rare tenants with goals, as far as is quick."""
+        """Simulated seconds of one run after the warm-up: more for tenants with goals and few
+        requests, as long as the run stays quick.
+        """
         rates = [one.rate_per_s for one in self.demand.tenants if one.ttft_p99_s is not None]
         wanted_s = max(_USUAL_S, _REQUESTS_OF_TENANT / min([self.demand.rate_per_s, *rates]))
         quick_s = max(_SHORTEST_S, _REQUESTS / self.demand.rate_per_s)
@@ -68,7 +76,11 @@ class CapacityNeeds:
 
 @dataclass(frozen=True, slots=True)
 class TtftSummary:
-    """Time to the first token of some requests; NaN if there are none. hit_p99_s: of GPU hits."""
+    """Time to the first token of some requests; NaN if there are none.
+
+    hit_p99_s: p99 of the requests that found their adapter on the GPU.
+    hit_rate: share of those requests.
+    """
 
     requests: int
     ttft_p50_s: float
@@ -79,7 +91,13 @@ class TtftSummary:
 
 @dataclass(frozen=True, slots=True)
 class GoalCheck:
-    """A goal and what is expected. tenant: whose requests, None for all."""
+    """A goal beside its forecast.
+
+    what: field of CapacityGoals.
+    wanted: the goal.
+    expected: the forecast.
+    tenant: the tenant with the goal; None: all requests.
+    """
 
     what: str
     wanted: float
@@ -88,25 +106,25 @@ class GoalCheck:
 
     @property
     def met(self) -> bool:
-        """Whether the goal is met; not if it is about no request."""
+        """Whether the goal is met; False if there are no requests to judge by."""
         if self.what == "hit_rate":
             return self.expected >= self.wanted
         return self.expected <= self.wanted
 
     @property
     def name(self) -> str:
-        """The goal's name for people."""
+        """Name of the goal, to print."""
         return _NAMES[self.what]
 
     def shown(self, value: float) -> str:
-        """A value of this kind, for people."""
+        """Format a value of the goal's unit."""
         if self.what == "hit_rate":
             return f"{value:.1%}"
         return f"{value * 1e3:,.1f} ms" if value < 0.1 else f"{value * 1e3:,.0f} ms"
 
     @property
     def text(self) -> str:
-        """The check for people: p99 to the first token 612 ms (want ≤ 500 ms)."""
+        """The check in words: p99 to the first token 612 ms (want ≤ 500 ms)."""
         whose = "" if self.tenant is None else f"{self.tenant}: "
         sign = "≥" if self.what == "hit_rate" else "≤"
         expected, wanted = self.shown(self.expected), self.shown(self.wanted)
@@ -115,10 +133,15 @@ class GoalCheck:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is expected of `replicas` with `pins`: tenant → on how many replicas.
+    """Expected service of a number of replicas.
 
-    found: shares of requests by the tier where their adapter was. pinned_bytes: on the replica that
-    keeps most. keeps_up: whether no requests pile up. tenants: by name.
+    pins: tenant → number of replicas that keep its adapters.
+    all: summary of all requests.
+    tenants: summaries by tenant's name.
+    found: share of requests by the tier where their adapter was.
+    cold_loads_per_min: loads onto GPUs.
+    pinned_bytes: of the replica with most.
+    keeps_up: whether the queue stays bounded.
     """
 
     replicas: int
@@ -135,7 +158,7 @@ class Forecast:
 
     @property
     def missed(self) -> list[GoalCheck]:
-        """The goals that it does not meet."""
+        """Checks of the goals that are missed."""
         return [check for check in self.checks if not check.met]
 
     @property
@@ -147,7 +170,7 @@ class Forecast:
 def forecast(
     needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seeds: Sequence[int]
 ) -> Forecast:
-    """Simulate a fleet once for each seed, and take all runs together."""
+    """Simulate a fleet once for each seed, and summarise all runs together."""
     demand = needs.demand
     fleets = [_run(needs, replicas, pins, seed) for seed in seeds]
     ttft_s, found, tenants = (
@@ -195,7 +218,7 @@ def _run(needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seed: int
 
 
 def _counted(demand: SimulatedDemand, fleet: SimulatedFleet) -> tuple[Floats, Ints, Ints]:
-    """First token seconds, tier, and tenant or BASE_MODEL of requests after the warm-up."""
+    """Return first token seconds, tier, and tenant (or BASE_MODEL) of requests after warm-up."""
     late = fleet.requests.times_s >= WARM_UP_S
     adapters = fleet.requests.adapters[late]
     tenants = np.where(adapters == BASE_MODEL, BASE_MODEL, demand.tenant_of[adapters])
@@ -218,7 +241,7 @@ def _quantile(values: Floats, share: float) -> float:
 
 
 def _gaps(fleets: Sequence[SimulatedFleet]) -> tuple[float, float]:
-    """p50 and p99 of the time between tokens, seconds; NaN if no answer has two."""
+    """Return p50 and p99 of the time between tokens in seconds; NaN if no answer has two tokens."""
     tokens: Counter[int] = Counter()
     for fleet in fleets:
         tokens.update(fleet.gaps)
@@ -231,7 +254,7 @@ def _gaps(fleets: Sequence[SimulatedFleet]) -> tuple[float, float]:
 
 
 def _keeps_up(fleet: SimulatedFleet) -> bool:
-    """Whether at the end no requests have piled up."""
+    """Whether no backlog is left at the end."""
     times_s = fleet.requests.times_s
     return float((times_s + fleet.ttft_s).max() - times_s[-1]) <= _BACKLOG_S
 

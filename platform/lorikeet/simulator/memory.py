@@ -1,6 +1,6 @@
-"""A simulated replica's memory for adapters: GPU arena, host and disk, and links between them.
+"""Memory of a simulated replica for adapters: GPU arena, host, disk, and the links between them.
 
-Adapters are numbers; sizes are bytes. The eviction policy and its counts are the engine's own.
+Adapters are numbers, sizes are bytes. The eviction policy and its counts of uses are the engine's.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,11 @@ from lorikeet_engine.residency.eviction_score import EvictionPolicy, RecentUses,
 
 
 class SimulatedAdapter:
-    """An adapter in the arena. score: the policy's, of its last use."""
+    """An adapter in the arena.
+
+    score: eviction score at its last use.
+    ranked: score of its entry in the heap; None: no entry.
+    """
 
     __slots__ = ("leases", "loading", "ranked", "score")
 
@@ -20,13 +24,15 @@ class SimulatedAdapter:
         self.score = score
         self.leases = 0
         self.loading = True
-        self.ranked: float | None = None  # the score of its entry in the heap
+        self.ranked: float | None = None
 
 
 class Arena:
-    """A GPU's room for adapters. Those leased or loading stay; of the rest the lowest score goes.
+    """Adapters on a GPU. The one with the lowest score that is neither leased nor loading is
+    evicted first.
 
-    evicted is called with each adapter that leaves.
+    free: bytes without an adapter.
+    room: free bytes, and those of adapters that may be evicted.
     """
 
     def __init__(
@@ -37,21 +43,26 @@ class Arena:
         policy: EvictionPolicy,
         evicted: Callable[[int], None],
     ) -> None:
+        """Make an empty arena.
+
+        capacity: bytes.
+        sizes, names: [adapters].
+        evicted: called with each evicted adapter.
+        """
         self._sizes, self._names, self._policy, self._evicted = sizes, names, policy, evicted
         self.residents: dict[int, SimulatedAdapter] = {}
-        self.free = capacity
-        self.room = capacity  # free, or of residents that may be evicted
+        self.free = self.room = capacity
         self._uses = RecentUses()
         self._pinned: set[int] = set()
-        self._by_score: list[tuple[float, int]] = []  # with outdated entries
+        self._by_score: list[tuple[float, int]] = []  # heap, with outdated entries
 
     def holds(self, adapter: int) -> bool:
-        """Whether an adapter is here and loaded."""
+        """Whether an adapter is loaded."""
         resident = self.residents.get(adapter)
         return resident is not None and not resident.loading
 
     def lease(self, adapter: int, now_s: float) -> None:
-        """Lease a loaded adapter for a request, until released."""
+        """Lease a loaded adapter for a request, until `release`."""
         resident, name = self.residents[adapter], self._names[adapter]
         if not resident.leases:
             self.room -= self._sizes[adapter]
@@ -74,9 +85,9 @@ class Arena:
         return sum(self._sizes[adapter] for adapter in self._pinned)
 
     def pin(self, adapter: int) -> bool:
-        """Pin an adapter: a lease that never ends. False if pins left no room.
+        """Pin an adapter for ever; return False if it does not fit beside other pins.
 
-        Room for the largest adapter is never given away, as in the engine.
+        Enough bytes for the largest adapter always stay unpinned, as in the engine.
         """
         if adapter in self._pinned:
             return True
@@ -89,7 +100,7 @@ class Arena:
         return True
 
     def place(self, adapter: int, now_s: float) -> bool:
-        """Evict for an adapter and begin to load it; False and unchanged while there is no room."""
+        """Evict adapters and begin to load this one; return False, unchanged, if it cannot fit."""
         size = self._sizes[adapter]
         if self.room < size:
             return False
@@ -101,9 +112,9 @@ class Arena:
         return True
 
     def prefetch(self, adapter: int, uses: float, now_s: float) -> bool:
-        """Begin to load an adapter if that evicts nothing with as high a score.
+        """Begin to load an adapter if only adapters with lower scores are evicted for it.
 
-        uses: recent uses elsewhere that could be served here.
+        uses: recent uses on other replicas that this replica could serve.
         """
         size = self._sizes[adapter]
         own = self._uses.count(self._names[adapter], now_s)
@@ -122,18 +133,18 @@ class Arena:
         return True
 
     def uses(self, adapter: int, now_s: float) -> float:
-        """Recent uses of an adapter, here or not."""
+        """Return recent uses of an adapter, loaded or not."""
         return self._uses.count(self._names[adapter], now_s)
 
     def finish_load(self, adapter: int) -> None:
-        """Mark an adapter as loaded; it may be evicted until it is leased."""
+        """Mark an adapter as loaded. It may be evicted while it has no lease."""
         resident = self.residents[adapter]
         resident.loading = False
         self.room += self._sizes[adapter]
         self._rank(adapter, resident)
 
     def evicted_uses(self, adapter: int, now_s: float) -> float:
-        """Recent uses of what would be evicted for this adapter, if it is not here."""
+        """Return recent uses of the adapters that loading this one would evict; 0 if resident."""
         if adapter in self.residents or not self._front():
             return 0.0
         _, victim = self._by_score[0]
@@ -141,7 +152,7 @@ class Arena:
         return evicted_uses(self._sizes[adapter], self.free, self._sizes[victim], victim_uses)
 
     def _front(self) -> bool:
-        """Drop outdated entries from the front of the heap; whether any entry is left."""
+        """Drop outdated entries from the front of the heap; return whether an entry is left."""
         heap = self._by_score
         while heap:
             score, adapter = heap[0]
@@ -183,10 +194,7 @@ class Arena:
 
 
 class ByteLru:
-    """The host's arena or the disk, counted in bytes; the least recently used goes first.
-
-    added and evicted are called with each adapter.
-    """
+    """Adapters in the host arena or on the disk. The least recently used one is evicted first."""
 
     def __init__(
         self,
@@ -195,6 +203,12 @@ class ByteLru:
         added: Callable[[int], None],
         evicted: Callable[[int], None],
     ) -> None:
+        """Make an empty tier.
+
+        capacity: bytes.
+        sizes: [adapters].
+        added, evicted: called with each adapter that comes or leaves.
+        """
         self._free, self._sizes = capacity, sizes
         self._added, self._evicted = added, evicted
         self._held: OrderedDict[int, None] = OrderedDict()
@@ -206,14 +220,14 @@ class ByteLru:
         return iter(self._held)
 
     def use(self, adapter: int) -> bool:
-        """Whether an adapter is here; if so, it is now the last to go."""
+        """Mark an adapter as used most recently; return False if it is absent."""
         if adapter not in self._held:
             return False
         self._held.move_to_end(adapter)
         return True
 
     def add(self, adapter: int) -> None:
-        """Add an adapter, and evict for it."""
+        """Add an adapter, and evict others if needed."""
         if self.use(adapter):
             return
         self._held[adapter] = None
@@ -226,13 +240,13 @@ class ByteLru:
 
 
 class Link:
-    """Carries one adapter after another; its latency passes beside the others' bytes."""
+    """Link that transfers one adapter after another; only latencies overlap."""
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:
         self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
         self._free_at_s = 0.0
 
     def carry(self, size_bytes: int, now_s: float) -> float:
-        """The time at which size_bytes are through."""
+        """Queue a transfer of size_bytes; return the time at which it ends."""
         self._free_at_s = max(self._free_at_s, now_s) + size_bytes / self._bytes_per_s
         return self._free_at_s + self._latency_s

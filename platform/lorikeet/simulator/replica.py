@@ -1,9 +1,10 @@
-"""A simulated replica: its batch as a fluid, its adapters in their tiers.
+"""Simulated replica: a fluid model of its batch, and its adapters in their tiers.
 
-All sequences that decode get one token a step, so they share a clock that counts steps: it runs as
-fast as the batch allows, and a sequence ends when the clock has gone on by its answer. Prompts
-begin with a step, in turns of their tenants once their adapters are there, and share it as far as
-it has room. So a request is a handful of events, however many tokens it has.
+All decoding sequences get one token per step, so they share one clock that counts steps. The clock
+runs as fast as steps of the current batch take, and a sequence ends when the clock has advanced by
+the length of its answer. Prompts whose adapters are loaded join at the start of a step, in the
+tenants' fair order, as far as the step's token limit allows. A request is therefore a handful of
+events, however many tokens it has.
 """
 
 import math
@@ -24,9 +25,9 @@ from lorikeet_engine.costs import StepCosts, seen_tokens
 from lorikeet_engine.residency.eviction_score import EvictionPolicy
 
 _Changed = Callable[[int], None]  # called with an adapter
-# As in the engine: what waits to be prefetched, and what is at one time.
+# As in the engine: prefetches that may wait, and that may run at once.
 _MOST_PREFETCHES, _AT_ONCE = 64, 2
-_NEARLY = 1e-6  # of a step: a clock so near to a whole number is one
+_NEARLY = 1e-6  # steps; a clock this near to a whole number counts as whole
 
 
 class _Fleet(Protocol):
@@ -64,17 +65,19 @@ class _Fleet(Protocol):
 
 
 class SimulatedReplica:
-    """One replica. Requests, adapters and tenants are numbers, which the fleet knows more of.
+    """One replica. Requests, adapters and tenants are indexes into the fleet's tables.
 
-    status: what routers may know of it, but for the room in its arena. outstanding: its requests
-    without a last token. waiting: those that wait for each adapter. queue: those whose prompt can
-    be computed. decoding: the sequences of each adapter.
+    status: load that routers see; they read the arena's room beside it.
+    outstanding: number of requests that still wait for tokens.
+    waiting: adapter → requests that wait for it.
+    queue: requests that can start prefill.
+    decoding: adapter → number of its decoding sequences.
     """
 
     def __init__(self, number: int, fleet: _Fleet) -> None:
         self.number, self.name, self._fleet = number, str(number), fleet
         setup, sizes = fleet.setup, fleet.sizes
-        gpu_bytes = max(setup.gpu_bytes, max(sizes))  # what never fits would wait for ever
+        gpu_bytes = max(setup.gpu_bytes, max(sizes))  # a larger adapter would wait for ever
         evicted = self._callbacks(fleet.on_gpu)[1]
         self.arena = Arena(gpu_bytes, sizes, fleet.names, fleet.policy, evicted)
         self.host = ByteLru(setup.host_bytes, sizes, *self._callbacks(fleet.on_host))
@@ -84,24 +87,24 @@ class SimulatedReplica:
         self._reads = Link(loads.disk_latency_s, loads.disk_bytes_per_s)
         self._downloads = Link(loads.remote_latency_s, loads.remote_bytes_per_s)
         self.status, self.outstanding = RoutingStatus(), 0
-        self._next_step = 0  # the number of the step that it waits for
+        self._next_step = 0  # number of the scheduled step; events of earlier numbers are void
         self.waiting: dict[int, list[int]] = {}
-        self._blocked: deque[int] = deque()  # adapters on the host that wait for room
+        self._blocked: deque[int] = deque()  # adapters on the host that wait for GPU memory
         self.queue = FairQueue()
-        self._prompts: dict[int, int] = {}  # requests that have begun → prompt tokens left
-        self._boundary_s = math.inf  # of the step with prompts, or before the first of them
-        self._computing = False  # whether this step has prompts
-        self._ends: list[tuple[float, int]] = []  # clock at its end, request
+        self._prompts: dict[int, int] = {}  # requests in prefill → prompt tokens left
+        self._boundary_s = math.inf  # end of the step with prompts, or of the one before them
+        self._computing = False  # whether the current step has prompts
+        self._ends: list[tuple[float, int]] = []  # heap of (clock at its last token, request)
         self.decoding: Counter[int] = Counter()
         self._clock = self._rate = self._as_of_s = 0.0
         self._context = _DecodeContext(fleet, self._steps)
         self._dead = False
-        # Adapters to load for no request, and those on their way: to which tier, for how many uses.
+        # Waiting and running prefetches: adapter, target tier, uses expected of it.
         self._prefetches: deque[tuple[int, Residency, float]] = deque(maxlen=_MOST_PREFETCHES)
         self._prefetching: dict[int, tuple[Residency, float]] = {}
 
     def tier(self, adapter: int) -> Residency:
-        """The tier of an adapter; what is being copied to the GPU counts as on the host."""
+        """Return the tier of an adapter; HOST while it is being copied to the GPU."""
         resident = self.arena.residents.get(adapter)
         if resident is not None:
             return Residency.HOST if resident.loading else Residency.GPU
@@ -110,7 +113,7 @@ class SimulatedReplica:
         return Residency.DISK if adapter in self.disk else Residency.REMOTE
 
     def submit(self, request: int, now_s: float) -> Residency:
-        """Take a request; return the tier of its adapter, the GPU if it needs none."""
+        """Accept a request; return the tier of its adapter, GPU if it needs none."""
         self.outstanding += 1
         self.status.add_waiting(self._fleet.prompts[request])
         adapter = self._fleet.adapter_of[request]
@@ -126,9 +129,9 @@ class SimulatedReplica:
         return tier
 
     def _step(self, number: int, now_s: float) -> None:
-        """A sequence has its last token, or else a step ends that prompts share or wait for."""
+        """Handle the next event: a sequence's last token, or the end of a step."""
         if number != self._next_step:
-            return  # another one was awaited instead
+            return  # rescheduled meanwhile
         self._advance(now_s)
         if self._ends and self._ends[0][0] <= self._clock + _NEARLY:
             self._clock, request = heappop(self._ends)
@@ -140,27 +143,30 @@ class SimulatedReplica:
         self._schedule_step(now_s)
 
     def prefetch(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
-        """Load an adapter to this tier at low priority, behind what requests wait for."""
+        """Load an adapter to a tier at low priority, after all loads for requests.
+
+        uses: recent uses on other replicas that this replica could serve.
+        """
         self._prefetches.append((adapter, tier, uses))
         self._start_prefetches(now_s)
 
     def die(self) -> tuple[list[int], int]:
-        """Stop for good; return requests without a first token, and the number of the others."""
+        """Stop for ever; return the requests without a first token, and how many others it had."""
         self._dead, self._next_step = True, self._next_step + 1
         waiting = [*chain.from_iterable(self.waiting.values()), *self.queue, *self._prompts]
         return sorted(waiting), self.outstanding - len(waiting)
 
     def _callbacks(self, holders: list[list["SimulatedReplica"]]) -> tuple[_Changed, _Changed]:
-        """Callbacks of a tier: add this replica to an adapter's holders, or remove it."""
+        """Return a tier's callbacks: add this replica to an adapter's holders, and remove it."""
         return (lambda each: holders[each].append(self)), (lambda each: holders[each].remove(self))
 
     def _request(self, adapter: int, now_s: float) -> None:
         self.status.loading_bytes += self._fleet.sizes[adapter]
         self._fleet.on_load_requested(adapter, self)
-        if adapter in self._prefetching:  # from now on for requests
+        if adapter in self._prefetching:  # the load goes on, now for requests
             del self._prefetching[adapter]
         elif adapter in self.arena.residents:
-            pass  # it is being copied
+            pass  # being copied already
         elif self.host.use(adapter):
             self._blocked.append(adapter)
             self._place_next(now_s)
@@ -194,12 +200,12 @@ class SimulatedReplica:
             self._start_prefetches(now_s)
 
     def _place_next(self, now_s: float) -> None:
-        """Place the blocked adapters, in their order, while there is room."""
+        """Copy blocked adapters to the GPU in their order, while they fit."""
         while self._blocked and self.arena.place(self._blocked[0], now_s):
             self._place(self._blocked.popleft(), now_s)
 
     def _start_prefetches(self, now_s: float) -> None:
-        """Start the next prefetches, while nothing is loaded for requests."""
+        """Start the next prefetches, unless an adapter is being loaded for requests."""
         while self._prefetches and not self.waiting and len(self._prefetching) < _AT_ONCE:
             adapter, tier, uses = self._prefetches.popleft()
             if adapter in self.arena.residents or adapter in self._prefetching:
@@ -211,13 +217,13 @@ class SimulatedReplica:
                 self._fetch(adapter, now_s)
 
     def _prefetch_to_gpu(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
-        """Copy an adapter from host to GPU, if that is its tier and evicts nothing of more use."""
+        """Copy an adapter from host to GPU, if `tier` is GPU and no more used one is evicted."""
         may_copy = tier is Residency.GPU and not self._blocked
         if may_copy and self.arena.prefetch(adapter, uses, now_s):
             self._place(adapter, now_s)
 
     def _place(self, adapter: int, now_s: float) -> None:
-        """Copy an adapter to the GPU, where its room is reserved."""
+        """Start the copy of an adapter to the GPU; the arena has reserved its bytes."""
         self._fleet.on_load_started(adapter, self)
         size = self._fleet.sizes[adapter]
         self._schedule(self._copies.carry(size, now_s), self._loaded, adapter)
@@ -287,14 +293,14 @@ class SimulatedReplica:
             self._fleet.gaps[int(1e4 / self._rate)] += steps * self.status.running
 
     def _end_prompts(self, now_s: float) -> None:
-        """End a step: requests whose prompt is computed have their first token."""
+        """End a step: give a first token to each request whose prompt is complete."""
         self._computing = False
         for request in [request for request, left in self._prompts.items() if not left]:
             del self._prompts[request]
             self._first_token(request, now_s)
 
     def _schedule_step(self, now_s: float) -> None:
-        """Begin a step with prompts if one can, and schedule the next event."""
+        """Begin a step with prompts if possible, and schedule the next event."""
         status, steps = self.status, self._steps
         if self._boundary_s == math.inf:
             status.context = self._context.at(self._clock)
@@ -315,7 +321,7 @@ class SimulatedReplica:
             self._fleet.schedule(next_s, partial(self._step, self._next_step))
 
     def _begin_prompts(self, now_s: float) -> None:
-        """Begin a step, with as many prompt tokens as it has room for beside the decodes."""
+        """Begin a step with as many prompt tokens as its token limit allows beside the decodes."""
         status, steps, fleet = self.status, self._steps, self._fleet
         room, free = steps.step_tokens - status.running, steps.max_running - status.running
         while self.queue and len(self._prompts) < free and sum(self._prompts.values()) < room:
@@ -333,33 +339,35 @@ class SimulatedReplica:
 
 
 class _DecodeContext:
-    """Σ of StepCosts.decode_sees over requests, of which each grows along a line with the clock.
+    """Attention context of all decoding requests together: Σ StepCosts.decode_sees.
 
-    Without windows they do; a request that goes beyond a window in its answer is taken to. The
-    clock counts steps.
+    Each request's context is taken to grow linearly with the clock, which counts steps. That is
+    exact without attention windows, and an approximation for answers that outgrow a window.
     """
 
     def __init__(self, fleet: _Fleet, steps: StepCosts) -> None:
         self._fleet, self._steps = fleet, steps
-        self._begun = self._growth = 0.0  # at clock 0, as if all had been there; and for each step
+        # The sum is a line over the clock: its value extrapolated to clock 0, and its slope.
+        self._begun = self._growth = 0.0
 
     def add(self, request: int, clock: float) -> None:
-        """Count a request that decodes its second token in the step after this clock."""
+        """Add a request that decodes its second token in the step after this clock."""
         first, growth = self._line(request)
         self._begun += first - growth * clock
         self._growth += growth
 
     def remove(self, request: int, clock: float) -> None:
-        """Count a request no more, whose answer ends at this clock."""
+        """Remove a request whose answer ends at this clock."""
         first, growth = self._line(request)
         self._begun -= first + growth * (self._fleet.answers[request] - 1) - growth * clock
         self._growth -= growth
 
     def at(self, clock: float) -> int:
-        """What they see."""
+        """Return the total context in tokens."""
         return round(self._begun + self._growth * clock)
 
     def _line(self, request: int) -> tuple[float, float]:
+        """Return a request's context at its second token, and its growth per step."""
         prompt, answer = self._fleet.prompts[request], self._fleet.answers[request]
         first, last = map(self._steps.decode_sees, (prompt + 1, prompt + answer))
         return first, (last - first) / (answer - 1)

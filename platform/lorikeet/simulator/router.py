@@ -1,4 +1,4 @@
-"""The product's routing in the simulator: each gateway ranks replicas by what it knows."""
+"""The product's routing over simulated replicas: each gateway ranks by its own view."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,17 +18,18 @@ from lorikeet.simulator.replica import SimulatedReplica
 
 
 class LeastCostRouter:
-    """Routes to the least expected cost among a sample, as each gateway sees it.
+    """Router to the replica with the least expected cost in a sample, as the gateway sees it.
 
-    A gateway knows statuses as they were up to status_age_s ago, and what it sent since. Where
-    adapters are is pushed when it changes, so it knows that.
+    A gateway's view of a replica's status is up to status_age_s old, updated by the requests that
+    the gateway itself has sent since. Locations of adapters are pushed on change, so the view of
+    them is current.
     """
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
         self._replicas: list[SimulatedReplica] = []
         self._named: dict[str, SimulatedReplica] = {}
-        # By gateway and replica: since when, and the status.
+        # (gateway, replica) → (time of the status, status)
         self._seen: dict[tuple[int, int], tuple[float, RoutingStatus]] = {}
 
     def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:
@@ -40,7 +41,7 @@ class LeastCostRouter:
     def rank(
         self, fleet: SimulatedFleet, request: int, now_s: float
     ) -> list[Candidate[SimulatedReplica]]:
-        """A few replicas, the one where the request is expected to cost least first."""
+        """Return a few replicas, in order of the request's expected cost, the least first."""
         if self._replicas is not fleet.replicas:
             self._replicas, self._seen = fleet.replicas, {}
             self._named = {one.name: one for one in fleet.replicas}
@@ -70,7 +71,10 @@ class LeastCostRouter:
     def _status(
         self, fleet: SimulatedFleet, request: int, replica: SimulatedReplica, now_s: float
     ) -> RoutingStatus:
-        """A replica's status as the request's gateway knows it; the caller adds what it sends."""
+        """Return a replica's status in the view of the request's gateway.
+
+        The view is shared: the caller adds each request that it sends.
+        """
         key = request % fleet.setup.gateways, replica.number
         seen = self._seen.get(key)
         if seen is None or now_s >= seen[0] + fleet.setup.status_age_s:

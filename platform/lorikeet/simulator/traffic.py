@@ -1,4 +1,4 @@
-"""The setup of a simulated fleet, and its requests."""
+"""Setup of a simulated fleet, and its requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,14 +7,17 @@ from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients
 from lorikeet.simulator.workload_models import Floats, Ints
 
 BYTES_PER_RANK = 5_242_880  # Llama-3.1-8B, all 7 linears, bf16
-BASE_MODEL = -1  # among the adapters of requests
+BASE_MODEL = -1  # in Requests.adapters: no adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests in order of time, [requests].
+    """Requests in order of arrival; each field is [requests].
 
-    adapters: by number, or BASE_MODEL. tenants: by number; None if all are one's.
+    times_s: arrival times.
+    adapters: numbers, or BASE_MODEL.
+    prompts, answers: tokens.
+    tenants: numbers; None: all requests are one tenant's.
     """
 
     times_s: Floats
@@ -29,12 +32,16 @@ class Requests:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FleetSetup:
-    """A fleet before its first request. Adapters are numbers; each disk begins full, of some.
+    """A fleet before its first request. Disks begin filled with adapters at random.
 
-    ranks, sizes: of each adapter, [adapters], sizes in bytes. gpu_bytes, host_bytes, disk_bytes:
-    each replica's room for adapters. pins: adapter → on how many replicas it is kept on the GPU.
-    gateways: routers that take turns; what each knows of replicas' status, but for what it sent
-    itself, is up to status_age_s old. Nothing that comes in the first warm_up_s is counted.
+    replicas: number of replicas.
+    ranks: [adapters].
+    sizes: bytes, [adapters].
+    gpu_bytes, host_bytes, disk_bytes: memory of each replica for adapters.
+    pins: adapter → number of replicas that keep it on the GPU.
+    gateways: number of routers, which take turns.
+    status_age_s: largest age of a gateway's view of replicas.
+    warm_up_s: simulated time at the start that is not counted.
     """
 
     replicas: int

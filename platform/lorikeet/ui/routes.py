@@ -1,6 +1,6 @@
-"""GET /ui and its files: a shell without data, for anyone who reaches the admin listener.
+"""GET /ui and its files: a page without data, served without a key on the admin listener.
 
-What it shows it asks of GET /admin/v1/fleet, with the key that a person types in.
+The page fetches its data from GET /admin/v1/fleet, with the key that the user enters.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _TYPES = {
 }
 _HEADERS = {
     "cache-control": "no-cache",
-    # Nothing from elsewhere, nothing inline, in nobody's frame: a name that holds markup stays text
+    # No foreign sources, nothing inline, no framing: markup in an adapter's name stays text.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -39,7 +39,10 @@ class _File(NamedTuple):
 
 
 def ui_routes() -> APIRouter:
-    """Routes of the page and its files, read once. No key: they show nothing of this service."""
+    """Make the routes of the page and its files, which are read once.
+
+    They need no key, because they show nothing of this service.
+    """
     router, files = APIRouter(), _read()
 
     @router.get("/ui")

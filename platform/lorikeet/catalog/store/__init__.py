@@ -1,6 +1,7 @@
-"""Where the catalog's bytes lie: one protocol, with a folder or an S3 bucket behind it.
+"""Object storage of the catalog: one protocol, implemented by a local folder and by an S3 bucket.
 
-object_store.py has the protocols `ObjectStore` and `PartStore`, and `open_store`; local.py and
-s3.py implement both. parallel_download.py fetches large objects from S3, and gc_protection.py
-keeps objects that are about to be named from being deleted as garbage.
+object_store.py: the protocols `ObjectStore` and `PartStore` (multipart uploads), and `open_store`.
+local.py, s3.py: the two implementations.
+parallel_download.py: download of a large object in parallel ranges.
+gc_protection.py: protection of objects that no record names yet from garbage collection.
 """

@@ -1,12 +1,13 @@
-"""Keeps an object that is about to be named from being deleted as garbage, without a lock.
+"""Lock-free protection of an object that a writer is about to name from garbage collection.
 
-Collection deletes what nothing needs and nobody has written for a day or more
-(garbage_collection.py). A writer that wants to name such an object makes it new first (`touch`),
-then looks for a mark of it. A collector marks it first, then looks how old it is. Each writes
-before it reads, so at least one sees the other: the collector a new object, which it spares, or
-the writer a mark, and then it waits for what the collector does. No mark is a lock: one that a
-dead collector left means nothing after MARK_LASTS_S, since a living one deletes only in the first
-DELETE_WITHIN_S.
+Garbage collection (garbage_collection.py) deletes objects that nothing names and that were last
+written a day or more ago. A writer that wants to name such an object first touches it, then looks
+for deletion marks. A collector first writes a mark, then reads the object's modification time. Each
+side writes before it reads, so at least one side sees the other: the collector sees a recent object
+and spares it, or the writer sees a mark and waits for the collector to finish.
+
+A mark is not a lock: a live collector deletes only within DELETE_WITHIN_S of its mark, so a mark
+that a dead collector left is void after MARK_LASTS_S.
 """
 
 import time
@@ -20,23 +21,23 @@ MARKS = "collecting/"
 MARK_LASTS_S = 300.0
 DELETE_WITHIN_S = 60.0
 NEW_S = 12 * 3600.0
-"""An object written as recently as this needs no touch; its writer names it within as long."""
+"""Age below which an object needs no touch; its writer names it within the same time again."""
 
 _WAIT_S = 30.0
 _POLL_S = 0.5
 
 
 def protect(store: ObjectStore, key: str, put: Callable[[], None] | None = None) -> None:
-    """Make sure that an object exists and stays for NEW_S even if nothing names it yet.
+    """Ensure that an object exists and stays for NEW_S even if nothing names it yet.
 
-    put: writes it when it is absent; None raises ObjectNotFound. Raises Conflict while a
-    collection holds it.
+    put: writes the object if it is absent. Without `put`, an absent object raises ObjectNotFound.
+    Raises Conflict if a collection still marks the object after _WAIT_S.
     """
     deadline = time.monotonic() + _WAIT_S
     while True:
-        _renew(store, key, put)
-        if not _marked(store, key):
-            # Whoever marks it from now on spares it; one before may just have deleted it.
+        _refresh(store, key, put)
+        if not _is_marked(store, key):
+            # A collector that marks from now on spares it; an earlier one may have deleted it.
             with suppress(ObjectNotFound):
                 store.modified(key)
                 return
@@ -48,16 +49,19 @@ def protect(store: ObjectStore, key: str, put: Callable[[], None] | None = None)
 
 @contextmanager
 def marked_for_deletion(store: ObjectStore, keys: Sequence[str], run: str) -> Iterator[None]:
-    """Mark these objects as about to be deleted. run: one collector's name and no other's."""
-    marks = [_marks(key) + run for key in keys]
+    """Mark objects as about to be deleted, for the duration of the `with` block.
+
+    run: unique id of the collection.
+    """
+    marks = [_marks_prefix(key) + run for key in keys]
     try:
-        in_parallel(lambda mark: _put(store, mark), marks)
+        in_parallel(lambda mark: _put_mark(store, mark), marks)
         yield
     finally:
         in_parallel(store.delete, marks)
 
 
-def _renew(store: ObjectStore, key: str, put: Callable[[], None] | None) -> None:
+def _refresh(store: ObjectStore, key: str, put: Callable[[], None] | None) -> None:
     try:
         if store.modified(key) < time.time() - NEW_S:
             store.touch(key)
@@ -67,15 +71,15 @@ def _renew(store: ObjectStore, key: str, put: Callable[[], None] | None) -> None
         put()
 
 
-def _put(store: ObjectStore, mark: str) -> None:
-    with suppress(ObjectExists):  # the answer to the first try was lost
+def _put_mark(store: ObjectStore, mark: str) -> None:
+    with suppress(ObjectExists):  # the answer to the first attempt was lost
         store.put_if_absent(mark, b"")
 
 
-def _marked(store: ObjectStore, key: str) -> bool:
+def _is_marked(store: ObjectStore, key: str) -> bool:
     dead = time.time() - MARK_LASTS_S
-    return any(mark.modified > dead for mark in store.scan(_marks(key)))
+    return any(mark.modified > dead for mark in store.scan(_marks_prefix(key)))
 
 
-def _marks(key: str) -> str:
+def _marks_prefix(key: str) -> str:
     return f"{MARKS}{key.replace('/', '-')}."

@@ -1,4 +1,4 @@
-"""Objects as files of one folder, for one machine and any number of its processes."""
+"""Object store in a folder, for any number of processes of one machine."""
 
 import hashlib
 import os
@@ -16,14 +16,14 @@ from lorikeet.catalog.store.object_store import (
 )
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
 
-_UNFINISHED = ".unfinished"  # no key starts with a dot
+_UNFINISHED = ".unfinished"  # folder of incomplete files; no key starts with a dot
 
 
 class LocalStore:
-    """An ObjectStore in a folder, made when first written to.
+    """ObjectStore in a folder, which the first write creates.
 
-    Each object is written aside, synced, then renamed or linked into place, so that a crash
-    leaves at most an unfinished file that no reader looks at.
+    Each object is written to a temporary file, synced, then renamed or linked into place, so that a
+    crash leaves at most a temporary file, which no reader looks at.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +31,7 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        """The folder."""
+        """Absolute path of the folder."""
         return str(self._folder)
 
     @property
@@ -61,17 +61,17 @@ class LocalStore:
 
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""
-        with self._errors(key), self._written(path) as unfinished:
+        with self._errors(key), self._temporary_file(path) as unfinished:
             unfinished.replace(self._new_path(key))
             _sync(self._path(key).parent)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """See ObjectStore."""
-        with self._errors(key), self._written(data) as unfinished:
+        with self._errors(key), self._temporary_file(data) as unfinished:
             try:
-                os.link(unfinished, self._new_path(key))  # unlike a rename, never replaces
+                os.link(unfinished, self._new_path(key))  # unlike a rename, a link never replaces
             except FileExistsError as error:
-                raise ObjectExists(f"there already is {key}") from error
+                raise ObjectExists(f"{key} already exists in {self.url}") from error
             _sync(self._path(key).parent)
 
     def download(self, key: str, path: Path) -> str:
@@ -97,7 +97,7 @@ class LocalStore:
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         """See ObjectStore."""
         for key in self.list(prefix):
-            with suppress(ObjectNotFound):  # deleted meanwhile
+            with suppress(ObjectNotFound):  # deleted since it was listed
                 yield StoredObject(key, self.size(key), self.modified(key))
 
     def first(self, prefix: str, start_after: str = "") -> str | None:
@@ -124,11 +124,11 @@ class LocalStore:
         return path
 
     @contextmanager
-    def _written(self, source: bytes | Path) -> Iterator[Path]:
-        """A synced file with these bytes, gone at the end unless it was renamed."""
-        aside = self._folder / _UNFINISHED
-        _make_folder(aside)
-        path = aside / uuid.uuid4().hex
+    def _temporary_file(self, source: bytes | Path) -> Iterator[Path]:
+        """Write and sync a temporary file; delete it at the end unless the caller renamed it."""
+        folder = self._folder / _UNFINISHED
+        _make_folder(folder)
+        path = folder / uuid.uuid4().hex
         try:
             with path.open("wb") as file:
                 if isinstance(source, Path):
@@ -157,9 +157,9 @@ class LocalStore:
 
 
 class LocalParts:
-    """A PartStore without addresses: parts come through the gateway.
+    """PartStore in which every part is an object of its own, and no part has a URL.
 
-    Parts are put one after the other only when they are downloaded; copying is left to put_file.
+    Parts arrive through the gateway. `download` concatenates them; `join` and `copy` do nothing.
     """
 
     def __init__(self, store: LocalStore) -> None:
@@ -209,7 +209,7 @@ class LocalParts:
             self._store.delete(part)
 
     def unfinished(self, _prefix: str) -> Iterator[UnfinishedUpload]:
-        """See PartStore. Every part is an object here."""
+        """Yield nothing: parts are objects, so listings of objects show them."""
         return iter(())
 
 

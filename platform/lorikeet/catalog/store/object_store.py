@@ -1,4 +1,4 @@
-"""Where the catalog's bytes lie: the one protocol of both stores."""
+"""Protocols of the catalog's object storage, and the choice of their implementation by URL."""
 
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 
 from lorikeet.errors import InvalidSetting, StoreError
 
-Q = TypeVar("Q")
 A = TypeVar("A")
+R = TypeVar("R")
 
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 
@@ -21,7 +21,7 @@ _KEY_RULE = (
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """What a store lists. modified: see ObjectStore."""
+    """Entry of a store's listing. modified: as `ObjectStore.modified` returns."""
 
     key: str
     size_bytes: int
@@ -30,7 +30,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedUpload:
-    """An upload whose parts were neither joined nor deleted. begun: Unix seconds."""
+    """Upload whose parts are neither joined nor deleted. begun: Unix seconds."""
 
     key: str
     token: str
@@ -38,20 +38,21 @@ class UnfinishedUpload:
 
 
 class PartStore(Protocol):
-    """Objects that arrive in parts, numbered from 1.
+    """Multipart uploads of one store; parts are numbered from 1.
 
-    `token` is what `begin` returned for the key. Every method raises StoreError. What is joined
-    may lie at the key as an object, and then url, put and sizes know its parts no more.
+    token: the upload id, which `begin` returned for the key.
+    Every method raises StoreError. After `join` the upload may have become an object at its key;
+    from then on `url`, `put` and `sizes` may fail.
     """
 
     def begin(self, key: str, /) -> str:
-        """Make room for the parts of an object."""
+        """Begin a multipart upload and return its token."""
         ...
 
     def url(self, key: str, token: str, number: int, size: int, /) -> str | None:
-        """Where anybody may PUT exactly `size` bytes as this part, for an hour.
+        """Return a URL that accepts a PUT of exactly `size` bytes as this part for one hour.
 
-        None: this store has no address that a client could reach; use put.
+        The URL needs no credentials. None: clients cannot reach this store; use `put` instead.
         """
         ...
 
@@ -60,108 +61,112 @@ class PartStore(Protocol):
         ...
 
     def sizes(self, key: str, token: str, /) -> dict[int, int]:
-        """The bytes of each part that has arrived. Raises ObjectNotFound."""
+        """Return the size in bytes of each part received, by part number. Raises ObjectNotFound."""
         ...
 
     def join(self, key: str, token: str, /) -> None:
-        """Take no more parts. Again is fine."""
+        """Join the parts received, in order, and accept no more parts. Idempotent."""
         ...
 
     def download(self, key: str, token: str, path: Path, /) -> str:
-        """Write the joined parts into a file; the SHA-256 of its bytes. Raises ObjectNotFound."""
-        ...
-
-    def copy(self, key: str, target: str, /) -> None:
-        """Make the joined parts another object, where the store can do that by itself.
+        """Write the joined parts to a file and return the SHA-256 of its bytes, 64 hex digits.
 
         Raises ObjectNotFound.
         """
         ...
 
+    def copy(self, key: str, target: str, /) -> None:
+        """Copy the joined parts to the object `target` if the store can do so without a download.
+
+        Otherwise do nothing: the caller writes `target` with `put_file`. Raises ObjectNotFound.
+        """
+        ...
+
     def delete(self, key: str, token: str, /) -> None:
-        """Remove the parts, joined or not; none there is fine."""
+        """Delete the parts, joined or not. Idempotent."""
         ...
 
     def unfinished(self, prefix: str, /) -> Iterator[UnfinishedUpload]:
-        """What was begun under these keys and is in no listing of objects."""
+        """Yield uploads under `prefix` that were begun and that no listing of objects shows."""
         ...
 
 
 class ObjectStore(Protocol):
-    """Objects under keys such as log/000000000001.json; a write is seen whole or not at all.
+    """Objects under keys such as log/000000000001.json; writes are atomic.
 
-    No key may be the folder of another (a and a/b).
-    Every method is safe to call from many threads and processes at once, and raises StoreError
-    with the remedy when the store cannot do it. A read sees every write that ended before it.
+    A key must not be the folder of another key (a and a/b).
+    Every method may be called from many threads and processes at once, and raises StoreError,
+    which names the remedy, when the store fails. Reads are consistent: a read sees every write
+    that ended before the read began.
     """
 
     @property
     def url(self) -> str:
-        """What open_store takes, for messages."""
+        """URL of the store, as `open_store` takes it, for messages."""
         ...
 
     @property
     def parts(self) -> PartStore:
-        """The store's way to take objects that arrive in parts."""
+        """Multipart uploads into this store."""
         ...
 
     def get(self, key: str) -> bytes:
-        """The whole object. Raises ObjectNotFound."""
+        """Return the whole object. Raises ObjectNotFound."""
         ...
 
     def size(self, key: str) -> int:
-        """The object's bytes. Raises ObjectNotFound."""
+        """Return the object's size in bytes. Raises ObjectNotFound."""
         ...
 
     def modified(self, key: str) -> float:
-        """When it was last written or touched, Unix seconds; S3 counts whole ones.
+        """Return the time of the last write or touch, in Unix seconds by the store's clock.
 
-        By the store's clock. Raises ObjectNotFound.
+        S3 has whole seconds. Raises ObjectNotFound.
         """
         ...
 
     def touch(self, key: str) -> None:
-        """Make it as if written now. Raises ObjectNotFound."""
+        """Set the object's modification time to now. Raises ObjectNotFound."""
         ...
 
     def put_file(self, key: str, path: Path) -> None:
-        """Write or replace an object with a file's bytes; a large one in parallel parts."""
+        """Write or replace an object with a file's bytes; a large file in parallel parts."""
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        """Write an object unless there is one: of many writers at once, one succeeds.
+        """Create an object: of concurrent writers, exactly one succeeds. Raises ObjectExists.
 
-        Raises ObjectExists. An answer lost on the way can make the winner see ObjectExists too:
-        a caller that cares reads the object back.
+        If the network loses an answer, even the writer that succeeded may get ObjectExists; a
+        caller that needs to know reads the object back.
         """
         ...
 
     def download(self, key: str, path: Path) -> str:
-        """Copy an object into a file, in parallel ranges if large. Raises ObjectNotFound.
+        """Copy an object to a file, a large one in parallel ranges. Raises ObjectNotFound.
 
-        The answer is the SHA-256 of its bytes, computed as they came: 64 hex digits.
+        Return the SHA-256 of the object's bytes, 64 hex digits, computed during the download.
         """
         ...
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
-        """The keys that begin with `prefix` and sort after `start_after`, in byte order."""
+        """Yield the keys that begin with `prefix` and sort after `start_after`, in byte order."""
         ...
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
-        """The objects whose keys begin with `prefix`, in byte order."""
+        """Yield the objects whose keys begin with `prefix`, in byte order."""
         ...
 
     def first(self, prefix: str, start_after: str = "") -> str | None:
-        """The first key of such a list, if there is one, without asking for the others."""
+        """Return the first key that `list` would yield, or None; cheaper than a whole listing."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object; none there is fine."""
+        """Delete an object. Idempotent."""
         ...
 
 
 def open_store(url: str) -> ObjectStore:
-    """The store at s3://bucket/prefix, or in a folder. Raises InvalidSetting, StoreError."""
+    """Open the store at s3://bucket/prefix or in a folder. Raises InvalidSetting, StoreError."""
     scheme, marker, rest = url.partition("://")
     if not marker:
         from lorikeet.catalog.store.local import LocalStore
@@ -169,29 +174,32 @@ def open_store(url: str) -> ObjectStore:
         return LocalStore(Path(url))
     bucket, _, prefix = rest.partition("/")
     if scheme != "s3" or not bucket:
-        raise InvalidSetting(f"{url!r} is no catalog: want a folder or s3://bucket/prefix")
+        raise InvalidSetting(f"{url!r} is not a catalog's URL: want a folder or s3://bucket/prefix")
     from lorikeet.catalog.store.s3 import S3Store  # boto3 takes long to import
 
     return S3Store(bucket, prefix)
 
 
-def in_parallel(ask: Callable[[Q], A], questions: Collection[Q], at_once: int = 16) -> list[A]:
-    """Ask a store several things at a time; the answers in order. No thread for a single one."""
-    if len(questions) <= 1:
-        return list(map(ask, questions))
-    with ThreadPoolExecutor(min(at_once, len(questions))) as threads:
-        return list(threads.map(ask, questions))
+def in_parallel(call: Callable[[A], R], arguments: Collection[A], at_once: int = 16) -> list[R]:
+    """Call a function with each argument, on threads, and return the results in order.
+
+    at_once: threads at most. A single argument takes no thread.
+    """
+    if len(arguments) <= 1:
+        return list(map(call, arguments))
+    with ThreadPoolExecutor(min(at_once, len(arguments))) as threads:
+        return list(threads.map(call, arguments))
 
 
 def check_key(key: str) -> str:
-    """Return the key as it is; one that could leave the store's folder raises StoreError."""
+    """Return the key unchanged; raise StoreError for a key that could leave the store's folder."""
     if not _KEY.fullmatch(key):
         raise StoreError(f"{key!r} cannot be a key: {_KEY_RULE}")
     return key
 
 
 def check_prefix(prefix: str) -> str:
-    """Return what keys can begin with as it is; anything else raises StoreError."""
+    """Return the prefix unchanged; raise StoreError if no valid key can begin with it."""
     if not _KEY.fullmatch(prefix + "0"):
         raise StoreError(f"{prefix!r} cannot begin a key: {_KEY_RULE}")
     return prefix

@@ -1,20 +1,20 @@
-"""Objects in an S3 bucket.
+"""Object store in an S3 bucket.
 
-Endpoint, region and credentials are boto3's own business: AWS_ENDPOINT_URL_S3, AWS_PROFILE,
-AWS_ACCESS_KEY_ID, a role and so on.
+boto3 finds endpoint, region and credentials: AWS_ENDPOINT_URL_S3, AWS_PROFILE, AWS_ACCESS_KEY_ID,
+a role and so on.
 
-Written for AWS, and tested on MiniStack and on Ceph's radosgw 16.2 as well. They differ in this:
+Written for AWS, and tested on MiniStack and on Ceph's radosgw 16.2 as well. The servers differ:
 
-- Signatures: MiniStack checks none.
-- Checksums of what is put: radosgw ignores them. Digests are checked by those who read.
-- Two conditional PUTs meet: AWS may answer 409 to one, to try again; the others only 412.
-- If-Match on PUT: radosgw wants the ETag without its quotes. Not used here.
+- Signatures: MiniStack does not check them.
+- Checksums of uploads: radosgw ignores them. Readers of a blob check its digest.
+- Concurrent conditional PUTs: AWS may answer 409 (retry) to one; MiniStack and radosgw answer 412.
+- If-Match on PUT: radosgw expects the ETag without its quotes. Not used here.
 - If-Match on DELETE and on CompleteMultipartUpload: radosgw ignores it. Not used here.
 - Conditional PUT into a versioned bucket: radosgw refuses it.
 - Errors: radosgw sends a code and no message.
 
-So the store builds on what all three keep: If-None-Match: * on PUT, ranges, listings in byte
-order, and reads that see every write before them.
+The store relies only on features that all three share: If-None-Match: * on PUT, ranges, listings in
+byte order, and read-after-write consistency.
 """
 
 import random
@@ -54,28 +54,32 @@ from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError, StoreRefus
 
 _ATTEMPTS = 8
 _MIB = 2**20
-_PIECE = 2**18  # of a body, at once: larger pieces cost page faults, smaller ones calls
+_PIECE_BYTES = 2**18  # read from a body at once: larger costs page faults, smaller costs calls
 _TRANSFER = TransferConfig(
     multipart_threshold=32 * _MIB,
     multipart_chunksize=16 * _MIB,
     max_concurrency=parallel_download.CONNECTIONS,
-    preferred_transfer_client="classic",  # the same on every instance type
+    preferred_transfer_client="classic",  # the default depends on the instance type
 )
-_STALLED_S = 5.0
-"""A connection that has given no byte for so long is left for another."""
-_RETRY_S = 6.0
-"""What has failed for so long is not tried again: a call that gets no answer fails in 11 s."""
+_STALL_TIMEOUT_S = 5.0
+"""Seconds without a byte after which a connection is given up for another."""
+_RETRY_WINDOW_S = 6.0
+"""Seconds without success after which nothing is retried: an unanswered call fails in 11 s."""
 _CONFIG = Config(
-    signature_version="s3v4",  # boto3 would presign with SigV2, which covers no length
+    signature_version="s3v4",  # boto3 presigns with SigV2 by default, which signs no length
     retries={"mode": "standard", "max_attempts": 5},
-    connect_timeout=_STALLED_S,
-    read_timeout=_STALLED_S,
+    connect_timeout=_STALL_TIMEOUT_S,
+    read_timeout=_STALL_TIMEOUT_S,
     max_pool_connections=64,
 )
-_PATIENT = Config(read_timeout=12)
-"""How copies, joins and uploads are made, which S3 answers when they are done: tried once."""
-_URL_LASTS_S = 3600
-_LARGEST_COPY_BYTES = 5 * 2**30  # of one CopyObject
+_LONG_TIMEOUT = Config(read_timeout=12)
+"""Configuration for copies, joins and uploads, which S3 answers only once they are done.
+
+The timeout exceeds _RETRY_WINDOW_S, so these calls are tried once.
+"""
+_URL_LIFETIME_S = 3600
+_LARGEST_COPY_BYTES = 5 * 2**30  # limit of one CopyObject
+
 _ABSENT = frozenset({"404", "NoSuchKey", "NoSuchUpload"})
 _EXISTS = frozenset({"412", "PreconditionFailed"})
 _CONFLICT = frozenset({"409", "ConditionalRequestConflict"})
@@ -92,14 +96,14 @@ _REFUSED = frozenset(
 
 
 class _Address(TypedDict):
-    """Where an object lies, as S3's calls take it."""
+    """Bucket and key of an object, as arguments of S3 calls."""
 
     Bucket: str
     Key: str
 
 
 class S3Store:
-    """An ObjectStore under a prefix of a bucket that supports If-None-Match on PUT."""
+    """ObjectStore under a prefix of a bucket that supports If-None-Match on PUT."""
 
     def __init__(self, bucket: str, prefix: str) -> None:
         self._bucket = bucket
@@ -107,14 +111,14 @@ class S3Store:
         with self._errors(""):
             session = boto3.session.Session()
             self._client = session.client("s3", config=_CONFIG)
-            self._patient = session.client("s3", config=_CONFIG.merge(_PATIENT))
-        for client in (self._client, self._patient):
-            client.meta.events.register("before-call.s3", _note_begin)
-            client.meta.events.register_first("needs-retry.s3", _in_time)
+            self._long_timeout_client = session.client("s3", config=_CONFIG.merge(_LONG_TIMEOUT))
+        for client in (self._client, self._long_timeout_client):
+            client.meta.events.register("before-call.s3", _record_start)
+            client.meta.events.register_first("needs-retry.s3", _stop_late_retry)
 
     @property
     def url(self) -> str:
-        """s3://bucket/prefix."""
+        """URL s3://bucket/prefix."""
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     @property
@@ -138,10 +142,10 @@ class S3Store:
             return self._client.head_object(**self._address(key))["LastModified"].timestamp()
 
     def touch(self, key: str) -> None:
-        """See ObjectStore. One request copies up to 5 GiB onto itself."""
+        """Copy the object onto itself in one request, which S3 allows up to 5 GiB."""
         with self._errors(key):
             address = self._address(key)
-            self._patient.copy_object(
+            self._long_timeout_client.copy_object(
                 **address,
                 CopySource={"Bucket": address["Bucket"], "Key": address["Key"]},
                 MetadataDirective="REPLACE",
@@ -150,7 +154,7 @@ class S3Store:
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""
         with self._errors(key):
-            self._patient.upload_file(str(path), **self._address(key), Config=_TRANSFER)
+            self._long_timeout_client.upload_file(str(path), **self._address(key), Config=_TRANSFER)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """See ObjectStore."""
@@ -162,13 +166,13 @@ class S3Store:
                 except ClientError as error:
                     if not _is_conflict(error) or attempt == _ATTEMPTS - 1:
                         raise
-                    time.sleep(_pause(attempt))
+                    time.sleep(_backoff_s(attempt))
 
     def download(self, key: str, path: Path) -> str:
         """See ObjectStore."""
         with self._errors(key):
             size = self.size(key)
-            # Signed once: boto3 needs as long to sign a request as a megabyte needs to arrive.
+            # Signed once for all ranges: boto3 signs a request in the time in which 1 MB arrives.
             address = self._address(key)
             url = self._client.generate_presigned_url("get_object", Params={**address})
             return parallel_download.download(size, path, partial(self._read, key, url))
@@ -211,30 +215,30 @@ class S3Store:
                     yield StoredObject(key, found["Size"], found["LastModified"].timestamp())
 
     def _read(self, key: str, url: str, start: int, end: int) -> Iterator[bytes]:
-        """The bytes of a range; goes on from where a connection broke or stalled."""
-        attempt, came_s = 0, time.monotonic()
+        """Yield the bytes [start, end); resume where a connection broke or stalled."""
+        attempt, received_s = 0, time.monotonic()
         while start < end:
             body, broken = self._range(key, url, f"bytes={start}-{end - 1}"), None
             try:
-                while piece := body.read(_PIECE):
+                while piece := body.read(_PIECE_BYTES):
                     yield piece
                     start += len(piece)
-                    attempt, came_s = 0, time.monotonic()
+                    attempt, received_s = 0, time.monotonic()
             except (HTTPClientError, IncompleteReadError) as error:
                 broken = error
             if start < end:
-                waited_s = time.monotonic() - came_s
-                if attempt == _ATTEMPTS - 1 or waited_s > _RETRY_S:
+                waited_s = time.monotonic() - received_s
+                if attempt == _ATTEMPTS - 1 or waited_s > _RETRY_WINDOW_S:
                     raise StoreError(
-                        f"{self.url}: {key}: no byte has come for {waited_s:.1f} s"
+                        f"{self.url}: {key}: no data received for {waited_s:.1f} s"
                     ) from broken
-                time.sleep(_pause(attempt))
+                time.sleep(_backoff_s(attempt))
                 attempt += 1
 
     def _range(self, key: str, url: str, wanted: str) -> StreamingBody:
-        """A range from the signed url, or else from boto3, which knows what went wrong."""
+        """Request a range by the presigned URL; if that fails, by boto3, which explains why."""
         request = AWSRequest("GET", url, headers={"Range": wanted}, stream_output=True)
-        http = self._client._endpoint.http_session  # type: ignore[attr-defined]  # proxies, TLS
+        http = self._client._endpoint.http_session  # type: ignore[attr-defined]  # has proxies, TLS
         with suppress(HTTPClientError, HTTPConnectionError):
             got = http.send(request.prepare())
             if got.status_code == HTTPStatus.PARTIAL_CONTENT:
@@ -251,7 +255,7 @@ class S3Store:
             yield
         except ClientError as error:
             raise _explain(error, self.url, self._bucket, key) from error
-        except Boto3Error as error:  # the transfers' own wrapping
+        except Boto3Error as error:  # wraps errors of upload_file
             cause = error.__cause__ or error.__context__
             if isinstance(cause, ClientError):
                 raise _explain(cause, self.url, self._bucket, key) from error
@@ -270,11 +274,11 @@ class S3Store:
 
 
 class S3Parts:
-    """A PartStore over a bucket's multipart uploads; the token is S3's upload id."""
+    """PartStore on a bucket's multipart uploads; the token is S3's upload id."""
 
     def __init__(self, store: S3Store) -> None:
         self._store = store
-        self._client, self._patient = store._client, store._patient
+        self._client, self._long_timeout_client = store._client, store._long_timeout_client
         self._address, self._errors = store._address, store._errors
 
     def begin(self, key: str) -> str:
@@ -283,7 +287,7 @@ class S3Parts:
             return self._client.create_multipart_upload(**self._address(key))["UploadId"]
 
     def url(self, key: str, token: str, number: int, size: int) -> str:
-        """See PartStore. S3 refuses a body of another length: it is part of the signature."""
+        """Presign an UploadPart. The signature covers the length, so S3 refuses another length."""
         with self._errors(key):
             return self._client.generate_presigned_url(
                 "upload_part",
@@ -293,13 +297,13 @@ class S3Parts:
                     "PartNumber": number,
                     "ContentLength": size,
                 },
-                ExpiresIn=_URL_LASTS_S,
+                ExpiresIn=_URL_LIFETIME_S,
             )
 
     def put(self, key: str, token: str, number: int, path: Path) -> None:
         """See PartStore."""
         with self._errors(key), path.open("rb") as file:
-            self._patient.upload_part(
+            self._long_timeout_client.upload_part(
                 **self._address(key), UploadId=token, PartNumber=number, Body=file
             )
 
@@ -309,9 +313,9 @@ class S3Parts:
 
     def join(self, key: str, token: str) -> None:
         """See PartStore."""
-        with suppress(ObjectNotFound), self._errors(key):  # not found: it is joined already
+        with suppress(ObjectNotFound), self._errors(key):  # not found: already joined
             parts = self._parts(key, token)
-            self._patient.complete_multipart_upload(
+            self._long_timeout_client.complete_multipart_upload(
                 **self._address(key),
                 UploadId=token,
                 MultipartUpload={
@@ -327,12 +331,12 @@ class S3Parts:
         return self._store.download(key, path)
 
     def copy(self, key: str, target: str) -> None:
-        """See PartStore. Larger objects than one request can copy are left to put_file."""
+        """Copy in one request; leave an object above 5 GiB, its limit, to `put_file`."""
         if self._store.size(key) > _LARGEST_COPY_BYTES:
             return
         with self._errors(key):
             address = self._address(key)
-            self._patient.copy_object(
+            self._long_timeout_client.copy_object(
                 **self._address(target),
                 CopySource={"Bucket": address["Bucket"], "Key": address["Key"]},
             )
@@ -357,7 +361,7 @@ class S3Parts:
                     yield UnfinishedUpload(key, found["UploadId"], found["Initiated"].timestamp())
 
     def _parts(self, key: str, token: str) -> dict[int, tuple[int, str]]:
-        """Bytes and ETag by number. One page: an upload has at most a thousand parts."""
+        """Return size in bytes and ETag by part number, from one page: ≤ 1000 parts an upload."""
         with self._errors(key):
             answer = self._client.list_parts(**self._address(key), UploadId=token)
         return {
@@ -366,17 +370,20 @@ class S3Parts:
 
 
 def _is_conflict(error: ClientError) -> bool:
-    """Two conditional writes met, and neither need have won: try again."""
+    """Whether concurrent conditional writes collided, perhaps without a winner: retry."""
     return _code(error) in _CONFLICT
 
 
 def _explain(error: ClientError, url: str, bucket: str, key: str) -> StoreError:
-    """What an answer about this key, in the store at `url`, means here."""
+    """Translate S3's answer about a key into an error that names the remedy.
+
+    url: the store's URL.
+    """
     code = _code(error)
     if code in _ABSENT:
         return ObjectNotFound(f"no object {key} in {url}")
     if code in _EXISTS:
-        return ObjectExists(f"there already is {key} in {url}")
+        return ObjectExists(f"{key} already exists in {url}")
     if code == "NoSuchBucket":
         return StoreRefused(
             f"bucket {bucket!r} does not exist: create it, or correct LORIKEET_CATALOG"
@@ -396,15 +403,15 @@ def _code(error: ClientError) -> str:
     return error.response.get("Error", {}).get("Code", "")
 
 
-def _note_begin(context: dict[str, Any], **_: object) -> None:
+def _record_start(context: dict[str, Any], **_: object) -> None:
     context["lorikeet_began_s"] = time.monotonic()
 
 
-def _in_time(request_dict: dict[str, Any], **_: object) -> Any:
-    """Say False, that botocore must not try a call again, once _RETRY_S has passed; else None."""
-    past_s = time.monotonic() - request_dict["context"]["lorikeet_began_s"]
-    return False if past_s > _RETRY_S else None
+def _stop_late_retry(request_dict: dict[str, Any], **_: object) -> Any:
+    """Return False, which forbids botocore a retry, after _RETRY_WINDOW_S; else None."""
+    elapsed_s = time.monotonic() - request_dict["context"]["lorikeet_began_s"]
+    return False if elapsed_s > _RETRY_WINDOW_S else None
 
 
-def _pause(attempt: int) -> float:
+def _backoff_s(attempt: int) -> float:
     return random.uniform(0, 0.05 * 2**attempt)

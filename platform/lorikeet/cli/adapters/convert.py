@@ -1,4 +1,4 @@
-"""Older formats, made into a PEFT folder on the admin's machine; no server is asked."""
+"""The command convert: makes a PEFT folder of an adapter in an older format, offline."""
 
 from pathlib import Path
 from typing import Annotated
@@ -43,9 +43,7 @@ def convert(
     ] = None,
     alpha: Annotated[
         float | None,
-        typer.Option(
-            help="For TensorRT-LLM's tensors: the alpha, if the scaling is not inside B already."
-        ),
+        typer.Option(help="For TensorRT-LLM's tensors: alpha, unless B is scaled already."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -56,11 +54,11 @@ def convert(
     Example: `lorikeet convert ./old-adapter ./my-adapter`
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise typer.BadParameter(f"{str(out)!r} is there already: give a folder that is not")
+        raise typer.BadParameter(f"{str(out)!r} exists already: give a new or empty folder")
     if has_trtllm_pair(source):
         if base_model is None:
             raise typer.BadParameter(
-                "TensorRT-LLM's tensors do not say how wide their matrices are: give --base-model"
+                "TensorRT-LLM's tensors do not hold their matrices' widths: give --base-model"
             )
         tensors, config = read_trtllm_pair(source, *_base(base_model), alpha)
     elif base_model is not None or alpha is not None:
@@ -74,7 +72,7 @@ def convert(
 
 
 def _base(path: Path) -> tuple[BaseShape, str]:
-    """The base model's shape and name. Raises ModelError."""
+    """Read a base model's shape and name. Raises ModelError."""
     file = path / "config.json" if path.is_dir() else path
     config = read_json(file)
     return BaseShape.from_config(config), config.get("_name_or_path") or file.parent.name

@@ -1,4 +1,4 @@
-"""The commands list and show: adapters and their versions."""
+"""The commands list and show: print adapters and their versions."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -76,17 +76,17 @@ def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJs
 
 
 def show_ranks(version: dict[str, Any]) -> str:
-    """A version's ranks: 16, or 4–16 where linears differ."""
+    """Format a version's ranks: 16, or 4–16 if linears differ."""
     most, touches = version["max_rank"], version["touches"]
     least = most if touches is None else touches["min_rank"]
     return str(most) if least == most else f"{least}–{most}"
 
 
 def show_touched(version: dict[str, Any]) -> str:
-    """The linears, layers and parameters that a version changes."""
+    """Describe the linears, layers and parameters that a version changes."""
     touches = version["touches"]
     if touches is None:
-        return "what an earlier release did not record"
+        return "linears that the release at its registration did not record"
     inner = [name for name in touches["linears"] if name not in OUTER_MODULES]
     outer = [name for name in touches["linears"] if name in OUTER_MODULES]
     layers = f"{touches['layers']} layer{'s' * (touches['layers'] != 1)}"
@@ -97,12 +97,12 @@ def show_touched(version: dict[str, Any]) -> str:
 
 
 def _base_lines(version: dict[str, Any]) -> Iterator[str]:
-    """What is to be known of the base model's weights; nothing where these are as they were."""
+    """Describe how the served base model's weights differ from those in training, if they do."""
     served, trained_on = version["base_quantization"], version["trained_on"]
     if warning := version["base_warning"]:
         yield f"[yellow]differs from its training[/yellow]: {escape(warning)}"
     elif served:
-        known = escape(trained_on) if trained_on else "a base model that it does not name"
+        known = escape(trained_on) if trained_on else "an unnamed base model"
         yield f"was trained on {known}; the weights of {version['base_model']} are {served}"
 
 
@@ -121,7 +121,7 @@ def _summary(adapter: dict[str, Any]) -> list[Any]:
 
 
 def _alias(adapter: dict[str, Any], alias: str) -> str:
-    """prod→3, or prod→3 (4: 10%)."""
+    """Format an alias: prod→3, or prod→3 (4: 10%) if version 4 has a share."""
     share = adapter["shares"].get(alias)
     second = f" ({share['version']}: {percent(share['share'])})" if share else ""
     return f"{alias}→{adapter['aliases'][alias]}{second}"

@@ -1,7 +1,8 @@
-"""adapter_model.bin, in which PEFT kept weights until 2023.
+"""Reader of adapter_model.bin, the pickle in which PEFT saved weights until 2023.
 
-A pickle can run code when it is opened. torch's weights_only reads tensors and plain containers
-and refuses the rest. It is done here alone: offline, on the machine of whoever has the file.
+Opening a pickle can run code. torch's weights_only reads tensors and plain containers, and refuses
+the rest. No other module opens an adapter's pickle, and this one runs offline, on the machine of
+the admin who has the file.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ PICKLE = "adapter_model.bin"
 
 
 def read_pickle(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """PEFT's tensors by name, and its config. Raises LorikeetError, AdapterRejected."""
+    """Read PEFT's tensors by name, and its config. Raises LorikeetError, AdapterRejected."""
     if not (folder / PICKLE).is_file():
         there = (folder / WEIGHTS_FILE).is_file()
         raise InvalidInput(
@@ -24,16 +25,16 @@ def read_pickle(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             else f"{folder} has neither {PICKLE} nor TensorRT-LLM's two tensors"
         )
     if not (folder / CONFIG_FILE).is_file():
-        raise InvalidInput(f"{folder} has no {CONFIG_FILE}: it says what {PICKLE} was trained for")
+        raise InvalidInput(f"{folder} has no {CONFIG_FILE}, which {PICKLE} needs beside it")
     try:
         import torch
     except ImportError as error:
         raise LorikeetError(f"reading {PICKLE} needs torch: pip install torch") from error
     try:
         found = torch.load(folder / PICKLE, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever the pickle machine stumbles on
+    except Exception as error:  # unpickling documents no exceptions
         raise InvalidInput(
-            f"{PICKLE} is damaged, or holds more than tensors, which is not opened"
+            f"{PICKLE} is damaged, or holds more than tensors, and is not opened"
             f" ({type(error).__name__})"
         ) from error
     if not isinstance(found, dict) or not all(torch.is_tensor(v) for v in found.values()):
@@ -56,6 +57,6 @@ def _tensor(name: Any, value: Any) -> Tensor:
         want = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise InvalidInput(f"{PICKLE}: {name!r} is no tensor of {want}")
     plain = value.detach().contiguous()
-    if value.dtype is torch.bfloat16:  # which numpy has not: its bytes are what counts
+    if value.dtype is torch.bfloat16:  # numpy has no bfloat16, and only the bytes matter
         plain = plain.view(torch.int16)
     return dtypes[value.dtype], plain.numpy()

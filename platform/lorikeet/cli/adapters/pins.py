@@ -1,4 +1,4 @@
-"""Pins: promises that adapters stay near the GPU."""
+"""The commands pin, unpin and pins: keep adapters loaded."""
 
 from enum import Enum
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from lorikeet.sizes import show_size
 
 
 class Tier(Enum):
-    """How near the weights are kept."""
+    """Lowest tier on which a pinned adapter is kept."""
 
     GPU = "gpu"
     HOST = "host"
@@ -32,8 +32,8 @@ PinTarget = Annotated[
     typer.Argument(
         parser=parse_pin_target,
         metavar="TENANT[/NAME[@VERSION|@ALIAS]]",
-        help="Without @, what the alias prod points at, now and later; a tenant alone, that of"
-        " every adapter it has or will have.",
+        help="Without @: the version that the alias prod points at, now and later. A tenant alone:"
+        " that of all its adapters, now and later.",
         show_default=False,
     ),
 ]
@@ -42,7 +42,7 @@ Priority = Annotated[
     typer.Option(
         min=-HIGHEST_PRIORITY,
         max=HIGHEST_PRIORITY,
-        help="Where not all pins fit, higher priorities are kept first, then older pins.",
+        help="If not all pins fit, higher priorities are kept first, then older pins.",
     ),
 ]
 
@@ -50,13 +50,15 @@ Priority = Annotated[
 def pin(
     ctx: typer.Context,
     pinned: PinTarget,
-    replicas: Annotated[str, typer.Option(metavar="N|all", help="On how many replicas.")] = "all",
-    tier: Annotated[Tier, typer.Option(help="Keep it at least this near.")] = Tier.GPU,
+    replicas: Annotated[str, typer.Option(metavar="N|all", help="Number of replicas.")] = "all",
+    tier: Annotated[
+        Tier, typer.Option(help="The tier on which it is kept at least; gpu is the highest.")
+    ] = Tier.GPU,
     priority: Priority = 0,
-    reason: Annotated[str, typer.Option(help="Why, for whoever reads `lorikeet pins`.")] = "",
+    reason: Annotated[str, typer.Option(help="The reason, shown by `lorikeet pins`.")] = "",
     expires: Expires = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what it would move.")
+        bool, typer.Option("--dry-run", help="Only show what would be loaded.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -96,7 +98,7 @@ def unpin(
 ) -> None:
     """Remove a pin: an adapter's, or a tenant's own.
 
-    What it kept stays loaded until the room is needed.
+    Adapters that it kept stay loaded until their memory is needed.
 
     Example: `lorikeet unpin acme/support`
     """
@@ -107,7 +109,7 @@ def unpin(
 def pins(ctx: typer.Context, as_json: AsJson = False) -> None:
     """List pins, and why any of them is not met.
 
-    Bytes: all that a pin keeps on one replica.
+    Bytes: memory that a pin keeps on one replica.
 
     Example: `lorikeet pins`
     """
@@ -128,7 +130,7 @@ def _print_pin(answer: dict[str, Any]) -> None:
     what = "Every adapter of " if answer["adapter"] is None else ""
     print_line(
         f"{what}[cyan]{_label(answer)}[/cyan] will be kept on {answer['tier']}"
-        f" on {_replicas(answer)}{until}; `lorikeet pins` shows when it is there."
+        f" on {_replicas(answer)}{until}; `lorikeet pins` shows when it is loaded."
     )
 
 
@@ -148,7 +150,7 @@ def _print_moves(moves: dict[str, Any]) -> None:
         print_table(["Replica", "Need not keep", "On"], rows, empty="")
     _print_shortfalls(moves["unmet"])
     if moves["lost"]:
-        print_line("Other pins would lose their place:")
+        print_line("Other pins would no longer be met:")
         _print_shortfalls(moves["lost"])
 
 

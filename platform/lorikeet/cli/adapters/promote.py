@@ -1,4 +1,4 @@
-"""The commands promote and rollback: which version an alias points to."""
+"""The commands promote and rollback: point aliases at versions."""
 
 from typing import Annotated, Any
 
@@ -57,7 +57,7 @@ def promote(
 def rollback(
     ctx: typer.Context, adapter: Adapter, alias: Alias = "prod", as_json: AsJson = False
 ) -> None:
-    """End an alias's share, or else point it back at the version that it had before.
+    """End an alias's share if it has one, or else point it back at its previous version.
 
     Example: `lorikeet rollback acme/support`
     """

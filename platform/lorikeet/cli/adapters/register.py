@@ -1,4 +1,4 @@
-"""Registering: an adapter, wherever it is, becomes one file and goes to the catalog."""
+"""The command register: packs an adapter into one file, and uploads it to the catalog."""
 
 import tempfile
 from pathlib import Path
@@ -23,9 +23,8 @@ Source = Annotated[
     typer.Argument(
         metavar="SOURCE",
         help="An adapter, as PEFT's save_pretrained or mlx_lm.lora wrote it: its folder, a .tar, "
-        ".tar.gz or .zip of it, "
-        "s3://bucket/prefix (of LORIKEET_IMPORT_FROM), or hf:organisation/name on the Hugging "
-        "Face Hub.",
+        ".tar.gz or .zip of the folder, s3://bucket/prefix (below LORIKEET_IMPORT_FROM), or "
+        "hf:organisation/name on the Hugging Face Hub.",
         show_default=False,
     ),
 ]
@@ -108,13 +107,13 @@ def _send(
 
 
 def _pack(folder: Path, blob: Path) -> str:
-    """The digest of the file that this makes of an adapter's folder."""
+    """Pack an adapter's folder into one file; return the file's digest."""
     try:
         return write_blob(folder, blob)
     except OSError as error:
         raise LorikeetError(
             f"cannot pack {folder} into {blob.parent} ({error.strerror}): free some space there, "
-            "or let TMPDIR name another folder"
+            "or set TMPDIR to another folder"
         ) from error
 
 

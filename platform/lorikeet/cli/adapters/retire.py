@@ -1,4 +1,4 @@
-"""The commands retire and restore: ending the use of an adapter, and undoing that."""
+"""The commands retire and restore: stop serving adapters or versions, and undo that."""
 
 import typer
 
@@ -19,7 +19,7 @@ def retire(ctx: typer.Context, adapter: AdapterOrVersion, as_json: AsJson = Fals
 
 
 def restore(ctx: typer.Context, adapter: AdapterOrVersion, as_json: AsJson = False) -> None:
-    """Bring back what was retired: one version, or the adapter.
+    """Bring back one retired version, or a retired adapter.
 
     An adapter comes back with its versions, aliases and pin as they were.
 

@@ -1,4 +1,4 @@
-"""The command smoke: generates with an adapter and with its base model."""
+"""The command smoke: compares answers of an adapter and its base model."""
 
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ def smoke(
     adapter: AdapterOrVersion,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="What to ask; can be repeated. Default: four general questions."),
+        typer.Option(help="A prompt; can be repeated. Default: four general questions."),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of each answer.")] = None,
     as_json: AsJson = False,
@@ -36,7 +36,7 @@ def smoke(
 
 
 def print_smoke(seen: Json) -> None:
-    """What a trial showed, for people; its warnings on stderr."""
+    """Print the result of a smoke test, with its warnings on stderr."""
     print_table(
         ["Prompt", "Base model", "Adapter", "#Equal"],
         [_row(prompt) for prompt in seen["prompts"]],
@@ -45,7 +45,7 @@ def print_smoke(seen: Json) -> None:
     first = seen["first_difference"]
     differs = "none differs" if first is None else f"the first that differs is number {first + 1}"
     print_line(
-        f"{seen['equal_share']:.0%} of {seen['tokens']} tokens are the base model's, {differs}"
+        f"{seen['equal_share']:.0%} of {seen['tokens']} tokens equal the base model's, {differs}"
         f" (replica {seen['replica']}, adapter came from {seen['residency']})"
     )
     for warning in seen["warnings"]:

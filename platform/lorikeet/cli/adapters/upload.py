@@ -1,7 +1,7 @@
-"""Sending a blob: in parts, several at once, and on from where it was when it is sent again.
+"""Resumable upload of a blob, in parallel parts, with a progress bar.
 
-The server knows an upload by its blob's digest. It tells which parts are missing and where they
-go: to an address of the store's own, or to the server itself.
+The server identifies an upload by the blob's digest. It lists the missing parts, each with a
+presigned address in the store, or without one: then the part goes to the server itself.
 """
 
 import base64
@@ -33,12 +33,12 @@ from lorikeet.sizes import show_size
 _CONNECTIONS = 4
 _CHUNK_BYTES = 1 << 16
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
-_TRIES = 7  # in a row without a part that arrives: 45 s, in which a gateway restarts
+_TRIES = 7  # in a row in which no part arrives: 45 s, enough for a gateway's restart
 _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 15.0
-_MAX_REFUSALS = 2  # of the store's own addresses, before the parts go through the server
-# not_found: another register of the same blob has just ended the upload that both were sending
-_PASSING = (LorikeetError.code, NotFound.code, StoreError.code, Unavailable.code)
+_MAX_REFUSALS = 2  # by the store, in a row, before parts go through the server
+# not_found: another register of the same blob has just completed the upload that both were sending
+_TRANSIENT = (LorikeetError.code, NotFound.code, StoreError.code, Unavailable.code)
 _INTERRUPTED = 130  # what shells expect after Ctrl-C
 
 T = TypeVar("T")
@@ -47,23 +47,24 @@ T = TypeVar("T")
 def send_blob(
     server: AdminClient, blob: Path, digest: str, about: Mapping[str, Any], *, quiet: bool
 ) -> None:
-    """Bring the server whatever it has not got of this file.
+    """Upload the parts of a file that the server lacks. Raises LorikeetError.
 
-    about: what the blob is for, which the server checks before any byte is sent. Shows a bar on
-    stderr where a person watches. Raises LorikeetError; Ctrl-C ends the command and says how to
-    go on.
+    Ctrl-C ends the command, and prints how to resume.
+
+    about: tenant and base model, which the server checks before any byte is sent.
+    quiet: show no progress bar; otherwise one is shown if stderr is a terminal.
     """
     with _ProgressBar(blob.stat().st_size, quiet=quiet) as progress:
         try:
             _BlobUpload(server, blob, digest, about, progress).run()
         except KeyboardInterrupt:
             progress.stop()
-            print_error(f"interrupted at {progress.shown}: the same command goes on from there")
+            print_error(f"interrupted at {progress.shown}: run the same command again to resume")
             raise typer.Exit(_INTERRUPTED) from None
 
 
 def with_retries(call: Callable[[], T]) -> T:
-    """The answer to what may be asked twice, also from a server that is away for a moment."""
+    """Make an idempotent call, and repeat it while the server is unavailable for a moment."""
     for attempt in range(1, _TRIES):
         try:
             return call()
@@ -73,12 +74,15 @@ def with_retries(call: Callable[[], T]) -> T:
 
 
 class _ProgressBar:
-    """Counts bytes of numbered parts, from any thread. Draws on stderr if that is a terminal."""
+    """Progress bar over numbered parts, for any thread. Draws only if stderr is a terminal.
+
+    arrived: bytes of complete parts.
+    """
 
     def __init__(self, total: int, *, quiet: bool) -> None:
         self.arrived = 0
         self._total = total
-        self._sent: dict[int, int] = {}  # of the parts that are on their way
+        self._sent: dict[int, int] = {}  # part → bytes sent, of unfinished parts
         self._lock = threading.Lock()
         console = Console(stderr=True)
         self._progress = Progress(
@@ -95,35 +99,35 @@ class _ProgressBar:
 
     @property
     def shown(self) -> str:
-        """How many bytes have arrived of how many, for people."""
+        """Progress in words: 3 MiB of 8 MiB."""
         return f"{show_size(self.arrived)} of {show_size(self._total)}"
 
     def restart(self, missing: int) -> None:
-        """Begin again with this many bytes missing and nothing on its way."""
+        """Start over with this many bytes missing, and no unfinished parts."""
         with self._lock:
             self._sent.clear()
             self.arrived = self._total - missing
             self._draw()
 
     def sent(self, number: int, count: int) -> None:
-        """Count more bytes of a part as on their way."""
+        """Count more bytes of a part as sent."""
         with self._lock:
             self._sent[number] = self._sent.get(number, 0) + count
             self._draw()
 
     def has_arrived(self, number: int) -> None:
-        """Count all that was sent of a part as arrived."""
+        """Count a part's sent bytes as arrived."""
         with self._lock:
             self.arrived += self._sent.pop(number, 0)
 
     def lost(self, number: int) -> None:
-        """Forget what was sent of a part: nothing of it has arrived."""
+        """Discard a part's sent bytes: the part has to be sent again."""
         with self._lock:
             self._sent.pop(number, None)
             self._draw()
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.stop()
 
     def __enter__(self) -> "_ProgressBar":
@@ -166,8 +170,8 @@ class _BlobUpload:
             failures = 1 if self._progress.arrived > before else failures + 1
             if failures == _TRIES:
                 raise LorikeetError(
-                    f"the upload is stuck at {self._progress.shown}: {problem}. The same command "
-                    "goes on from there"
+                    f"the upload is stuck at {self._progress.shown}: {problem}. Run the same "
+                    "command again to resume"
                 ) from problem
             _pause(failures)
             missing = with_retries(self._missing)
@@ -180,7 +184,7 @@ class _BlobUpload:
         return missing
 
     def _round(self, parts: list[Json]) -> Exception | None:
-        """Send these parts. What kept one from arriving, if it may pass; raises what will not."""
+        """Send parts; return a transient error, or None. Raise an error that is not transient."""
         self._stop.clear()
         with ThreadPoolExecutor(_CONNECTIONS) as connections:
             futures = [connections.submit(self._send, part) for part in parts]
@@ -192,7 +196,7 @@ class _BlobUpload:
                 raise
         problems = [error for future in futures if (error := future.exception())]
         for error in problems:
-            if not _may_pass(error):
+            if not _is_transient(error):
                 raise error
         return next((error for error in problems if isinstance(error, LorikeetError)), None)
 
@@ -215,15 +219,15 @@ class _BlobUpload:
                 self._send_to_store(part["url"], number, chunks, headers)
         except LorikeetError as error:
             self._progress.lost(number)
-            if not _may_pass(error):
-                self._stop.set()  # the other parts need not be tried
+            if not _is_transient(error):
+                self._stop.set()  # the other parts would be sent in vain
             raise
         self._progress.has_arrived(number)
 
     def _send_to_store(
         self, url: str, number: int, chunks: Iterator[bytes], headers: Mapping[str, str]
     ) -> None:
-        """Raises ServerUnavailable: other addresses may work, or the way through the server."""
+        """Send a part to the store. Raises ServerUnavailable: new addresses may still work."""
         try:
             answer = httpx.put(url, content=chunks, headers=headers, timeout=_TIMEOUT)
             answer.raise_for_status()
@@ -247,13 +251,13 @@ class _BlobUpload:
 
 
 class _Stopped(Exception):
-    """Nobody waits for this part any more."""
+    """Sending a part was stopped, by Ctrl-C or the failure of another part."""
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Whether the same request may be answered otherwise in a moment."""
+def _is_transient(error: BaseException) -> bool:
+    """Whether the same request may succeed in a moment."""
     return isinstance(error, ServerUnavailable | _Stopped) or (
-        isinstance(error, LorikeetError) and error.code in _PASSING
+        isinstance(error, LorikeetError) and error.code in _TRANSIENT
     )
 
 

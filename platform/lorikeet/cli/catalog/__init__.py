@@ -1,4 +1,4 @@
-"""Commands about the catalog as a whole, a file each: init, snapshot, log and gc.
+"""Commands about the whole catalog, a file each: init, snapshot, log and gc.
 
-init and gc work on the catalog's store themselves; the others ask the admin API.
+init and gc work directly on the catalog's store. The others call the admin API.
 """

@@ -1,4 +1,4 @@
-"""Garbage collection, which needs no server: only its role need be allowed to delete blobs."""
+"""The command gc: collects garbage directly in the store, so that only it needs to delete blobs."""
 
 import time
 from typing import Annotated
@@ -20,18 +20,18 @@ _HOUR_S, _DAY_S = 3600.0, 86400.0
 def gc(
     grace_days: Annotated[
         float,
-        typer.Option(min=1, help="Keep what was written or retired within so many days."),
+        typer.Option(min=1, help="Keep objects written or retired within this many days."),
     ] = 7,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only list.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete what the catalog's store holds and nothing needs.
+    """Delete unneeded objects from the catalog's store.
 
-    It deletes blobs of no version, abandoned uploads, old snapshots, and, where
-    LORIKEET_RESPONSES_LIFETIME_H is set, stored responses that are older. A version retired longer
-    ago than --grace-days loses its blob and cannot be restored. It also joins the usage of each
-    finished day into one object. Run it once a day, with the LORIKEET_CATALOG of the service and
-    rights to delete there.
+    It deletes blobs of no version, abandoned uploads, old snapshots and, if
+    LORIKEET_RESPONSES_LIFETIME_H is set, older stored responses. A version retired longer ago than
+    --grace-days loses its blob and cannot be restored. It also joins the usage of each finished day
+    into one object. Run it once a day, with the service's LORIKEET_CATALOG and credentials that may
+    delete there.
 
     Example: `LORIKEET_CATALOG=s3://my-bucket/lorikeet lorikeet gc --dry-run`
     """

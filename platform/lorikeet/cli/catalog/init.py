@@ -1,4 +1,4 @@
-"""The command init: makes a catalog, which needs no server since there is none yet."""
+"""The command init: makes a catalog, directly in its store."""
 
 from typing import Annotated
 
@@ -15,7 +15,7 @@ from lorikeet.settings import Settings
 _ACTOR = "init"
 
 _IfAbsent = Annotated[
-    bool, typer.Option("--if-absent", help="Do nothing where there is a catalog already.")
+    bool, typer.Option("--if-absent", help="Do nothing if there is a catalog already.")
 ]
 
 

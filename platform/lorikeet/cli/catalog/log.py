@@ -1,4 +1,4 @@
-"""The command log: what was changed by whom."""
+"""The command log: prints changes of the catalog, with their times and authors."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -9,8 +9,8 @@ from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import AdapterName, Tenant, parse_adapter, parse_since
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 
-_SHOWN_CHANGES = 3  # of an entry that holds many
-_SHOWN_DIGEST = 12
+_SHOWN_CHANGES = 3  # per entry
+_SHOWN_DIGEST = 12  # characters
 
 
 OfAdapter = Annotated[
@@ -39,7 +39,7 @@ def log(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Most entries to show.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Show what was changed in the catalog, when and by whom, newest first.
+    """Show changes of the catalog, with time and author, newest first.
 
     Example: `lorikeet log --adapter acme/support --since 2d`
     """
@@ -67,14 +67,14 @@ def log(
 
 
 def _row(entry: Mapping[str, Any]) -> list[Any]:
-    changes = [_told(change) for change in entry["changes"][:_SHOWN_CHANGES]]
+    changes = [_format_change(change) for change in entry["changes"][:_SHOWN_CHANGES]]
     if more := len(entry["changes"]) - len(changes):
         changes.append(f"and {more} more")
     return [entry["seq"], moment(entry["time"]), entry["actor"], "; ".join(changes)]
 
 
-def _told(change: Mapping[str, Any]) -> str:
-    """Alias moved acme/support alias=prod version=3."""
+def _format_change(change: Mapping[str, Any]) -> str:
+    """Format a change, such as: alias moved acme/support alias=prod version=3."""
     whose = "/".join(change[key] for key in ("tenant", "name") if change.get(key))
     rest = {
         key: value

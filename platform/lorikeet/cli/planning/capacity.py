@@ -1,4 +1,4 @@
-"""Capacity: how many replicas some traffic needs, from a simulation; no server is asked."""
+"""The command capacity: simulates how many replicas given traffic needs, without a server."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from lorikeet.simulator.capacity import SEEDS, Capacity, plan_capacity
 from lorikeet.simulator.forecast import CapacityNeeds, Forecast, GoalCheck, TtftSummary
 from lorikeet.sizes import show_size
 
-_Question = Annotated[
+_File = Annotated[
     Path | None,
     typer.Argument(
         metavar="[FILE]",
@@ -27,9 +27,10 @@ _Question = Annotated[
 
 
 def capacity(
-    question: _Question = None,
+    file: _File = None,
     adapters: Annotated[
-        int | None, typer.Option(min=1, help="Without a file: how many adapters, of ranks 8 to 64.")
+        int | None,
+        typer.Option(min=1, help="Without a file: adapters, of ranks 8 to 64."),
     ] = None,
     requests_per_s: Annotated[
         float | None,
@@ -54,13 +55,13 @@ def capacity(
     --ttft-p99-ms 500`
     """
     given = (adapters, requests_per_s, gpu_memory, ttft_p99_ms)
-    if question is not None and given != (None,) * 4:
+    if file is not None and given != (None,) * 4:
         raise typer.BadParameter("give a file or options, not both")
-    if question is None and None in given:
+    if file is None and None in given:
         raise typer.BadParameter(
             "give a file, or --adapters, --requests-per-s, --gpu-memory and --ttft-p99-ms"
         )
-    needs = read_needs(question) if question else _needs(*given)
+    needs = read_needs(file) if file else _needs(*given)
     answer = _plan(needs, quiet=as_json)
     if as_json:
         print_json(_json(needs, answer))
@@ -81,7 +82,7 @@ def _needs(
 
 
 def _plan(needs: CapacityNeeds, *, quiet: bool) -> Capacity:
-    """Search, and show which fleet is simulated where a person watches."""
+    """Search, and show which fleet is being simulated if stderr is a terminal."""
     with spinner("Simulating", quiet=quiet) as show:
         return plan_capacity(needs, lambda replicas: show(f"Simulating {_replicas(replicas)}"))
 
@@ -110,7 +111,7 @@ def _forecast(found: Forecast) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null in place of NaN, which JSON has not."""
+    """Replace NaN, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -148,7 +149,7 @@ def _why_not_less(less: Forecast | None) -> str:
     if less is None:
         return "One is enough."
     why = "; ".join(check.text for check in less.missed)
-    return f"{less.replicas:,} would not do: {why or 'requests would wait longer and longer'}."
+    return f"{less.replicas:,} would not do: {why or 'the queue would grow without end'}."
 
 
 def _goal_row(checks: Sequence[GoalCheck]) -> list[str]:

@@ -1,7 +1,4 @@
-"""The question that `lorikeet capacity` reads: a TOML or JSON file, parsed once.
-
-docs/capacity.md describes it.
-"""
+"""Input file of `lorikeet capacity`, in TOML or JSON: docs/capacity.md describes its fields."""
 
 import json
 import math
@@ -50,7 +47,7 @@ _Tokens = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_rising)
 
 
 class _Lengths(BaseModel):
-    """p50 and p99, in tokens."""
+    """Lengths of prompts and answers: p50 and p99, in tokens."""
 
     model_config = _Strict
     prompt: _Tokens
@@ -112,7 +109,7 @@ _MEASURED = {
 }
 
 
-class _Question(BaseModel):
+class _CapacityFile(BaseModel):
     model_config = _Strict
     traffic: _Traffic = Field(default_factory=_Traffic)
     tenants: tuple[_Tenant, ...] = Field(min_length=1)
@@ -122,7 +119,7 @@ class _Question(BaseModel):
 
 
 def read_needs(path: Path) -> CapacityNeeds:
-    """The file's question. Raises InvalidInput."""
+    """Read and check a file. Raises InvalidInput."""
     try:
         text = path.read_text()
         given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -132,9 +129,12 @@ def read_needs(path: Path) -> CapacityNeeds:
 
 
 def parse_needs(given: Mapping[str, Any], where: str) -> CapacityNeeds:
-    """The question, as a file holds it. where: for errors. Raises InvalidInput."""
+    """Check a file's content. Raises InvalidInput.
+
+    where: the source to name in errors.
+    """
     try:
-        asked = _Question.model_validate(given)
+        asked = _CapacityFile.model_validate(given)
     except ValidationError as error:
         problems = "; ".join(filter(None, map(_describe, error.errors())))
         raise InvalidInput(f"{where}: {problems}") from error
@@ -142,18 +142,18 @@ def parse_needs(given: Mapping[str, Any], where: str) -> CapacityNeeds:
     if len(set(names)) < len(names):
         raise InvalidInput(f"{where}: tenants: want each name once")
     if not any(asked.goals.model_dump().values()) and not any(t.ttft_p99_ms for t in asked.tenants):
-        raise InvalidInput(f"{where}: say what must hold, such as goals.ttft_p99_ms = 500")
+        raise InvalidInput(f"{where}: want a goal, such as goals.ttft_p99_ms = 500")
     gpus = asked.memory.gpus
     for costs, source in _MEASURED.items():
         if gpus > 1 and costs not in asked.costs.model_fields_set:
             raise InvalidInput(
-                f"{where}: memory.gpus={gpus}: want costs.{costs}, too, which such an engine "
-                f"measures {source}: those of one GPU do not hold"
+                f"{where}: memory.gpus={gpus}: want costs.{costs}, too, which an engine on {gpus} "
+                f"GPUs measures {source}: the defaults are for one GPU"
             )
     return _needs(asked)
 
 
-def _needs(asked: _Question) -> CapacityNeeds:
+def _needs(asked: _CapacityFile) -> CapacityNeeds:
     traffic, memory, goals = asked.traffic, asked.memory, asked.goals
     usual = _model(traffic.lengths)
     demand = SimulatedDemand(
@@ -195,7 +195,7 @@ def _model(lengths: str | _Lengths) -> LengthModel:
 
 
 def _lognormal(tokens: tuple[float, float]) -> tuple[float, float]:
-    """μ and σ of the logarithm."""
+    """Return μ and σ of the logarithm of a length with this p50 and p99."""
     return math.log(tokens[0]), math.log(tokens[1] / tokens[0]) / _P99
 
 
@@ -205,10 +205,10 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 def _describe(problem: Any) -> str | None:
     if problem["type"] == "too_short" and problem["input"]:
-        return None  # what it holds is wrong, and is described itself
+        return None  # its items have errors, which are described themselves
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"{name} is not known: docs/capacity.md says what is"
+        return f"{name} is not a known field: docs/capacity.md lists them"
     if problem["type"] == "missing":
         return f"{name} is missing"
     return f"{name}={problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"

@@ -1,4 +1,4 @@
-"""Commands that look at a service, a file each: status, why, settings and doctor.
+"""Commands that inspect a service, a file each: status, why, settings and doctor.
 
-status and why ask the admin API; settings and doctor look at this machine and its environment.
+status and why call the admin API. settings and doctor inspect this machine and its environment.
 """

@@ -1,4 +1,4 @@
-"""Doctor: what a start of the service needs, looked at before it is started."""
+"""The command doctor: checks everything that a start of the service needs."""
 
 import os
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ def doctor(
         typer.Option(
             metavar="SIZE",
             parser=parse_bytes,
-            help="Plan for GPUs of this size, such as 80GiB, that are not here.",
+            help="Plan for GPUs of this size, such as 80GiB, instead of this machine's.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check all that `serve run serve_app:app` needs, and say what to change.
+    """Check everything that `serve run serve_app:app` needs, and propose fixes.
 
-    Run it where the service will be started, in the same environment, with the same PORT if
-    `make serve` has one. It takes seconds and leaves nothing behind. The exit status is 0 if the
-    service can start, and 1 if not.
+    Run it on the service's machine, in the same environment, with the same PORT if `make serve` has
+    one. It takes seconds and leaves nothing behind. The exit status is 0 if the service can start,
+    and 1 if not.
 
     Example: `lorikeet doctor --gpu-memory 80GiB`
     """

@@ -1,4 +1,4 @@
-"""Settings: what they are, what they are by default, and what they are now."""
+"""The command settings: prints the value, default and meaning of every setting."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +16,11 @@ _PREFIX = "LORIKEET_"
 _SIZES = {get_args(annotated)[1] for annotated in (Bytes, Memory)}
 _PAGE = """\
 # Settings
-Every setting is an environment variable, read once when the service starts; an unknown name or a \
-wrong value stops the start and says what was meant. `lorikeet settings` shows what is in force, \
-`lorikeet doctor` whether it can work ([own-model.md](own-model.md)). Sizes are bytes, `512MiB`, \
-`2.5GiB` or `80GB`; commands and files take the same.
+Every setting is an environment variable, read once when the service starts. An unknown name or a \
+wrong value stops the start, with an error that names the remedy. `lorikeet settings` shows the \
+current values, and `lorikeet doctor` checks that the service can start with them \
+([own-model.md](own-model.md)). Sizes are bytes, `512MiB`, `2.5GiB` or `80GB`, as in commands and \
+files.
 
 | variable | default | meaning |
 |---|---|---|
@@ -34,13 +35,13 @@ This page is what `lorikeet settings --markdown` prints.
 
 def settings(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print docs/settings.md: no values, all defaults.")
+        bool, typer.Option("--markdown", help="Print docs/settings.md: defaults, without values.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show every LORIKEET_ setting: its value here, and what it means.
+    """Show every LORIKEET_ setting: its value in this environment, and its meaning.
 
-    They are read from the environment, as `serve run serve_app:app` would read them here.
+    `serve run serve_app:app` would read the same values here.
 
     Example: `LORIKEET_REPLICAS=4 lorikeet settings`
     """
@@ -66,7 +67,7 @@ def settings(
 
 
 def page() -> str:
-    """The text of docs/settings.md."""
+    """Return the text of docs/settings.md."""
     rows = (
         f"| `{_PREFIX}{name.upper()}` | {_quoted(as_written(field, field.default))} "
         f"| {field.description} |"
@@ -76,7 +77,7 @@ def page() -> str:
 
 
 def as_written(field: FieldInfo, value: Any) -> str | None:
-    """A value as one writes it in the environment; None: it is not set."""
+    """Format a value as in an environment variable; None: the setting is not set."""
     if value is None or value == () or value == {}:
         return None
     if isinstance(value, Mapping):
@@ -96,7 +97,7 @@ def _by_name(value: Mapping[str, int | Path]) -> str:
 
 
 def _shown(row: Mapping[str, Any]) -> str:
-    """What stands behind its name."""
+    """Format a setting's value and default, to print after its name."""
     if row["value"] is None:
         return " is not set"
     default = f"   (default: {row['default'] or 'not set'})" if row["given"] else ""

@@ -1,4 +1,4 @@
-"""Status: what every replica does, and which adapters are resident where."""
+"""The command status: prints the load of every replica, and its adapters by tier."""
 
 from collections import defaultdict
 from typing import Any
@@ -16,9 +16,9 @@ _FRESH_S = 10.0  # gateways ask the store every second
 def status(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Show replicas, and which adapters are on which tier.
 
-    A * marks what is pinned. Arena is what an adapter takes on a GPU. Behind a base model's name
-    stand the format of its linears if they are quantised, and the number of GPUs if a replica has
-    several (LORIKEET_TENSOR_PARALLEL); sizes are then those of one GPU.
+    A * marks pinned adapters. Arena is the memory that an adapter takes on a GPU. A base model's
+    name is followed by the format of its linears if they are quantised, and by the number of GPUs
+    if a replica has several (LORIKEET_TENSOR_PARALLEL); sizes are then those of one GPU.
 
     Example: `lorikeet status`
     """
@@ -42,7 +42,7 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
 
 
 def _staleness(age_s: float) -> str:
-    """Say since when the store has not confirmed the gateway's view, if it should have."""
+    """Describe the age of the gateway's view of the catalog, if it is older than usual."""
     return f", stale: the store last answered {age_s:.0f} s ago" if age_s > _FRESH_S else ""
 
 

@@ -1,4 +1,4 @@
-"""Why: what became of a request, where its time went, and why it went to that replica."""
+"""The command why: prints a request's outcome, its time by stage, and the choice of replica."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ _STAGES = {
     "first bytes": "to the first bytes of the answer",
     "receive": "body received",
     "check": "checked",
-    "deliver": "brought to all replicas",
-    "announce": "told to all gateways",
-    "rest": "from there to its end",
+    "deliver": "delivered to all replicas",
+    "announce": "announced to all gateways",
+    "rest": "afterwards, to its end",
 }
 _BAR = 32  # characters
 
@@ -48,29 +48,29 @@ def why(
     if as_json:
         print_json(found)
         return
-    for line in _account(found):
+    for line in _summary(found):
         print_line(line)
     print_table(
         ["Stage", "#ms", ""],
         list(_timeline(found["stages"])),
-        empty="It has only just arrived: nothing is known yet.",
+        empty="The request has only just arrived: no stage is complete.",
     )
     for number, attempt in enumerate(found["attempts"], 1):
         _print_attempt(number, attempt, found["adapter"] is not None)
 
 
 def _safe(request_id: str) -> str:
-    """Nothing that would lead to another route. Raises typer.BadParameter."""
+    """Check that an id cannot lead to another route. Raises typer.BadParameter."""
     if not re.fullmatch("[A-Za-z0-9_-]+", request_id):
         raise typer.BadParameter(f"{request_id!r}: want x-request-id, or the answer's own id")
     return request_id
 
 
-def _account(found: Json) -> Iterator[str]:
-    """Who, what and how it ended."""
+def _summary(found: Json) -> Iterator[str]:
+    """Describe the request's tenant, model, outcome, replica and tokens."""
     came = datetime.fromtimestamp(found["received"], tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
     yield _plain(found["request"])
-    yield f"Came {came} UTC from [cyan]{found['tenant']}[/cyan] with {found['key_id']}"
+    yield f"Received {came} UTC from [cyan]{found['tenant']}[/cyan] with {found['key_id']}"
     if found["adapter"]:
         yield f"Asked for {_plain(found['model'])}: {found['adapter']}, {found['digest'][:12]}"
     elif found["model"]:
@@ -109,7 +109,7 @@ def _of(param: str | None) -> str:
 
 
 def _timeline(stages: Sequence[Json]) -> Iterator[tuple[str, str, str]]:
-    """A bar for each stage where it lies between the beginning and the end."""
+    """Yield each stage's name, milliseconds, and a bar at its place between start and end."""
     total = sum(stage["ms"] for stage in stages) or 1.0
     before = 0.0
     for stage in stages:
@@ -122,7 +122,7 @@ def _timeline(stages: Sequence[Json]) -> Iterator[tuple[str, str, str]]:
 def _print_attempt(number: int, attempt: Json, adapted: bool) -> None:
     went = attempt["replica"] or "no replica"
     best = next((each["replica"] for each in attempt["candidates"]), went)
-    passed = "" if best == went else ", as the best had no room or did not answer"
+    passed = "" if best == went else ", as the best was full or did not answer"
     failed = "" if attempt["failure"] is None else f", which failed: {_plain(attempt['failure'])}"
     print_line(f"Attempt {number} went to {went}{passed}{failed}; expected costs in ms:")
     tier = ["Adapter"] if adapted else []
@@ -146,5 +146,5 @@ def _ms(milliseconds: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that is no markup and steers no terminal."""
+    """Escape Rich markup, and replace characters that could control a terminal."""
     return escape("".join(char if char.isprintable() else "?" for char in text))

@@ -1,4 +1,4 @@
-"""Keys: what tenants and admins show."""
+"""The commands keys: manage the API keys of tenants and admins."""
 
 import time
 from typing import Annotated, Any
@@ -24,12 +24,12 @@ Publish = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PATTERN",
-        help="May only push adapters whose names fit, such as 'policy-*'. Can be repeated.",
+        help="May only push adapters with names like this, such as 'policy-*'. Can be repeated.",
         show_default=False,
     ),
 ]
 Name = Annotated[
-    str, typer.Option(help="Whose or what it is, for `lorikeet keys list`.", show_default=False)
+    str, typer.Option(help="A label, shown by `lorikeet keys list`.", show_default=False)
 ]
 
 app = typer.Typer(no_args_is_help=True)
@@ -54,7 +54,8 @@ def create(
         typer.Option("--admin", help="A key for this command and the admin API; of no tenant."),
     ] = False,
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="May only read, and change or generate nothing.")
+        bool,
+        typer.Option("--read-only", help="May only read: no changes, no generation."),
     ] = False,
     publish: Publish = None,
     name: Name = "",
@@ -63,14 +64,14 @@ def create(
 ) -> None:
     """Make a key.
 
-    The key is shown once: only its SHA-256 is kept. Its limits hold beside its tenant's.
+    The key is shown once: only its SHA-256 is kept. Its limits apply in addition to its tenant's.
 
     Example: `lorikeet keys create --tenant acme --name ci --expires 90d --requests-per-min 60`
     """
     if (tenant is None) != for_admin:
         raise typer.BadParameter("want either --tenant NAME or --admin")
     if publish and (read_only or for_admin):
-        raise typer.BadParameter("a publish key is a tenant's, and for nothing else")
+        raise typer.BadParameter("want --publish with --tenant, and without --read-only")
     scope = "read-only" if read_only else "admin" if for_admin else "infer"
     answer = admin(ctx).post(
         "/keys" if tenant is None else f"/tenants/{tenant}/keys",
@@ -110,9 +111,9 @@ def list_keys(ctx: typer.Context, tenant: Tenant = None, as_json: AsJson = False
 def limit(
     ctx: typer.Context, key_id: KeyId, limits: dict[str, Any], as_json: AsJson = False
 ) -> None:
-    """Change a key's own limits; those that are not named stay.
+    """Change a key's own limits; limits that are not named stay.
 
-    They hold beside its tenant's.
+    A key's limits apply in addition to its tenant's.
 
     Example: `lorikeet keys limit key-3f1a97018cd4fa38 --tokens-per-min 50k --concurrent none`
     """
@@ -141,8 +142,8 @@ def rotate(
 ) -> None:
     """Replace a key by a new one.
 
-    The new one has the old one's tenant, scopes, limits, name and lifetime: after a key of 90 days
-    comes another of 90. It is shown once.
+    The new key has the old key's tenant, scopes, limits, name and lifetime: a key of 90 days is
+    replaced by another of 90 days. The new key is shown once.
 
     Example: `lorikeet keys rotate key-3f1a97018cd4fa38 --overlap 24h`
     """
@@ -168,7 +169,7 @@ def revoke(ctx: typer.Context, key_id: KeyId, as_json: AsJson = False) -> None:
 
 
 def print_secret(key: dict[str, Any], as_json: bool) -> None:
-    """A new key, shown once."""
+    """Print a new key and its id."""
     text = f"{key['key']}\n[dim]Key {key['id']}; it is not shown again.[/dim]"
     print_answer(key, text, as_json)
 

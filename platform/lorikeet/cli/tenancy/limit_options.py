@@ -1,4 +1,4 @@
-"""Tenants' and keys' limits as options of commands, and as they are shown."""
+"""Limits of tenants and keys: as options of commands, and as printed."""
 
 import functools
 import inspect
@@ -16,16 +16,22 @@ from lorikeet.sizes import show_size
 T = TypeVar("T")
 
 NONE = "none"
-"""What takes a limit away."""
+"""Value of an option that removes a limit."""
 _NO_LIMIT, _AS_SERVED = "no limit", "as the service"
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True, slots=True)
 class LimitOption:
-    """A limit, weight or priority: its name in the API, its option, how it is parsed and shown.
+    """A limit, weight or priority as an option.
 
-    absent: how it is shown that there is none, which people write as "none"; None: there is one.
+    name: in the API.
+    option, metavar, meaning: on the command line and in help.
+    parse: turns the option's text into the API's value.
+    show: formats the API's value.
+    title: name in tables.
+    absent: text in tables if there is no limit, for which the option takes "none";
+        None: there always is a value.
     """
 
     name: str
@@ -62,7 +68,7 @@ def parse_priority(text: str) -> int:
 
 
 def amount(count: int | None) -> str:
-    """600, 1.5k or 2M for people, exactly."""
+    """Format a count as 600, 1.5k or 2M, without rounding."""
     for unit, factor in reversed(_UNITS.items()):
         if count is not None and count >= factor and count * 10 % factor == 0:
             return f"{count / factor:g}{unit}"
@@ -97,9 +103,10 @@ LIMITS = (
         "--burst",
         "DURATION",
         parse_duration,
-        lambda value: f"{value:g} s of these",
+        lambda value: f"{value:g} s of these rates",
         "Burst",
-        "How much may come at once: what the limits a minute allow in this time. Default 60s.",
+        "Burst that is allowed at once: as much as the limits a minute allow in this time. "
+        "Default 60s.",
     ),
     _amounts(
         "max_concurrent",
@@ -115,7 +122,7 @@ LIMITS = (
         "Bytes of pushed adapters a minute, on average, such as 10GiB.",
     ),
 )
-"""Limits of tenants, and of keys beside their tenants'."""
+"""Limits that both tenants and keys have."""
 
 KEY_LIMIT_OPTIONS = (
     *LIMITS,
@@ -145,7 +152,7 @@ TENANT_LIMIT_OPTIONS = (
         parse_weight,
         lambda value: f"{value:g}",
         "Weight",
-        "Its part of a busy replica, relative to other tenants' weights. Default 1.",
+        "Its share of a busy replica, relative to other tenants' weights. Default 1.",
     ),
     _amounts("max_adapters", "--adapters", "Adapters", "Adapters in use at once."),
     _bytes(
@@ -181,9 +188,10 @@ TENANT_LIMIT_OPTIONS = (
 
 
 def takes_limits(options: Sequence[LimitOption]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Give a command these options, which reach it as `limits`: those given, as the API wants them.
+    """Decorate a command with an option for each limit.
 
-    The command's last parameter stays the last one in its help.
+    The command receives the given limits as `limits`: values by their names in the API. Its last
+    parameter stays last in its help.
     """
 
     def add(command: Callable[..., T]) -> Callable[..., T]:
@@ -207,7 +215,7 @@ def takes_limits(options: Sequence[LimitOption]) -> Callable[[Callable[..., T]],
 
 
 def print_limits(options: Sequence[LimitOption], record: Mapping[str, Any]) -> None:
-    """Print each limit of a tenant or a key as it holds now."""
+    """Print the current limits of a tenant or a key."""
     rows = [[limit.title, _shown(limit, record[limit.name])] for limit in options]
     print_table(["Limit", "Now"], rows, empty="")
 

@@ -1,4 +1,4 @@
-"""Tenants: who is authenticated and limited."""
+"""The commands tenants: manage tenants and their limits."""
 
 from typing import Annotated, Any
 
@@ -66,7 +66,7 @@ def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
 
 @app.command()
 def show(ctx: typer.Context, tenant: Tenant, as_json: AsJson = False) -> None:
-    """Show a tenant's limits and how much of the catalog it takes.
+    """Show a tenant's limits, and the number and size of its adapters.
 
     Example: `lorikeet tenants show acme`
     """
@@ -89,7 +89,7 @@ def create(
 ) -> None:
     """Add a tenant, with limits or without.
 
-    Where it exists already, nothing is changed and the exit status is 3.
+    If it exists already, nothing is changed and the exit status is 3.
 
     Example: `lorikeet tenants create acme --requests-per-min 600 --concurrent 32`
     """
@@ -104,7 +104,7 @@ def create(
 def limit(
     ctx: typer.Context, tenant: Tenant, limits: dict[str, Any], as_json: AsJson = False
 ) -> None:
-    """Change a tenant's limits; those that are not named stay.
+    """Change a tenant's limits; limits that are not named stay.
 
     Requests in flight finish. Adapters beyond a new limit stay, and so do pins, which are then
     shown as unmet.

@@ -1,4 +1,4 @@
-"""Usage: who used how much of what."""
+"""The command usage: prints tokens, requests, GPU time and loads of tenants."""
 
 import csv
 import sys
@@ -73,9 +73,9 @@ def usage(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, and nothing else.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what tenants used: tokens, requests, time on GPUs, loads.
+    """Show tenants' usage: tokens, requests, time on GPUs, loads.
 
-    Replicas and gateways report every LORIKEET_USAGE_FLUSH_S; what is newer is missing.
+    Replicas and gateways report every LORIKEET_USAGE_FLUSH_S seconds; newer usage is missing.
 
     Example: `lorikeet usage --tenant acme --from 2026-11-01 --by day --csv`
     """

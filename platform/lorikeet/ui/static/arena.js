@@ -1,4 +1,4 @@
-// One replica's GPU arena, to scale: the bytes from its first to its last, in a few lines like text.
+// Drawing of one replica's GPU arena to scale: its bytes in order, wrapped into a few lines like text.
 
 import { colourOf } from "./colours.js";
 import { make } from "./dom.js";
@@ -11,18 +11,18 @@ const NEWS_MS = 1100;
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class Arena {
-  /** chosen: called with a block, or a hole, and where it is on the screen; with null when none is. */
+  /** chosen: called with the selected block or hole and its screen position; with null for none. */
   constructor(chosen) {
     const canvas = make("canvas", { tabindex: "0", role: "img" });
     this.canvas = canvas;
     this.element = make("div", { class: "arena" }, canvas);
     this.chosen = chosen;
     this.total = 0;
-    this.spans = []; // in the order of their offsets: {offset, size, block}
+    this.spans = []; // {offset, size, block}, sorted by offset
     this.digests = null;
-    this.news = new Map(); // digest → when it came
+    this.news = new Map(); // digest → time of its arrival
     this.gone = []; // {offset, size, block, at}
-    this.at = null; // offset that the pointer or the keyboard is at
+    this.at = null; // offset selected by pointer or keyboard
     this.lines = 1;
     this.tenant = null;
     this.digest = null;
@@ -46,7 +46,7 @@ export class Arena {
     this.#animate();
   }
 
-  /** Show these alone: a tenant's, or one adapter with a mark; null for all. */
+  /** Fade out all blocks of other tenants, and mark the adapter `digest`; null: no tenant, no mark. */
   emphasise(tenant, digest) {
     if (tenant === this.tenant && digest === this.digest) return;
     this.tenant = tenant;
@@ -113,7 +113,7 @@ export class Arena {
     const fresh = this.news.has(block.digest) ? 1 - (now - this.news.get(block.digest)) / NEWS_MS : 0;
     for (const [x, y, w, h] of this.#boxes(offset, size, width)) {
       const inner = w > 4 ? w - 1 : w;
-      pen.fillStyle = ground; // so that a faint block lets no free space show through
+      pen.fillStyle = ground; // keeps the free space from showing through a faint block
       pen.globalAlpha = 1;
       pen.fillRect(x, y, inner, h);
       pen.fillStyle = colour;
@@ -123,7 +123,7 @@ export class Arena {
     pen.globalAlpha = 1;
   }
 
-  /** What goes over the fills: the glow of those in use, the pinned ones' band, dashes, names. */
+  /** Draw marks over the fills: glow if in use, band if pinned, dashes if arriving, and names. */
   #mark(pen, { offset, size, block }, width, ink, ground, now) {
     if (this.#hides(block)) return;
     const colour = colourOf(block.tenant);
@@ -147,7 +147,7 @@ export class Arena {
     return this.tenant !== null && block.tenant !== this.tenant;
   }
 
-  /** [x, y, width, height] of a stretch of the arena, one for each line that it lies in. */
+  /** Return [x, y, width, height] of a range of the arena, one box for each line that it touches. */
   #boxes(offset, size, width) {
     const perLine = this.total / this.lines;
     const boxes = [];
@@ -164,7 +164,7 @@ export class Arena {
     return HEIGHTS[this.lines];
   }
 
-  /** Enough that blocks can be told apart; fewer again only when half would do. */
+  /** Choose enough lines to tell blocks apart. Halve them only if a quarter would be enough. */
   #chooseLines(width) {
     const wanted = (this.spans.length * LEAST_BLOCK_PX) / width;
     while (this.lines < MOST_LINES && this.lines < wanted) this.lines *= 2;
@@ -178,7 +178,7 @@ export class Arena {
     return ((Math.min(this.lines - 1, Math.max(0, line)) + Math.min(share, 0.9999)) * this.total) / this.lines;
   }
 
-  /** The block's piece that lies here, or the hole. */
+  /** Return the piece of a block, or the hole, at an offset. */
   #spanAt(offset) {
     const after = this.spans.findIndex((span) => span.offset > offset);
     const before = this.spans.at(after === -1 ? -1 : after - 1);

@@ -1,4 +1,4 @@
-// A colour for each tenant: the same everywhere on the page, and as a rule on every visit.
+// A colour for each tenant: the same everywhere on the page, and usually on every visit.
 
 // Hues far apart under common colour blindness; three tones of each differ in lightness as well.
 const HUES = [252, 60, 168, 352, 105, 305, 215, 28];
@@ -11,8 +11,8 @@ const numbers = new Map();
 const taken = new Set();
 
 /**
- * Of these tenants those that are new get a colour: of the hues that are used least, the one of
- * their name or the next. So a few tenants differ in hue, many in tone as well.
+ * Give each new tenant a colour: the hue of its name's hash, or the next free one. A second and
+ * third tone are used once all hues are taken.
  */
 export function introduce(tenants) {
   for (const tenant of tenants) {

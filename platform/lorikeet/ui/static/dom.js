@@ -1,29 +1,29 @@
-// The few things this page does with the document. Text is always text: names are never markup.
+// Helpers for the document. They insert text only as text: names are never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element: properties that are strings become attributes, functions listeners. */
+/** Make an element. String properties become attributes, functions become event listeners. */
 export function make(tag, properties = {}, ...children) {
   return filled(document.createElement(tag), properties, children);
 }
 
-/** The same in SVG. */
+/** Make an SVG element, as `make` does. */
 export function makeSvg(tag, properties = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), properties, children);
 }
 
-/** Set the text if it is another: what has not changed is not announced again. */
+/** Set the text if it changes: screen readers announce unchanged text again otherwise. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
 const shown = new WeakMap();
 
-/** Fill a place anew if it has to show something else: what stays can be read and selected. */
-export function fill(home, what, children) {
-  const text = JSON.stringify(what);
+/** Replace an element's children if its data changes: unchanged text stays selected. */
+export function fill(home, data, children) {
+  const text = JSON.stringify(data);
   if (shown.get(home) === text) return;
   shown.set(home, text);
   home.replaceChildren(...children());

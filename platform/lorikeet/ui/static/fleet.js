@@ -1,11 +1,11 @@
-// What the gateway says, and how it is asked.
+// Requests to the gateway, and their answers.
 
 const TIMEOUT_MS = 8000;
 const KEY = /^[\w-]+$/;
 const PINNED = 1;
 const ARRIVING = 2;
 
-/** Why there is no answer. `locked`: the key will not do, so asking again makes no sense. */
+/** Failure of a request, with a message for the user. `locked`: the key is refused, so do not retry. */
 export class NoAnswer extends Error {
   constructor(message, locked = false) {
     super(message);
@@ -13,9 +13,9 @@ export class NoAnswer extends Error {
   }
 }
 
-/** The fleet at this moment. Throws NoAnswer. */
+/** Fetch the fleet's current state. Throws NoAnswer. */
 export async function askFleet(key) {
-  if (!KEY.test(key)) throw new NoAnswer("This is no key: one has letters, digits, - and _ alone.", true);
+  if (!KEY.test(key)) throw new NoAnswer("This is no key: a key has only letters, digits, - and _.", true);
   let answer;
   let body = null;
   try {
@@ -33,11 +33,11 @@ export async function askFleet(key) {
   if (answer.ok) return decoded(body);
   const why = body?.error?.message ?? "";
   if (answer.status === 401) throw new NoAnswer(`The gateway refuses this key: ${why || "it is not known"}.`, true);
-  if (answer.status === 403) throw new NoAnswer("This is a tenant’s key. An admin’s is wanted here: lorikeet keys create --admin --read-only makes one that may only look.", true);
+  if (answer.status === 403) throw new NoAnswer("This is a tenant’s key. This page needs an admin’s: lorikeet keys create --admin --read-only makes one that may only read.", true);
   throw new NoAnswer(`The gateway answers ${answer.status}${why ? `: ${why}` : "."}`);
 }
 
-/** The document with its numbers replaced by what they stand for. */
+/** Replace indexes in the answer by the tenants and adapters that they stand for. */
 function decoded(fleet) {
   const adapters = fleet.adapters.map(([tenant, name, version, rank, digest]) => ({
     tenant: fleet.tenants[tenant],

@@ -1,4 +1,4 @@
-// Numbers for people.
+// Formats of numbers.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const NOTHING = "–";
@@ -9,7 +9,7 @@ export function bytes(count) {
   return `${unit === 0 || count >= 100 ? count.toFixed(0) : count.toFixed(1)} ${UNITS[unit]}`;
 }
 
-/** "5.1 of 8.0 GiB": both in the larger one's unit, unless that makes the other too small. */
+/** Format "5.1 of 8.0 GiB", both in the larger number's unit unless the smaller one is below 1. */
 export function bytesOf(used, total) {
   const unit = Math.max(0, Math.min(4, Math.floor(Math.log2(Math.max(1, total)) / 10)));
   const [few, all] = [used, total].map((count) => count / 1024 ** unit);

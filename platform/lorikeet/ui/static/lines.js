@@ -1,4 +1,4 @@
-// The last minutes as lines.
+// Line charts of the last minutes.
 
 import { make, makeSvg, say } from "./dom.js";
 import { milliseconds, percent, rate } from "./format.js";
@@ -107,13 +107,13 @@ function placed(element, share) {
   return element;
 }
 
-/** Seconds without a value leave a gap. */
+/** Return the path of a line, with gaps at seconds without a value. */
 function pathOf(values, y) {
   let path = "";
   let drawing = false;
   values.forEach((value, index) => {
     if (value !== null) path += `${drawing ? "L" : "M"}${((index / (values.length - 1)) * WIDTH).toFixed(1)} ${y(value).toFixed(1)}`;
-    if (value !== null && !drawing) path += "h0.01"; // one point alone is seen, too
+    if (value !== null && !drawing) path += "h0.01"; // makes a single point visible
     drawing = value !== null;
   });
   return path;
@@ -125,7 +125,7 @@ function upward(values) {
   return { least: 0, most: step, marks: [0, step / 2, step], at: (value) => value };
 }
 
-/** Whole decades, so that 10 ms and 1 s both have their place. */
+/** Return a logarithmic scale of whole decades, on which both 10 ms and 1 s can be read. */
 function logarithmic(values) {
   const at = (value) => Math.log10(Math.max(0.1, value));
   const logs = values.map(at);

@@ -1,4 +1,4 @@
-// Who waits, how pins stand, what has moved, whose colours these are.
+// Lists: waiting requests, pins, moved adapters, tenants with their colours.
 
 import { colourOf, darkness } from "./colours.js";
 import { fill, make } from "./dom.js";
@@ -9,7 +9,7 @@ const MOST_TENANTS = 14;
 const LATE_S = 2;
 
 export function showWaiting(home, waiting) {
-  fill(home, [waiting, darkness.matches], () => [waiting.requests ? waitingTable(waiting) : make("p", { class: "nothing" }, "Nobody waits.")]);
+  fill(home, [waiting, darkness.matches], () => [waiting.requests ? waitingTable(waiting) : make("p", { class: "nothing" }, "No request is waiting.")]);
 }
 
 export function showPins(home, pins) {
@@ -43,7 +43,7 @@ function pinList({ met, loading, unmet, rows }) {
   return [make("p", { class: unmet ? "sum warm" : "sum" }, sum ? parts.join(", ") : "There are no pins."), make("ul", { class: "pins" }, ...list)];
 }
 
-/** What came to a GPU and what left one, as far as two polls tell. */
+/** Adapters that were loaded to a GPU or evicted between two polls. */
 export class Moves {
   constructor(home) {
     this.home = home;
@@ -61,7 +61,7 @@ export class Moves {
       for (const [digest, block] of blocks) if (!before.has(digest)) rows.push({ at: fleet.now, replica, block, came: true });
       for (const [digest, block] of before) if (!blocks.has(digest)) rows.push({ at: fleet.now, replica, block, came: false });
     }
-    // A replica that did not answer this time is compared with what it said last.
+    // The last answer of a replica that is silent now is kept, to compare the next one with it.
     this.before = new Map([...(this.before ?? []), ...now]);
     if (!rows.length) return;
     this.rows = [...rows, ...this.rows].slice(0, MOST_MOVES);
@@ -85,7 +85,7 @@ function move({ at, replica, block, came }) {
   );
 }
 
-/** The tenants with the most bytes on GPUs; one can be pressed, to see its blocks alone. */
+/** The tenants with the most bytes on GPUs. Pressing one shows only its blocks. */
 export class Tenants {
   constructor(home, chosen) {
     this.home = home;
@@ -98,7 +98,7 @@ export class Tenants {
   show(fleet) {
     const held = new Map();
     for (const { blocks } of fleet.replicas) for (const { tenant, size } of blocks) held.set(tenant, (held.get(tenant) ?? 0) + size);
-    // In the order of their names, so that none jumps about; who is left out has the least.
+    // The largest tenants, sorted by name so that they keep their places.
     const most = [...held].sort((one, two) => two[1] - one[1]).slice(0, MOST_TENANTS).map(([tenant]) => tenant);
     if (this.pressed !== null && !most.includes(this.pressed)) most.push(this.pressed);
     const items = most.sort().map((tenant) => this.#item(tenant, held.get(tenant) ?? 0));

@@ -1,4 +1,4 @@
-// The page: asks every second while it is looked at, and says when what it shows is old.
+// The page: polls every second while it is visible, and warns if its data is old.
 
 import { darkness, introduce } from "./colours.js";
 import { byId, fill, make, say } from "./dom.js";
@@ -16,7 +16,7 @@ const LOOK_MS = 500;
 let key = sessionStorage.getItem(KEY);
 let page = null;
 let timer = null;
-let asking = null; // which round is being asked: what a forgotten key asked is nobody's answer
+let asking = null; // the poll in progress; an answer to an earlier one, of a forgotten key, is dropped
 let answered = null; // performance.now() of the last answer
 let trouble = "";
 
@@ -122,7 +122,7 @@ function show(fleet) {
   sayHowOld();
 }
 
-/** The same in other colours. */
+/** Draw the same data again, in other colours. */
 function repaint() {
   if (!page?.fleet) return;
   page.replicas.redraw();
@@ -152,7 +152,7 @@ function sayHowOld() {
   const old = Boolean(trouble) || age > OLD_MS;
   byId("freshness").className = answered === null && !trouble ? "freshness" : old ? "freshness old" : "freshness live";
   byId("content").classList.toggle("old", old);
-  const wrong = trouble || "The gateway takes long to answer.";
+  const wrong = trouble || "The gateway is slow to answer.";
   say(byId("freshness-text"), old ? wrong : answered === null ? "Asking…" : "Live");
   say(byId("age"), old && answered !== null ? `What you see is ${seconds(Math.floor(age / 1000))} old.` : "");
 }

@@ -1,4 +1,4 @@
-// A row for each replica: what it does, its arena, how full its tiers are.
+// A row for each replica: its load, its arena, the fill of its tiers.
 
 import { Arena } from "./arena.js";
 import { colourOf } from "./colours.js";
@@ -36,7 +36,7 @@ export class Replicas {
     }
   }
 
-  /** Only this tenant's blocks, or with null all. */
+  /** Show only one tenant's blocks; null: all. */
   only(tenant) {
     this.tenant = tenant;
     this.#emphasise(null);
@@ -120,7 +120,7 @@ class Bar {
   }
 }
 
-/** What lies where the pointer or the keyboard is. */
+/** Details of the selected block or hole. */
 export class Details {
   constructor(element) {
     this.element = element;

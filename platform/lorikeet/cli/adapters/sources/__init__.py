@@ -1,4 +1,7 @@
-"""Where an adapter can be registered from. All of it is read on the admin's machine."""
+"""Sources of adapters to register: folders, archives, S3 buckets, the Hugging Face Hub.
+
+All of them are read on the admin's machine.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -11,16 +14,16 @@ from lorikeet.cli.adapters.sources.hub import PREFIX, fetch
 from lorikeet.errors import InvalidInput
 
 
-def check_source(source: str, revision: str | None = None) -> str:
-    """Return the source as it is if it can be one, and there is one. Raises InvalidInput."""
+def check_source(source: str, revision: str | None = None) -> None:
+    """Raise InvalidInput unless a source is of a known kind, and exists if it is a local path."""
     if revision is not None and not source.startswith(PREFIX):
         raise InvalidInput(f"a revision is for {PREFIX}organisation/name only", param="revision")
     if source.startswith((PREFIX, SCHEME)) or Path(source).exists():
-        return source
+        return
     if "://" in source:
         raise InvalidInput(
-            f"{source!r}: nothing is fetched from there; download it and give the folder or the "
-            f"archive, or give {SCHEME}bucket/prefix or {PREFIX}organisation/name",
+            f"{source!r}: addresses of this kind are not fetched; download it and give the folder "
+            f"or archive, or give {SCHEME}bucket/prefix or {PREFIX}organisation/name",
             param="source",
         )
     is_repository = source.count("/") == 1 and not source.startswith(("/", ".", "~"))
@@ -30,10 +33,11 @@ def check_source(source: str, revision: str | None = None) -> str:
 
 @contextmanager
 def open_source(source: str, revision: str | None = None, *, quiet: bool = False) -> Iterator[Path]:
-    """An adapter's folder; what was copied for it is removed afterwards.
+    """Open an adapter as a folder; delete temporary copies on exit. Raises LorikeetError.
 
-    source: a folder, a tar or zip file, s3://bucket/prefix, or hf:organisation/name, of which
-    revision names a branch, tag or commit. quiet: show no progress. Raises LorikeetError.
+    source: a folder, a tar or zip file, s3://bucket/prefix, or hf:organisation/name.
+    revision: branch, tag or commit of an hf: source.
+    quiet: show no progress.
     """
     check_source(source, revision)
     if source.startswith(PREFIX):

@@ -1,7 +1,7 @@
-"""An adapter in a tar, tar.gz or zip file, which somebody else may have made.
+"""Adapters in tar, tar.gz or zip files, which are not trusted.
 
-Every member is looked at before any is written; only the adapter's own files are, under their last
-names.
+All members are checked before any is written. Only the adapter's own files are written, under their
+names without folders.
 """
 
 import gzip
@@ -33,7 +33,12 @@ _DAMAGED = (
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of an archive. is_plain: a file of its own, no link, device or hole."""
+    """A member of an archive.
+
+    size: bytes.
+    is_plain: whether it is a regular file, and no link, device or sparse file.
+    open: returns the content.
+    """
 
     name: str
     size: int
@@ -60,7 +65,8 @@ def unpack(archive: str, folder: Path) -> None:
 
             sizes = {name: member.size for name, member in members.items()}
             wanted = set(adapter_files(archive, sizes, read))
-            for name in filter(wanted.__contains__, members):  # a gzip stream is gone back in once
+            # In the archive's order, so that a gzip stream is rewound only once.
+            for name in filter(wanted.__contains__, members):
                 with (folder / name).open("wb") as out:
                     copy(name, out)
     except _DAMAGED as error:
@@ -70,7 +76,7 @@ def unpack(archive: str, folder: Path) -> None:
 
 
 def _opened(archive: Path, stack: ExitStack) -> Iterator[Member]:
-    """The members of an archive, which `stack` closes."""
+    """Open an archive, and yield its members. `stack` closes the archive."""
     file = stack.enter_context(archive.open("rb"))
     begin = file.read(len(_ZIP))
     file.seek(0)
@@ -103,7 +109,8 @@ def _tarred(tar: tarfile.TarFile) -> Iterator[Member]:
 
 def _zipped(archive: zipfile.ZipFile) -> Iterator[Member]:
     for info in archive.infolist():
-        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # they have bounds
+        # These decompress in bounded memory.
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise zipfile.BadZipFile(f"{info.filename!r} is packed by another method than deflate")
         mode = info.external_attr >> 16
         plain = not mode or not stat.S_IFMT(mode) or stat.S_ISREG(mode)
@@ -112,14 +119,14 @@ def _zipped(archive: zipfile.ZipFile) -> Iterator[Member]:
             info.file_size,
             info.is_dir(),
             plain,
-            lambda info=info: archive.open(info),  # type: ignore[misc]  # gives file_size at most
+            lambda info=info: archive.open(info),  # type: ignore[misc]  # reads file_size at most
         )
 
 
 class _BoundedReads:
-    """A file that is read a little at a time.
+    """A file that refuses large reads.
 
-    tarfile reads a header, and zipfile its list of members, as long as it claims to be.
+    tarfile reads headers, and zipfile its list of members, of any length that the archive claims.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -133,7 +140,7 @@ class _BoundedReads:
 
 
 def _beside_the_config(archive: str, members: Iterator[Member]) -> dict[str, Member]:
-    """The files beside the adapter's, by name; all others are checked all the same."""
+    """Check all members, and return the files in the adapter's folder by name."""
     beside: dict[PurePosixPath, dict[str, Member]] = {}
     total = 0
     for count, member in enumerate(members, 1):

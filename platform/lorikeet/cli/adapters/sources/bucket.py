@@ -1,4 +1,4 @@
-"""An adapter under a prefix of an S3 bucket, where the operator allows it."""
+"""Adapters in S3 buckets, below the prefixes that LORIKEET_IMPORT_FROM allows."""
 
 from itertools import islice
 from pathlib import Path
@@ -9,7 +9,7 @@ from lorikeet.errors import InvalidInput
 from lorikeet.settings import Settings
 
 SCHEME = "s3://"
-_MOST_OBJECTS = 1_000  # that are looked at: training may have left more there
+_MOST_OBJECTS = 1_000  # listed at most; a training run may have left many more
 
 
 def download(source: str, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which files of an adapter are read; whatever else lies beside them is left where it is."""
+"""Selection of an adapter's files. Other files beside them are never copied."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,7 +16,7 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.errors import AdapterRejected
 
 KNOWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, MLX_WEIGHTS_FILE, INDEX_FILE)
-"""One of these says that an adapter is there; shards are named by their index."""
+"""Any of these marks a folder as an adapter's. Shards are named in the index."""
 MAX_SOURCE_BYTES = 8 << 30
 _MOST_TEMPLATE_BYTES = 8 << 20  # Gemma's tokenizer_config.json has 1.2 MB
 _PICKLE = "adapter_model.bin"
@@ -25,10 +25,12 @@ _PICKLE = "adapter_model.bin"
 def adapter_files(
     source: str, sizes: Mapping[str, int], read: Callable[[str], bytes]
 ) -> tuple[str, ...]:
-    """Return the files to copy: the config and its weights, in one file or in shards.
+    """Return the files to copy: config, weights (in one file or in shards), chat template files.
 
-    Also those that may have a chat template. sizes: of the files there are beside each other, by
-    name, in bytes. read: returns a small one. Raises InvalidInput.
+    source: named in errors.
+    sizes: bytes of all files of the folder, by name.
+    read: returns the content of a small file.
+    Raises InvalidInput.
     """
     try:
         refuse_added_tokens(sizes)
@@ -65,9 +67,12 @@ def _checked(source: str, sizes: Mapping[str, int], names: tuple[str, ...]) -> t
 
 
 def _instead(sizes: Mapping[str, int]) -> str:
-    """What to give in place of a source without an adapter. sizes: also of files in folders."""
+    """Suggest another source in place of one without an adapter.
+
+    sizes: bytes by name, of files in subfolders too.
+    """
     ending = f"/{CONFIG_FILE}"
     inside = sorted(name.removesuffix(ending) for name in sizes if name.endswith(ending))
     if inside:
         return f"there are adapters in {', '.join(inside[:3])}: download one and give its folder"
-    return "want what save_pretrained wrote"
+    return "want a folder that save_pretrained wrote"

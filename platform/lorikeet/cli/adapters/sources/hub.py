@@ -1,4 +1,4 @@
-"""An adapter in a repository of the Hugging Face Hub, or of what HF_ENDPOINT names."""
+"""Adapters in repositories of the Hugging Face Hub, or of the server that HF_ENDPOINT names."""
 
 import sys
 from pathlib import Path
@@ -10,10 +10,11 @@ PREFIX = "hf:"
 
 
 def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) -> Path:
-    """The folder in the Hub's cache that has the adapter's files; no others are fetched.
+    """Download only the adapter's files to the Hub's cache; return their folder.
 
-    revision: a branch, tag or commit; None: the default branch. quiet: without a bar, which only
-    a person at a terminal sees anyhow. Raises LorikeetError.
+    revision: a branch, tag or commit; None: the default branch.
+    quiet: show no progress bar; otherwise one is shown if stderr is a terminal.
+    Raises LorikeetError.
     """
     try:
         from huggingface_hub import HfApi, snapshot_download
@@ -30,7 +31,7 @@ def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) 
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
         def fetched(*names: str) -> Path:
-            # By commit: what was looked at is what is downloaded.
+            # By commit: the files that were checked are the files that are downloaded.
             return Path(
                 snapshot_download(repository, revision=info.sha, allow_patterns=list(names))
             )
@@ -40,12 +41,12 @@ def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) 
         )
     except LorikeetError:
         raise
-    except Exception as error:  # which HTTP library it has, and what that raises, is its own affair
+    except Exception as error:  # huggingface_hub passes on undocumented errors of HTTP libraries
         raise _explained(error, where) from error
 
 
 def _explained(error: Exception, where: str) -> LorikeetError:
-    """Return what a failure of the Hub's client means, and what to do."""
+    """Turn an error of the Hub's client into one that names the remedy."""
     from huggingface_hub import errors as hub
 
     if isinstance(error, hub.GatedRepoError):
@@ -67,6 +68,6 @@ def _explained(error: Exception, where: str) -> LorikeetError:
         )
     reason = str(error).partition("\n")[0] or type(error).__name__
     return LorikeetError(
-        f"{where} could not be read: {reason}. If this machine does not reach the Hub, download it "
-        "on one that does, and give the folder"
+        f"{where} could not be read: {reason}. If this machine cannot reach the Hub, download it "
+        "on one that can, and give the folder"
     )
