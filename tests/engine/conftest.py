@@ -202,23 +202,28 @@ def forked_followers() -> Iterator[None]:
         yield
 
 
+class TinyCheckpoints(dict[str, Path]):
+    """Checkpoint folders in float32 by name, each saved when a test first asks for it.
+
+    Names: of FAMILIES, MOE and VARIANTS; "tied " before a family's name ties its embeddings.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        config = {**FAMILIES, **MOE, **VARIANTS}[name.removeprefix("tied ")]
+        if name.startswith("tied "):
+            config = config | {"tie_word_embeddings": True}
+        self |= save_all({name: config}, self._folder)
+        return self[name]
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoint folders in float32 of each family."""
-    return save_all({**FAMILIES, **MOE}, tmp_path_factory.mktemp("families"))
-
-
-@pytest.fixture(scope="session")
-def tied_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoint folders in float32 of each family, with tied embeddings."""
-    tied = {name: config | {"tie_word_embeddings": True} for name, config in FAMILIES.items()}
-    return save_all(tied, tmp_path_factory.mktemp("tied"))
-
-
-@pytest.fixture(scope="session")
-def variant_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoint folders in float32 of what occurs in several families."""
-    return save_all(VARIANTS, tmp_path_factory.mktemp("variants"))
+    """TinyCheckpoints of this session."""
+    return TinyCheckpoints(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

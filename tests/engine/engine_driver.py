@@ -1,14 +1,14 @@
 """Steps an engine by hand, collects its outputs and records its batches."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution.prompt_scores import PromptScores
 from lorikeet_engine.models.batch import Batch
@@ -131,6 +131,14 @@ class Answers:
 
     def of(self, request_id: str, choice: int = 0) -> list[int]:
         return self.tokens[request_id, choice]
+
+
+def load_adapters(answers: Answers, refs: Iterable[AdapterRef | None]) -> None:
+    """Step the engine until every adapter is on the device, so that all can share one batch."""
+    wanted = [ref for ref in refs if ref is not None]
+    for ref in wanted:
+        answers.engine.pin(ref)
+    answers.until(lambda: all(answers.engine.residency(r) is Residency.GPU for r in wanted))
 
 
 def compile_grammars(engine: Engine) -> None:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import FinishReason, Request
 from lorikeet_engine.sampling.draws import SamplingRow
@@ -244,14 +244,6 @@ def build(reference: Float32Reference, folder: Path, **settings: Any) -> Engine:
     return engine_driver.build(
         reference.checkpoint, reference.shelf, folder / "cache", **{**sizes, **settings}
     )
-
-
-def load_adapters(answers: Answers, reference: Float32Reference) -> None:
-    """Wait until every adapter is on the device, so that all meet in one batch."""
-    refs = [ref for ref in reference.refs.values() if ref is not None]
-    for ref in refs:
-        answers.engine.pin(ref)
-    answers.until(lambda: all(answers.engine.residency(r) is Residency.GPU for r in refs))
 
 
 def run_to_end(answers: Answers) -> None:

@@ -32,6 +32,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "all": {"target_modules": "all-linear", "r": 4},
     "router": {"target_modules": ["gate"], "r": 2, "lora_alpha": 50},
 }
+_ALPHA, _ROUTER_RANK = 8, 4
 
 
 def save_numbered(
@@ -79,10 +80,29 @@ def save_shared(checkpoint: Path, folder: Path, rank: int) -> Path:
     return _save(folder, tensors, r=rank, target_modules=["w1", "w2", "w3"])
 
 
+def save_linear_router(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Save an adapter of routers and q_proj as PEFT saved it while routers were linears.
+
+    Today's PEFT finds no linear there. Returns the adapter's change of each parameter of the model.
+    """
+    random, tensors, deltas = torch.Generator().manual_seed(5), {}, {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    for name, weight in model.named_parameters():
+        if name.endswith(("mlp.gate.weight", "q_proj.weight")):
+            d_out, d_in = weight.shape
+            a = torch.randn(_ROUTER_RANK, d_in, generator=random) * 0.3
+            b = torch.randn(d_out, _ROUTER_RANK, generator=random) * 0.3
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            deltas[name] = _ALPHA / _ROUTER_RANK * b @ a
+    _save(folder, tensors, r=_ROUTER_RANK, target_modules=["gate", "q_proj"])
+    return deltas
+
+
 def _save(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_alpha": 8, **config}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_alpha": _ALPHA, **config}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 

@@ -1,6 +1,8 @@
-"""A checkpoint with adapters, what PEFT answers under each, and the same asked of an engine."""
+"""Checkpoints with adapters, the answers of transformers and PEFT, and an engine's answers."""
 
+import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,24 +10,24 @@ import peft
 import torch
 import transformers
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, greedy, prompt
+from tests.engine.moe_adapters import (
+    save_linear_router,
+    save_numbered,
+    save_shared,
+    shared_deltas,
+)
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
-# However the work is cut, the same tokens must come out.
-MODES: dict[str, dict[str, Any]] = {
-    "at_ease": {},
-    "in_chunks": {"max_batch_tokens": 13, "max_running": 13},
-    "preempted": {"kv_pages": 10, "max_context": 112},
-    "few_adapters": {"max_batch_adapters": 2},
-}
+_NUMBERED_RANK, _SHARED_RANK, _SHARED_ALPHA = 3, 2, 8
 
 
 class PeftWorld:
-    """One checkpoint and what transformers and PEFT answer greedily, by the adapter's name.
+    """One checkpoint, and the greedy answers of transformers and PEFT by the adapter's name.
 
-    adapters: LoraConfig's arguments. None is the base model, whose prompt has `shortest` tokens.
+    The name None is the base model.
     """
 
     def __init__(
@@ -35,27 +37,36 @@ class PeftWorld:
         adapters: Mapping[str, dict[str, Any]],
         tokens: int,
         shortest: int = 9,
+        longer: int = 8,
     ) -> None:
+        """Save the adapters, and generate every answer.
+
+        adapters: LoraConfig's arguments by name.
+        tokens: tokens of each answer.
+        shortest: tokens of the base model's prompt.
+        longer: tokens that each adapter's prompt has more than the prompt before.
+        """
         self.checkpoint = checkpoint
         self.folder = folder
         self.tokens = tokens
         self.names = (None, *adapters)
         self.shelf = BlobShelf(folder / "blobs")
         self.refs: dict[str | None, AdapterRef | None] = {None: None}
-        self.prompts = {name: prompt(shortest + 8 * i) for i, name in enumerate(self.names)}
+        self.prompts = {name: prompt(shortest + longer * i) for i, name in enumerate(self.names)}
         self.expected = {None: self.generated(self.model(None), self.prompts[None])}
         for seed, (name, lora) in enumerate(adapters.items()):
             save_adapter(checkpoint, folder / name, seed, **lora)
             self.refs[name] = self.shelf.add(folder / name, name)
             self.expected[name] = self.generated(self.model(name), self.prompts[name])
+        self.logits = cache(self._logits)
 
     def model(self, name: str | None) -> Any:
-        """PEFT's model under an adapter, as its folder has it."""
+        """Load PEFT's model of an adapter from the adapter's folder."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.checkpoint)
         return model if name is None else peft.PeftModel.from_pretrained(model, self.folder / name)
 
     def generated(self, model: Any, prompt: list[int]) -> list[int]:
-        """What a model answers greedily."""
+        """Generate a model's greedy answer."""
         ids = torch.tensor([prompt])
         made = model.generate(
             input_ids=ids,
@@ -68,20 +79,76 @@ class PeftWorld:
         tokens: list[int] = made[0, ids.shape[1] :].tolist()
         return tokens
 
+    @torch.inference_mode()
+    def _logits(self, name: str | None, model: str | None) -> torch.Tensor:
+        """Compute the logits [tokens, vocab] of an adapter's expected answer.
 
-def bring_all(world: PeftWorld, answers: Answers) -> None:
-    """Wait until every adapter is on the GPU, so that they meet in one batch."""
-    refs = [ref for ref in world.refs.values() if ref is not None]
-    for ref in refs:
-        answers.engine.pin(ref)
-    answers.until(lambda: all(answers.engine.residency(r) is Residency.GPU for r in refs))
+        name: adapter of the answer.
+        model: adapter of the model that computes the logits.
+        """
+        ids = self.prompts[name] + self.expected[name][:-1]
+        logits: torch.Tensor = self.model(model)(torch.tensor([ids])).logits[0]
+        return logits[-self.tokens :]
+
+
+class MoeWorld(PeftWorld):
+    """World of a mixture of experts, with three adapters more that PEFT does not save today.
+
+    numbered: matrices for each expert.
+    shared: one matrix for all experts, for some linears.
+    linear_router: LoRA of a router that is a linear.
+    """
+
+    def __init__(
+        self, checkpoint: Path, folder: Path, adapters: Mapping[str, dict[str, Any]], tokens: int
+    ) -> None:
+        super().__init__(checkpoint, folder, adapters, tokens)
+        config = json.loads((checkpoint / "config.json").read_text())
+        is_old = config["model_type"] == "mixtral"
+        save_numbered(checkpoint, folder / "numbered", _NUMBERED_RANK, old_names=is_old)
+        save_shared(checkpoint, folder / "shared", _SHARED_RANK)
+        self._router_deltas = save_linear_router(checkpoint, folder / "linear_router")
+        for name in ("numbered", "shared", "linear_router"):
+            self.refs[name] = self.shelf.add(folder / name, name)
+            self.prompts[name] = self.prompts[None]
+            self.expected[name] = self.generated(self.model(name), self.prompts[name])
+            self.names = (*self.names, name)
+
+    def model(self, name: str | None) -> Any:
+        """Load the model of an adapter: PEFT's, or a merged one if PEFT cannot read the adapter."""
+        if name == "shared":
+            return self._merged_with_shared()
+        if name != "linear_router":
+            return super().model(name)
+        model = super().model(None)
+        for parameter, delta in self._router_deltas.items():
+            model.get_parameter(parameter).data += delta
+        return model
+
+    def _merged_with_shared(self) -> Any:
+        model = super().model(None)
+        deltas = shared_deltas(self.folder / "shared", _SHARED_ALPHA / _SHARED_RANK)
+        for path, delta in deltas.items():
+            experts, _, linear = path.removeprefix("base_model.model.").rpartition(".")
+            parameter = "down_proj" if linear == "w2" else "gate_up_proj"
+            weight = model.get_parameter(f"{experts}.{parameter}").data
+            gate_and_up = weight.chunk(2, dim=1)
+            {"w1": gate_and_up[0], "w2": weight, "w3": gate_and_up[1]}[linear].add_(delta)
+        return model
 
 
 def ask(world: PeftWorld, answers: Answers) -> dict[str | None, list[int]]:
-    """Every prompt under its adapter, all at once; what came out."""
-    for name in world.names:
+    """Submit every prompt with its adapter at once, and return the answers.
+
+    The seed of a request is the position of its name in `world.names`.
+    """
+    for seed, name in enumerate(world.names):
         request = greedy(
-            str(name), world.prompts[name], adapter=world.refs[name], max_tokens=world.tokens
+            str(name),
+            world.prompts[name],
+            adapter=world.refs[name],
+            max_tokens=world.tokens,
+            seed=seed,
         )
         answers.submit(request)
     answers.all()
@@ -89,10 +156,14 @@ def ask(world: PeftWorld, answers: Answers) -> dict[str | None, list[int]]:
 
 
 def check_prefix_hits(world: PeftWorld, engine: Engine) -> None:
-    """What is asked again is answered alike, and whole pages of prompts are computed once."""
+    """Ask twice; check that the second answers are equal and no full page is computed again."""
     witness, answers = RecordingRunner(engine), Answers(engine)
     ask(world, answers)
     first = witness.tokens
     assert ask(world, answers) == world.expected
-    saved = sum((len(ids) - 1) // PAGE * PAGE for ids in world.prompts.values())
-    assert witness.tokens - first == first - saved
+    assert witness.tokens - first == first - tokens_in_full_pages(world)
+
+
+def tokens_in_full_pages(world: PeftWorld) -> int:
+    """Return the prompts' tokens that a prefix cache can save: full pages before the last token."""
+    return sum((len(ids) - 1) // PAGE * PAGE for ids in world.prompts.values())

@@ -1,15 +1,27 @@
-"""Whatever the batch, every request says what PEFT says under the same adapter, token for token."""
+"""Answers of mixed batches equal transformers' and PEFT's in float32, however steps are cut.
 
+Adapters here are of every kind: linears at ranks 4 to 64, patterns, rsLoRA, lm_head, embeddings,
+trained tokens, and experts in each form that trainers save. The matrix shows families, storages and
+features of requests; here, adapters meet batch modes, tied embeddings and scaled rotary embeddings.
+"""
+
+import functools
 from typing import Any
 
 import pytest
+import torch
 
+from lorikeet_engine.adapter import Residency
 from tests.engine.conftest import FAMILIES, MOE
-from tests.engine.engine_driver import Answers, RecordingRunner, build, greedy
-from tests.engine.peft_world import MODES, PeftWorld, ask, bring_all, check_prefix_hits
+from tests.engine.engine_driver import Answers, RecordingRunner, build, greedy, load_adapters
+from tests.engine.float32_reference import RecordingSampler
+from tests.engine.matrix.storages import EXACT
+from tests.engine.moe_adapters import PARAMETERS
+from tests.engine.peft_world import MoeWorld, PeftWorld, ask, tokens_in_full_pages
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ADAPTERS: dict[str, dict[str, Any]] = {
+LINEARS: dict[str, dict[str, Any]] = {
     "rank4_qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
     "rank8_all": {"r": 8, "lora_alpha": 16, "target_modules": ALL},
     "rank12_mlp": {"r": 12, "lora_alpha": 12, "target_modules": ["gate_proj", "down_proj"]},
@@ -23,64 +35,145 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"k_proj": 4, r"layers\.0\.mlp\.up_proj": 40},
     },
 }
-TOKENS = 40
+TRAINED = list(range(3, 90, 2))
+# lm_head, embeddings and trained tokens.
+OUTER: dict[str, dict[str, Any]] = {
+    "head": {
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "up_proj", "lm_head"],
+        "rank_pattern": {"lm_head": 12},
+        "alpha_pattern": {"lm_head": 5},
+    },
+    "head_alone": {"r": 3, "lora_alpha": 2, "use_rslora": True, "target_modules": ["lm_head"]},
+    "embeddings": {
+        "r": 8,
+        "lora_alpha": 4,
+        "target_modules": ["embed_tokens", "k_proj"],
+        "rank_pattern": {"embed_tokens": 5},
+    },
+    "both": {"r": 7, "lora_alpha": 7, "target_modules": ["lm_head", "embed_tokens"]},
+    "tied": {"r": 2, "target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    "tokens": {
+        "r": 4,
+        "target_modules": ["q_proj", "down_proj"],
+        "trainable_token_indices": TRAINED,
+    },
+    "tokens_of_both": {
+        "r": 2,
+        "target_modules": ["v_proj"],
+        "trainable_token_indices": {"embed_tokens": TRAINED[::-1], "lm_head": TRAINED[::-1]},
+    },
+    "tokens_of_head": {
+        "r": 3,
+        "target_modules": ["v_proj"],
+        "trainable_token_indices": {"lm_head": TRAINED[:9]},
+    },
+}
+ATTENTION = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+DENSE, EXPERTS = {**LINEARS, **OUTER}, {"attention": ATTENTION, **PARAMETERS}
+TOKENS = 24
+CHUNK = 13
+MODES: dict[str, dict[str, Any]] = {
+    "at_ease": {},
+    "in_chunks": {"max_batch_tokens": CHUNK, "max_running": CHUNK},
+    "preempted": {"kv_pages": 12, "max_context": 112},
+    "few_adapters": {"max_batch_adapters": 2},
+    "churn": {"max_batch_adapters": 2, "adapter_gpu_bytes": 200 << 10},
+}
+TIED = ("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3")
+# Every prompt is longer than the original context of a scaled rotary embedding.
+SCALED = ("longrope", "yarn")
+WORLDS = (*FAMILIES, *(f"tied {family}" for family in TIED), *SCALED, *MOE)
+# Granite's embeddings and logits have multipliers; longrope's model is Phi 3, with fused linears.
+OFTEN = {
+    "llama": (*MODES,),
+    "tied granite": ("at_ease",),
+    "longrope": ("in_chunks",),
+    "yarn": ("preempted",),
+    "qwen3_moe": ("at_ease", "churn"),
+    "mixtral": ("few_adapters",),
+}
+CASES = [
+    pytest.param(world, mode, marks=[] if mode in OFTEN.get(world, ()) else pytest.mark.soak)
+    for world in WORLDS
+    for mode in MODES
+]
 
 
-# Of those with a scaled rotary embedding every prompt is longer than their original context.
-WORLDS = (*FAMILIES, *MOE, "longrope", "yarn")
-OFTEN = (
-    "phi3",
-    "glm4",
-    "qwen3_moe",
-    "longrope",
-    "yarn",
-)  # fused linears; the matrix has all families
+@pytest.fixture(scope="module")
+def worlds(tiny_checkpoints, tmp_path_factory):
+    """Make the world of a name, once."""
 
+    @functools.cache
+    def make(name):
+        checkpoint, folder = tiny_checkpoints[name], tmp_path_factory.mktemp("world")
+        if name in MOE:
+            return MoeWorld(checkpoint, folder, EXPERTS, TOKENS)
+        return PeftWorld(checkpoint, folder, DENSE, TOKENS, longer=5)
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(world, marks=[] if world in OFTEN else pytest.mark.soak) for world in WORLDS
-    ],
-)
-def world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    checkpoint = {**tiny_checkpoints, **variant_checkpoints}[request.param]
-    return PeftWorld(checkpoint, folder, ADAPTERS, TOKENS)
+    return make
 
 
 @pytest.fixture
-def engine(world, tmp_path, request, close_later):
-    return close_later(build(world.checkpoint, world.shelf, tmp_path / "cache", **request.param))
+def start(tmp_path, close_later):
+    """Start an engine of a world's checkpoint."""
+
+    def start(world, **settings):
+        settings = {"max_batch_adapters": len(world.names), **settings}
+        return close_later(build(world.checkpoint, world.shelf, tmp_path / "cache", **settings))
+
+    return start
 
 
-@pytest.mark.parametrize("engine", MODES.values(), ids=MODES, indirect=True)
-def test_every_adapter_in_a_mixed_batch_answers_as_peft_does(engine, world, request):
-    witness, answers = RecordingRunner(engine), Answers(engine)
-    bring_all(world, answers)
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_every_adapter_in_a_mixed_batch_answers_as_peft_does(name, mode, worlds, start):
+    world = worlds(name)
+    engine = start(world, **MODES[mode])
+    draws, witness, answers = RecordingSampler(engine), RecordingRunner(engine), Answers(engine)
+    if mode != "churn":
+        load_adapters(answers, world.refs.values())
     assert ask(world, answers) == world.expected
+    first = witness.tokens
+    assert ask(world, answers) == world.expected, "with prefix hits"
+    for seed, adapter in enumerate(world.names):
+        got = torch.stack([draws.logits[seed, step] for step in range(TOKENS)])
+        want = world.logits(adapter, adapter)
+        error = (got - want.log_softmax(-1)).abs().max()
+        assert error <= EXACT.worst * want.abs().max(), adapter
+    if mode != "preempted":
+        assert witness.tokens == 2 * first - tokens_in_full_pages(world)
     batches = witness.batches
-    match request.node.callspec.id.partition("-")[2]:
+    segments = max(len(batch.segments or ()) for batch in batches)
+    match mode:
         case "at_ease":
-            assert max(len(batch.segments or ()) for batch in batches) == len(ADAPTERS)
+            assert segments == len(world.names) - 1
+            heads = max(len(batch.head_segments or ()) for batch in batches)
+            assert heads == (0 if name in MOE else 7 if name.startswith("tied ") else 5)
         case "in_chunks":
-            assert max(len(batch.token_ids) for batch in batches) == 13
+            assert max(len(batch.token_ids) for batch in batches) == CHUNK
         case "preempted":
-            once = sum(len(ids) + TOKENS - 1 for ids in world.prompts.values())
-            assert witness.tokens > once, "somebody was computed twice"
+            assert engine.status().preemptions > 0
         case "few_adapters":
-            assert max(len(batch.segments or ()) for batch in batches) == 2
+            assert segments == 2
+        case "churn":
+            assert engine.status().tiers[Residency.GPU].evictions > 0
 
 
-@pytest.mark.parametrize("engine", [{}], ids=[""], indirect=True)
-def test_prefix_hits_answer_as_peft_does(engine, world):
-    check_prefix_hits(world, engine)
+@pytest.mark.parametrize("name", OFTEN)
+def test_every_adapter_changes_the_answer(name, worlds):
+    world = worlds(name)
+    for adapter in world.names[1:]:
+        base, adapted = world.logits(adapter, None), world.logits(adapter, adapter)
+        assert (adapted - base).abs().max() > base.abs().max() / 100, adapter
 
 
-def test_the_adapters_change_what_the_model_says(world):
-    plain = Answers(build(world.checkpoint, world.shelf, world.folder / "cache"))
-    for name in ADAPTERS:
-        plain.submit(greedy(name, world.prompts[name], max_tokens=TOKENS))
-    plain.all()
-    plain.engine.close()
-    assert all(plain.of(name) != world.expected[name] for name in ADAPTERS)
+def test_steps_whose_adapters_leave_the_head_alone_have_no_work_for_it(worlds, start):
+    world = worlds("llama")
+    engine = start(world)
+    witness, answers = RecordingRunner(engine), Answers(engine)
+    for name in (None, "rank4_qv", "rank64_ko"):
+        answers.submit(greedy(str(name), world.prompts[name], adapter=world.refs[name]))
+    answers.all()
+    assert max(len(batch.segments or ()) for batch in witness.batches) == 2
+    assert all(batch.head_segments is None for batch in witness.batches)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from lorikeet_engine.scheduling.page_needs import PageNeeds
-from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy
-from tests.engine.peft_world import PeftWorld, ask, bring_all, check_prefix_hits
+from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, load_adapters
+from tests.engine.peft_world import PeftWorld, ask, check_prefix_hits
 
 WINDOW = 24
 WORLDS = (
@@ -37,10 +37,9 @@ MODES: dict[str, dict[str, Any]] = {
     scope="module",
     params=[pytest.param(w, marks=[] if w in OFTEN else pytest.mark.soak) for w in WORLDS],
 )
-def world(request, tiny_checkpoints, variant_checkpoints, tmp_path_factory):
+def world(request, tiny_checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    checkpoint = {**tiny_checkpoints, **variant_checkpoints}[request.param]
-    return PeftWorld(checkpoint, folder, ADAPTERS, TOKENS, SHORTEST)
+    return PeftWorld(tiny_checkpoints[request.param], folder, ADAPTERS, TOKENS, SHORTEST)
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def needs(engine):
 def test_adapters_in_one_batch_answer_as_peft_does(make, world, mode):
     engine = make(**MODES[mode])
     witness, answers = RecordingRunner(engine), Answers(engine)
-    bring_all(world, answers)
+    load_adapters(answers, world.refs.values())
     assert ask(world, answers) == world.expected
     if mode == "preempted" and len(engine._runner.kv_windows) == 2:  # windows alone do not grow
         assert engine.status().preemptions > 0

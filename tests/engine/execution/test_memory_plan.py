@@ -52,8 +52,8 @@ def test_a_rehearsal_finds_what_loading_finds(tiny_checkpoints: dict[str, Path])
         assert weights / 2 <= half < 0.51 * weights
 
 
-def test_a_rehearsal_misses_a_shard(variant_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(variant_checkpoints["sharded"], tmp_path / "model")
+def test_a_rehearsal_misses_a_shard(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoints["sharded"], tmp_path / "model")
     rehearse_load(folder, torch.float32)
     gone = sorted(folder.glob("model-*.safetensors"))[1]
     gone.unlink()

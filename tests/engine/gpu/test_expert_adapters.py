@@ -5,14 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from lorikeet_engine.engine import Engine
-from tests.engine.engine_driver import Answers, greedy, prompt
+from tests.engine.engine_driver import Answers, greedy, load_adapters, prompt
 from tests.engine.float32_reference import (
     TOLERANCE,
     Float32Reference,
     RecordingSampler,
     build,
     compare,
-    load_adapters,
     run_to_end,
 )
 from tests.engine.moe_adapters import BOTH
@@ -55,7 +54,7 @@ def test_every_answer_equals_the_references(
         monkeypatch.setattr(engine._runner, "_graphs", None)
     monkeypatch.setattr(engine, "_sampler", engine._sampler)  # is put back afterwards
     draws, answers = RecordingSampler(engine), Answers(engine)
-    load_adapters(answers, reference)
+    load_adapters(answers, reference.refs.values())
     asked = []
     for i in range(2 * len(LENGTHS)):
         name = "moe" if i % 2 else None

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, greedy, prompt
+from tests.engine.engine_driver import (
+    PAGE,
+    Answers,
+    RecordingRunner,
+    greedy,
+    load_adapters,
+    prompt,
+)
 from tests.engine.float32_reference import (
     FAMILIES,
     NAMES,
@@ -16,7 +23,6 @@ from tests.engine.float32_reference import (
     RecordingSampler,
     build,
     compare,
-    load_adapters,
     run_to_end,
 )
 
@@ -65,7 +71,7 @@ def run(engine, graphs, overlap, chunked):
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no_graphs"])
 def test_every_answer_equals_the_references(reference, run, chunked, request):
     witness, draws, answers = run
-    load_adapters(answers, reference)
+    load_adapters(answers, reference.refs.values())
     asked = list(requests(reference, salt=request.node.name))
     computed = []
     for _ in ("anew", "with prefix hits"):

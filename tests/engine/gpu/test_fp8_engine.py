@@ -10,14 +10,20 @@ allows twice as much, which no wrong scale keeps to; products alone are compared
 import pytest
 
 from tests.engine.conftest import MOE
-from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, greedy, prompt
+from tests.engine.engine_driver import (
+    PAGE,
+    Answers,
+    RecordingRunner,
+    greedy,
+    load_adapters,
+    prompt,
+)
 from tests.engine.float32_reference import (
     ADAPTERS,
     Float32Reference,
     RecordingSampler,
     build,
     compare,
-    load_adapters,
     run_to_end,
 )
 from tests.engine.models.fp8_models import round_linears
@@ -64,7 +70,7 @@ def engine(reference, tmp_path_factory):
 
 def test_every_answer_equals_the_references(reference, engine):
     witness, draws, answers = RecordingRunner(engine), RecordingSampler(engine), Answers(engine)
-    load_adapters(answers, reference)
+    load_adapters(answers, reference.refs.values())
     asked = []
     for i, name in enumerate(reference.refs):
         ids, more = prompt(LENGTHS[i % 3], i), {"adapter": reference.refs[name], "seed": 100 * i}

@@ -12,6 +12,7 @@ from tests.engine.engine_driver import (
     Answers,
     RecordingRunner,
     greedy,
+    load_adapters,
     nothing_is_held,
     prompt,
 )
@@ -21,7 +22,6 @@ from tests.engine.float32_reference import (
     RecordingSampler,
     build,
     compare,
-    load_adapters,
     run_to_end,
 )
 
@@ -48,7 +48,7 @@ def run(engine, reference):
     """The engine with every adapter on the GPU, and what looks on."""
     runner, sampler = engine._runner, engine._sampler
     seen = RecordingRunner(engine), RecordingSampler(engine), Answers(engine)
-    load_adapters(seen[-1], reference)
+    load_adapters(seen[-1], reference.refs.values())
     yield seen
     engine._runner, engine._sampler = runner, sampler
 

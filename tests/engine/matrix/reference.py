@@ -1,4 +1,4 @@
-"""What transformers and PEFT say of one family in float32, with an engine's storage imitated."""
+"""Logits of transformers and PEFT in float32 for one family, with an engine's storage imitated."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +10,12 @@ import transformers
 
 from lorikeet_engine.adapter import AdapterRef
 from tests.engine.matrix.storages import RoundedCache, Storage, key_gain
+from tests.engine.models.fp8_models import set_weights
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 
 class SavedFamily:
-    """A family's checkpoint and its adapters, in PEFT's folders and as blobs.
+    """Checkpoint of a family and its adapters, in PEFT's folders and as blobs.
 
     adapters: LoraConfig's arguments by name.
     """
@@ -33,10 +34,15 @@ class SavedFamily:
 
 
 class StoredReference:
-    """The models of a family with its adapters, that compute as an engine with a storage should."""
+    """Models of a family's adapters that compute as an engine with a storage should."""
 
-    def __init__(self, family: SavedFamily, storage: Storage) -> None:
+    def __init__(
+        self, family: SavedFamily, storage: Storage, weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Load the models. weights: floats that a served FP8 checkpoint stands for, by name."""
         self.storage = storage
+        # Ranks round once more those parts of blocks that they share: `imitate` does that.
+        self._weights = weights if "tensor_parallel" not in storage.settings else {}
         self._known: dict[tuple[str | None, tuple[int, ...]], torch.Tensor] = {}
         self._models = {name: self._load(family, name) for name in family.refs}
 
@@ -45,14 +51,15 @@ class StoredReference:
             family.checkpoint, dtype=torch.float32, attn_implementation="eager"
         )
         self.storage.imitate(base)
+        set_weights(base, self._weights)
         if adapter is None:
             return base
         return peft.PeftModel.from_pretrained(base, family.folders[adapter])
 
     def logits(self, adapter: str | None, tokens: Sequence[int]) -> torch.Tensor:
-        """[tokens, vocab], of what comes after each."""
+        """Compute the logits [tokens, vocab] behind each token."""
         asked = adapter, tuple(tokens)
-        if asked not in self._known:  # an answer shows several features
+        if asked not in self._known:  # several features show in one answer
             self._known[asked] = self._computed(adapter, tokens)
         return self._known[asked]
 

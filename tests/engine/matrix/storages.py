@@ -1,4 +1,4 @@
-"""How engines can hold a base model and its KV cache, and where: the matrix's first columns."""
+"""Ways in which engines store a base model and its KV cache: one dimension of the matrix."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,14 +12,16 @@ import transformers
 
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from tests.engine.models.fp8_models import round_linears
-from tests.engine.models.test_fp8_checkpoints import BLOCK, written
+from tests.engine.models.quantized_checkpoints import BLOCK, write_fp8
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far log probabilities of a request may be off, as shares of the largest logit.
+    """Largest errors of an answer's log probabilities, as shares of the largest logit.
 
-    beyond: how many tokens of an answer may be off by more than `worst`.
+    worst: error of a token.
+    median: median of the errors of all tokens.
+    beyond: tokens of the answer whose errors may exceed `worst`.
     """
 
     worst: float
@@ -29,30 +31,43 @@ class Tolerance:
 
 # 40 sums over 64 and more terms, each off by some roundings of its own.
 EXACT = Tolerance(*[100 * torch.finfo(torch.float32).eps] * 2)
-# Where a number lies between two of FP8's, the last digit of what went before decides which it
-# becomes, and these differ by a 16th. That is seldom; in a prompt, all tokens behind it read it:
-# medians of 3.5e-3 were seen. Weights that are rounded otherwise make 8e-3 and more. And where two
-# experts were as likely, by 1e-4, a token was computed by the other one: off by a quarter.
+# A number halfway between two FP8 numbers becomes one or the other by the last digit of the sums
+# before it, and the two differ by a 16th. Such numbers are rare, but all tokens behind one in a
+# prompt read it: medians of 3.5e-3 were seen. Weights that are rounded differently give 8e-3 and
+# more. Where the probabilities of two experts differed by 1e-4, a token was computed by the other
+# expert: an error of a quarter.
 ROUNDED = Tolerance(worst=1 / 16, median=5e-3, beyond=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A column. settings: EngineSettings'. imitate: makes transformers' model compute as these do.
+    """A way to store a base model and its KV cache, and a model of transformers that imitates it.
 
-    tolerance: against that model. rounds_kv: whether its keys and values are rounded, too. stored:
-    makes the checkpoint that is served, in a folder, of one of floats.
+    settings: EngineSettings' arguments.
+    imitate: changes transformers' model of floats so that it computes as the engine should.
+    tolerance: errors of the engine against that model.
+    rounds_kv: whether keys and values are rounded to FP8.
+    kind: kind of FP8 checkpoint in quantized_checkpoints.CONFIGS that the engine serves; None: the
+        checkpoint of floats.
     """
 
     settings: Mapping[str, Any]
     imitate: Callable[[torch.nn.Module], None]
     tolerance: Tolerance
     rounds_kv: bool = False
-    stored: Callable[[Path, Path], Path] = lambda checkpoint, _: checkpoint
+    kind: str | None = None
+
+    def stored(self, floats: Path, folder: Path) -> tuple[Path, Mapping[str, torch.Tensor]]:
+        """Return the checkpoint to serve and the floats that its FP8 weights stand for, by name.
+
+        floats: checkpoint of floats.
+        folder: folder that an FP8 checkpoint is written to.
+        """
+        return (floats, {}) if self.kind is None else write_fp8(floats, folder, self.kind)
 
 
 class RoundedCache(transformers.DynamicCache):
-    """Keeps what E4M3 makes of keys and values; of keys once these are multiplied by key_gain."""
+    """KV cache that rounds values, and keys multiplied by `key_gain`, to E4M3."""
 
     def __init__(self, key_gain: float) -> None:
         super().__init__()
@@ -66,7 +81,7 @@ class RoundedCache(transformers.DynamicCache):
 
 
 def key_gain(config: Any) -> float:
-    """What an engine multiplies keys by: half of what a family's scores have instead of 1/√d."""
+    """Return what an engine multiplies keys by: √(a family's scale of scores / (1/√d))."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     usual = 1 / math.sqrt(head_dim)
     of_gemma = 1 / math.sqrt(getattr(config, "query_pre_attn_scalar", head_dim))
@@ -78,17 +93,13 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def _leave(model: torch.nn.Module) -> None:
-    """Weights of floats are what they are."""
+    """Do nothing: floats are served unchanged."""
 
 
 def _round_to_nf4(model: torch.nn.Module) -> None:
     for name, linear in model.named_modules():
         if name.endswith("_proj"):
             linear.weight.data = round_to_nf4(linear.weight.data)
-
-
-def _in_blocks(checkpoint: Path, folder: Path) -> Path:
-    return written(checkpoint, folder, "blocks")[0]
 
 
 STORAGES = {
@@ -100,12 +111,14 @@ STORAGES = {
     "fp8_of_two_ranks": Storage(
         {"tensor_parallel": 2, "weight_dtype": "fp8"}, partial(round_linears, ranks=2), ROUNDED
     ),
-    "fp8_blocks": Storage({}, partial(round_linears, block=BLOCK), ROUNDED, stored=_in_blocks),
+    "fp8_channels": Storage({}, round_linears, ROUNDED, kind="dynamic"),
+    "fp8_matrices": Storage({}, round_linears, ROUNDED, kind="autofp8"),
+    "fp8_blocks": Storage({}, round_linears, ROUNDED, kind="blocks"),
     "fp8_blocks_of_two_ranks": Storage(
         {"tensor_parallel": 2},
         partial(round_linears, ranks=2, block=BLOCK),
         ROUNDED,
-        stored=_in_blocks,
+        kind="blocks",
     ),
     "fp8_kv_of_two_ranks": Storage(
         {"tensor_parallel": 2, "kv_dtype": "fp8"}, _leave, ROUNDED, rounds_kv=True

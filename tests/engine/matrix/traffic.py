@@ -1,4 +1,4 @@
-"""One run of an engine in which every feature occurs, and what it said to whom."""
+"""One run of an engine in which every feature occurs, and the answers of that run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +9,9 @@ import torch
 
 from lorikeet_engine.request import EngineTimings, Tokens
 from tests.engine.descending_grammar import DescendingGrammars
-from tests.engine.engine_driver import Answers, build, greedy, prompt
+from tests.engine.engine_driver import Answers, build, greedy, load_adapters, prompt
 from tests.engine.matrix.reference import SavedFamily, StoredReference
 from tests.engine.matrix.storages import Storage
-from tests.engine.peft_world import bring_all
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -43,7 +42,7 @@ GRAMMAR = "below 250, end under 1"
 TOKENS = 30
 CHUNK = 24
 ENGINE = {"kv_pages": 10, "max_context": 112, "max_batch_tokens": CHUNK, "max_running": CHUNK}
-# (adapter, tokens of the prompt, grammar): more than the pages take at once.
+# (adapter, tokens of the prompt, grammar): more tokens than the KV pages hold at once.
 TOGETHER: tuple[tuple[str | None, int, str | None], ...] = (
     (None, 9, None),
     ("some_linears", 17, None),
@@ -58,7 +57,7 @@ ALONE_TWICE = ("all_linears", 40, None)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was asked, and what an engine said. logprobs: of each token."""
+    """A request and an engine's answer. logprobs: log probability of each token."""
 
     adapter: str | None
     prompt: Sequence[int]
@@ -68,7 +67,7 @@ class Answer:
     timings: EngineTimings
 
 
-# Columns: whether an answer shows the feature at work. Each must be seen in some answer.
+# Features of requests, each with a predicate: True for an answer that shows the feature at work.
 FEATURES: Mapping[str, Callable[[Answer], bool]] = {
     "base_model": lambda answer: answer.adapter is None,
     "adapters": lambda answer: answer.adapter in ("all_linears", "some_linears"),
@@ -81,10 +80,16 @@ FEATURES: Mapping[str, Callable[[Answer], bool]] = {
 }
 
 
-def answers_of(family: SavedFamily, storage: Storage, folder: Path) -> list[Answer]:
-    """Start an engine, and let it answer TOGETHER at once and ALONE_TWICE after that."""
+def answers_of(
+    family: SavedFamily, storage: Storage, checkpoint: Path, folder: Path
+) -> list[Answer]:
+    """Start an engine; ask all of TOGETHER at once, then ALONE_TWICE and again.
+
+    checkpoint: checkpoint to serve.
+    folder: folder of the engine's cache.
+    """
     engine = build(
-        storage.stored(family.checkpoint, folder),
+        checkpoint,
         family.shelf,
         folder,
         grammars=DescendingGrammars(),
@@ -92,7 +97,7 @@ def answers_of(family: SavedFamily, storage: Storage, folder: Path) -> list[Answ
     )
     answers = Answers(engine)
     try:
-        bring_all(family, answers)
+        load_adapters(answers, family.refs.values())
         rounds = (TOGETHER, (ALONE_TWICE,), (ALONE_TWICE,))
         return [answer for asked in rounds for answer in _ask(answers, family, asked)]
     finally:
@@ -130,9 +135,9 @@ def _answer(
 
 
 def assert_equal(answer: Answer, reference: StoredReference) -> float:
-    """Each token is the reference's likeliest of those that may follow, and as likely.
+    """Check that each token is the reference's likeliest of the allowed ones, and as likely there.
 
-    Returns how far their log probabilities are off, half of them no further.
+    Returns the median error of the tokens' log probabilities, as a share of the largest logit.
     """
     ids, tokens = list(answer.prompt), list(answer.tokens)
     logits = reference.logits(answer.adapter, ids + tokens)[len(ids) - 1 : -1]

@@ -66,12 +66,17 @@ def rounded_model(folder: Path, weights: Mapping[str, torch.Tensor] | None = Non
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     round_linears(model)
-    for name, weight in (weights or {}).items():
+    set_weights(model, weights or {})
+    return model
+
+
+def set_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Replace the weights of a model's linears and experts. weights: by the checkpoint's names."""
+    for name, weight in weights.items():
         if expert := EXPERT.fullmatch(name):
             _matrix_of(model, *expert.groups()).copy_(weight)
         elif "_proj" in name:
             model.get_parameter(name).data = weight
-    return model
 
 
 def _matrix_of(model: Any, layer: str, expert: str, linear: str) -> torch.Tensor:

@@ -24,7 +24,7 @@ def test_each_matrix_has_the_hash_of_its_copy(dtype, tiny_checkpoints):
     assert base_sha256(folder, "embed_tokens", dtype) == hash_of(embeddings, dtype)
 
 
-def test_where_embeddings_are_tied_the_head_is_their_matrix(tied_checkpoints):
-    folder = tied_checkpoints["qwen2"]
+def test_where_embeddings_are_tied_the_head_is_their_matrix(tiny_checkpoints):
+    folder = tiny_checkpoints["tied qwen2"]
     embeddings = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     assert base_sha256(folder, "lm_head", "BF16") == hash_of(embeddings, "BF16")

@@ -14,7 +14,7 @@ from lorikeet_engine.models import staging
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
-from tests.engine.models.test_fp8_checkpoints import written
+from tests.engine.models.quantized_checkpoints import write_fp8
 
 GATE_UP = [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")]
 DOWN = ["model.layers.0.mlp.down_proj.weight"]
@@ -39,7 +39,7 @@ def read(folder: Path, kind: str, names: list[str], cuts: list[Cut]) -> Weight:
 
 def written_as(kind: str, folder: Path, made: Path) -> tuple[str, Path]:
     """A kind of checkpoint, and its folder."""
-    return kind, folder if kind in ("floats", "nf4") else written(folder, made, kind)[0]
+    return kind, folder if kind in ("floats", "nf4") else write_fp8(folder, made, kind)[0]
 
 
 @pytest.fixture(params=KINDS)

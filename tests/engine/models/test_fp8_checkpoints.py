@@ -3,7 +3,6 @@
 import json
 from math import ceil
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,127 +14,24 @@ from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.models.stored_tensors import SINGLE
 from tests.engine.conftest import MOE, PagedTokens
-from tests.engine.engine_driver import Answers, build
-from tests.engine.models.fp8_models import block_scales, rounded_model
+from tests.engine.models.fp8_models import rounded_model
+from tests.engine.models.quantized_checkpoints import (
+    BLOCK,
+    CONFIGS,
+    SCALES,
+    compressed_tensors,
+    expanded,
+    linears,
+    saved,
+    scales_of,
+    write_fp8,
+)
 from tests.engine.models.test_fp8_rounding import assert_near
 from tests.engine.models.test_models import Run, prompt_of
-from tests.engine.models.test_quantized_checkpoints import linears, saved
-from tests.engine.moe_adapters import PARAMETERS
-from tests.engine.peft_world import PeftWorld, ask, bring_all
 
 CPU = torch.device("cpu")
 PROMPT = prompt_of(40)
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-BLOCK = (16, 32)
-FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
-
-
-def compressed_tensors(weights, activations):
-    """quantization_config of compressed-tensors, whose QuantizationScheme and presets FP8,
-    FP8_DYNAMIC and FP8_BLOCK are in src/compressed_tensors/quantization/quant_scheme.py.
-    """
-    group = {
-        "targets": ["Linear"],
-        "weights": FLOATS | {"dynamic": False} | weights,
-        "input_activations": FLOATS | activations,
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-    }
-
-
-# AutoFP8 writes its config in auto_fp8/quantize.py, save_quantized_model; DeepSeek's and Qwen's
-# blocks, and one scale of a matrix without them, are FineGrainedFP8Config of transformers
-# (utils/quantization_config.py); ModelOpt's is made in modelopt/torch/export/convert_hf_config.py.
-CONFIGS = {
-    "dynamic": compressed_tensors(
-        {"strategy": "channel"}, {"dynamic": True, "strategy": "token", "observer": None}
-    ),
-    "static": compressed_tensors({"strategy": "tensor"}, {"dynamic": False, "strategy": "tensor"}),
-    "autofp8": {
-        "quant_method": "fp8",
-        "activation_scheme": "static",
-        "ignored_layers": ["lm_head"],
-        "kv_cache_scheme": "static",
-    },
-    "matrices": {
-        "quant_method": "fp8",
-        "activation_scheme": "static",
-        "modules_to_not_convert": ["lm_head"],
-        "weight_block_size": None,
-    },
-    "modelopt": {
-        "quant_method": "modelopt",
-        "quant_algo": "FP8",
-        "config_groups": {
-            "group_0": {
-                "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
-                "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
-                "targets": ["Linear"],
-            }
-        },
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
-        "producer": {"name": "modelopt", "version": "0.29.0"},
-    },
-    "blocks": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": BLOCK,
-    },
-    "compressed_blocks": compressed_tensors(
-        {"strategy": "block", "block_structure": BLOCK},
-        {"dynamic": True, "strategy": "group", "group_size": 32},
-    ),
-}
-SCALES = {"blocks": "weight_scale_inv", "matrices": "weight_scale_inv"}
-INPUT_SCALES = {
-    **dict.fromkeys(("static", "autofp8", "modelopt"), "input_scale"),
-    "matrices": "activation_scale",
-}
-
-
-def written(folder, target, kind):
-    """An FP8 checkpoint of a tiny one, in a library's layout, and the floats it stands for."""
-    names, tensors = linears(folder)
-    floats = {}
-    for name in names:
-        weight, path = tensors[name], name.removesuffix("weight")
-        scales = scales_of(kind, weight)
-        wide = expanded(scales, weight.shape, kind)
-        tensors[name] = (weight / wide).to(DTYPE)
-        tensors[f"{path}{SCALES.get(kind, 'weight_scale')}"] = scales
-        floats[name] = tensors[name].float() * wide
-        if kind in INPUT_SCALES:
-            tensors[path + INPUT_SCALES[kind]] = torch.tensor(0.02).expand(scales.shape)
-    if kind == "autofp8":  # with kv_cache_quant_layers
-        tensors["model.layers.0.self_attn.k_proj.output_scale"] = torch.tensor(0.1)
-    config = CONFIGS[kind]
-    return saved(folder, target / kind, tensors, quantization_config=config), floats
-
-
-def scales_of(kind, weight):
-    if kind == "dynamic":  # [d_out, 1], in the dtype that the model had
-        return (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
-    if kind == "static":
-        return (weight.abs().amax() / 448)[None]
-    if kind in ("autofp8", "matrices", "modelopt"):
-        return weight.abs().amax() / 448
-    return block_scales(weight, BLOCK)
-
-
-def expanded(scales, shape, kind):
-    if "blocks" not in kind:
-        return scales.float().expand(shape)
-    tall = scales.repeat_interleave(BLOCK[0], 0)[: shape[0]]
-    return tall.repeat_interleave(BLOCK[1], 1)[:, : shape[1]]
 
 
 def logits(folder, dtype=torch.float32):
@@ -152,67 +48,13 @@ def floats_logits(model):
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *MOE])
 def test_its_numbers_are_served_as_they_are(tiny_checkpoints, tmp_path, family, kind):
-    folder, floats = written(tiny_checkpoints[family], tmp_path, kind)
+    folder, floats = write_fp8(tiny_checkpoints[family], tmp_path, kind)
     assert_near(logits(folder), floats_logits(rounded_model(tiny_checkpoints[family], floats)))
-
-
-ADAPTERS = {
-    "all": {"r": 8, "lora_alpha": 16, "target_modules": LINEARS},
-    "head": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj", "lm_head"]},
-}
-
-
-class Fp8World(PeftWorld):
-    """Answers of transformers and PEFT on a checkpoint's dequantised weights."""
-
-    floats = None
-
-    def __init__(self, plain, floats, *more):
-        self.floats = floats
-        super().__init__(plain, *more)
-
-    def model(self, name):
-        model = rounded_model(self.checkpoint, self.floats)
-        return model if name is None else peft.PeftModel.from_pretrained(model, self.folder / name)
-
-    def check(self, said):
-        """Hold that all tokens but one of each answer are the best, and that one is near it.
-
-        Sums in another order may round an input to the FP8 number beside it; see test_fp8_rounding.
-        """
-        for name, tokens in said.items():
-            ids, first = self.prompts[name] + tokens, len(self.prompts[name]) - 1
-            with torch.inference_mode():
-                logits = self.model(name)(torch.tensor([ids])).logits[0, first:-1]
-            shortfall = logits.amax(1) - logits[range(self.tokens), tokens]
-            assert (shortfall > 0).sum() <= 1
-            assert shortfall.max() <= logits.abs().max() / 16
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [("llama", "dynamic"), ("qwen2", "autofp8"), ("qwen3_moe", "autofp8"), ("mixtral", "dynamic")],
-)
-def test_an_engine_answers_as_peft_does_on_the_dequantised_weights(
-    tiny_checkpoints, tmp_path, family, kind
-):
-    plain = tiny_checkpoints[family]
-    folder, floats = written(plain, tmp_path, kind)
-    adapters = {**ADAPTERS, **PARAMETERS} if family in MOE else ADAPTERS
-    world = Fp8World(plain, floats, tmp_path, adapters, 12)
-    engine = build(folder, world.shelf, tmp_path / "cache", kv_pages=5, max_context=80)
-    answers = Answers(engine)
-    try:
-        bring_all(world, answers)
-        world.check(ask(world, answers))
-        world.check(ask(world, answers))  # with prefix hits
-    finally:
-        engine.close()
 
 
 def test_linears_that_were_left_out_are_floats(tiny_checkpoints, tmp_path):
     plain = tiny_checkpoints["qwen2"]
-    folder, floats = written(plain, tmp_path, "dynamic")
+    folder, floats = write_fp8(plain, tmp_path, "dynamic")
     _, original = linears(plain)
     tensors = load_file(folder / SINGLE)
     for linear in ("mlp.down_proj", "self_attn.v_proj"):  # one of a group's makes all floats
@@ -230,7 +72,7 @@ def test_linears_that_were_left_out_are_floats(tiny_checkpoints, tmp_path):
 
 def test_an_expert_that_was_left_out_makes_all_of_its_kind_floats(tiny_checkpoints, tmp_path):
     plain = tiny_checkpoints["qwen3_moe"]
-    folder, floats = written(plain, tmp_path, "dynamic")
+    folder, floats = write_fp8(plain, tmp_path, "dynamic")
     tensors, name = load_file(folder / SINGLE), "model.layers.1.mlp.experts.2.down_proj.weight"
     tensors[name] = floats[name] = linears(plain)[1][name]
     del tensors[f"{name}_scale"]
@@ -243,7 +85,7 @@ def test_an_expert_that_was_left_out_makes_all_of_its_kind_floats(tiny_checkpoin
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_router_that_is_fp8_gets_its_exact_values(tiny_checkpoints, tmp_path, kind):
     plain = tiny_checkpoints["qwen3_moe"]
-    folder, _ = written(plain, tmp_path, kind)
+    folder, _ = write_fp8(plain, tmp_path, kind)
     tensors, name = load_file(folder / SINGLE), "model.layers.0.mlp.gate.weight"
     scales = scales_of(kind, tensors[name])
     wide = expanded(scales, tensors[name].shape, kind)
@@ -256,7 +98,7 @@ def test_a_router_that_is_fp8_gets_its_exact_values(tiny_checkpoints, tmp_path, 
 
 def test_experts_of_fp8_that_are_one_tensor_are_refused_by_name(tiny_checkpoints, tmp_path):
     plain = tiny_checkpoints["qwen3_moe"]
-    folder, _ = written(plain, tmp_path, "dynamic")
+    folder, _ = write_fp8(plain, tmp_path, "dynamic")
     tensors, whole = load_file(folder / SINGLE), "model.layers.0.mlp.experts.down_proj"
     tensors[whole] = torch.zeros(6, 64, 48).to(DTYPE)
     save_file(tensors, folder / SINGLE)
@@ -267,7 +109,7 @@ def test_experts_of_fp8_that_are_one_tensor_are_refused_by_name(tiny_checkpoints
 
 def test_a_head_that_is_fp8_gets_its_exact_values(tiny_checkpoints, tmp_path):
     plain = tiny_checkpoints["llama"]
-    folder, floats = written(plain, tmp_path, "dynamic")
+    folder, floats = write_fp8(plain, tmp_path, "dynamic")
     tensors = load_file(folder / SINGLE)
     head = tensors["lm_head.weight"]
     scales = scales_of("dynamic", head)
@@ -284,7 +126,7 @@ def test_a_rehearsal_counts_a_byte_for_a_number_and_four_for_a_scale(
     tiny_checkpoints, tmp_path, family, kind
 ):
     plain = tiny_checkpoints[family]
-    folder, floats = written(plain, tmp_path, kind)
+    folder, floats = write_fp8(plain, tmp_path, kind)
 
     def scales(weight):
         rows, columns = weight.shape
@@ -299,7 +141,7 @@ def test_a_rehearsal_counts_a_byte_for_a_number_and_four_for_a_scale(
 
 
 def test_stored_fp8_is_unchanged_when_floats_are_rounded_to_fp8(tiny_checkpoints, tmp_path):
-    folder, _ = written(tiny_checkpoints["llama"], tmp_path, "dynamic")
+    folder, _ = write_fp8(tiny_checkpoints["llama"], tmp_path, "dynamic")
     model = load_model(folder, CPU, torch.float32, rounding=Quantization.FP8)
     run = Run(None, PagedTokens(), model=model)
     run.step({"a": PROMPT})
@@ -341,7 +183,7 @@ def of_groups(*kinds):
     ids=["groups", "first_name", "regex", "nothing_else"],
 )
 def test_compressed_tensors_other_words_for_the_same_are_read(tiny_checkpoints, tmp_path, config):
-    folder, _ = written(tiny_checkpoints["llama"], tmp_path, "dynamic")
+    folder, _ = write_fp8(tiny_checkpoints["llama"], tmp_path, "dynamic")
     other = saved(tiny_checkpoints["llama"], tmp_path / "other", load_file(folder / SINGLE))
     path = other / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
@@ -381,7 +223,7 @@ def test_other_schemes_are_refused_by_name(edited, quantization, field):
 
 
 def test_modelopts_own_config_file_is_read(tiny_checkpoints, tmp_path):
-    folder, _ = written(tiny_checkpoints["llama"], tmp_path, "modelopt")
+    folder, _ = write_fp8(tiny_checkpoints["llama"], tmp_path, "modelopt")
     alone = saved(tiny_checkpoints["llama"], tmp_path / "alone", load_file(folder / SINGLE))
     with pytest.raises(ModelError, match=r"F8_E4M3 .* which config\.json does not mention"):
         rehearse_load(alone, torch.float32)
@@ -392,7 +234,7 @@ def test_modelopts_own_config_file_is_read(tiny_checkpoints, tmp_path):
 
 
 def test_a_weight_without_its_scales_is_named(tiny_checkpoints, tmp_path):
-    folder, _ = written(tiny_checkpoints["llama"], tmp_path, "dynamic")
+    folder, _ = write_fp8(tiny_checkpoints["llama"], tmp_path, "dynamic")
     tensors, name = load_file(folder / SINGLE), "model.layers.1.mlp.up_proj.weight"
     del tensors[f"{name}_scale"]
     save_file(tensors, folder / SINGLE)
@@ -422,7 +264,7 @@ def test_weights_without_rounding_of_inputs_are_refused(edited):
 def test_a_part_that_does_not_fit_is_named_before_anything_is_loaded(
     tiny_checkpoints, tmp_path, part, spoil
 ):
-    folder, _ = written(tiny_checkpoints["llama"], tmp_path, "dynamic")
+    folder, _ = write_fp8(tiny_checkpoints["llama"], tmp_path, "dynamic")
     name = f"model.layers.1.mlp.up_proj.{part}"
     tensors = load_file(folder / SINGLE)
     tensors[name] = spoil(tensors[name])

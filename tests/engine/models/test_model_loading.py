@@ -42,8 +42,8 @@ def test_end_of_sequence_ids_come_from_both_files(edited):
     assert ModelConfig.from_folder(folder).eos_token_ids == (3, 5, 9)
 
 
-def test_the_older_way_to_write_rope_means_the_same(variant_checkpoints, edited):
-    new = variant_checkpoints["llama3_rope"]
+def test_the_older_way_to_write_rope_means_the_same(tiny_checkpoints, edited):
+    new = tiny_checkpoints["llama3_rope"]
     rope = json.loads((new / "config.json").read_text())["rope_parameters"]
     theta = rope.pop("rope_theta")
     old = edited("llama", rope_parameters=None, rope_theta=theta, rope_scaling=rope)
@@ -155,11 +155,11 @@ def test_an_attention_factor_decides_beside_an_attn_factor(edited, attention_fac
     assert config.ropes[0].gain == pytest.approx(attention_factor)
 
 
-def test_phi_calls_longrope_by_older_names_too(variant_checkpoints, edited):
-    new = json.loads((variant_checkpoints["longrope"] / "config.json").read_text())
+def test_phi_calls_longrope_by_older_names_too(tiny_checkpoints, edited):
+    new = json.loads((tiny_checkpoints["longrope"] / "config.json").read_text())
     rope = new.pop("rope_parameters")
     factors = {key: rope[key] for key in ("short_factor", "long_factor")}
-    want = ModelConfig.from_folder(variant_checkpoints["longrope"]).ropes
+    want = ModelConfig.from_folder(tiny_checkpoints["longrope"]).ropes
     for kind in ("su", "yarn"):
         old = {**new, "rope_parameters": None, "rope_scaling": {"type": kind, **factors}}
         folder = edited("phi3", **old, partial_rotary_factor=0.75, rope_theta=10_000.0)
@@ -219,8 +219,8 @@ def test_tensors_that_the_config_does_not_know_are_refused(edited):
         load(edited("qwen3", model_type="llama"))
 
 
-def test_a_missing_shard_is_named(variant_checkpoints, tmp_path):
-    folder = shutil.copytree(variant_checkpoints["sharded"], tmp_path / "copy")
+def test_a_missing_shard_is_named(tiny_checkpoints, tmp_path):
+    folder = shutil.copytree(tiny_checkpoints["sharded"], tmp_path / "copy")
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
     shards[-1].unlink()

@@ -19,11 +19,6 @@ NAMES = [*FAMILIES, *MOE, *(name for name in VARIANTS if name != "longrope")]
 EPS = torch.finfo(torch.float32).eps
 
 
-@pytest.fixture(scope="module")
-def folder_of(tiny_checkpoints, variant_checkpoints):
-    return {**tiny_checkpoints, **variant_checkpoints}
-
-
 def load(folder, device="cpu", dtype=torch.float32, max_context=None):
     return load_model(folder, torch.device(device), dtype, max_context)
 
@@ -93,21 +88,23 @@ def assert_equal(got, want, eps=EPS):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_equal_transformers_however_the_prompts_are_cut(name, folder_of, paged_tokens):
+def test_logits_equal_transformers_however_the_prompts_are_cut(
+    name, tiny_checkpoints, paged_tokens
+):
     prompts = {"one": prompt_of(1), "odd": prompt_of(63), "long": prompt_of(133)}
-    want = {key: reference(folder_of[name], prompt) for key, prompt in prompts.items()}
+    want = {key: reference(tiny_checkpoints[name], prompt) for key, prompt in prompts.items()}
 
-    whole = Run(folder_of[name], paged_tokens())
+    whole = Run(tiny_checkpoints[name], paged_tokens())
     whole.step(prompts)
 
-    chunked = Run(folder_of[name], paged_tokens())
+    chunked = Run(tiny_checkpoints[name], paged_tokens())
     chunked.step({"odd": prompts["odd"][:40], "long": prompts["long"][:17]})
     chunked.step(
         {"long": prompts["long"][17:80], "one": prompts["one"], "odd": prompts["odd"][40:]}
     )
     chunked.step({"long": prompts["long"][80:]})
 
-    single = Run(folder_of[name], paged_tokens())
+    single = Run(tiny_checkpoints[name], paged_tokens())
     single.step({"long": prompts["long"][:100]})
     for i in range(33):
         single.step({"odd": prompts["odd"][i : i + 1], "long": prompts["long"][100 + i : 101 + i]})
@@ -122,20 +119,20 @@ def test_logits_equal_transformers_however_the_prompts_are_cut(name, folder_of, 
 @pytest.mark.parametrize(
     "name", ["llama3_rope", "linear_rope", "dynamic_rope", "yarn", "yarn_mscale"]
 )
-def test_long_positions_turn_as_transformers_turns_them(name, folder_of, paged_tokens):
+def test_long_positions_turn_as_transformers_turns_them(name, tiny_checkpoints, paged_tokens):
     prompt = prompt_of(512)
-    run = Run(folder_of[name], paged_tokens())
+    run = Run(tiny_checkpoints[name], paged_tokens())
     run.step({"a": prompt})
-    assert_equal(run.of("a"), reference(folder_of[name], prompt))
+    assert_equal(run.of("a"), reference(tiny_checkpoints[name], prompt))
 
 
 @pytest.mark.parametrize(
     ("length", "max_context"), [(133, 512), (9, 9), (8, 8), (1, 8)]
 )  # the original context is 8
 def test_longrope_uses_the_factors_of_the_longest_context(
-    length, max_context, folder_of, paged_tokens
+    length, max_context, tiny_checkpoints, paged_tokens
 ):
-    folder, prompt = folder_of["longrope"], prompt_of(length)
+    folder, prompt = tiny_checkpoints["longrope"], prompt_of(length)
     run = Run(folder, paged_tokens(), model=load(folder, max_context=max_context))
     run.step({"a": prompt[: length // 2 + 1]})
     if rest := prompt[length // 2 + 1 :]:
@@ -171,13 +168,13 @@ def test_adapters_change_the_logits_of_their_own_sequences(tiny_checkpoints, pag
     ],
 )
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in MOE])
-def test_bfloat16_stays_within_its_precision(name, device, folder_of, paged_tokens):
+def test_bfloat16_stays_within_its_precision(name, device, tiny_checkpoints, paged_tokens):
     prompt = prompt_of(63)
-    run = Run(folder_of[name], paged_tokens(device), torch.bfloat16)
+    run = Run(tiny_checkpoints[name], paged_tokens(device), torch.bfloat16)
     run.step({"a": prompt[:40], "b": prompt_of(5)})
     for token in prompt[40:]:
         run.step({"a": [token]})
-    got, want = run.of("a").cpu(), reference(folder_of[name], prompt)
+    got, want = run.of("a").cpu(), reference(tiny_checkpoints[name], prompt)
     error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
     pairs_of_layers = run.runner.model.shape.layers / 2  # roundings of each are on top of the rest
     assert error < 8 * pairs_of_layers**0.5 * torch.finfo(torch.bfloat16).eps

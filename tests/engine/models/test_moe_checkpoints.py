@@ -22,8 +22,7 @@ from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.settings import EngineSettings
 from tests.engine.conftest import MOE, PagedTokens
-from tests.engine.models.test_fp8_checkpoints import written
-from tests.engine.models.test_quantized_checkpoints import AWQ
+from tests.engine.models.quantized_checkpoints import AWQ, write_fp8
 
 CPU = torch.device("cpu")
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight")
@@ -82,7 +81,7 @@ def test_a_process_reads_its_part_of_every_expert(
 def test_a_process_reads_its_part_of_every_expert_in_fp8(
     family, kind, tiny_checkpoints, tmp_path, monkeypatch
 ):
-    folder, _ = written(tiny_checkpoints[family], tmp_path, kind)
+    folder, _ = write_fp8(tiny_checkpoints[family], tmp_path, kind)
     whole, *parts = whole_and_halves(folder, monkeypatch)
     gate_up = joined([part.gate_up.floats() for part in parts])
     assert torch.equal(gate_up, whole.gate_up.floats())

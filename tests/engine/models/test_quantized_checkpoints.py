@@ -1,8 +1,6 @@
 """A quantized checkpoint is served with its exact values, or refused by the name of what is not."""
 
 import json
-import re
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -22,33 +20,24 @@ from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from lorikeet_engine.settings import EngineSettings
 from tests.engine.blobs import Shelf
 from tests.engine.conftest import FAMILIES, PagedTokens, save_all
+from tests.engine.models.quantized_checkpoints import (
+    AWQ,
+    GPTQ,
+    gptq,
+    linears,
+    saved,
+    write_int4,
+)
 from tests.engine.models.test_models import Run, assert_equal, prompt_of, random_adapter, reference
 
 PROMPT = prompt_of(40)
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 
 
 def logits(folder, model=None):
     run = Run(folder, PagedTokens(), model=model)
     run.step({"a": PROMPT})
     return run.of("a")
-
-
-def linears(folder):
-    """The names of the linears' weights in the layers, and all tensors."""
-    tensors = load_file(folder / SINGLE)
-    return [n for n in tensors if re.search(r"(_proj|\.w[123])\.weight", n)], tensors
-
-
-def saved(folder, target, tensors, **config):
-    """A copy of a checkpoint with other tensors, and more in its config.json."""
-    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / SINGLE)
-    path = target / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    return target
 
 
 @pytest.fixture(scope="module")
@@ -152,61 +141,6 @@ def assembled(folder, tmp_path, weight_dtype="nf4"):
     return assemble(settings, Shelf(tmp_path / "blobs"), load_model, lambda: None)
 
 
-def packed(nibbles):
-    """[rows, columns, 8] to [rows, columns] int32, the first in the lowest bits."""
-    return (nibbles.long() << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
-
-
-def awq(path, q, zeros, scales):
-    """Pack as AutoAWQ does: nibble i of an integer is column order[i] of eight."""
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
-    return {
-        f"{path}.qweight": packed(q.view(len(q), -1, 8)[..., order]),
-        f"{path}.qzeros": packed(zeros.view(len(zeros), -1, 8)[..., order]),
-        f"{path}.scales": scales,
-    }
-
-
-def gptq(path, q, zeros, scales, group_of, less=1):
-    """Pack as GPTQModel does: eight rows in one; in its first format each zero point less 1.
-
-    That is taken off the integer that has them all (convert_gptq_v2_to_v1_format in its
-    utils/model.py), so a zero of 0 borrows from the next.
-    """
-    rows = q.view(-1, 8, q.shape[1]).transpose(1, 2)
-    return {
-        f"{path}.qweight": packed(rows),
-        f"{path}.qzeros": packed(zeros.view(len(zeros), -1, 8)) - less * 0x11111111,
-        f"{path}.scales": scales,
-        f"{path}.g_idx": group_of.to(torch.int32),
-    }
-
-
-def quantized(folder, target, kind, group=32, dtype=torch.float16, **config):
-    """A random checkpoint of 4-bit integers, and one of the floats that they stand for."""
-    generator = torch.Generator().manual_seed(4)
-    names, tensors = linears(folder)
-    floats = dict(tensors)
-    for name in names:
-        d_out, d_in = tensors.pop(name).shape
-        groups = d_in // group
-        q = torch.randint(16, (d_in, d_out), generator=generator)
-        zeros = torch.randint(16, (groups, d_out), generator=generator)
-        scales = (torch.rand(groups, d_out, generator=generator) / 20).to(dtype)
-        group_of = torch.arange(d_in) // group
-        if kind != "awq":  # desc_act
-            group_of = group_of[torch.randperm(d_in, generator=generator)]
-        floats[name] = ((q - zeros[group_of]).to(dtype) * scales[group_of]).t()
-        path = name.removesuffix(".weight")
-        if kind == "awq":
-            tensors |= awq(path, q, zeros, scales)
-        else:
-            tensors |= gptq(path, q, zeros, scales, group_of, less=int(kind == "gptq"))
-    config = {"group_size": group} | config
-    written = saved(folder, target / kind, tensors, quantization_config=config)
-    return written, saved(folder, target / "floats", floats)
-
-
 @pytest.mark.parametrize(
     ("kind", "config"),
     [("awq", AWQ), ("gptq", GPTQ), ("gptq_v2", GPTQ | {"checkpoint_format": "gptq_v2"})],
@@ -216,7 +150,7 @@ def quantized(folder, target, kind, group=32, dtype=torch.float16, **config):
 def test_integers_stand_for_the_floats_of_their_scales(
     tiny_checkpoints, tmp_path, family, kind, config
 ):
-    folder, floats = quantized(tiny_checkpoints[family], tmp_path, kind, **config)
+    folder, floats = write_int4(tiny_checkpoints[family], tmp_path, kind, **config)
     assert torch.equal(logits(folder), logits(floats))
 
 
@@ -230,14 +164,14 @@ def test_integers_stand_for_the_floats_of_their_scales(
     ids=["capitals", "gptqmodel", "gptqmodel_awq"],
 )
 def test_the_version_of_a_format_has_several_names(tiny_checkpoints, tmp_path, kind, config):
-    folder, floats = quantized(tiny_checkpoints["llama"], tmp_path, kind, **config)
+    folder, floats = write_int4(tiny_checkpoints["llama"], tmp_path, kind, **config)
     assert torch.equal(logits(folder), logits(floats))
 
 
 def test_scales_of_bfloat16_that_gptqmodel_keeps_give_values_of_bfloat16(
     tiny_checkpoints, tmp_path
 ):
-    folder, floats = quantized(
+    folder, floats = write_int4(
         tiny_checkpoints["llama"], tmp_path, "awq", dtype=torch.bfloat16, **AWQ
     )
     assert torch.equal(logits(folder), logits(floats))
@@ -245,7 +179,7 @@ def test_scales_of_bfloat16_that_gptqmodel_keeps_give_values_of_bfloat16(
 
 @pytest.mark.parametrize("group", [-1, 2])
 def test_an_input_of_a_group_that_is_not_there_is_refused(tiny_checkpoints, tmp_path, group):
-    folder, _ = quantized(tiny_checkpoints["llama"], tmp_path, "gptq", **GPTQ)
+    folder, _ = write_int4(tiny_checkpoints["llama"], tmp_path, "gptq", **GPTQ)
     tensors, name = load_file(folder / SINGLE), "model.layers.1.self_attn.o_proj.g_idx"
     tensors[name][5] = group
     save_file(tensors, folder / SINGLE)
@@ -256,7 +190,7 @@ def test_an_input_of_a_group_that_is_not_there_is_refused(tiny_checkpoints, tmp_
 
 def test_a_lm_head_that_is_quantised_gets_its_values(tiny_checkpoints, tmp_path):
     plain = tiny_checkpoints["llama"]
-    folder, floats = quantized(plain, tmp_path, "gptq", **GPTQ)
+    folder, floats = write_int4(plain, tmp_path, "gptq", **GPTQ)
     tensors, wanted = load_file(folder / SINGLE), load_file(floats / SINGLE)
     d_out, d_in = tensors.pop("lm_head.weight").shape
     q, group_of = torch.randint(16, (d_in, d_out)), torch.arange(d_in) // 32
@@ -271,9 +205,9 @@ def test_a_lm_head_that_is_quantised_gets_its_values(tiny_checkpoints, tmp_path)
     assert torch.equal(logits(got), logits(want))
 
 
-def test_a_quantised_lm_head_beside_tied_embeddings_is_left_unread(variant_checkpoints, tmp_path):
-    tied = variant_checkpoints["tied"]
-    folder, _ = quantized(tied, tmp_path, "gptq", **GPTQ)
+def test_a_quantised_lm_head_beside_tied_embeddings_is_left_unread(tiny_checkpoints, tmp_path):
+    tied = tiny_checkpoints["tied"]
+    folder, _ = write_int4(tied, tmp_path, "gptq", **GPTQ)
     q, zeros = torch.randint(16, (64, 256)), torch.full((2, 256), 8)
     scales, group_of = torch.full((2, 256), 0.01).half(), torch.arange(64) // 32
     tensors = load_file(folder / SINGLE) | gptq("lm_head", q, zeros, scales, group_of)
@@ -283,7 +217,7 @@ def test_a_quantised_lm_head_beside_tied_embeddings_is_left_unread(variant_check
 
 
 def test_quantised_linears_that_config_json_does_not_mention_are_named(tiny_checkpoints, tmp_path):
-    folder, _ = quantized(tiny_checkpoints["llama"], tmp_path, "awq", **AWQ)
+    folder, _ = write_int4(tiny_checkpoints["llama"], tmp_path, "awq", **AWQ)
     unsaid = saved(tiny_checkpoints["llama"], tmp_path / "unsaid", load_file(folder / SINGLE))
     with pytest.raises(ModelError, match=r"q_proj.qweight, .* want config.json to say"):
         rehearse_load(unsaid, torch.float32)
@@ -304,7 +238,7 @@ def test_floats_that_config_json_calls_quantised_are_refused(edited, config):
 def test_biases_of_zeros_that_autogptq_adds_are_no_obstacle_and_others_are(
     tiny_checkpoints, tmp_path
 ):
-    folder, floats = quantized(tiny_checkpoints["llama"], tmp_path, "gptq", **GPTQ)
+    folder, floats = write_int4(tiny_checkpoints["llama"], tmp_path, "gptq", **GPTQ)
     tensors = load_file(folder / SINGLE)
     name = "model.layers.1.mlp.down_proj.bias"
     tensors[name] = torch.zeros(64, dtype=torch.float16)
@@ -331,7 +265,7 @@ def test_one_group_can_hold_all_inputs(tiny_checkpoints, tmp_path):
 def test_a_rehearsal_knows_the_bytes_of_dequantised_weights(nf4, wide_checkpoints, tmp_path):
     plain = rehearse_load(wide_checkpoints["llama"], torch.bfloat16)[1]
     assert rehearse_load(nf4("llama")[1], torch.bfloat16)[1] == plain
-    folder, _ = quantized(wide_checkpoints["llama"], tmp_path, "awq", **AWQ)
+    folder, _ = write_int4(wide_checkpoints["llama"], tmp_path, "awq", **AWQ)
     assert rehearse_load(folder, torch.bfloat16)[1] == plain
 
 

@@ -17,7 +17,7 @@ from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from tests.engine.conftest import SIZES, PagedTokens
 from tests.engine.engine_driver import Answers, build, greedy
-from tests.engine.models.test_fp8_checkpoints import CONFIGS, scales_of
+from tests.engine.models.quantized_checkpoints import CONFIGS, scales_of
 from tests.engine.models.test_models import Run, assert_equal, prompt_of
 from tests.engine.peft_adapters import BlobShelf
 

@@ -18,15 +18,13 @@ from tests.engine.conftest import EIGHT_HEADS, FAMILIES, MOE, SIZES, save_all
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import PAGE, Answers, greedy, prompt
 from tests.engine.moe_adapters import PARAMETERS
-from tests.engine.moe_world import MoeWorld
-from tests.engine.peft_world import PeftWorld, ask
+from tests.engine.peft_world import MoeWorld, PeftWorld, ask
 from tests.engine.process_engines import followers
-from tests.engine.test_peft_equality import ADAPTERS, ALL
+from tests.engine.test_peft_equality import ALL, ATTENTION, LINEARS
 
 TOKENS = 24
 WITHIN_S = 120.0  # eight processes take 20 s on two busy cores
 HEAD = {"r": 6, "lora_alpha": 12, "target_modules": [*ALL, "lm_head"]}
-ATTENTION = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 RUN = "below 191, end under 9, by one from 190 to 170"
 _LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 24)
 
@@ -68,20 +66,18 @@ def largest_adapter_bytes(world: PeftWorld) -> int:
         ]
     ],
 )
-def ranks_and_world(
-    request, tiny_checkpoints, variant_checkpoints, tmp_path_factory, one_thread, forked_followers
-):
+def ranks_and_world(request, tiny_checkpoints, tmp_path_factory, one_thread, forked_followers):
     ranks, name = request.param
     folder = tmp_path_factory.mktemp(name)
     if ranks == 8:
         configs = {**FAMILIES, **MOE}
         checkpoint = save_all({name: configs[name] | EIGHT_HEADS}, folder)[name]
     else:
-        checkpoint = {**tiny_checkpoints, **variant_checkpoints}[name]
+        checkpoint = tiny_checkpoints[name]
     if name in MOE:
         adapters = {"attention": ATTENTION, **PARAMETERS, "head": HEAD}
         return ranks, MoeWorld(checkpoint, folder, adapters, TOKENS)
-    return ranks, PeftWorld(checkpoint, folder, {**ADAPTERS, "head": HEAD}, TOKENS)
+    return ranks, PeftWorld(checkpoint, folder, {**LINEARS, "head": HEAD}, TOKENS)
 
 
 @pytest.fixture(scope="module")

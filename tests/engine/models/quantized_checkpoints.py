@@ -1,0 +1,195 @@
+"""Quantised checkpoints in libraries' layouts, and the floats that their numbers stand for."""
+
+import json
+import re
+import shutil
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.kernels.fp8 import DTYPE
+from lorikeet_engine.models.stored_tensors import SINGLE
+from tests.engine.models.fp8_models import block_scales
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+BLOCK = (16, 32)
+FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def compressed_tensors(weights, activations):
+    """quantization_config of compressed-tensors, whose QuantizationScheme and presets FP8,
+    FP8_DYNAMIC and FP8_BLOCK are in src/compressed_tensors/quantization/quant_scheme.py.
+    """
+    group = {
+        "targets": ["Linear"],
+        "weights": FLOATS | {"dynamic": False} | weights,
+        "input_activations": FLOATS | activations,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+# AutoFP8 writes its config in auto_fp8/quantize.py, save_quantized_model; DeepSeek's and Qwen's
+# blocks, and one scale of a matrix without them, are FineGrainedFP8Config of transformers
+# (utils/quantization_config.py); ModelOpt's is made in modelopt/torch/export/convert_hf_config.py.
+CONFIGS = {
+    "dynamic": compressed_tensors(
+        {"strategy": "channel"}, {"dynamic": True, "strategy": "token", "observer": None}
+    ),
+    "static": compressed_tensors({"strategy": "tensor"}, {"dynamic": False, "strategy": "tensor"}),
+    "autofp8": {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": ["lm_head"],
+        "kv_cache_scheme": "static",
+    },
+    "matrices": {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "modules_to_not_convert": ["lm_head"],
+        "weight_block_size": None,
+    },
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "config_groups": {
+            "group_0": {
+                "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+                "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+                "targets": ["Linear"],
+            }
+        },
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.29.0"},
+    },
+    "blocks": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": BLOCK,
+    },
+    "compressed_blocks": compressed_tensors(
+        {"strategy": "block", "block_structure": BLOCK},
+        {"dynamic": True, "strategy": "group", "group_size": 32},
+    ),
+}
+SCALES = {"blocks": "weight_scale_inv", "matrices": "weight_scale_inv"}
+INPUT_SCALES = {
+    **dict.fromkeys(("static", "autofp8", "modelopt"), "input_scale"),
+    "matrices": "activation_scale",
+}
+
+
+def linears(folder):
+    """The names of the linears' weights in the layers, and all tensors."""
+    tensors = load_file(folder / SINGLE)
+    return [n for n in tensors if re.search(r"(_proj|\.w[123])\.weight", n)], tensors
+
+
+def saved(folder, target, tensors, **config):
+    """A copy of a checkpoint with other tensors, and more in its config.json."""
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / SINGLE)
+    path = target / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return target
+
+
+def write_fp8(folder, target, kind):
+    """An FP8 checkpoint of a tiny one, in a library's layout, and the floats it stands for."""
+    names, tensors = linears(folder)
+    floats = {}
+    for name in names:
+        weight, path = tensors[name], name.removesuffix("weight")
+        scales = scales_of(kind, weight)
+        wide = expanded(scales, weight.shape, kind)
+        tensors[name] = (weight / wide).to(DTYPE)
+        tensors[f"{path}{SCALES.get(kind, 'weight_scale')}"] = scales
+        floats[name] = tensors[name].float() * wide
+        if kind in INPUT_SCALES:
+            tensors[path + INPUT_SCALES[kind]] = torch.tensor(0.02).expand(scales.shape)
+    if kind == "autofp8":  # with kv_cache_quant_layers
+        tensors["model.layers.0.self_attn.k_proj.output_scale"] = torch.tensor(0.1)
+    config = CONFIGS[kind]
+    return saved(folder, target / kind, tensors, quantization_config=config), floats
+
+
+def scales_of(kind, weight):
+    if kind == "dynamic":  # [d_out, 1], in the dtype that the model had
+        return (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    if kind == "static":
+        return (weight.abs().amax() / 448)[None]
+    if kind in ("autofp8", "matrices", "modelopt"):
+        return weight.abs().amax() / 448
+    return block_scales(weight, BLOCK)
+
+
+def expanded(scales, shape, kind):
+    if "blocks" not in kind:
+        return scales.float().expand(shape)
+    tall = scales.repeat_interleave(BLOCK[0], 0)[: shape[0]]
+    return tall.repeat_interleave(BLOCK[1], 1)[:, : shape[1]]
+
+
+def packed(nibbles):
+    """[rows, columns, 8] to [rows, columns] int32, the first in the lowest bits."""
+    return (nibbles.long() << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+
+
+def awq(path, q, zeros, scales):
+    """Pack as AutoAWQ does: nibble i of an integer is column order[i] of eight."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    return {
+        f"{path}.qweight": packed(q.view(len(q), -1, 8)[..., order]),
+        f"{path}.qzeros": packed(zeros.view(len(zeros), -1, 8)[..., order]),
+        f"{path}.scales": scales,
+    }
+
+
+def gptq(path, q, zeros, scales, group_of, less=1):
+    """Pack as GPTQModel does: eight rows in one; in its first format each zero point less 1.
+
+    That is taken off the integer that has them all (convert_gptq_v2_to_v1_format in its
+    utils/model.py), so a zero of 0 borrows from the next.
+    """
+    rows = q.view(-1, 8, q.shape[1]).transpose(1, 2)
+    return {
+        f"{path}.qweight": packed(rows),
+        f"{path}.qzeros": packed(zeros.view(len(zeros), -1, 8)) - less * 0x11111111,
+        f"{path}.scales": scales,
+        f"{path}.g_idx": group_of.to(torch.int32),
+    }
+
+
+def write_int4(folder, target, kind, group=32, dtype=torch.float16, **config):
+    """A random checkpoint of 4-bit integers, and one of the floats that they stand for."""
+    generator = torch.Generator().manual_seed(4)
+    names, tensors = linears(folder)
+    floats = dict(tensors)
+    for name in names:
+        d_out, d_in = tensors.pop(name).shape
+        groups = d_in // group
+        q = torch.randint(16, (d_in, d_out), generator=generator)
+        zeros = torch.randint(16, (groups, d_out), generator=generator)
+        scales = (torch.rand(groups, d_out, generator=generator) / 20).to(dtype)
+        group_of = torch.arange(d_in) // group
+        if kind != "awq":  # desc_act
+            group_of = group_of[torch.randperm(d_in, generator=generator)]
+        floats[name] = ((q - zeros[group_of]).to(dtype) * scales[group_of]).t()
+        path = name.removesuffix(".weight")
+        if kind == "awq":
+            tensors |= awq(path, q, zeros, scales)
+        else:
+            tensors |= gptq(path, q, zeros, scales, group_of, less=int(kind == "gptq"))
+    config = {"group_size": group} | config
+    checkpoint = saved(folder, target / kind, tensors, quantization_config=config)
+    return checkpoint, saved(folder, target / "floats", floats)
