@@ -32,8 +32,16 @@ from loadtest.real_service.adapter_traffic import (
     warm_service,
 )
 from loadtest.real_service.service import CpuUsage
-from loadtest.real_service.stage_times import stage_lines, stages_ms
-from loadtest.report import by_residency, gaps_s, lateness_s, quantiles_ms, split, ttfts_s
+from loadtest.report import (
+    by_residency,
+    gaps_s,
+    lateness_s,
+    quantiles_ms,
+    split,
+    stage_lines,
+    stages_ms,
+    ttfts_s,
+)
 from loadtest.streamed_answer import StreamedAnswer
 
 Row = dict[str, Any]

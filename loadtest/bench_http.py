@@ -23,12 +23,10 @@ from loadtest.client import Server, run_sessions
 from loadtest.cluster import PROXIES
 from loadtest.engine.harness import arguments, facts, write
 from loadtest.real_service.adapters import TENANT, FilledCatalog, fill_catalog, image_bytes
-from loadtest.real_service.offline import Job, run_beside
+from loadtest.real_service.offline import Job, ServiceWork, run_beside
 from loadtest.real_service.random_models import SHAPES, add_model_arguments, settings_of_model
 from loadtest.real_service.service import CpuUsage, RunningService, service
-from loadtest.real_service.stage_times import stage_lines, stages_ms
-from loadtest.real_service.work import Work
-from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
+from loadtest.report import all_whole, gaps_s, quantiles_ms, stage_lines, stages_ms, ttfts_s
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.settings import Settings
@@ -49,7 +47,9 @@ def main() -> int:
     variables = _variables(given)
     stock = _stock(Settings.from_env(variables), given)
     works = [
-        Work.parse(lengths, streams=given.streams, rounds=given.rounds, adapters=given.adapters)
+        ServiceWork.parse(
+            lengths, streams=given.streams, rounds=given.rounds, adapters=given.adapters
+        )
         for lengths in given.work
     ]
     alone = run_beside(Job(stock.refs, tuple(works)), variables, given.replicas, given.folder)
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def measure(
-    running: RunningService, stock: FilledCatalog, work: Work, given: argparse.Namespace
+    running: RunningService, stock: FilledCatalog, work: ServiceWork, given: argparse.Namespace
 ) -> dict[str, Any]:
     """Measure one work, after some that is not counted. Raises RuntimeError for a bad answer."""
     server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
@@ -93,7 +93,7 @@ def measure(
     }
 
 
-def _sum(alone: Sequence[Mapping[str, Any]], work: Work) -> float:
+def _sum(alone: Sequence[Mapping[str, Any]], work: ServiceWork) -> float:
     """Tokens a second of all engines together."""
     return sum(row["tokens_per_s"] for row in alone if row["label"] == work.label)
 

@@ -26,10 +26,9 @@ from locust.env import Environment
 from rich.console import Console
 
 from loadtest.client import Server, chat_request, host_and_port, send_on
-from loadtest.prompts import Prompts
 from loadtest.report import Report
 from loadtest.streamed_answer import LoadRequest, StreamedAnswer
-from loadtest.workload import Planned, Target, Workload, targets_of
+from loadtest.workload import Planned, Prompts, Target, Workload, targets_of
 
 SILENCE_S = 120.0
 """A server that says nothing for so long has failed the request."""

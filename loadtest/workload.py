@@ -4,13 +4,14 @@ The plan depends on its options alone, so the same seed asks the same things of 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from lorikeet_engine.traffic import (
+from lorikeet.simulator.workload_models import (
     LENGTH_MODELS,
     Floats,
     GammaArrivals,
@@ -24,6 +25,12 @@ from lorikeet_engine.traffic import (
 
 DATA = Path(__file__).parent / "data"
 TRACES = ("conv", "code")
+# Of one length, so that byte-level tokenizers too make every prompt as long as it should be.
+WORDS = (
+    *("that", "with", "have", "this", "will", "your", "from", "they", "know", "want", "been"),
+    *("good", "much", "some", "time", "very", "when", "come", "here", "just", "like", "long"),
+    *("make", "many", "more", "only", "over", "such", "take", "than", "them", "well"),
+)
 
 
 class BadOption(ValueError):
@@ -155,6 +162,29 @@ def targets_of(models_of_tenant: Mapping[str, Mapping[str, str | None]]) -> list
         )
         for model in sorted(parents)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Random words, so that prompts share hardly a prefix and no cache answers for the engine.
+
+    overhead: tokens of the chat template. tokens_per_word: a mean over the words.
+    """
+
+    overhead: float
+    tokens_per_word: float
+
+    @classmethod
+    def measure(cls, prompt_tokens: Callable[[str], int]) -> "Prompts":
+        """Learn both from the server's own counts for all words once, and all twice."""
+        once, twice = (prompt_tokens(" ".join(WORDS * times)) for times in (1, 2))
+        tokens_per_word = max(1, twice - once) / len(WORDS)
+        return cls(max(0.0, once - len(WORDS) * tokens_per_word), tokens_per_word)
+
+    def text(self, tokens: int, rng: random.Random) -> str:
+        """Words that make about `tokens` tokens with the template, at least one word."""
+        count = max(1, int((tokens - self.overhead) / self.tokens_per_word))
+        return " ".join(rng.choices(WORDS, k=count))
 
 
 def _number(text: str) -> float:

@@ -38,7 +38,6 @@ def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
         "lorikeet_engine",
         "lorikeet_engine.adapter",
         "lorikeet_engine.adapter_format",
-        "lorikeet_engine.traffic",
         "lorikeet_engine.request",
         "lorikeet_engine.residency.eviction_score",
         "lorikeet.gateway.app",
@@ -48,6 +47,7 @@ def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
         "lorikeet.placement.scaling",
         "lorikeet.routing.fleet",
         "lorikeet.simulator.capacity",
+        "lorikeet.simulator.workload_models",
     ],
 )
 def test_what_needs_no_tensors_loads_no_torch_no_ray_and_no_telemetry(module):

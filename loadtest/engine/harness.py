@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loadtest.engine import plain
 from loadtest.engine.offline import Work, generate
@@ -22,7 +23,6 @@ from loadtest.engine.random_adapters import Targets
 from loadtest.engine.random_engine import SETTINGS, random_engine
 from loadtest.engine.random_model import CONFIGS
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.traffic import Floats
 
 Row = TypeVar("Row")
 MODEL = ("config", "weight_dtype", "kv_dtype", "tensor_parallel", "kv_bytes")
@@ -160,7 +160,7 @@ def empty_device() -> None:
         torch.cuda.empty_cache()
 
 
-def percentiles(values: Sequence[float] | Floats, *percents: int) -> list[float]:
+def percentiles(values: Sequence[float] | NDArray[np.float64], *percents: int) -> list[float]:
     """The values' percentiles, to three decimals."""
     return [round(float(value), 3) for value in np.percentile(values, percents)]
 

@@ -22,18 +22,21 @@ import argparse
 import itertools
 import secrets
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from loadtest.engine import harness, hosted
+from loadtest.engine import harness
 from loadtest.engine.offline import request_of
 from loadtest.engine.random_engine import RANK
 from loadtest.engine.tiered_engine import (
@@ -44,8 +47,9 @@ from loadtest.engine.tiered_engine import (
 )
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.request import Request
-from lorikeet_engine.traffic import Floats
+from lorikeet_engine.errors import EngineClosed
+from lorikeet_engine.process.client import EngineProcessClient
+from lorikeet_engine.request import Failed, Output, Request
 
 STREAMS = 128
 ROUNDS, AT_A_TIME = 60, 15  # streams begin anew after 15, lest their contexts grow
@@ -102,13 +106,35 @@ class Load:
     gb_per_s: float
 
 
-class Client(hosted.Client):
-    """One that asks for adapters that lie in different tiers."""
+class Client:
+    """The only client of an engine in a process of its own. Use it as a context manager.
+
+    came_s: time.perf_counter() at each token, by request id.
+    ended: ids of whole answers.
+    """
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._numbers = itertools.count()
         self._random = np.random.default_rng(1)
-        super().__init__(build)
+        self._changed = threading.Condition()  # guards the three below
+        self.came_s: defaultdict[str, list[float]] = defaultdict(list)
+        self.ended: set[str] = set()
+        self._error: Exception | None = None
+        self.host = EngineProcessClient(build, self._deliver, self._fail, lambda _status: None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.host.close()
+
+    def until(self, holds: Callable[[], object], within_s: float) -> None:
+        """Return once it holds, which is looked at as tokens come; raises what went wrong."""
+        with self._changed:
+            held = self._changed.wait_for(lambda: holds() or self._error, within_s)
+            if self._error is not None:
+                raise self._error
+            assert held, f"no answer within {within_s:g} s"
 
     def first_token_s(self, ref: AdapterRef, found: Residency) -> float:
         """Seconds until a request has its one token; raises where its adapter was not `found`."""
@@ -172,6 +198,23 @@ class Client(hosted.Client):
         prompt = self._random.integers(0, self.host.info.vocab_size, _PROMPT).tolist()
         salt = secrets.token_hex(8)  # nothing is in the prefix cache
         return request_of(str(next(self._numbers)), prompt, tokens, ref, salt)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        now_s = time.perf_counter()
+        with self._changed:
+            for output in outputs:
+                if isinstance(output, Failed):
+                    self._error = output.error
+                    continue
+                self.came_s[output.request_id] += [now_s] * len(output.token_ids)
+                if output.finish is not None:
+                    self.ended.add(output.request_id)
+            self._changed.notify_all()
+
+    def _fail(self, error: EngineClosed) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
 
 def first_tokens(client: Client, adapters: Adapters, streams: int) -> list[FirstToken]:
@@ -283,7 +326,7 @@ def _gaps(
     return Gaps(str(source or "nowhere"), ms, phases_ms, growth, 1e3 * behind_s)
 
 
-def _percentiles(ms: Sequence[float] | Floats) -> list[float]:
+def _percentiles(ms: Sequence[float] | NDArray[np.float64]) -> list[float]:
     return harness.percentiles(ms, 50, 99)
 
 

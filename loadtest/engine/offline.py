@@ -10,10 +10,10 @@ import numpy as np
 
 from loadtest.engine.plain import Answer
 from loadtest.engine.random_adapters import Targets, random_refs
+from lorikeet.simulator.workload_models import Distinct, Popularity
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import Failed, Request, SamplingParams
-from lorikeet_engine.traffic import Distinct, Popularity
 
 GREEDY = SamplingParams(temperature=0.0)
 _DEALT_ROUND = Distinct()

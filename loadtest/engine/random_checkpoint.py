@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from loadtest.engine.random_model import RandomCheckpoint, write_config
-from loadtest.engine.weight_layouts import FLOATS, Layout
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut, stack
 from lorikeet_engine.models.llama import LlamaModel
@@ -18,21 +17,14 @@ from lorikeet_engine.models.stored_tensors import INDEX
 SHARD_BYTES = 5 * 10**9
 
 
-def write_checkpoint(
-    folder: Path,
-    config: Mapping[str, Any],
-    device: torch.device,
-    layout: Layout = FLOATS,
-) -> Path:
+def write_checkpoint(folder: Path, config: Mapping[str, Any], device: torch.device) -> Path:
     """Write config.json, shards in bfloat16 and their index; the numbers are drawn on the device.
 
-    They are those of a RandomCheckpoint there. layout: of the layers' linears. What a finished call
-    has left there is kept.
+    They are those of a RandomCheckpoint there. What a finished call has left
+    there is kept.
     """
     if not (folder / INDEX).exists():
-        if layout.config:
-            config = {**config, "quantization_config": layout.config}
-        shards = _Shards(write_config(folder, config), device, layout)
+        shards = _Shards(write_config(folder, config), device)
         LlamaModel(ModelConfig.from_folder(folder), shards)
         shards.close()
     return folder
@@ -41,24 +33,15 @@ def write_checkpoint(
 class _Shards(RandomCheckpoint):
     """Writes to files what a model asks for by name; the model gets tensors without memory."""
 
-    def __init__(self, folder: Path, device: torch.device, layout: Layout) -> None:
+    def __init__(self, folder: Path, device: torch.device) -> None:
         super().__init__(device, torch.bfloat16)
         self.folder = folder
-        self._layout = layout
         self._shard: dict[str, torch.Tensor] = {}
         self._written: list[list[str]] = []  # names in each shard
 
-    def read_linear(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
-        """Write linears in the layout."""
-        return self._write_all(names, cuts, self._layout)
-
     def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
-        return self._write_all(names, cuts, FLOATS)
-
-    def _write_all(self, names: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> torch.Tensor:
         for name, cut in zip(names, cuts, strict=True):
-            for part, tensor in layout.tensors_of(name, super()._read([name], [cut])).items():
-                self._shard[part] = tensor.contiguous().cpu()
+            self._shard[name] = super()._read([name], [cut]).contiguous().cpu()
             if sum(tensor.nbytes for tensor in self._shard.values()) >= SHARD_BYTES:
                 self._write()
         return stack(cuts, torch.device("meta"), self.dtype)[0]

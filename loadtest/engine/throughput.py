@@ -23,10 +23,10 @@ from loadtest.engine.offline import Run, Work, generate
 from loadtest.engine.predicted import WORK as PREDICTED
 from loadtest.engine.predicted import Roofline, predicted_tokens_per_s, read_llama
 from loadtest.engine.random_adapters import Targets, empty_device
+from lorikeet.simulator.workload_models import Zipf
 from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import SamplingParams
-from lorikeet_engine.traffic import Zipf
 
 ROOM = 128
 TURNS = 2

@@ -25,7 +25,7 @@ from loadtest.real_service.service import service
 from loadtest.report import all_whole
 from loadtest.streamed_answer import LoadRequest
 from lorikeet.settings import Settings
-from lorikeet_engine.traffic import (
+from lorikeet.simulator.workload_models import (
     AZURE_CONV,
     RANKS,
     Floats,

@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loadtest.client import random_prompt
+from loadtest.client import Session, random_prompt
 from loadtest.cluster import ROOT
 from loadtest.engine import plain
 from loadtest.engine.offline import generate
-from loadtest.real_service.work import Work
+from loadtest.real_service.adapters import model_name
 from loadtest.streamed_answer import LoadRequest
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.settings import Settings
@@ -34,11 +34,49 @@ _LOADED_WITHIN_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceWork:
+    """`streams` at a time, `rounds` one after another; adapters are dealt round."""
+
+    prompt_tokens: int
+    output_tokens: int
+    streams: int
+    rounds: int
+    adapters: int
+
+    @classmethod
+    def parse(cls, lengths: str, **sizes: Any) -> "ServiceWork":
+        """lengths: 256/128, tokens in and out. Raises ValueError."""
+        prompt, _, output = lengths.partition("/")
+        return cls(int(prompt), int(output), **sizes)
+
+    @property
+    def label(self) -> str:
+        """Its lengths."""
+        return f"{self.prompt_tokens}/{self.output_tokens}"
+
+    def sessions(self, seed: int) -> Sequence[Session]:
+        """A session for each stream; other prompts for each seed."""
+        numbers = range(self.streams * self.rounds)
+        return [
+            Session(
+                0.0,
+                tuple(self._request(number, seed) for number in numbers[stream :: self.streams]),
+            )
+            for stream in range(self.streams)
+        ]
+
+    def _request(self, number: int, seed: int) -> LoadRequest:
+        model = model_name(number % self.adapters)
+        prompt_seed = seed * 1_000_003 + number
+        return LoadRequest(model, self.prompt_tokens, self.output_tokens, prompt_seed)
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """refs: the adapters, by the names that works give them."""
 
     refs: tuple[AdapterRef, ...]
-    works: tuple[Work, ...]
+    works: tuple[ServiceWork, ...]
 
     def write(self, path: Path) -> None:
         """The arguments of the other process."""
@@ -49,10 +87,10 @@ class Job:
         """Read a job that `write` wrote."""
         given = json.loads(path.read_text())
         refs = tuple(AdapterRef(**ref) for ref in given["refs"])
-        return cls(refs, tuple(Work(**work) for work in given["works"]))
+        return cls(refs, tuple(ServiceWork(**work) for work in given["works"]))
 
 
-def measure(engine: Engine, work: Work, refs: Sequence[AdapterRef]) -> dict[str, Any]:
+def measure(engine: Engine, work: ServiceWork, refs: Sequence[AdapterRef]) -> dict[str, Any]:
     """Check, then time. Raises AssertionError where tokens are wrong or too few."""
     once = _requests(engine, replace(work, rounds=1), refs, 0)
     shortfall = plain.check(engine, plain.some(generate(engine, once).answers))
@@ -111,7 +149,9 @@ def _load(engine: Engine, refs: Sequence[AdapterRef]) -> None:
         engine.step()
 
 
-def _requests(engine: Engine, work: Work, refs: Sequence[AdapterRef], run: int) -> list[Request]:
+def _requests(
+    engine: Engine, work: ServiceWork, refs: Sequence[AdapterRef], run: int
+) -> list[Request]:
     named = {f"{ref.tenant}/{ref.name}": ref for ref in refs}
     requests = [each for session in work.sessions(run) for each in session.requests]
     return [

@@ -6,18 +6,25 @@ python -m loadtest.simulator large                        1,000 replicas for an 
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from loadtest.simulator.baselines import ROUTERS
-from loadtest.simulator.oracle import ORACLE
+from loadtest.simulator.oracle import ORACLE, oracle
+from loadtest.simulator.outcome import Outcome, summarize
 from loadtest.simulator.scenario import Scenario
-from loadtest.simulator.trials import COLUMNS, measure, table
 from loadtest.workload import DATA
+from lorikeet.simulator.fleet import SimulatedFleet
+from lorikeet_engine.residency.eviction_score import (
+    EvictionPolicy,
+    LeastRecentlyUsed,
+    LeastUsedForItsSize,
+)
 
 # Tiers as 10,000 adapters find them: 79 GB on a GPU, 157 on its host, 470 on its disk.
 USUAL = Scenario(host_room=0.10, disk_room=0.30)
@@ -31,6 +38,16 @@ LARGE = Scenario(
     disk_room=0.02,
     duration_s=3600.0,
 )
+COLUMNS: dict[str, Callable[[Outcome], str]] = {
+    "router": lambda one: one.router,
+    "hit rate": lambda one: f"{one.hit_rate:.1%}",
+    "cold loads": lambda one: f"{one.cold_loads:,}",
+    "loaded": lambda one: f"{one.loaded_gb:,.0f} GB",
+    "TTFT p50": lambda one: _ms(one.ttft_p50_s),
+    "p99": lambda one: _ms(one.ttft_p99_s),
+    "max/mean load": lambda one: _ratio(one.balance),
+    "worst minute": lambda one: _ratio(one.balance_worst_minute),
+}
 
 
 def main() -> int:
@@ -47,6 +64,29 @@ def main() -> int:
     print(table([[column(outcome) for column in COLUMNS.values()]], list(COLUMNS)))
     print(f"{scenario.rate:,.0f} requests/s; took {took_s:.0f} s, {cpu_s:.0f} of them on the CPU")
     return 0
+
+
+def measure(scenario: Scenario, router: str) -> Outcome:
+    """Run a scenario.
+
+    router: ORACLE or a name in ROUTERS. The product's router evicts by the product's own policy,
+    the others evict what was used least recently.
+    """
+    if router == ORACLE:
+        return oracle(scenario)
+    ours = router == "lorikeet"
+    policy: EvictionPolicy = LeastUsedForItsSize() if ours else LeastRecentlyUsed()
+    fleet = SimulatedFleet(
+        scenario.setup(), scenario.requests(), ROUTERS[router](scenario.seed), policy
+    )
+    fleet.run()
+    return summarize(router, fleet)
+
+
+def table(rows: Iterable[Sequence[str]], head: Sequence[str]) -> str:
+    """Format rows under a head as a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _scenario(options: argparse.Namespace) -> Scenario:
@@ -78,6 +118,14 @@ def _arguments() -> argparse.Namespace:
 def _trace(name: str) -> Path:
     """Return the path of a recorded trace."""
     return DATA / f"azure_llm_2023_{name}.csv"
+
+
+def _ms(seconds: float) -> str:
+    return "–" if math.isnan(seconds) else f"{seconds * 1e3:,.0f} ms"
+
+
+def _ratio(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 from loadtest.simulator.outcome import Outcome
 from loadtest.simulator.scenario import Scenario
 from lorikeet.simulator.traffic import BASE_MODEL
-from lorikeet_engine.traffic import Ints
+from lorikeet.simulator.workload_models import Ints
 
 ORACLE = "oracle"
 

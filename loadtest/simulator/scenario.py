@@ -8,7 +8,7 @@ import numpy as np
 
 from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients, capacity_per_s
 from lorikeet.simulator.traffic import BASE_MODEL, BYTES_PER_RANK, FleetSetup, Requests
-from lorikeet_engine.traffic import (
+from lorikeet.simulator.workload_models import (
     LENGTH_MODELS,
     GammaArrivals,
     Ints,

@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from loadtest.real_service.adapters import AdapterWeights, save_adapter
+from lorikeet.simulator.workload_models import poisson
 from lorikeet_engine.adapter_format import BaseShape, read_config, write_blob
-from lorikeet_engine.traffic import poisson
 from tests.e2e.conftest import ROOT, Service
 from tests.e2e.load import Target
 from tests.waiting import eventually

@@ -12,8 +12,8 @@ from loadtest.simulator.scenario import Scenario
 from lorikeet.routing.ranking import H200_LLAMA_8B, RoutingStatus
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.memory import Arena, Link
+from lorikeet.simulator.workload_models import Zipf
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed, LeastUsedForItsSize
-from lorikeet_engine.traffic import Zipf
 from tests.simulator.idle import idle
 
 SMALL = Scenario(adapters=200, replicas=4, duration_s=90.0, warm_up_s=20.0, reshuffle_s=30.0)

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtest.prompts import Prompts
 from loadtest.report import Report
 from loadtest.streamed_answer import LoadRequest, StreamedAnswer
-from loadtest.workload import BadOption, Workload, targets_of
+from loadtest.workload import BadOption, Prompts, Workload, targets_of
 
 TARGETS = targets_of(
     {

@@ -8,7 +8,7 @@ import pytest
 from lorikeet.simulator.capacity import SEEDS, Unreachable, plan_capacity
 from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
 from lorikeet.simulator.forecast import CapacityGoals, CapacityNeeds, ReplicaMemory, forecast
-from lorikeet_engine.traffic import AZURE_CONV, LengthModel
+from lorikeet.simulator.workload_models import AZURE_CONV, LengthModel
 
 SHORT = LengthModel(math.log(60), 0.3, math.log(30), 0.3)
 CROWD = SimulatedTenant("crowd", 300, (8, 16), 5_242_880, "zipf:0.8", 8.0, SHORT)

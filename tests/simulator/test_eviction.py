@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from lorikeet.simulator.memory import Arena
+from lorikeet.simulator.workload_models import GammaArrivals, Zipf, choose_adapters, deal_ranks
 from lorikeet_engine.residency.eviction_score import (
     EvictionPolicy,
     LeastRecentlyUsed,
     LeastUsedForItsSize,
 )
-from lorikeet_engine.traffic import GammaArrivals, Zipf, choose_adapters, deal_ranks
 
 ADAPTERS, ROOM = 500, 0.1  # on the GPU, as a share of all adapters' bytes
 SECONDS, WARM_UP_S, RESHUFFLE_S, NOISE_S = 500.0, 120.0, 300.0, 60.0

@@ -5,16 +5,57 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loadtest.simulator.placement import SimulatedPlacement
 from loadtest.simulator.scenario import Scenario
+from lorikeet.placement.prefetcher import SURVEY_S, Prefetcher
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.memory import Arena
 from lorikeet.simulator.router import LeastCostRouter
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
+from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, TierStatus
 from tests.simulator.idle import idle
 
 SMALL = Scenario(adapters=200, replicas=4, gpu_room=0.15, host_room=0.2, duration_s=60.0, load=0.5)
+
+
+class SimulatedPlacement:
+    """Prefetches for a fleet from the beginning of its run to the last request."""
+
+    def __init__(self, fleet):
+        self._fleet, self._prefetching = fleet, Prefetcher()
+        self._refs = [AdapterRef("any", name, 1, name) for name in fleet.names]
+        fleet.schedule(SURVEY_S, self._survey)
+
+    def _survey(self, now_s):
+        fleet = self._fleet
+        if now_s < fleet.requests.times_s[-1]:
+            fleet.schedule(now_s + SURVEY_S, self._survey)
+        reports = [self._report(replica, now_s) for replica in fleet.replicas]
+        prefetches = self._prefetching.decide(reports, {}, now_s, spares=False).prefetches
+        for replica in fleet.replicas:
+            for each in prefetches.get(replica.name, ()):
+                replica.prefetch(int(each.ref.digest), each.tier, each.uses, now_s)
+
+    def _report(self, replica, now_s):
+        setup, arena = self._fleet.setup, replica.arena
+        held = dict.fromkeys((*arena.residents, *replica.host, *replica.disk))
+        rows = tuple(self._adapter(replica, adapter, now_s) for adapter in held)
+        tiers = {Residency.GPU: setup.gpu_bytes, Residency.HOST: setup.host_bytes}
+        status = EngineStatus(
+            tiers={tier: TierStatus(0, 0, size, size, 0) for tier, size in tiers.items()}
+        )
+        return ReplicaReport(replica.name, "any", status, rows)
+
+    def _adapter(self, replica, adapter, now_s):
+        ref = self._refs[adapter]
+        return AdapterStatus(
+            *(ref.tenant, ref.name, ref.version, ref.digest),
+            replica.tier(adapter),
+            image_bytes=self._fleet.sizes[adapter],
+            uses=replica.arena.uses(adapter, now_s),
+            pinned=False,
+        )
 
 
 def run(scenario, act=None):

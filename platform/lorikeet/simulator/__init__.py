@@ -1,5 +1,6 @@
 """Simulated fleet under traffic, request by request, with the product's own routing and eviction.
 
+workload_models.py  popularity, arrivals, lengths and recorded traces; needs NumPy alone
 traffic.py    a fleet's setup, and requests
 demand.py     tenants, adapters and rates, from which requests are drawn
 fleet.py      the event loop

@@ -10,9 +10,9 @@ from lorikeet.errors import LorikeetError
 from lorikeet.routing.ranking import capacity_per_s
 from lorikeet.simulator.forecast import CapacityNeeds, Forecast, forecast
 from lorikeet.simulator.traffic import Requests
+from lorikeet.simulator.workload_models import Ints, cut_to_context
 from lorikeet.sizes import show_size
 from lorikeet_engine.costs import StepCosts
-from lorikeet_engine.traffic import Ints, cut_to_context
 
 SEEDS = (1, 2, 3)
 _ONE = SEEDS[:1]

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from lorikeet.simulator.traffic import BASE_MODEL, Requests
-from lorikeet_engine.traffic import (
+from lorikeet.simulator.workload_models import (
     GammaArrivals,
     Ints,
     LengthModel,

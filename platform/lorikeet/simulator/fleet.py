@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from lorikeet.rendezvous import by_preference
 from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.traffic import BASE_MODEL, FleetSetup, Requests
+from lorikeet.simulator.workload_models import Floats, Ints
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction_score import EvictionPolicy
-from lorikeet_engine.traffic import Floats, Ints
 
 
 class Router(Protocol):

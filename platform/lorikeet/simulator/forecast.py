@@ -12,9 +12,9 @@ from lorikeet.simulator.demand import SimulatedDemand
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import BASE_MODEL, FleetSetup
+from lorikeet.simulator.workload_models import Floats, Ints
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
-from lorikeet_engine.traffic import Floats, Ints
 
 WARM_UP_S = 60.0
 # Bounds of one run, which takes a second or two: requests, simulated seconds, and requests of each

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients
-from lorikeet_engine.traffic import Floats, Ints
+from lorikeet.simulator.workload_models import Floats, Ints
 
 BYTES_PER_RANK = 5_242_880  # Llama-3.1-8B, all 7 linears, bf16
 BASE_MODEL = -1  # in Requests.adapters: no adapter

@@ -12,9 +12,9 @@ from loadtest.engine.offline import Work, generate
 from loadtest.engine.random_adapters import random_refs
 from loadtest.engine.random_engine import random_engine
 from loadtest.engine.random_model import CONFIGS, LLAMA_3_1_8B
+from lorikeet.simulator.workload_models import Zipf
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.sampling.sampler import Sampler
-from lorikeet_engine.traffic import Zipf
 from tests.engine.engine_driver import RecordingRunner
 from tests.engine.tiny_engine import CONFIG, SETTINGS, tiny_engine
 

@@ -17,8 +17,8 @@ from lorikeet.settings import Bytes
 from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
 from lorikeet.simulator.forecast import CapacityGoals, CapacityNeeds, ReplicaMemory
 from lorikeet.simulator.traffic import BYTES_PER_RANK
+from lorikeet.simulator.workload_models import LENGTH_MODELS, RANKS, LengthModel, parse_popularity
 from lorikeet_engine.costs import LoadCosts, StepCosts
-from lorikeet_engine.traffic import LENGTH_MODELS, RANKS, LengthModel, parse_popularity
 
 _P99 = 2.3263  # standard deviations above the mean
 

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 
 from lorikeet.errors import LorikeetError
-from lorikeet_engine.traffic import poisson
+from lorikeet.simulator.workload_models import poisson
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _WORDS, _LETTERS = 50, 4  # of a prompt

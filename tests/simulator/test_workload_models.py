@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lorikeet_engine.traffic import (
+from lorikeet.simulator.workload_models import (
     AZURE_CODE,
     AZURE_CONV,
     UNIFORM,
