@@ -36,11 +36,10 @@ def test_a_pushed_version_answers_by_its_digest(trainer: Trainer) -> None:
 
 
 def test_a_version_that_is_ready_is_listed_before_it_is_durable(trainer: Trainer) -> None:
-    before = trainer.gateway.catalog.reader.refresh().seq
+    gateway = trainer.gateway
+    before = gateway.catalog.reader.refresh().seq
     trainer.push(trainer.blob(), alias="prod", lifetime_s=60)
-    listed = trainer.gateway.request("GET", "/v1/models", trainer.gateway.keys["acme"]).json()[
-        "data"
-    ]
+    listed = gateway.request("GET", "/v1/models", gateway.keys["acme"]).json()["data"]
     assert "acme/policy" in [model["id"] for model in listed]
     assert gateway.catalog.reader.refresh().seq == before
 
