@@ -30,7 +30,7 @@ from lorikeet.settings import Settings
 _HOST_VARIABLE = "RAY_SERVE_DEFAULT_HTTP_HOST"
 _READY_TIMEOUT_S = 300
 _STOP_S = 60  # Serve itself stops waiting for its parts after half of this time
-# The sender of SIGTERM, or a closed terminal, may kill soon after. A service that starts has nothing
+# The sender of SIGTERM, or a closed terminal, may kill soon after. A starting service has nothing
 # to finish, and may go on after SIGINT: Ray forks, and callbacks of a fork lose KeyboardInterrupt.
 _TERMINATE_S = 10
 _INTERRUPTED = 130  # a shell's status of a program ended by SIGINT

@@ -57,7 +57,7 @@ def equal(tokens, others):
     return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
 
-def test_answers_stay_what_they_are(asked, tmp_path):
+def test_answers_stay_exact_with_an_fp8_kv_cache(asked, tmp_path):
     shelf, asked = asked
     made, scores = answered(shelf, asked, tmp_path / "cache")
     fp8_made, fp8_scores = answered(shelf, asked, tmp_path / "cache", made, kv_dtype="fp8")

@@ -80,7 +80,7 @@ def curl_in(lines):
     return re.search(r"^  (curl .*?\\\n.*?)$", text, re.MULTILINE | re.DOTALL).group(1)
 
 
-def test_one_command_serves_and_the_line_it_prints_works(demo):
+def test_make_serve_serves_and_its_printed_command_works(demo):
     process, lines, _ = demo
     begun = time.monotonic()
     assert printed(process, lines, "Ctrl-C stops the service", within_s=120), "".join(lines)
@@ -95,7 +95,7 @@ def test_one_command_serves_and_the_line_it_prints_works(demo):
     assert ready_s < 60
 
 
-def test_nothing_but_what_serve_guards_is_reached_from_outside(demo):
+def test_only_guarded_ports_are_reachable_from_outside(demo):
     """Serve's replicas bind their own server to every address; it asks for the token."""
     process, _, _ = demo
     found = listeners(process)
@@ -107,7 +107,7 @@ def test_nothing_but_what_serve_guards_is_reached_from_outside(demo):
     assert all(asks_for_token(at.port, "/ray.serve.ASGIService/HandleRequest") for at in outside)
 
 
-def test_none_of_rays_doors_opens_without_the_token(demo):
+def test_no_port_of_ray_accepts_a_client_without_the_token(demo):
     process, _, folder = demo
     token = folder / ".ray" / "auth_token"
     assert token.stat().st_mode & 0o077 == 0
@@ -121,7 +121,7 @@ def test_none_of_rays_doors_opens_without_the_token(demo):
     assert httpx.get(jobs, headers=given).status_code == 200
 
 
-def test_nothing_that_it_keeps_is_open_to_other_users(demo):
+def test_no_file_of_the_service_is_open_to_other_users(demo):
     """Ray makes its folders for everybody, whatever the umask; the folder around them is not."""
     process, _, folder = demo
     sockets = {
@@ -137,7 +137,7 @@ def test_nothing_that_it_keeps_is_open_to_other_users(demo):
     assert catalog.stat().st_mode & 0o077 == 0
 
 
-def test_sigterm_ends_it_though_a_script_started_it(demo):
+def test_sigterm_ends_a_service_that_a_script_started(demo):
     process, _, _ = demo
     everything = process_tree(process)
     begun = time.monotonic()
@@ -148,7 +148,7 @@ def test_sigterm_ends_it_though_a_script_started_it(demo):
 
 
 @pytest.mark.soak  # 25 s of a core; test_service_process.py closes a small service's terminal
-def test_a_closed_terminal_ends_it(tmp_path):
+def test_a_closed_terminal_ends_the_service(tmp_path):
     terminal, inside = pty.openpty()
     process = start(tmp_path, stdin=inside, stdout=inside, start_new_session=True)
     os.close(inside)
@@ -180,7 +180,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 """
 
 
-def test_a_service_that_ends_by_itself_has_failed(tmp_path):
+def test_a_service_that_ends_by_itself_exits_with_an_error(tmp_path):
     scripts = tmp_path / "ray" / "serve" / "scripts.py"
     scripts.parent.mkdir(parents=True)
     scripts.write_text(SHORT_SERVICE)
@@ -265,7 +265,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("port", [8000, 8001, OTHER_PORT])
-def test_a_taken_port_is_said_and_nothing_is_started(tmp_path, port):
+def test_a_taken_port_is_reported_and_nothing_is_started(tmp_path, port):
     with socket.socket() as squatter:
         squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         squatter.bind(("127.0.0.1", port))
@@ -276,7 +276,7 @@ def test_a_taken_port_is_said_and_nothing_is_started(tmp_path, port):
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "9000 "])
-def test_a_bad_port_is_said_and_nothing_is_started(tmp_path, port):
+def test_a_bad_port_is_reported_and_nothing_is_started(tmp_path, port):
     assert f"PORT={port!r}: want a port" in refused(tmp_path, {"PORT": port})
 
 
@@ -305,7 +305,7 @@ def refused(folder, settings):
 
 
 @pytest.mark.soak  # 25 s of a core
-def test_a_start_on_another_port_that_fails_is_noticed(tmp_path):
+def test_a_failed_start_on_another_port_is_noticed(tmp_path):
     model = shutil.copytree(ROOT / "demo" / "model", tmp_path / "model")
     (model / "model.safetensors").unlink()
     settings = {"PORT": str(OTHER_PORT), "LORIKEET_ADMIN_ADDRESS": "127.0.0.1:9102"}
@@ -337,7 +337,7 @@ def test_another_port_is_served_alone(tmp_path):
         process.wait(60)
 
 
-def test_the_page_says_what_to_give_serve_run():
+def test_the_docs_name_a_file_that_serve_run_accepts():
     assert documented_file()["applications"][0]["import_path"] == "serve_app:app"
 
 

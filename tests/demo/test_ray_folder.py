@@ -21,7 +21,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("/nonexistent")])
-def test_a_path_that_is_taken_by_no_folder_is_refused_in_words(path: Path, make) -> None:
+def test_a_ray_folder_path_taken_by_a_file_is_refused(path: Path, make) -> None:
     make(path)
     with pytest.raises(InvalidSetting, match="not a folder of yours alone"):
         start._ray_folder()

@@ -110,20 +110,20 @@ def test_a_signal_ends_the_service_and_its_workers(piped, number):
     assert b"Stopped." in run.process.stdout.read()
 
 
-def test_a_service_in_a_scripts_background_ends_well_by_sigterm(piped):
+def test_a_background_service_of_a_script_ends_on_sigterm(piped):
     run, worker = piped(ignored=[signal.SIGINT])
     assert run.send(signal.SIGTERM) == 0
     assert is_gone(worker)
 
 
-def test_sigterm_while_it_starts_leaves_no_workers(piped):
+def test_sigterm_during_the_start_leaves_no_workers(piped):
     run, worker = piped(arguments=["slowly"])
     assert run.send(signal.SIGTERM) == 0
     assert is_gone(worker)
     assert b"Stopped." in run.process.stdout.read()
 
 
-def test_nohup_keeps_it(piped):
+def test_nohup_keeps_the_service(piped):
     run, worker = piped(ignored=[signal.SIGHUP])
     run.process.send_signal(signal.SIGHUP)
     time.sleep(0.3)
@@ -145,14 +145,14 @@ def test_a_service_that_ends_by_itself_leaves_no_workers(piped):
     assert is_gone(worker)
 
 
-def test_a_reader_that_goes_ends_it(piped):
+def test_a_closed_output_pipe_ends_the_service(piped):
     run, worker = piped()
     run.process.stdout.close()
     assert run.process.wait(30) == 0
     assert is_gone(worker)
 
 
-def test_a_terminal_that_closes_ends_it_even_without_sighup():
+def test_a_closed_terminal_ends_the_service_even_without_sighup():
     terminal, inside = pty.openpty()
     run = Run(inside)
     os.close(inside)

@@ -22,7 +22,7 @@ def test_the_image_is_pinned_and_runs_as_the_pods_say() -> None:
         assert user == f"{context['runAsUser']}:{context['runAsGroup']}"
 
 
-def test_what_the_image_copies_is_sent_to_its_builder() -> None:
+def test_files_copied_into_the_image_are_in_the_build_context() -> None:
     sent = (ROOT / "k8s/Dockerfile.dockerignore").read_text().split()
     lines = DOCKERFILE.splitlines()
     copied = [
@@ -37,7 +37,7 @@ def test_what_the_image_copies_is_sent_to_its_builder() -> None:
         assert f"!{name}" in sent
 
 
-def test_the_image_for_cpus_takes_the_torch_that_brings_no_cuda() -> None:
+def test_the_cpu_image_installs_torch_without_cuda() -> None:
     cpu, cuda = (part.partition("\nFROM ")[0] for part in DOCKERFILE.split("\nFROM ")[1:3])
     assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" in cpu
     assert "PIP_EXTRA_INDEX_URL" not in cuda

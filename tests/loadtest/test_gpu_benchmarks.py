@@ -60,7 +60,7 @@ def test_engines_are_compared_with_and_without_the_service(bench):
     assert "Serve's proxy, 1 gateways, 16/16" in printed
 
 
-def test_the_goodput_of_a_small_model_is_found_and_explained(bench):
+def test_the_goodput_of_a_small_model_is_found_with_its_stages(bench):
     rates = ("--seconds=5", "--first-rate=2", "--points=2", "--goal-ms=1000")
     printed, wrote = bench("loadtest.bench_goodput", *ALONE, *FEW_ADAPTERS, *rates, SMALL_STEPS)
     rows = wrote["goodput"]
@@ -71,7 +71,7 @@ def test_the_goodput_of_a_small_model_is_found_and_explained(bench):
     assert f"goodput: {wrote['best_per_s']:g} requests a second" in printed
 
 
-def test_what_is_refused_beside_a_backlog_is_timed(bench):
+def test_refusals_behind_a_backlog_are_timed(bench):
     rates = ("--seconds=8", "--ramp=3", "--backlog=700", "--rates", "2", "40")
     printed, wrote = bench("loadtest.bench_overload", *ALONE, *FEW_ADAPTERS, *rates)
     few, many = wrote["overload"]
@@ -84,7 +84,7 @@ def test_what_is_refused_beside_a_backlog_is_timed(bench):
     assert "accepted_then" in printed
 
 
-def test_a_busy_host_is_held_against_a_quiet_one(bench):
+def test_a_busy_host_is_compared_with_a_quiet_one(bench):
     sizes = ("--seconds=3", "--rate=2", "--repeats=1", "--pinned=16MiB")
     printed, wrote = bench("loadtest.bench_busy_host", *ALONE, *FEW_ADAPTERS, *sizes)
     rows = wrote["busy_host"]

@@ -15,7 +15,7 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models"), "tiny", "cpu")
 
 
-def test_every_token_but_the_end_is_another_text(model):
+def test_all_tokens_but_the_end_have_distinct_texts(model):
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == TINY["vocab_size"]
     words = [tokenizer.decode([token]) for token in range(256, TINY["vocab_size"] - 1)]

@@ -41,7 +41,7 @@ def choose():
     return choose
 
 
-def test_seeds_in_a_row_reach_every_replica_whichever_gateway_they_come_to(choose):
+def test_consecutive_seeds_reach_every_replica_from_any_gateway(choose):
     assert [choose("policy", seed) for seed in range(5, 8)] == ["c", "a", "b"]
     assert choose("policy", 6, names=("b", "a", "c")) == "a"  # another gateway's list
 

@@ -57,7 +57,7 @@ def read(streamed: StreamFormat, *parts: bytes) -> StreamedAnswer:
 
 
 @of_each_api
-def test_each_token_is_noted_when_it_comes(endpoint: Endpoint, streamed: StreamFormat) -> None:
+def test_each_token_is_recorded_at_its_arrival(endpoint: Endpoint, streamed: StreamFormat) -> None:
     events = stream_of(call_of(endpoint), Ending.LENGTH)
     answer = read(streamed, HEAD, *chunked(*events))
     assert (answer.failure, answer.prompt_tokens) == ("", 7)
@@ -68,7 +68,7 @@ def test_each_token_is_noted_when_it_comes(endpoint: Endpoint, streamed: StreamF
 
 
 @of_each_api
-def test_an_answer_that_ends_by_itself_or_breaks_off_is_not_whole(
+def test_an_answer_that_ends_early_or_breaks_off_is_incomplete(
     endpoint: Endpoint, streamed: StreamFormat
 ) -> None:
     call = call_of(endpoint)

@@ -57,12 +57,12 @@ def test_uniform_gives_every_adapter_the_same_share() -> None:
     np.testing.assert_allclose(UNIFORM.shares(50), 1 / 50)
 
 
-def test_distinct_repeats_no_adapter_before_all_have_been_asked_for() -> None:
+def test_distinct_repeats_no_adapter_before_all_have_been_requested() -> None:
     drawn = Distinct().draw(rng(), 10, 25)
     assert sorted(drawn[:10]) == sorted(drawn[10:20]) == list(range(10))
 
 
-def test_identical_asks_for_one_adapter() -> None:
+def test_identical_requests_one_adapter() -> None:
     assert len(set(Identical().draw(rng(), 10, 25).tolist())) == 1
 
 
@@ -75,7 +75,7 @@ def test_identical_asks_for_one_adapter() -> None:
         ("zipf:1.2", Zipf(1.2)),
     ],
 )
-def test_a_popularity_has_a_name(text: str, popularity: object) -> None:
+def test_popularities_are_parsed_by_name(text: str, popularity: object) -> None:
     assert parse_popularity(text) == popularity
 
 
@@ -85,7 +85,7 @@ def test_an_unknown_popularity_is_refused(text: str) -> None:
         parse_popularity(text)
 
 
-def test_reshuffling_changes_who_is_popular_and_not_how_popular() -> None:
+def test_reshuffling_changes_the_order_and_not_the_shares() -> None:
     times_s = np.linspace(0, 600, 20_000, endpoint=False)
     chosen = choose_adapters(Zipf(1.5), 100, times_s, seed=3, reshuffle_s=300)
     first, second = (np.bincount(half, minlength=100) for half in np.split(chosen, 2))
@@ -109,7 +109,7 @@ def test_ranks_are_dealt_round() -> None:
 
 
 @pytest.mark.parametrize("cv", [1.0, 2.0, 4.0])
-def test_gamma_arrivals_have_the_rate_and_the_burstiness_asked_for(cv: float) -> None:
+def test_gamma_arrivals_have_the_given_rate_and_burstiness(cv: float) -> None:
     times_s = GammaArrivals(50, cv).times(rng(), 2000)
     gaps = np.diff(times_s)
     assert (gaps >= 0).all()
@@ -172,7 +172,7 @@ def test_a_trace_is_sped_up_to_a_rate_and_keeps_its_bursts(trace: TrafficTrace) 
 
 
 @pytest.mark.parametrize("text", ["", "TIMESTAMP,A\n2023-11-16 18:15:46,1\n"])
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_trace_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"other\.csv"):

@@ -45,20 +45,20 @@ def test_every_part_has_its_rows(run):
     assert counts == {"throughput": 2, "decode": 2, "prefill": 1}
 
 
-def test_only_rows_that_are_asked_for_are_measured(run):
+def test_only_chosen_rows_are_measured(run):
     status, written = run("--parts", "throughput", "decode", "--rows", "2 adapters*")
     assert status == 0
     labels = {row["work"]["name"] for part in ("throughput", "decode") for row in written[part]}
     assert labels == {"2 adapters"}
 
 
-def test_fewer_turns_can_be_asked_for_with_adapters_on_the_gpu_alone(run):
+def test_fewer_turns_can_be_chosen_with_adapters_only_on_the_gpu(run):
     status, written = run("--parts", "throughput", "--turns", "1", "--host-adapters", "1")
     assert status == 0
     assert [len(row["tokens_per_s"]) for row in written["throughput"]] == [1, 1]
 
 
-def test_a_part_that_fails_spoils_no_other(run, monkeypatch):
+def test_a_failed_part_does_not_lose_the_others(run, monkeypatch):
     short = (Work("too short to be timed", 9, 4, requests=4),)
     monkeypatch.setattr(decode, "WORKS", short)
     status, written = run("--parts", "decode", "throughput")

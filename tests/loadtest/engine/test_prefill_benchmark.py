@@ -21,7 +21,7 @@ def engine(tmp_path, monkeypatch):
     engine.close()
 
 
-def test_the_rate_is_of_work_over_time(engine, capsys):
+def test_the_rate_is_operations_over_time(engine, capsys):
     rows = prefill.measure_all(engine, [BASE, WITH_ADAPTERS])
     flops = prefill.flops(engine._runner.model.config, 2, 37)
     for row in rows:
@@ -31,7 +31,7 @@ def test_the_rate_is_of_work_over_time(engine, capsys):
     assert "2 adapters 37/1" in capsys.readouterr().out
 
 
-def test_the_products_are_those_that_torch_counts(engine):
+def test_the_operations_equal_torchs_count(engine):
     answers = generate(engine, BASE.draw(256, 0)).answers
     with FlopCounterMode(display=False) as counter:
         plain.plain_logits(engine._runner.model, engine._tiers, answers)

@@ -51,7 +51,7 @@ def test_every_case_is_checked_and_timed(tmp_path, monkeypatch, capsys):
     assert "top_p 0.95, top_k 50" in capsys.readouterr().out
 
 
-def test_output_that_is_there_already_counts_as_made(tmp_path):
+def test_output_in_the_prompt_counts_as_generated(tmp_path):
     engine, begun = tiny_engine(tmp_path), []
     begin = engine._sampler.penalties.begin
 
@@ -66,7 +66,7 @@ def test_output_that_is_there_already_counts_as_made(tmp_path):
     assert begun == [((7,) * 16, (7,) * 50)] * 4
 
 
-def test_a_device_that_tells_other_log_probabilities_is_not_timed(tmp_path, monkeypatch):
+def test_a_device_with_other_log_probabilities_is_not_timed(tmp_path, monkeypatch):
     engine, read, off = tiny_engine(tmp_path), LogprobReadback.read, iter((0.0, 1e-4))
 
     def read_off(self):

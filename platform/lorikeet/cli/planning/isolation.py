@@ -127,7 +127,7 @@ async def _model_of(client: httpx.AsyncClient, tenant: str, key: str) -> str:
             f"{client.base_url} does not answer like Lorikeet: is it the gateway's address?"
         ) from error
     if answer.is_error:
-        raise LorikeetError(f"the service does not accept the key of {tenant}: {_reason(answer)}")
+        raise LorikeetError(f"the service does not accept {tenant}'s key: {_reason(answer)}")
     if not ranked:
         raise LorikeetError(f"{tenant} may use no model: register an adapter for it")
     return str(ranked[0]["id"])
