@@ -1,4 +1,4 @@
-"""Each adapter of the demo does its task, which the base model does not, in PEFT's own hands."""
+"""Each adapter of the demo does its task with PEFT, and the base model does not."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Ctrl-C ends `make serve` without a traceback, whatever it is at."""
+"""Ctrl-C ends `make serve` without a traceback, at every stage."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ class serve:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a module of the demo where modules of the folder stand in for others."""
+    """Run a module of the demo with modules of the folder in place of others."""
     return subprocess.run(
         [sys.executable, "-m", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
@@ -82,7 +82,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from demo import start
 DEAF = Path("deaf")
-os.environ["PORT"] = "1"  # where nobody is ready
+os.environ["PORT"] = "1"  # a port without a service
 SERVICE = '''
 import pathlib, signal, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -121,7 +121,7 @@ print("goes on")
 
 
 def test_a_program_that_ignores_ctrl_c_goes_on(tmp_path: Path) -> None:
-    """As what a script has started in the background does."""
+    """A process that a script starts in the background ignores SIGINT."""
     (tmp_path / "imports.py").write_text(IMPORTS)
     ignored = f"trap '' INT; exec {sys.executable} imports.py"
     said = subprocess.check_output(

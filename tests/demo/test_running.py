@@ -53,7 +53,7 @@ def test_make_stop_stops_the_service_of_this_folder(service, tmp_path):
 
 def test_files_are_removed_only_after_the_service_has_stopped(service, tmp_path):
     bin_folder = f"BIN={Path(sys.executable).parent}"
-    for said in ("Stopped.", ""):  # and then there is nothing
+    for said in ("Stopped.", ""):  # the second time nothing runs
         done = subprocess.check_output(
             ["make", "-f", ROOT / "Makefile", "clean", bin_folder],
             cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""A service ends whole: by Ctrl-C, SIGTERM, a closed terminal, a reader that goes."""
+"""A service ends with all its processes: on Ctrl-C, SIGTERM, a closed terminal or a closed pipe."""
 
 import os
 import pty
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Ends on SIGINT as `serve run` does, with status 0, and leaves a worker, as killed ones do.
+# Exits on SIGINT with 0, as `serve run` does, and leaves a worker, as a killed one does.
 SERVICE = """
 import signal, subprocess, sys, time
 worker = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -24,7 +24,7 @@ except KeyboardInterrupt:
     time.sleep({stops_s})
 """
 
-# With a third argument the service is there seconds before its start is over.
+# With a third argument the service answers seconds before its start is over.
 RUNNER = """
 import os, subprocess, sys, time
 from demo.service_process import ServiceProcess, Terminated, raise_when_terminated, say
@@ -52,7 +52,7 @@ except (KeyboardInterrupt, Terminated):
 class Run:
     """A runner and its service, which may take `within_s` to stop.
 
-    ignored: signals that it inherits as ignored.
+    ignored: signals that the runner inherits as ignored.
     """
 
     def __init__(self, output, ignored=(), sleeps_s=60, stops_s=0, within_s=9, arguments=()):
@@ -72,7 +72,7 @@ class Run:
 
 @pytest.fixture
 def piped():
-    """Runs with a pipe as output; none of their processes outlives a test."""
+    """Return a function that runs with a pipe as output; its processes end with the test."""
     runs = []
 
     def start(**options):

@@ -1,4 +1,4 @@
-"""While KubeRay switches clusters, budgets and the admin Service select the one that serves."""
+"""While KubeRay switches clusters, budgets and the admin Service select the serving cluster."""
 
 import json
 import re
@@ -39,7 +39,7 @@ Failure = Callable[[httpx.Request], httpx.Response]
 
 
 class ApiServer:
-    """Kubernetes' API with an overlay's objects, for who has an overlay's Role."""
+    """Kubernetes' API with an overlay's objects, for an account with an overlay's Role."""
 
     def __init__(self, overlay: str) -> None:
         self._overlay = overlay
@@ -121,7 +121,7 @@ def allowed(overlay: str, group: str, resource: str, name: str, verb: str) -> bo
 
 
 def upgrade(server: ApiServer) -> list[dict[str, set[str]]]:
-    """What is selected before an upgrade, in it before and after the switch, and afterwards."""
+    """Return the selected clusters before, during (before and after the switch) and after an upgrade."""
     seen = []
     stages = ((["old"], "old"), (["old", "new"], "old"), (["old", "new"], "new"), (["new"], "new"))
     for server.clusters, serving in stages:
@@ -155,7 +155,7 @@ def test_nothing_is_written_where_nothing_changes() -> None:
 
 
 def test_no_cluster_is_named_before_one_serves() -> None:
-    """A first start that was corrected has two clusters, and no Service of KubeRay's yet."""
+    """A corrected first start has two clusters, and no Service of KubeRay yet."""
     server = ApiServer("gpu")
     server.clusters = ["wrong", "right"]
     follow(server.client(), "lorikeet")

@@ -1,4 +1,4 @@
-"""The Helm chart: by default the overlay `gpu`, with its values in their places."""
+"""Helm chart: equal to the overlay `gpu` by default, with its values at their paths."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.k8s.manifests import Manifest, containers, problems, render
 
 DIGEST = "sha256:" + 64 * "a"
 ADDRESSES = [{"ipBlock": {"cidr": "10.0.0.0/24"}}]
-# By component, the values that bring it as it is.
+# Component → values that enable it unchanged.
 VALUES: dict[str, Manifest] = {
     "autoscaling": {"autoscaling": {"enabled": True}},
     "gateway-api": {"gateway": {"host": "lorikeet.example.com"}},
@@ -26,7 +26,7 @@ needs_kubectl = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl 
 
 
 def chart(**values: Any) -> dict[tuple[str, str], Manifest]:
-    """What `helm install` would send, by kind and name."""
+    """Return the objects that `helm install` would send, by kind and name."""
     with Chart.load(HERE) as loaded:
         loaded.validate_schema(values)
         texts = loaded.render(values, name="release", namespace="ours").values()
@@ -35,7 +35,7 @@ def chart(**values: Any) -> dict[tuple[str, str], Manifest]:
 
 
 def settings(objects: dict[tuple[str, str], Manifest]) -> tuple[str, dict[str, str]]:
-    """The name of the settings' ConfigMap, and what is in it."""
+    """Return the name of the settings' ConfigMap, and its data."""
     (config,) = (m for (kind, name), m in objects.items() if name.startswith("settings-"))
     return config["metadata"]["name"], config["data"]
 
@@ -125,7 +125,7 @@ def test_a_changed_setting_changes_the_ray_service() -> None:
 
 
 def test_old_settings_stay_for_the_replaced_cluster() -> None:
-    """Helm deletes what a release has no longer: pods of that cluster could not start again."""
+    """Helm deletes objects that a release no longer has: pods of that cluster could not restart."""
     objects = chart()
     config = objects["ConfigMap", settings(objects)[0]]
     assert config["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
@@ -282,7 +282,7 @@ def test_wrong_values_are_refused_by_name(values: Manifest, named: str) -> None:
 
 
 def _bare(manifest: Manifest, settings_name: str) -> Manifest:
-    """A manifest without what is empty, without a namespace, and with the settings' plain name."""
+    """Return a manifest without empty values and namespace, with the settings' plain name."""
     bare: Manifest = _without_empty(
         json.loads(json.dumps(manifest).replace(settings_name, "settings"))
     )

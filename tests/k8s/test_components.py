@@ -1,4 +1,4 @@
-"""The components, which an overlay may add: all at once, on the overlay `gpu`."""
+"""Components that an overlay may add: all at once, on the overlay `gpu`."""
 
 import re
 
@@ -31,7 +31,7 @@ def cluster() -> Manifest:
 
 
 def ports_out(labels: Manifest) -> set[int]:
-    """Where pods with these labels may go, outside of the cluster's own."""
+    """Return the ports that policies let pods with these labels connect to, outside the cluster."""
     return {
         port["port"]
         for policy in of_kind(EVERY, "NetworkPolicy")
@@ -67,7 +67,7 @@ def test_the_autoscaler_is_on_and_restricted_admits_it() -> None:
 
 
 def test_the_autoscaler_alone_has_a_token_for_kubernetes() -> None:
-    """KubeRay binds a role to the head's account, which gateways therefore do not share."""
+    """KubeRay binds a role to the head's account, so gateways have another account."""
     pod = pods(EVERY)["head"]["spec"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {
@@ -178,7 +178,7 @@ def test_the_pod_that_fills_the_volume_downloads_like_engines_do() -> None:
 
 def test_all_pods_have_the_priority() -> None:
     (priority,) = of_kind(EVERY, "PriorityClass")
-    assert priority["value"] > 0  # what pods without a class have
+    assert priority["value"] > 0  # the priority of pods without a class
     for pod in pods(EVERY).values():
         assert pod["spec"]["priorityClassName"] == priority["metadata"]["name"]
 

@@ -1,4 +1,4 @@
-"""The image: what it is made of, and what it puts where."""
+"""Contents of the image."""
 
 import re
 import tomllib
@@ -42,11 +42,11 @@ def test_the_cpu_image_installs_torch_without_cuda() -> None:
     assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" in cpu
     assert "PIP_EXTRA_INDEX_URL" not in cuda
     told = "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make serve"
-    assert told in (ROOT / "README.md").read_text()  # as without an image
+    assert told in (ROOT / "README.md").read_text()  # the command for machines without an image
 
 
 def test_a_login_shell_finds_the_commands() -> None:
-    """KubeRay may start Ray in one, and Debian's resets PATH."""
+    """KubeRay may start Ray in a login shell, and Debian's resets PATH."""
     (link,) = [line for line in DOCKERFILE.splitlines() if line.startswith("RUN ln -s ")]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     linked = {path.removeprefix("/opt/lorikeet/bin/") for path in link.split()[3:-1]}

@@ -1,4 +1,4 @@
-"""The dashboard, the alerts and what feeds them."""
+"""Dashboard, alerts and their sources."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def shown() -> dict[str, list[str]]:
-    """The queries of each panel, as Prometheus sees them."""
+    """Return the queries of each panel, as Prometheus receives them."""
     return {
         panel.title: [_plain(curve.query) for curve in panel.curves]
         for panels in ROWS.values()
@@ -120,7 +120,7 @@ def test_grafana_can_place_every_panel() -> None:
 
 
 def test_every_queried_metric_exists(tmp_path: Path) -> None:
-    """Every name, label and value of rules and dashboard is on a gateway's page of metrics."""
+    """Every name, label and value in rules and dashboard is on a gateway's page of metrics."""
     series = _series(_scraped(tmp_path))
     asked = [query for panel in shown().values() for query in panel]
     asked += [rule["expr"] for rule in rules()]
@@ -145,7 +145,7 @@ def _unknown(query: str, series: dict[str, dict[str, set[str]]]) -> Iterator[str
 
 
 def _series(page: str) -> dict[str, dict[str, set[str]]]:
-    """By name, the labels of its samples, with their values."""
+    """Return the labels of the samples, with their values, by name."""
     found: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -156,7 +156,7 @@ def _series(page: str) -> dict[str, dict[str, set[str]]]:
 
 
 def _scraped(folder: Path) -> str:
-    """A gateway's page after an answer and a refusal, with a replica's and the controller's."""
+    """Return a gateway's page of metrics after an answer and a refusal, replica and controller included."""
 
     async def pages() -> Sequence[bytes]:
         replica = {"base_model": "tiny", "replica": "r0"}

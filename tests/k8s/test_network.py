@@ -1,4 +1,4 @@
-"""What the network policies let in and out, and the Service that leads to the admin listener."""
+"""Network policies in both directions, and the Service of the admin listener."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_only_the_operator_and_the_cluster_reach_rays_dashboard(overlay: str) ->
 
 
 def comers(overlay: str, group: str, port: int) -> list[dict[str, Any]]:
-    """Everybody whom policies beside the cluster's own let in at a port of a group's pods."""
+    """Return the peers that policies, without the cluster's own, let in at a port of a group's pods."""
     labels = pods(overlay)[group]["metadata"]["labels"]
     return [
         peer
@@ -100,7 +100,7 @@ def test_the_admin_service_selects_the_gateways_admin_listener(overlay: str) -> 
     (port,) = service["spec"]["ports"]
     assert service["spec"]["type"] == "ClusterIP"
     address = Settings.from_env(settings(overlay)).admin_address
-    assert address.host == "0.0.0.0"  # Prometheus and port-forward come by different addresses
+    assert address.host == "0.0.0.0"  # Prometheus and port-forward connect to different addresses
     for group, pod in pods(overlay).items():
         found = {
             each["name"]: each["containerPort"]

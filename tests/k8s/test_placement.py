@@ -1,4 +1,4 @@
-"""Where pods go, how many there are, and the room that they have there."""
+"""Placement and number of pods, and their memory and disk."""
 
 import pytest
 import yaml
@@ -34,7 +34,7 @@ def test_rays_resources_do_not_depend_on_container_requests(overlay: str) -> Non
 
 
 def test_a_node_with_two_cores_has_room_for_the_local_overlay() -> None:
-    """Kubernetes' own pods take most of one."""
+    """Kubernetes' own pods take most of one core."""
     requested = [
         container["resources"]["requests"]
         for pod in pods("local").values()
@@ -53,7 +53,7 @@ def test_pods_of_a_group_are_spread_over_nodes_and_zones_if_possible(overlay: st
             assert topology == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
             for rule in rules:
                 assert selects(rule["labelSelector"], pod["metadata"]["labels"])
-                # Else a cluster that is on its way out would be in the new one's way.
+                # Else pods of a replaced cluster would repel those of the new one.
                 assert rule["matchLabelKeys"] == ["ray.io/cluster"]
 
 

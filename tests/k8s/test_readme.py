@@ -1,4 +1,4 @@
-"""What README tells of the manifests by numbers and commands."""
+"""Numbers and commands of README agree with the manifests."""
 
 import re
 
@@ -38,7 +38,7 @@ def test_the_readmes_requirements_of_gpu_are_its_pods_requests() -> None:
 
 
 def test_the_readme_says_how_long_a_replaced_cluster_stays_and_how_to_delete_it() -> None:
-    """KubeRay keeps one that never became ready as long as one whose streams have to end."""
+    """KubeRay keeps a cluster that never became ready as long as one whose streams have to end."""
     delay_s = ray_service("gpu")["spec"]["rayClusterDeletionDelaySeconds"]
     assert delay_s >= int(settings("gpu")["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
     assert f"deletes the first after {delay_s // 60} minutes" in README
@@ -49,7 +49,7 @@ def test_the_readme_says_how_long_a_replaced_cluster_stays_and_how_to_delete_it(
 
 
 def test_the_readme_gives_buildah_the_option_for_stages_named_by_arguments() -> None:
-    """Releases of it take such a stage for unused; Docker takes no such option."""
+    """Releases of Buildah take such a stage for unused; Docker has no such option."""
     dockerfile = (ROOT / "k8s/Dockerfile").read_text()
     assert "FROM ${FLAVOUR}\n" in dockerfile
     for page in (README, dockerfile.replace("\n# ", " ")):
@@ -76,7 +76,7 @@ def _monitors() -> list[Manifest]:
 
 
 def _requests(pod: Manifest) -> dict[str, float]:
-    """Cores, and GiB of memory and disk."""
+    """Return cores, and GiB of memory and disk."""
     (container,) = pod["spec"]["containers"]
     return {name: _number(text) for name, text in container["resources"]["requests"].items()}
 

@@ -1,4 +1,4 @@
-"""What the manifests promise: settings, hardening, Ray's ports, room."""
+"""Promises of the manifests: settings, hardening, Ray's ports, memory and disk."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_a_stopping_worker_has_time_for_its_streams(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", [each for each in OVERLAYS if each != "local"])
 def test_a_deleted_clusters_engines_and_head_outlast_its_clients_connections(overlay: str) -> None:
-    """HAProxy closes them, and gateways stay, from the moment that Kubernetes ends their pods."""
+    """HAProxy closes connections, and gateways stay, from when Kubernetes ends their pods."""
     spread_s = int(settings(overlay)["RAY_SERVE_HAPROXY_CLOSE_SPREAD_TIME_S"])
     stay_s = ray.serve._private.constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S
     waits = {name: seconds_before_its_end(pod) for name, pod in pods(overlay).items()}
@@ -101,7 +101,7 @@ def test_a_deleted_clusters_engines_and_head_outlast_its_clients_connections(ove
 
 
 def seconds_before_its_end(pod: Manifest) -> int:
-    """How long Kubernetes waits before it tells a pod to end."""
+    """Return the seconds that Kubernetes waits before it signals a pod to end."""
     (container,) = pod["spec"]["containers"]
     if "lifecycle" not in container:
         return 0
@@ -124,7 +124,7 @@ def test_workers_are_probed_every_second_and_survive_one_slow_answer(overlay: st
 
 
 def test_no_node_is_kept_busy_by_the_application_as_built() -> None:
-    """Serve keeps it as one object; above Ray's own limit it would lie on the node that made it."""
+    """Serve keeps the application as one object, which above Ray's limit would lie on one node."""
     limit = int(settings("local")["RAY_max_direct_call_object_size"])
     parsed = Settings.from_env(
         settings("local") | {"LORIKEET_BASE_MODELS": f"lorikeet-demo={ROOT / 'demo/model'}"}
@@ -132,7 +132,7 @@ def test_no_node_is_kept_busy_by_the_application_as_built() -> None:
     engines = {name: engine(parsed, name) for name in parsed.base_models}
     app = gateway(parsed, engines, controller(parsed, engines))
     built = build_app(app, name="lorikeet", default_runtime_env={})
-    # If this is small one day, the flag may go.
+    # If this becomes small, the flag may go.
     assert 100 * 1024 < len(cloudpickle.dumps(built.deployments)) < limit
     raylet = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
     assert b"max_direct_call_object_size" in raylet.read_bytes()
@@ -258,7 +258,7 @@ def test_every_pod_has_a_budget_and_every_policy_a_pod(overlay: str) -> None:
 
 @both
 def test_a_drain_leaves_a_gateway_an_engine_and_every_head(overlay: str) -> None:
-    """In whole pods, as Kubernetes takes for a RayCluster. An upgrade has two heads."""
+    """Kubernetes counts whole pods for a RayCluster. An upgrade has two heads."""
     budgets = of_kind(overlay, "PodDisruptionBudget")
     kept = {each["metadata"]["name"]: each["spec"]["minAvailable"] for each in budgets}
     assert kept == {"head": 2, "gateways": 1, "engines": 1}

@@ -1,4 +1,4 @@
-"""A host is as busy as the benchmark says, and each load is held against the quiet host."""
+"""Loads of the busy-host benchmark, and its comparison with the quiet host."""
 
 import os
 from collections import Counter
@@ -15,7 +15,7 @@ PINNED = 1 << 20
 
 
 def children() -> int:
-    """This process's, but for what multiprocessing keeps for itself."""
+    """Return this process's children, without multiprocessing's own."""
     names = [" ".join(child.cmdline()) for child in psutil.Process().children()]
     return sum("spawn_main" in name or "parent = os.getppid()" in name for name in names)
 

@@ -1,4 +1,4 @@
-"""The load programs' client notes when deltas come, and lets no bad answer count."""
+"""Client of the load programs: times of deltas, and no incomplete answer counts."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ PROMPT, TOKENS = 5, 4
 
 
 def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
-    """An event as answer_stream/openai_format.py writes it: no spaces."""
+    """Return an event as answer_stream/openai_format.py writes it: without spaces."""
     return (
         b"data: "
         + json.dumps({"choices": choices, **more}, separators=(",", ":")).encode()
@@ -121,7 +121,7 @@ CHAT = (
 
 
 def read(*parts: bytes) -> StreamedAnswer:
-    """The answer that comes in these parts, one a second."""
+    """Return the answer that arrives in these parts, one a second."""
     answer, seconds = StreamedAnswer(LoadRequest("a", 7, 3, seed=0), due_s=0.0), iter(range(1000))
     reader = AnswerReader(answer, lambda: float(next(seconds)))
     ended = [reader.feed(part) for part in parts]

@@ -1,4 +1,4 @@
-"""What the goodput benchmark asks for, and how it finds the highest good rate."""
+"""Traffic of the goodput benchmark, and its search for the highest good rate."""
 
 from collections import Counter
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The benchmarks that are run on GPUs, small, on a CPU: the whole service, every answer whole."""
+"""Benchmarks for GPUs, small, on a CPU: the whole service, every answer complete."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def bench(tmp_path):
-    """Runs one of them; what it printed and wrote."""
+    """Run one of the benchmarks; return its output and its JSON."""
 
     def bench(module, *options):
         out = tmp_path / "out.json"
@@ -31,7 +31,7 @@ def bench(tmp_path):
             capture_output=True,
             text=True,
         )
-        assert done.returncode in (0, 1), done.stderr  # 1: a CPU is not as fast as wanted
+        assert done.returncode in (0, 1), done.stderr  # 1: a CPU misses the goals
         return done.stdout, json.loads(out.read_text())
 
     return bench

@@ -1,4 +1,4 @@
-"""The load test, run as `make loadtest` runs it, against a server whose delays are known."""
+"""Load test, run as by `make loadtest`, against a server with known delays."""
 
 import json
 import subprocess

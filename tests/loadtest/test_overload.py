@@ -1,4 +1,4 @@
-"""What the overload benchmark counts, and when refusals are quick and honest."""
+"""Counts of the overload benchmark, and its goals for quick and honest refusals."""
 
 from dataclasses import replace
 
@@ -46,7 +46,9 @@ def test_a_refusal_is_timed_and_its_retry_after_compared_with_later_requests():
     assert (found.refused, found.retry_after) == (2, (1.0, 2.0))
     assert found.refusal_most == pytest.approx(40)
     assert found.refusal_p50 == pytest.approx(30)
-    assert found.accepted_then == pytest.approx(2 / 3)  # nobody came when the second one said
+    assert found.accepted_then == pytest.approx(
+        2 / 3
+    )  # no request came at the Retry-After of the second
     assert found.good
     assert refusals([answered(0.0)]) == Refusals(0, None, None, None, (), None)
 

@@ -1,4 +1,4 @@
-"""Random models and adapters are whole enough for the product, and no two adapters alike."""
+"""Random models and adapters are complete enough for the product, and adapters are distinct."""
 
 import pytest
 from tokenizers import Tokenizer

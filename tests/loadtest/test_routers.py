@@ -1,4 +1,4 @@
-"""The routers of load programs, without Serve."""
+"""Routers of load programs, without Serve."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ NAMES = ("c", "a", "b")
 
 @pytest.fixture
 def choose():
-    """Where a gateway's router sends a request for an adapter, with this seed."""
+    """Return the replica that a gateway's router chooses for an adapter and a seed."""
 
     def choose(adapter, seed, names=NAMES):
         router = object.__new__(SeedsChooseReplicas)

@@ -1,4 +1,4 @@
-"""The simulator against queueing theory; no request is lost and nothing stays behind."""
+"""Simulator compared with queueing theory; no request is lost and no state is left."""
 
 import math
 from dataclasses import replace
@@ -132,7 +132,7 @@ def test_lru_hits_as_often_as_ches_approximation(exponent):
 
 
 def che_hit_rate(shares, room):
-    """Che, Tung and Wang, 2002: T such that Σ 1 − exp(−p T) = room."""
+    """Return the hit rate of Che, Tung and Wang, 2002: T such that Σ 1 − exp(−p T) = room."""
     low, high = 0.0, 1e9
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
@@ -185,5 +185,5 @@ def test_a_hot_adapter_spreads_and_shrinks_back():
         fleet.schedule(at_s, lambda _: copies.append(len(fleet.on_gpu[0])))
     fleet.run()
     hot, cooled = copies
-    assert hot >= 4  # half of the traffic is what four of the eight can do
+    assert hot >= 4  # half of the traffic needs four of the eight replicas
     assert cooled <= hot // 2

@@ -1,4 +1,4 @@
-"""The simulator's outcomes, and the command that prints them."""
+"""Outcomes of the simulator, and the command that prints them."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A load program reads the streams of every API, as the product writes them."""
+"""Answers in the stream formats of every API, as the product writes them."""
 
 import pytest
 
@@ -41,14 +41,14 @@ def call_of(endpoint: Endpoint) -> Call:
 
 
 def stream_of(call: Call, finish: Ending) -> list[bytes]:
-    """Three tokens, each for itself, and the end."""
+    """Return a stream of three tokens, each in its own event, and the end."""
     events = event_stream(call, Played(USAGE))
     tokens = [events.delta(0, text) for text in ('"a', "text_delta")]
     return [*tokens, events.delta(0, "c", finish), events.end(USAGE)]
 
 
 def read(streamed: StreamFormat, *parts: bytes) -> StreamedAnswer:
-    """The answer that comes in these parts, one a second."""
+    """Return the answer that arrives in these parts, one a second."""
     answer = StreamedAnswer(LoadRequest("tiny", 7, 3, seed=0, format=streamed), due_s=0.0)
     seconds = iter(range(100_000))
     reader = AnswerReader(answer, lambda: float(next(seconds)))

@@ -1,4 +1,4 @@
-"""The plan of a load test, its prompts and its report."""
+"""Plan of a load test, its prompts and its report."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The traffic models against their formulas."""
+"""Workload models compared with their formulas."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmarks' table: one engine serves all its parts, and one that fails spoils no other."""
+"""Table of benchmarks: one engine serves all parts, and a failed part does not lose the others."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ WORKS = (Work("base", 9, 40, requests=4), Work("2 adapters", 9, 40, adapters=2, 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the table over a tiny engine; returns its exit status and what it wrote."""
+    """Run the table over a tiny engine; return its exit status and its JSON."""
     monkeypatch.setattr(throughput, "ROOM", 2)
     monkeypatch.setattr(decode, "STEPS", 5)
     monkeypatch.setattr(prefill, "SQUARE", 64)

@@ -1,4 +1,4 @@
-"""The decode benchmark: its steps on a tiny engine, and its reading of a profiler's trace."""
+"""Decode benchmark: its steps on a tiny engine, and its reading of a profiler's trace."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ def event(name, begin_us, length_us, cat="kernel"):
 
 @pytest.fixture
 def trace(tmp_path):
-    """Two steps of 500 µs, the second begun 100 µs late; kernels that follow, overlap, enclose."""
+    """Return two steps of 500 µs, the second 100 µs late; kernels follow, overlap and enclose."""
     step = [
         event("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", 0, 300),
         event("_shrink", 50, 20),

@@ -1,4 +1,4 @@
-"""The loading benchmark on a tiny engine: adapters are where it says, streams are undisturbed."""
+"""Loading benchmark on a tiny engine: adapters are in their tiers, and streams are undisturbed."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ LONG = {**CONFIG, "max_position_embeddings": 4096}
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """In the engine's process: two would mostly wait for each other over such small tensors."""
+    """Give the engine's process one thread: with small tensors, two would mostly wait."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
@@ -144,7 +144,7 @@ def test_loads_are_timed_until_the_adapter_is_on_the_gpu(client, adapters, few):
 
 @pytest.fixture
 def run(tmp_path, few, monkeypatch):
-    """Runs the program on a tiny model, with options; what it wrote."""
+    """Run the program on a tiny model, with options; return its JSON."""
     monkeypatch.setitem(harness.CONFIGS, "llama-3.1-8b", LONG)
     monkeypatch.setattr(harness, "SETTINGS", TINY)
 

@@ -1,4 +1,4 @@
-"""The jobs for a host of many GPUs: who runs beside whom, what becomes of those that fail."""
+"""Jobs for a host of many GPUs: which run at the same time, and outcomes of failed ones."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ sys.exit(given.exit)
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Makes jobs that do little."""
+    """Return a function that makes jobs that do little."""
     (tmp_path / "little_job.py").write_text(textwrap.dedent(JOB))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(many_gpus, "_POLL_S", 0.02)
@@ -54,7 +54,7 @@ def job(tmp_path, monkeypatch):
 
 
 def run(jobs, folder, seconds=60.0):
-    """What came of each, by name, and how many outcomes each report had."""
+    """Run jobs; return the outcomes by name, and the number of outcomes in each report."""
     counts = []
     outcomes = run_all(jobs, folder, seconds, lambda outcomes: counts.append(len(outcomes)))
     return {each.name: each for each in outcomes}, counts
@@ -186,7 +186,7 @@ class _ParsedError(Exception):
 
 
 def _refusal(job, monkeypatch):
-    """What the program's parser says against the arguments; None if it takes them."""
+    """Return the error of the program's parser for the arguments; None if it accepts them."""
     import argparse
     import importlib
 

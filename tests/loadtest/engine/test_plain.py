@@ -1,4 +1,4 @@
-"""The plain path finds an engine's tokens good, and wrong ones wrong, many requests at a time."""
+"""Plain path: accepts an engine's tokens, and rejects wrong ones, many requests at a time."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """Of two ranks, in whose largest step a prompt is several chunks."""
+    """Engine of two ranks, in which a prompt takes several chunks of the largest step."""
     folder = tmp_path_factory.mktemp("shared")
     engine = started(folder, tensor_parallel=2, max_batch_tokens=24)
     yield engine
@@ -43,7 +43,7 @@ def shared(tmp_path_factory):
 
 
 def answers_of(engine):
-    """Of odd lengths, three adapters and none: more adapters than the device has room for."""
+    """Return answers of odd lengths, with no adapter or one of three, more than the device holds."""
     requests = [
         greedy(f"r{i}", prompt(1 + 13 * i, i), adapter=ADAPTERS[i % 4], max_tokens=1 + 5 * i)
         for i in range(7)

@@ -1,4 +1,4 @@
-"""What a base model is expected to make by Llama's row: bytes, operations and windows."""
+"""Prediction of a base model's rate from Llama's row: bytes, operations and windows."""
 
 import json
 from argparse import ArgumentTypeError
@@ -31,7 +31,7 @@ def roofline(tmp_path):
     return roofline
 
 
-# the elements of published checkpoints; Gemma's without what sees images
+# elements of published checkpoints; Gemma's without the vision tower
 PUBLISHED = {
     "llama-3.1-8b": (8_030_261_248, 65 * 4096),
     "qwen3-8b": (8_190_735_360, 73 * 4096 + 36 * 2 * 128),
@@ -129,7 +129,7 @@ def test_mixtures_of_experts_are_refused(roofline):
 
 @pytest.fixture
 def run(tmp_path):
-    """Writes a run's file, as throughput does."""
+    """Write the JSON file of a run, as throughput does."""
 
     def run(rows, **about):
         file = tmp_path / "run.json"

@@ -1,4 +1,4 @@
-"""The prefill benchmark counts what torch counts, and holds its tokens against the plain path."""
+"""Prefill benchmark: operations equal torch's count, and tokens are checked by the plain path."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_the_operations_equal_torchs_count(engine):
         n for op, n in counts.items() if "attention" not in str(op) and "bmm" not in str(op)
     )
     heads, layers, width = 4, 2, 16
-    visible = 2 * 37 * 38 // 2  # of two sequences
+    visible = 2 * 37 * 38 // 2  # two sequences
     attention = 2 * 2 * visible * heads * width * layers
     assert prefill.flops(engine._runner.model.config, 2, 37) == products + attention
 

@@ -1,4 +1,4 @@
-"""The checkpoint of random weights that benchmarks load."""
+"""Checkpoint of random weights that benchmarks load."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The sampling benchmark on a tiny engine: its cases run, and wrong draws are not timed."""
+"""Sampling benchmark on a tiny engine: its cases run, and wrong draws are not timed."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ BIASES = ((3, 1.0), (250, -1.0))
 
 
 def tiny(group):
-    """As it is, but for what a tiny engine has no room for."""
+    """Return the group with sizes and biases that a tiny engine has room for."""
     cases = tuple(
         replace(case, sampling=replace(case.sampling, logit_bias=BIASES))
         if case.sampling.logit_bias

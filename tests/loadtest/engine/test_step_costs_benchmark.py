@@ -1,4 +1,4 @@
-"""The benchmark of predicted steps: which it measures, and how far off it says they are."""
+"""Benchmark of predicted steps: its choice of steps, and its error."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The throughput benchmark on a tiny model: it makes what it says, and it notices wrong tokens."""
+"""Throughput benchmark on a tiny model: it runs its works, and finds wrong tokens."""
 
 import json
 import sys
