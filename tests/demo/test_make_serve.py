@@ -29,7 +29,7 @@ OTHER_PORT = 9100
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """Yield a process of `python -m demo.serve` in its own folder, as from a script, and its output."""
+    """Yield a `python -m demo.serve` in its own folder, as from a script, and its output."""
     folder = tmp_path_factory.mktemp("demo")
     process = start(folder, stdout=subprocess.PIPE, preexec_fn=ignore_sigint)
     lines: list[str] = []

@@ -156,7 +156,7 @@ def _series(page: str) -> dict[str, dict[str, set[str]]]:
 
 
 def _scraped(folder: Path) -> str:
-    """Return a gateway's page of metrics after an answer and a refusal, replica and controller included."""
+    """Return a gateway's metrics after an answer and a refusal, with replica and controller."""
 
     async def pages() -> Sequence[bytes]:
         replica = {"base_model": "tiny", "replica": "r0"}

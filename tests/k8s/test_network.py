@@ -50,7 +50,7 @@ def test_only_the_operator_and_the_cluster_reach_rays_dashboard(overlay: str) ->
 
 
 def comers(overlay: str, group: str, port: int) -> list[dict[str, Any]]:
-    """Return the peers that policies, without the cluster's own, let in at a port of a group's pods."""
+    """Return the peers that policies, without the cluster's own, let in at a pod's port."""
     labels = pods(overlay)[group]["metadata"]["labels"]
     return [
         peer

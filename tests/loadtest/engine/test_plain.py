@@ -43,7 +43,7 @@ def shared(tmp_path_factory):
 
 
 def answers_of(engine):
-    """Return answers of odd lengths, with no adapter or one of three, more than the device holds."""
+    """Return answers of odd lengths, with no adapter or one of three (more than fit the device)."""
     requests = [
         greedy(f"r{i}", prompt(1 + 13 * i, i), adapter=ADAPTERS[i % 4], max_tokens=1 + 5 * i)
         for i in range(7)
