@@ -59,7 +59,7 @@ SELECTORS = (
 class KubernetesRefusal(Exception):
     """Error answer of Kubernetes' API.
 
-    may_pass: whether the same request may succeed later.
+    is_transient: whether the same request may succeed later.
     """
 
     def __init__(self, response: httpx.Response) -> None:
@@ -68,7 +68,7 @@ class KubernetesRefusal(Exception):
             f"{response.request.url.path}: {response.text}. See the Role `active-cluster` and the "
             "cluster's admission webhooks."
         )
-        self.may_pass = response.status_code == 429 or response.is_server_error
+        self.is_transient = response.status_code == 429 or response.is_server_error
 
 
 class ServiceAccountToken(httpx.Auth):
@@ -83,7 +83,7 @@ class ServiceAccountToken(httpx.Auth):
         yield request
 
 
-def follow(api: httpx.Client, namespace: str) -> bool:
+def update_selectors(api: httpx.Client, namespace: str) -> bool:
     """Make every selector name the serving cluster if there are two, and no cluster otherwise.
 
     Return whether all selectors are right. A failure is logged for another attempt, and does not
@@ -91,17 +91,17 @@ def follow(api: httpx.Client, namespace: str) -> bool:
     good.
     """
     try:
-        cluster = _one_of_two(api, namespace)
+        cluster = _serving_cluster(api, namespace)
     except (httpx.TransportError, KubernetesRefusal) as error:
-        if isinstance(error, KubernetesRefusal) and not error.may_pass:
+        if isinstance(error, KubernetesRefusal) and not error.is_transient:
             raise
         _log_failure("rayclusters", error)
         return False
-    done = [_follow_with(api, namespace, selector, cluster) for selector in SELECTORS]
+    done = [_update_selector(api, namespace, selector, cluster) for selector in SELECTORS]
     return all(done)
 
 
-def _follow_with(
+def _update_selector(
     api: httpx.Client, namespace: str, selector: Selector, cluster: str | None
 ) -> bool:
     """Update one selector; log a failure. Return whether the selector is right."""
@@ -140,7 +140,7 @@ def _log_failure(path: str, error: httpx.TransportError | KubernetesRefusal) -> 
     log.error("kubernetes_failed", extra={"object": path, "error": problem})
 
 
-def _one_of_two(api: httpx.Client, namespace: str) -> str | None:
+def _serving_cluster(api: httpx.Client, namespace: str) -> str | None:
     """Return the cluster that serves tenants; None if it is the only one."""
     found = _read(
         api,
@@ -175,7 +175,7 @@ def _answer(response: httpx.Response) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Update selectors for ever. An error of `follow` ends the process; Kubernetes restarts it."""
+    """Update selectors for ever. An error ends the process, and Kubernetes restarts it."""
     log_to_stderr()
     namespace = (_ACCOUNT / "namespace").read_text()
     with httpx.Client(
@@ -186,7 +186,7 @@ def main() -> None:
         trust_env=False,
     ) as api:
         while True:
-            time.sleep(_INTERVAL_S if follow(api, namespace) else _REST_S)
+            time.sleep(_INTERVAL_S if update_selectors(api, namespace) else _REST_S)
 
 
 if __name__ == "__main__":

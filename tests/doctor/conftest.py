@@ -60,7 +60,7 @@ class Patient:
             {name: value for name, value in {**it.environ, **it.more}.items() if value},
             it.gpu_memory,
             it.http_port,
-            look=lambda: it.cuda,
+            find_gpus=lambda: it.cuda,
             find_host=lambda: it.host,
         )
         checks = [check for check in CHECKS if not names or check.name in names]

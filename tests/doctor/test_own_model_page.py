@@ -33,7 +33,7 @@ def table(model: Path) -> Iterator[str]:
                 "LORIKEET_BASE_MODELS": f"llama={model}",
                 "LORIKEET_ADAPTER_GPU_MEMORY": share,
             }
-            planned = PlannedStart(environ, int(size * GIB), look=Cuda)
+            planned = PlannedStart(environ, int(size * GIB), find_gpus=Cuda)
             assert planned.device_free is not None
             plan = plan_memory(
                 config, WEIGHTS, planned.engine_settings("llama"), planned.device_free

@@ -77,7 +77,7 @@ class RecordingRunner:
 
 
 class Answers:
-    """What came out of an engine, collected by request and choice."""
+    """Outputs of an engine, collected by request and choice."""
 
     def __init__(self, engine: Engine, within_s: float = 60.0) -> None:
         """within_s: how long `until` and `all` wait."""

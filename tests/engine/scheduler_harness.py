@@ -1,4 +1,4 @@
-"""A scheduler without an engine: adapters on a tiers, and a model that hashes tokens."""
+"""Scheduler without an engine: fake adapter tiers, and a model that hashes tokens."""
 
 import hashlib
 import math
@@ -187,7 +187,7 @@ class SchedulerHarness:
                     self.scheduler.finish(sequence)
 
     def count(self, chunks):
-        """What is done for whom; nothing twice."""
+        """Count the work done for each tenant; work done twice counts once."""
         for chunk in chunks:
             sequence, tenant = chunk.sequence, chunk.sequence.request.scheduling.tenant
             first = max(chunk.start, self.reached[sequence])

@@ -62,7 +62,7 @@ def run(checked, until=2000):
 
 @pytest.fixture(params=[True, False], ids=["overlapped", "read_at_once"])
 def steps(make_checked, request):
-    """How many steps the requests lives when nothing happens to it, and in which engines."""
+    """Return the number of steps of the undisturbed requests, and the settings of their engines."""
     settings = {"overlap": request.param}
     checked = make_checked(**settings)
     fill(checked)
@@ -137,7 +137,7 @@ def test_the_prompt_of_128_choices_is_computed_once_but_for_its_last_page(make_c
 
 
 @pytest.mark.parametrize("other", [{"salt": "globex"}, {"adapter": OTHER}, {"adapter": None}])
-def test_another_tenant_or_adapter_never_hits_it(make_checked, other):
+def test_another_tenant_or_adapter_never_hits_a_cached_prefix(make_checked, other):
     checked = make_checked(kv_pages=1200, max_running=64, max_batch_tokens=256)
     prompt, sampling = tuple(i % 60 for i in range(1000)), SamplingParams(1, temperature=0.0)
     for call in ({}, other, {}):

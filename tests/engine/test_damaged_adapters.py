@@ -86,7 +86,7 @@ def make_served(tmp_path, request):
         served.engine.close()
 
 
-def test_requests_on_it_fail_within_the_stated_steps_and_others_go_on(make_served, caplog):
+def test_requests_on_a_damaged_adapter_fail_within_the_stated_steps(make_served, caplog):
     served = make_served()
     for name, adapter in (("spoilt", "good"), ("kin", "other"), ("base", None)):
         served.ask(name, LONG, adapter)
@@ -107,7 +107,7 @@ def test_requests_on_it_fail_within_the_stated_steps_and_others_go_on(make_serve
     assert served.engine.status().tiers[Residency.GPU].checksum_failures == 1
 
 
-def test_what_was_computed_with_it_is_not_in_the_prefix_cache_any_more(make_served, monkeypatch):
+def test_pages_computed_with_a_damaged_adapter_leave_the_prefix_cache(make_served, monkeypatch):
     served = make_served()
     with monkeypatch.context() as patch:
         patch.setattr(image_checks, "EVERY_STEPS", 1 << 60)
@@ -130,7 +130,7 @@ def test_what_was_computed_with_it_is_not_in_the_prefix_cache_any_more(make_serv
     assert found().cached_tokens - cached == len(PROMPT) - hash_model.PAGE, "another's is kept"
 
 
-def test_who_has_only_waited_gets_the_adapter_that_is_loaded_anew(make_served):
+def test_a_request_that_only_waited_gets_the_adapter_loaded_again(make_served):
     served = make_served(max_running=1, max_batch_tokens=64)
     served.ask("spoilt", LONG)
     served.ask("waiting", SHORT)
@@ -141,8 +141,8 @@ def test_who_has_only_waited_gets_the_adapter_that_is_loaded_anew(make_served):
     assert served.of("waiting") == served.expected(SHORT)
 
 
-def test_who_waits_with_a_lease_gives_it_back_and_goes_on(make_served):
-    """For KV pages, of which the first request has too many for both."""
+def test_a_waiting_request_gives_its_lease_of_a_damaged_adapter_back(make_served):
+    """It waits for KV pages, since the first request has too many of them."""
     served = make_served(kv_pages=1030, max_running=2)
     for name, length, sampling in (("spoilt", 200, LONG), ("waiting", 4000, SHORT)):
         prompt = tuple((i + length) % 60 + 3 for i in range(length))
@@ -159,7 +159,7 @@ def test_who_waits_with_a_lease_gives_it_back_and_goes_on(make_served):
 
 
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_who_asks_for_what_was_damaged_on_the_host_gets_it_from_the_disk(make_served, prefetched):
+def test_an_adapter_damaged_on_the_host_is_loaded_from_the_disk(make_served, prefetched):
     served = make_served()
     ref, tiers = served.refs["good"], served.engine._tiers
     served.engine.prefetch(ref, Residency.HOST)

@@ -1,7 +1,7 @@
-"""With an FP8 KV cache an engine says what transformers and PEFT say if they round keys and values.
+"""An engine with an FP8 KV cache equals transformers and PEFT with rounded keys and values.
 
-A number that lies between two of E4M3's may be rounded to either, by the last digit of what went
-before; so a token is held against the reference's logits for it, and not against another token.
+A number between two of E4M3's may be rounded to either, depending on the last digit of earlier
+results. So a token is compared by the reference's logits for it, not with another token.
 Every family is in the matrix; here are scores of prompts, and checkpoints with scales.
 """
 
@@ -98,7 +98,7 @@ def start(world, tmp_path):
         engine.close()
 
 
-def test_prompts_are_scored_over_what_the_pages_hold(start, world):
+def test_prompts_are_scored_with_the_rounded_keys_and_values(start, world):
     answers = Answers(start(kv_dtype="fp8", max_batch_tokens=13, max_running=13))
     name, ids = "rank8_all", world.prompts["rank16_kv"]
     answers.submit(greedy("r", ids, adapter=world.refs[name], prompt_logprobs=1, max_tokens=1))
@@ -149,7 +149,7 @@ def test_scales_are_found_under_each_of_their_names(tiny_checkpoints, tmp_path, 
     ]
 
 
-def test_modelopt_too_may_have_scales_of_keys_and_values_alone(tiny_checkpoints, tmp_path):
+def test_a_modelopt_checkpoint_may_scale_only_keys_and_values(tiny_checkpoints, tmp_path):
     folder = with_scales(tiny_checkpoints["llama"], tmp_path / "scaled", NAMES[2])
     path = folder / "config.json"
     said = {
@@ -161,14 +161,14 @@ def test_modelopt_too_may_have_scales_of_keys_and_values_alone(tiny_checkpoints,
     assert rehearse_load(folder, torch.float32)[0].quantized_linears is None
 
 
-def test_one_scale_can_be_of_keys_and_values(tiny_checkpoints, tmp_path):
+def test_one_scale_can_serve_keys_and_values(tiny_checkpoints, tmp_path):
     folder = with_scales(tiny_checkpoints["llama"], tmp_path / "one", "self_attn.kv_scale")
     model = load_model(folder, torch.device("cpu"), torch.float32)
     scales = model._layers[1].attention.kv_scales
     assert scales.key == scales.value == pytest.approx(LAYER_SCALES[1][1])
 
 
-def test_of_the_scales_of_heads_the_largest_is_used(tiny_checkpoints, tmp_path):
+def test_the_largest_scale_of_all_heads_is_used(tiny_checkpoints, tmp_path):
     scales = (((0.02, 0.3), (0.5, 0.4)),) * 2
     folder = with_scales(tiny_checkpoints["llama"], tmp_path / "heads", NAMES[0], scales)
     model = load_model(folder, torch.device("cpu"), torch.float32)

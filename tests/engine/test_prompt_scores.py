@@ -106,9 +106,7 @@ def test_prompts_are_scored_as_peft_scores_them(engine, reference, request):
         assert engine.status().preemptions > 0
 
 
-def test_a_prompt_that_is_scored_is_computed_though_it_is_cached_and_is_found_afterwards(
-    engine, reference
-):
+def test_a_scored_prompt_is_computed_despite_the_cache_and_cached_afterwards(engine, reference):
     witness, answers, ids = RecordingRunner(engine), Answers(engine), prompt(5 * PAGE + 2)
     for name in ("plain", "scored", "again"):
         before = witness.tokens
@@ -120,7 +118,7 @@ def test_a_prompt_that_is_scored_is_computed_though_it_is_cached_and_is_found_af
     check(reference, None, ids, answers.scores["scored", 0], 1)
 
 
-def test_what_was_scored_before_a_preemption_is_not_computed_for_it_again(tmp_path):
+def test_tokens_scored_before_a_preemption_are_not_scored_again(tmp_path):
     """Once preempted, a prompt finds its own pages as far as it was scored."""
     engine, model = hash_model.build(tmp_path, Shelf(tmp_path), kv_pages=200, max_batch_tokens=256)
     answers, ids = Answers(engine), tuple(range(3, 43))
@@ -143,7 +141,7 @@ def test_prompts_of_one_token_have_nothing_to_score(engine):
     assert len(answers.of("r")) == 2
 
 
-def test_a_step_scores_no_more_than_it_may_and_computes_other_prompts_beside_it(
+def test_a_step_scores_up_to_its_limit_and_computes_other_prompts_beside(
     engine, reference, monkeypatch
 ):
     monkeypatch.setattr(step_budget, "_SCORES", 12)
@@ -155,7 +153,7 @@ def test_a_step_scores_no_more_than_it_may_and_computes_other_prompts_beside_it(
     check(reference, None, ids, answers.scores["scored", 0], 3)
 
 
-def test_no_more_rows_of_logits_are_made_at_once_than_sequences_may_run(tmp_path):
+def test_scoring_makes_at_most_max_running_rows_of_logits_at_once(tmp_path):
     engine, model = hash_model.build(
         tmp_path, Shelf(tmp_path), kv_pages=200, max_running=6, max_batch_tokens=64
     )
@@ -188,11 +186,11 @@ def test_a_prompt_whose_logits_are_not_finite_fails_alone(tmp_path, overlap):
 
 
 def hash_of(*tokens):
-    """What a hash model's hidden state is behind these tokens: the likeliest next one."""
+    """Return the hidden state of a hash model after these tokens: the likeliest next token."""
     return predict(tokens, SamplingParams(1, temperature=0.0, ignore_eos=True), 0, 800)[0][0]
 
 
-def test_a_stop_token_is_told_where_it_is_asked_for(tmp_path):
+def test_a_stop_token_is_returned_if_requested(tmp_path):
     engine, _ = hash_model.build(tmp_path, Shelf(tmp_path), kv_pages=200)
     answers = Answers(engine)
     plain = SamplingParams(9, temperature=0.0, logprobs=0, ignore_eos=True)
@@ -206,7 +204,7 @@ def test_a_stop_token_is_told_where_it_is_asked_for(tmp_path):
     assert set(answers.finish.values()) == {FinishReason.STOP}
 
 
-def test_more_alternatives_than_are_told_are_refused_by_name():
+def test_too_many_logprobs_are_refused_by_field_name():
     for name in ("logprobs", "prompt_logprobs"):
         with pytest.raises(InvalidRequest, match=rf"{name}=21: want .* 0 to 20") as raised:
             SamplingParams(**{name: 21})

@@ -50,7 +50,7 @@ def make(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(make):
-    """What each way says in an engine of its own."""
+    """Return the answers of each way in an engine of its own."""
     said = []
     for way in range(len(WAYS)):
         answers = Answers(make())

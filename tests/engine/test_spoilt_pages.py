@@ -18,7 +18,7 @@ GREEDY = SamplingParams(12, temperature=0.0, ignore_eos=True)
 @pytest.mark.parametrize("windows", [hash_model.WHOLE, hash_model.WINDOWED], ids=["", "windows"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("good_steps", [2, 3, 9])  # until its prompt's last; the first decode; on
-def test_pages_of_a_request_that_overflows_are_computed_anew(
+def test_pages_of_a_request_that_overflows_are_computed_again(
     tmp_path, overlap, good_steps, windows
 ):
     engine, model = hash_model.build(

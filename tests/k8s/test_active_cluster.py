@@ -12,7 +12,7 @@ from lorikeet.active_cluster import (
     SELECTORS,
     KubernetesRefusal,
     ServiceAccountToken,
-    follow,
+    update_selectors,
 )
 from tests.k8s.manifests import (
     DIGEST,
@@ -126,7 +126,7 @@ def upgrade(server: ApiServer) -> list[dict[str, set[str]]]:
     stages = ((["old"], "old"), (["old", "new"], "old"), (["old", "new"], "new"), (["new"], "new"))
     for server.clusters, serving in stages:
         server.serves(serving)
-        follow(server.client(), "lorikeet")
+        update_selectors(server.client(), "lorikeet")
         seen.append({path: server.selected(path) for path in FOLLOWING})
     return seen
 
@@ -150,7 +150,7 @@ def test_nothing_is_written_where_nothing_changes() -> None:
     server.clusters = ["old", "new"]
     server.serves("old")
     for _ in range(3):
-        follow(server.client(), "lorikeet")
+        update_selectors(server.client(), "lorikeet")
     assert server.patches == len(FOLLOWING)
 
 
@@ -158,7 +158,7 @@ def test_no_cluster_is_named_before_one_serves() -> None:
     """A corrected first start has two clusters, and no Service of KubeRay yet."""
     server = ApiServer("gpu")
     server.clusters = ["wrong", "right"]
-    follow(server.client(), "lorikeet")
+    update_selectors(server.client(), "lorikeet")
     assert server.patches == 0
 
 
@@ -166,7 +166,7 @@ def test_a_service_of_a_deleted_cluster_names_none() -> None:
     server = ApiServer("gpu")
     server.clusters = ["one", "other"]
     server.serves("gone")
-    follow(server.client(), "lorikeet")
+    update_selectors(server.client(), "lorikeet")
     assert server.patches == 0
 
 
@@ -175,7 +175,7 @@ def test_a_missing_budget_is_no_error() -> None:
     del server.objects["poddisruptionbudgets/gateways"]
     server.clusters = ["old", "new"]
     server.serves("new")
-    follow(server.client(), "lorikeet")
+    update_selectors(server.client(), "lorikeet")
     assert server.selected("poddisruptionbudgets/engines") == {"new"}
 
 
@@ -209,13 +209,15 @@ def test_a_refusal_names_the_request_and_kubernetes_message() -> None:
     with pytest.raises(
         KubernetesRefusal, match=r"403 to GET .*/rayclusters: rayclusters.ray.io is"
     ):
-        follow(client, "lorikeet")
+        update_selectors(client, "lorikeet")
 
 
 def test_rayclusters_that_kubernetes_does_not_know_are_an_error() -> None:
     server = ApiServer("gpu")
     with pytest.raises(KubernetesRefusal, match="404"):
-        follow(server.client(lambda _: httpx.Response(404, text="page not found")), "lorikeet")
+        update_selectors(
+            server.client(lambda _: httpx.Response(404, text="page not found")), "lorikeet"
+        )
 
 
 def refused(status: int) -> Failure:
@@ -246,13 +248,13 @@ def test_a_failing_object_delays_no_other_and_is_retried(
         fails = request.method == method and request.url.path.endswith(failing)
         return failure(request) if fails else server.answer(request)
 
-    assert not follow(server.client(answer), "lorikeet")
+    assert not update_selectors(server.client(answer), "lorikeet")
     assert {path for path in FOLLOWING if server.selected(path) == {"new"}} == {*FOLLOWING} - {
         failing
     }
     (failed,) = [vars(each) for each in caplog.records if each.levelname == "ERROR"]
     assert failed["object"] == failing
-    assert follow(server.client(), "lorikeet")
+    assert update_selectors(server.client(), "lorikeet")
     assert server.selected(failing) == {"new"}
 
 
@@ -267,14 +269,14 @@ def test_unreadable_clusters_change_nothing_and_are_retried(failing: str, failur
         fails = request.url.path.endswith(failing)
         return failure(request) if fails else server.answer(request)
 
-    assert not follow(server.client(answer), "lorikeet")
+    assert not update_selectors(server.client(answer), "lorikeet")
     assert server.patches == 0
-    assert follow(server.client(), "lorikeet")
+    assert update_selectors(server.client(), "lorikeet")
     assert server.patches == len(FOLLOWING)
 
 
 def test_a_timeout_to_connect_names_the_network_policy(caplog: pytest.LogCaptureFixture) -> None:
-    follow(ApiServer("gpu").client(broken(httpx.ConnectTimeout)), "lorikeet")
+    update_selectors(ApiServer("gpu").client(broken(httpx.ConnectTimeout)), "lorikeet")
     (failed,) = [vars(each) for each in caplog.records]
     named = set(re.findall("`([a-z-]+)`", failed["error"]))
     policies = {each["metadata"]["name"] for each in of_kind("gpu", "NetworkPolicy")}

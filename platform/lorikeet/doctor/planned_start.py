@@ -26,14 +26,14 @@ class PlannedStart:
 
     gpu_memory: bytes of each GPU, to plan for a machine with other GPUs; None: inspect this one's.
     http_port: the port for tenants.
-    look: returns the GPUs and CUDA versions.
+    find_gpus: returns the GPUs and CUDA versions.
     find_host: returns the machine without its GPUs.
     """
 
     environ: Mapping[str, str]
     gpu_memory: int | None = None
     http_port: int = SERVES_PORT
-    look: Callable[[], Cuda] = find_cuda
+    find_gpus: Callable[[], Cuda] = find_cuda
     find_host: Callable[[], Host] = this_host
 
     @cached_property
@@ -52,7 +52,7 @@ class PlannedStart:
     @cached_property
     def cuda(self) -> Cuda:
         """GPUs and CUDA versions of the machine."""
-        return self.look()
+        return self.find_gpus()
 
     @cached_property
     def host(self) -> Host:

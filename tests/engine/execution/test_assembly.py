@@ -1,4 +1,4 @@
-"""What an engine takes of its device: the slot pool and the KV cache from what is measured free."""
+"""Device memory of an engine: slot pool and KV cache are sized by the memory measured as free."""
 
 import logging
 import threading
@@ -114,19 +114,19 @@ def test_a_stage_without_memory_names_what_the_others_took():
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def test_other_errors_of_a_stage_stay_what_they_are():
+def test_other_errors_of_a_stage_are_raised_unchanged():
     with pytest.raises(RuntimeError, match="illegal"), StartUpStages(CPU).stage("weights"):
         raise RuntimeError("illegal memory access")
 
 
-def test_the_table_has_rows_for_thousands_of_small_adapters_and_for_a_steps():
+def test_the_table_has_rows_for_thousands_of_small_adapters_and_for_all_of_a_step():
     shape = BaseShape.from_config(LLAMA_3_1_8B)
     rank_8_on_q_and_v = 8 * 32 * (4096 + 4096 + 4096 + 1024)
     assert count_slots(2000 * rank_8_on_q_and_v, shape, at_least=128) >= 2000
     assert count_slots(0, shape, at_least=128) == 128
 
 
-def test_the_log_says_what_a_start_took(build, caplog):
+def test_the_log_has_the_memory_and_time_of_each_stage(build, caplog):
     caplog.set_level(logging.INFO, "lorikeet_engine.execution.assembly")
     parts = build(kv_bytes=10 * PAGE_BYTES)
     (record,) = caplog.records
@@ -136,7 +136,7 @@ def test_the_log_says_what_a_start_took(build, caplog):
     assert record.free_bytes > 0
 
 
-def test_shares_are_of_what_is_free_when_the_engine_starts(build, monkeypatch):
+def test_shares_are_of_the_memory_free_at_the_engines_start(build, monkeypatch):
     monkeypatch.setattr(
         "lorikeet_engine.telemetry.start_up.free_bytes", lambda device: 100 * PAGE_BYTES
     )

@@ -1,4 +1,4 @@
-"""A step's input: numbers alone, made of chunks, and the batch that comes of them."""
+"""Input of a step: arrays made from chunks, and the batch made from the input."""
 
 from array import array
 from dataclasses import fields
@@ -51,7 +51,7 @@ def test_a_pending_token_comes_from_its_row_of_the_step_before():
     assert build_step_input([Chunk.of(read, 9)], PAGE).upload(CPU).token_ids.tolist() == [5, 6, 7]
 
 
-def test_tokens_that_must_follow_a_pending_one_are_behind_it():
+def test_forced_tokens_stand_behind_their_pending_token():
     sequences = [decoding([1, 2], [0, 3], 1, forced=(8, 9)), decoding([3], [1], row=0)]
     step = build_step_input([Chunk.of(s, s.decode_tokens) for s in sequences], PAGE)
     assert step.upload(CPU, torch.tensor([40, 41])).token_ids.tolist() == [41, 8, 9, 40]
@@ -88,7 +88,7 @@ def test_each_adapter_is_one_segment():
     assert segments.max_rank == 16
 
 
-def test_the_head_has_segments_of_its_rows_where_adapters_change_it():
+def test_lm_head_has_segments_over_its_own_rows_where_adapters_change_it():
     leases = [DummyLease(1, 8), DummyLease(5, 8, 4), DummyLease(3, 8, 2), None, DummyLease(5, 8, 4)]
     sequences = [sequence_of([1] * 6, [i, i + 9], lease) for i, lease in enumerate(leases)]
     lengths = (6, 6, 4, 6, 6)  # one has no row of the logits yet
@@ -112,8 +112,8 @@ def test_a_step_whose_adapters_leave_the_head_alone_has_no_segments_of_it():
     assert build_step_input(chunks, PAGE).upload(CPU).head_segments is None
 
 
-def test_it_is_arrays_and_numbers_alone():
-    """So that another process can be sent it, and learns of no tenant."""
+def test_a_step_input_holds_only_arrays_and_numbers():
+    """It can be sent to another process, which learns nothing about tenants."""
     step = build_step_input([Chunk.of(sequence_of([1, 2], [0]), 9)], PAGE)
     values = {field.name: getattr(step, field.name) for field in fields(step)}
     (table,) = values.pop("page_tables")
@@ -121,7 +121,7 @@ def test_it_is_arrays_and_numbers_alone():
         assert isinstance(value, np.ndarray | int)
 
 
-def test_a_window_reads_the_pages_from_the_first_on_that_a_token_sees():
+def test_a_windows_page_table_begins_with_the_first_page_that_a_token_sees():
     long, short = sequence_of(range(21), []), sequence_of(range(3), [])
     long.kv.pages = [array("i", [7, 3, 9, 8, 1, 6]), array("i", [20, 21, 22, 23])]
     long.kv.first, long.kv.computed = 2, 17  # token 17 sees 13 and what follows: not page 2

@@ -1,4 +1,4 @@
-"""What an engine says that its steps cost, against what they do cost."""
+"""Measured costs of steps, compared with the costs of simulated and real devices."""
 
 import random
 import time
@@ -119,12 +119,12 @@ def test_exact_times_give_back_the_coefficients_that_made_them(measure, elements
 
 @pytest.mark.parametrize("context", [131_072, 8192])
 @pytest.mark.parametrize("windowed", [10 / 12, 1.0])
-def test_decodes_within_a_window_are_told_from_those_beyond(measure, windowed, context):
+def test_decodes_beyond_a_window_cost_what_their_windows_read(measure, windowed, context):
     costs = replace(TRUE, window=1024, windowed=windowed)
     assert_close(measure(costs=costs, context=context), costs)
 
 
-def test_contexts_too_short_to_tell_what_tokens_see_leave_that_at_the_default(measure):
+def test_short_contexts_leave_the_cost_of_seen_tokens_at_its_default(measure):
     default, found = StepCosts(), measure(context=256)
     assert found.seen_token_s == default.seen_token_s
     assert found.prompt_seen_s == default.prompt_seen_s
@@ -136,13 +136,13 @@ def test_an_h200_is_measured_within_a_second(measure):
     assert measure.took_s[-1] < 1.0
 
 
-def test_room_for_one_adapter_gives_its_whole_share_to_the_rank(measure):
+def test_a_single_adapter_gives_all_its_cost_to_the_rank(measure):
     found = measure(max_batch_adapters=1)
     assert found.lora_s == 0.0
     assert found.rank_s == pytest.approx(TRUE.rank_s + TRUE.lora_s / 16)
 
 
-def test_without_room_for_an_adapter_what_one_costs_is_the_default(measure):
+def test_an_arena_too_small_for_an_adapter_leaves_its_cost_at_the_default(measure):
     default = StepCosts()
     expected = replace(
         TRUE, lora_s=default.lora_s, rank_s=default.rank_s, lora_token_s=default.lora_token_s
@@ -150,19 +150,19 @@ def test_without_room_for_an_adapter_what_one_costs_is_the_default(measure):
     assert_close(measure(elements=100), expected)
 
 
-def test_an_engine_of_one_sequence_is_measured_by_that(measure):
+def test_an_engine_of_one_sequence_is_measured_with_one_decode(measure):
     found = measure(max_running=1, costs=replace(TRUE, max_running=1))
     assert found.step_s(1, 0, 5000) == pytest.approx(TRUE.step_s(1, 0, 5000))
     assert [tokens for tokens, _ in found.rows] == [1, 512, 2048]
 
 
-def test_a_step_that_has_room_for_decodes_alone_is_measured_by_them(measure):
+def test_a_step_with_capacity_for_decodes_alone_is_measured_with_decodes(measure):
     found = measure(max_batch_tokens=64, costs=replace(TRUE, step_tokens=64))
     assert [tokens for tokens, _ in found.rows] == [1, 2, 32, 64]
 
 
 @pytest.mark.parametrize("running", [64, 256, 512, 1024])
-def test_what_prompts_see_is_measured_however_many_sequences_run(measure, running):
+def test_the_cost_of_tokens_seen_by_prompts_is_measured_for_any_max_running(measure, running):
     costs = replace(TRUE, prompt_seen_s=4e-9, max_running=running)
     found = measure(max_running=running, costs=costs)
     assert found.prompt_seen_s == pytest.approx(4e-9)
@@ -189,7 +189,7 @@ def test_noise_makes_no_coefficient_negative(measure, costs):
         assert found.step_s(found.max_running, 0) >= seconds[0] > 0.0
 
 
-def test_the_demo_model_takes_about_what_its_engine_says(tmp_path):
+def test_steps_of_the_demo_model_take_about_the_measured_costs(tmp_path):
     torch.set_num_threads(1)
     settings = EngineSettings(DEMO, tmp_path, max_batch_tokens=256, max_running=16, overlap=False)
     engine = Engine(settings, source=None)

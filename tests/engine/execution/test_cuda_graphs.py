@@ -1,4 +1,4 @@
-"""A small step says the same from a graph as without one, whatever its size and its adapters."""
+"""Small steps give the same logits with and without graphs, at all sizes and with all adapters."""
 
 from array import array
 from dataclasses import replace
@@ -98,7 +98,7 @@ def recorded_piecewise(graphs, blank, attention, buffers):
 
 
 def tolerance(runner, dtype):
-    """How far two ways to the same logits may be apart, as a share of the largest.
+    """Return the largest difference between two equal ways, as a share of the largest logit.
 
     In FP8 a key or value between two numbers may be rounded to either, 6% from the other.
     """
@@ -193,7 +193,7 @@ def add_graphs(runner, settings):
     runner._graphs = CudaGraphs(runner.model, Rows(), runner._weights, runner.kv, limits)
 
 
-def test_a_graph_says_what_the_plain_pass_says(engine):
+def test_a_graph_gives_the_logits_of_the_plain_pass(engine):
     engine._runner = twice = Twice(engine._runner)
     answers = Answers(engine)
     for i in range(14):
@@ -217,7 +217,7 @@ def test_base_requests_alone_use_a_graph_without_adapters(engine):
     assert twice.compared == [(3, 1, 0)] + [(1, 1, 0)] * 19
 
 
-def test_a_prompt_in_chunks_and_one_behind_a_cached_prefix(engine):
+def test_graphs_compute_prompts_in_chunks_and_behind_a_cached_prefix(engine):
     engine._runner = twice = Twice(engine._runner)
     long = [i % 512 for i in range(300)]
     engine._scheduler._limits = replace(engine._scheduler._limits, tokens=64)
@@ -270,7 +270,7 @@ class Either:
         self._sources[ref.digest].fetch(ref, path)
 
 
-def test_adapters_that_leave_experts_alone_have_graphs_without_such_work(tmp_path, monkeypatch):
+def test_adapters_that_leave_experts_alone_have_graphs_of_their_own(tmp_path, monkeypatch):
     shape = BaseShape.from_config(MOE_CONFIG)
     of_attention = RandomBlobs(tmp_path / "attention", shape, 1, 12, ["q_proj", "o_proj"])
     of_all = RandomBlobs(tmp_path / "all", shape, 1, 12)
@@ -309,7 +309,7 @@ class Spied:
         return self._captured.forward(batch)
 
 
-def test_prompts_of_many_adapters_in_pieces(engine, monkeypatch):
+def test_piecewise_graphs_compute_prompts_of_many_adapters(engine, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "SEEN_IN_PIECES", 1)
     answers = Answers(engine)
     for i, adapter in enumerate(engine.refs):  # no prompt below waits for its adapter
@@ -325,7 +325,7 @@ def test_prompts_of_many_adapters_in_pieces(engine, monkeypatch):
     assert twice.compared[0] == (265, 7, 4)
 
 
-def test_prompts_are_scored_from_what_graphs_compute(engine):
+def test_prompts_are_scored_from_the_hidden_states_of_graphs(engine):
     answers, graphs = Answers(engine), engine._runner._graphs
     way = {"prompt_logprobs": 2, "max_tokens": 3}
     for name in ("graphs", "none"):

@@ -1,4 +1,4 @@
-"""Tokens that a grammar leaves no choice about come without a step for each, and say the same."""
+"""Tokens forced by a grammar come several in a step, and equal those sampled one by one."""
 
 from dataclasses import replace
 
@@ -54,12 +54,12 @@ def ask(engine, *requests):
 
 
 def came(answers, name="r", choice=0):
-    """How many tokens came at once, each time."""
+    """Return the number of tokens in each output of a choice."""
     return [len(output.token_ids) for output in answers.outputs[name, choice]]
 
 
 def steps(answers, name="r", choice=0):
-    """How many steps a choice took part in."""
+    """Return the number of steps that a choice took part in."""
     return answers.outputs[name, choice][-1].timings.steps
 
 
@@ -121,7 +121,7 @@ class TestEnds:
 
 
 class TestOneByOne:
-    """Where the device must see each token, tokens come one by one, and the same."""
+    """Where the device must see each token, none are forced and the output is the same."""
 
     @pytest.mark.parametrize(
         "more", [{"logprobs": 2}, {"frequency_penalty": 1.0}, {"logit_bias": ((7, 2.0),)}], ids=str

@@ -1,4 +1,4 @@
-"""What is planned of a device's memory is what an engine does with it."""
+"""An engine divides a device's memory as planned."""
 
 import shutil
 from dataclasses import replace
@@ -40,7 +40,9 @@ def llama_8b(tmp_path: Path) -> ModelConfig:
     return ModelConfig.from_folder(write_config(tmp_path / "8b", LLAMA_3_1_8B))
 
 
-def test_a_rehearsal_finds_what_loading_finds(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_rehearsal_finds_the_tensors_of_a_load(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
     for folder in tiny_checkpoints.values():
         config, weights = rehearse_load(folder, torch.float32)
         assert config == load_model(folder, torch.device("cpu"), torch.float32).config
@@ -85,7 +87,9 @@ def test_an_engine_has_the_kv_tokens_that_were_planned(tmp_path: Path, kv_dtype:
     assert plan.kv <= 1 << 20
 
 
-def test_an_8b_model_on_an_h200_is_divided_as_was_measured(llama_8b: ModelConfig) -> None:
+def test_the_plan_of_an_8b_model_on_an_h200_matches_measurements(
+    llama_8b: ModelConfig,
+) -> None:
     """docs/benchmarks.md: 14.1 GiB of weights that share embeddings, 12.5 for adapters, 3.8 for
     steps, and 97.1 for 795,216 tokens.
     """
@@ -129,7 +133,7 @@ def test_layers_with_windows_take_hardly_more_than_their_windows_need(
         assert round(PageNeeds(16, (None, *[1024] * 5)).between_steps(context) / 1024, 1) == 2.3
 
 
-def test_an_engine_with_windows_serves_the_longest_that_is_planned(
+def test_an_engine_with_windows_serves_the_longest_planned_sequence(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """In just the memory that one sequence of the whole context needs, and no other fits beside."""
@@ -155,7 +159,7 @@ def test_an_engine_with_windows_serves_the_longest_that_is_planned(
     engine.close()
 
 
-def test_what_finds_no_room_is_named(llama_8b: ModelConfig) -> None:
+def test_the_part_that_does_not_fit_is_named(llama_8b: ModelConfig) -> None:
     with pytest.raises(SettingsError, match=r"no room for the weights, 14\.96 GiB"):
         plan_memory(llama_8b, WEIGHTS, ON_GPU, 8 * GIB)
     greedy = replace(ON_GPU, adapter_gpu_bytes=20 * GIB)

@@ -1,7 +1,6 @@
 """Penalties, logprobs and grammars through a whole engine: alone, in crowds, one step late.
 
-That their tokens are right when sequences are preempted, forked and aborted, test_page_accounts
-says.
+test_random_traffic.py holds their tokens to be right when sequences are preempted and aborted.
 """
 
 import threading
@@ -79,7 +78,7 @@ class TestTokens:
 
 class TestWhoWaits:
     def steps(self, engine, *calls):
-        """By request: in which steps its tokens came."""
+        """Return, by request, the steps in which its tokens came."""
         for call in calls:
             engine.submit(call)
         compile_grammars(engine)

@@ -115,7 +115,7 @@ def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
     assert alone >= {(1, 1), (7, 7), (2, 1), (64, 1), (96, 1)}
 
 
-def test_a_chunk_deep_in_a_prompt_is_among_them(make):
+def test_the_kinds_of_steps_include_a_chunk_deep_in_a_prompt(make):
     engine = make()
     recorder = Recorder(engine._runner)
     run_every_kind_of_step(recorder, engine._sampler, SETTINGS)

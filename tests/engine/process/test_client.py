@@ -1,4 +1,4 @@
-"""An engine in a process of its own: it says what an engine in this one says, and dies cleanly."""
+"""An engine in a process of its own behaves like one in this process, and ends cleanly."""
 
 import json
 import os
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Received:
-    """What a client has received, and how its engine ended."""
+    """Outputs and statuses that a client has received, and the error that ended its engine."""
 
     def __init__(self):
         self.outputs = []
@@ -118,7 +118,7 @@ def gone(pid):
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_its_tokens_are_those_of_an_engine_in_this_process(
+def test_tokens_equal_those_of_an_engine_in_this_process(
     client, received, ref, tiny_checkpoints, tmp_path
 ):
     requests = [greedy("base", prompt(20)), greedy("adapted", prompt(20), adapter=ref)]
@@ -143,7 +143,7 @@ def test_its_tokens_are_those_of_an_engine_in_this_process(
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_refused_request_raises_as_it_does_here(client):
+def test_a_refused_request_raises_as_in_this_process(client):
     apart = client()
     with pytest.raises(InvalidRequest, match="the prompt has 600") as caught:
         apart.submit(greedy("long", prompt(600))).result()
@@ -162,7 +162,7 @@ def test_an_aborted_request_frees_its_pages(client, received):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_pin_holds_until_it_is_taken_back(client, ref):
+def test_a_pin_holds_until_unpin(client, ref):
     def pinned():
         return [adapter.pinned for adapter in adapters_of(apart)]
 
@@ -209,14 +209,14 @@ def test_nothing_is_reported_while_nothing_changes(client, received, ref):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_prefetched_adapter_is_there_when_it_is_asked_for(client, received, ref):
+def test_a_prefetched_adapter_is_on_the_gpu_when_requested(client, received, ref):
     apart = client()
     apart.prefetch(ref)
     received.until(lambda: received.where(ref) is Residency.GPU)
     assert apart.submit(greedy("r", prompt(5), adapter=ref)).result() is Residency.GPU
 
 
-def test_what_building_raises_is_raised_here(tmp_path, received):
+def test_errors_of_build_are_raised_by_the_constructor(tmp_path, received):
     with pytest.raises(ModelError) as caught:
         start(partial(process_engines.working, tmp_path, tmp_path), received)
     assert caught.value.field == "config.json"
@@ -226,7 +226,7 @@ def test_what_building_raises_is_raised_here(tmp_path, received):
     assert not process_engines.processes()
 
 
-def test_closing_fails_what_is_in_flight_and_ends_the_process(client, received):
+def test_closing_fails_open_requests_and_ends_the_process(client, received):
     apart = client()
     (pid,) = process_engines.processes()
     apart.submit(greedy("r", prompt(5), max_tokens=400))
@@ -280,7 +280,7 @@ def test_a_step_that_hangs_ends_the_process_and_shows_where_it_hung(client, rece
     ],
     ids=["device", "engine"],
 )
-def test_what_cannot_go_on_ends_the_process_with_one_critical_line(
+def test_fatal_errors_end_the_process_with_one_critical_log_line(
     client, received, capfd, build, event, why
 ):
     client(build).submit(greedy("r", prompt(5)))

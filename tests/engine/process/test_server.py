@@ -1,4 +1,4 @@
-"""The engine's thread: it sleeps when there is nothing to do, wakes at once, and does not die."""
+"""The engine's thread sleeps when idle, wakes at once, and survives errors."""
 
 import importlib.util
 import threading
@@ -84,7 +84,7 @@ def test_an_idle_engine_does_not_step(engine, loop):
     assert len(steps) <= 1
 
 
-def test_an_abort_of_what_waits_for_its_adapter_is_done_within_a_second(
+def test_a_request_that_waits_for_its_adapter_is_aborted_within_a_second(
     engine, loop, received, shelf, tiny_checkpoints, tmp_path
 ):
     folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "a", target_modules=["q_proj"])
@@ -100,7 +100,7 @@ def test_an_abort_of_what_waits_for_its_adapter_is_done_within_a_second(
     assert not received.of("gone")
 
 
-def test_an_abort_of_what_runs_frees_its_pages_within_a_second(engine, loop, received):
+def test_aborting_a_running_request_frees_its_pages_within_a_second(engine, loop, received):
     engine.submit(greedy("r", prompt(5), max_tokens=400))
     received.until(lambda: received.of("r"))
     engine.abort("r")
@@ -119,7 +119,7 @@ def test_a_failing_forward_pass_fails_its_step_and_the_loop_goes_on(engine, loop
     assert len(received.of("good")) == 12
 
 
-def test_a_bug_in_the_engine_fails_what_is_in_flight_and_the_loop_goes_on(engine, loop, received):
+def test_a_bug_in_the_engine_fails_open_requests_and_the_loop_goes_on(engine, loop, received):
     engine.submit(greedy("running", prompt(5), max_tokens=500))
     received.until(lambda: received.of("running"))
 
@@ -163,7 +163,7 @@ def test_a_request_that_is_late_before_it_is_taken_fails_alone(
     assert not engine._requests.open_choices
 
 
-def test_what_a_step_has_made_is_delivered_even_if_it_breaks_off(engine, received):
+def test_outputs_of_an_interrupted_step_are_delivered(engine, received):
     finish = engine._scheduler.finish
 
     def finish_the_first(sequence):
@@ -183,13 +183,13 @@ def test_what_a_step_has_made_is_delivered_even_if_it_breaks_off(engine, receive
     assert isinstance(received.of("second")[0].error, StepFailed)
 
 
-def test_a_deliverer_that_raises_does_not_stop_the_loop(engine, loop, received):
+def test_an_error_of_on_outputs_does_not_stop_the_loop(engine, loop, received):
     received.error = RuntimeError("the event loop is closed")
     engine.submit(greedy("r", prompt(5)))
     received.until(lambda: received.ended("r"))
 
 
-def test_closing_ends_the_thread_and_fails_what_is_in_flight(engine, loop, received):
+def test_closing_ends_the_thread_and_fails_open_requests(engine, loop, received):
     engine.submit(greedy("r", prompt(5), max_tokens=400))
     received.until(lambda: received.of("r"))
     loop.close()

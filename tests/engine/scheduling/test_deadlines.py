@@ -1,4 +1,4 @@
-"""How long requests wait: for their turn, for their adapter, and what is told of it."""
+"""Deadlines in the queue and for adapters, and the timings that are reported."""
 
 import gc
 import time
@@ -47,7 +47,7 @@ def nothing_is_held(engine):
     return not any((*held, *backlog, *still_open))
 
 
-def test_a_request_that_does_not_begin_in_time_fails_alone(make):
+def test_only_the_request_that_does_not_begin_in_time_fails(make):
     answers = make(max_running=1, max_batch_tokens=64)
     answers.submit(greedy("runs", prompt(5), max_tokens=100))
     answers.submit(
@@ -75,7 +75,7 @@ def test_a_request_that_has_begun_is_left_alone_however_many_of_its_choices_wait
     assert not answers.errors
 
 
-def test_who_would_wait_far_too_long_is_refused_at_once_and_others_are_not(make):
+def test_a_request_that_would_wait_far_too_long_is_refused_at_once(make):
     answers = make(max_running=2, max_batch_tokens=64)
     noisy, quiet = (
         SchedulingParams("noisy", max_queue_s=0.01),
@@ -105,7 +105,7 @@ def test_who_would_wait_far_too_long_is_refused_at_once_and_others_are_not(make)
 
 
 @pytest.mark.parametrize("wait_s", [120.1, 1000.0])
-def test_who_is_refused_at_once_may_come_back_when_all_that_waits_has_begun_or_failed(wait_s):
+def test_retry_after_of_a_refusal_is_when_all_waiting_requests_have_begun_or_failed(wait_s):
     deadlines = Deadlines(lambda params: wait_s, lambda ref: 0.0)
     with pytest.raises(EngineOverloaded, match="send it again in 60 s") as refused:
         deadlines.check(SchedulingParams(max_queue_s=60.0))
@@ -113,7 +113,7 @@ def test_who_is_refused_at_once_may_come_back_when_all_that_waits_has_begun_or_f
     deadlines.check(SchedulingParams(max_queue_s=0.6 * wait_s))
 
 
-def test_who_has_waited_as_long_as_it_may_is_told_in_whole_seconds_how_much_was_missing():
+def test_a_missed_deadline_tells_the_missing_time_in_whole_seconds():
     deadlines = Deadlines(lambda params: 71.2, lambda ref: 0.0)
     params = SchedulingParams(max_queue_s=60.0)
     error = deadlines._queue_error(on(params, greedy("r", prompt(5))))
@@ -121,7 +121,7 @@ def test_who_has_waited_as_long_as_it_may_is_told_in_whole_seconds_how_much_was_
     assert "send it again in 12 s" in error.message
 
 
-def test_an_engine_that_is_not_full_refuses_nobody(make):
+def test_an_engine_that_is_not_full_refuses_no_request(make):
     answers = make()
     answers.submit(greedy("r", prompt(40), max_tokens=50))
     answers.step()
@@ -129,7 +129,7 @@ def test_an_engine_that_is_not_full_refuses_nobody(make):
     assert answers.engine._scheduler.wait_s(SchedulingParams()) == 0.0
 
 
-def test_who_waits_no_longer_for_its_adapter_leaves_the_load_going_on(make, shelf, ref):
+def test_an_adapter_goes_on_loading_after_its_request_missed_its_deadline(make, shelf, ref):
     answers = make()
     shelf.hold(ref)
     answers.submit(
@@ -149,7 +149,7 @@ def test_who_waits_no_longer_for_its_adapter_leaves_the_load_going_on(make, shel
     assert nothing_is_held(answers.engine)
 
 
-def test_a_request_whose_turn_does_not_come_for_want_of_its_adapter_is_told_so(make, shelf, ref):
+def test_a_request_without_its_adapter_by_max_queue_s_gets_adapter_not_ready(make, shelf, ref):
     answers = make()
     shelf.hold(ref)
     answers.submit(on(SchedulingParams(max_queue_s=0.1), greedy("r", prompt(5), adapter=ref)))
@@ -161,7 +161,7 @@ def test_a_request_whose_turn_does_not_come_for_want_of_its_adapter_is_told_so(m
     assert error.retry_after_s >= 1
 
 
-def test_nor_does_it_matter_that_nobody_else_waits_for_it(make, shelf, ref):
+def test_an_adapter_goes_on_loading_when_no_request_waits_for_it(make, shelf, ref):
     answers = make()
     shelf.hold(ref)
     answers.submit(
@@ -173,7 +173,7 @@ def test_nor_does_it_matter_that_nobody_else_waits_for_it(make, shelf, ref):
     assert nothing_is_held(answers.engine)
 
 
-def test_an_adapter_that_is_there_is_no_reason_to_fail(make, ref):
+def test_a_loaded_adapter_meets_its_deadline(make, ref):
     answers = make(max_running=1, max_batch_tokens=64)
     answers.submit(greedy("first", prompt(5), adapter=ref, max_tokens=100))
     answers.until(lambda: answers.tokens)
@@ -182,7 +182,7 @@ def test_an_adapter_that_is_there_is_no_reason_to_fail(make, ref):
     assert not answers.errors
 
 
-def test_deadlines_keep_nobody_in_memory(make):
+def test_deadlines_keep_no_sequence_in_memory(make):
     answers = make()
     answers.submit(on(SchedulingParams(max_queue_s=3600.0), greedy("r", prompt(5))))
     answers.step()
@@ -223,7 +223,7 @@ def test_the_first_and_the_last_tokens_carry_timings(make, overlap):
     assert again[0].cached_tokens == 2 * PAGE
 
 
-def test_the_only_tokens_carry_timings_too(make):
+def test_the_only_output_of_a_choice_carries_timings(make):
     timings, _ = timings_of(make(), greedy("r", prompt(5), max_tokens=1))
     assert len(timings) == 1
     assert timings[0].steps == 1

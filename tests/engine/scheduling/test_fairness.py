@@ -1,4 +1,4 @@
-"""Tenants' turns: who is served how much, who pays for what, and that nobody is passed for ever."""
+"""Fairness between tenants: service, charges, preemption, and no starvation."""
 
 import itertools
 from statistics import quantiles
@@ -17,26 +17,26 @@ A, B = SchedulingParams("a"), SchedulingParams("b")
 
 
 def bound(harness, longest, weight=1.0):
-    """The paper's: by how much two that always wait may differ in what is done for them."""
+    """Return the paper's bound on the difference in service of two tenants that always wait."""
     batch = harness.cache.pages * PAGE
     return 2 * max(PROMPT_TOKEN * longest, OUTPUT_TOKEN * batch) / weight
 
 
 def keep_waiting(harness, scheduling, count, **request):
-    """Add requests until so many of the tenant's wait."""
+    """Add requests until `count` of the tenant's wait."""
     waiting = sum(s.request.scheduling == scheduling for s in harness.scheduler.waiting)
     for _ in range(count - waiting):
         harness.add(**{"prompt": 6, "max_tokens": 8, **request}, scheduling=scheduling)
 
 
 def spread(differences):
-    """The most by which a difference changed over any span of time."""
+    """Return the largest change of a difference over any span of time."""
     return max(differences) - min(differences)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pages", [100, 12])
-def test_two_that_always_wait_are_served_alike_whatever_they_send(overlap, pages):
+def test_two_tenants_that_always_wait_are_served_alike_whatever_they_send(overlap, pages):
     harness, ahead = SchedulerHarness(tokens=24, sequences=6, pages=pages, overlap=overlap), []
     for _ in range(600):
         keep_waiting(harness, A, 40)
@@ -48,7 +48,7 @@ def test_two_that_always_wait_are_served_alike_whatever_they_send(overlap, pages
 
 
 def steps_to_first_tokens(noisy_streams):
-    """Of a tenant with 8 clients, one request after the other, beside one with so many."""
+    """Return a tenant's steps to first tokens: 8 streams, beside a tenant with noisy_streams."""
     harness = SchedulerHarness(tokens=64, sequences=16, pages=400)
     took, streams = [], {A: 8, B: noisy_streams}
     since = {}  # request under way → the step in which it came
@@ -67,7 +67,7 @@ def steps_to_first_tokens(noisy_streams):
     return took
 
 
-def test_ten_times_as_many_clients_delay_the_others_first_tokens_little():
+def test_a_tenant_with_ten_times_the_clients_delays_others_first_tokens_little():
     alike, one_noisy = steps_to_first_tokens(8), steps_to_first_tokens(80)
     assert quantiles(one_noisy, n=100)[98] < 1.25 * quantiles(alike, n=100)[98]
     assert len(one_noisy) > 0.8 * len(alike)
@@ -83,7 +83,7 @@ def test_weights_share_in_proportion():
     assert harness.served["heavy"] / harness.served["light"] == pytest.approx(3.0, rel=0.03)
 
 
-def test_having_been_away_is_no_credit():
+def test_absence_earns_no_credit():
     harness, ahead = SchedulerHarness(tokens=24, sequences=6), []
     for step in range(900):
         keep_waiting(harness, A, 10)
@@ -95,7 +95,7 @@ def test_having_been_away_is_no_credit():
     assert spread(ahead) <= bound(harness, longest=6)
 
 
-def test_nor_is_having_waited_for_an_adapter():
+def test_waiting_for_an_adapter_earns_no_credit():
     harness, ahead = SchedulerHarness(tokens=24, sequences=6), []
     harness.tiers.remote = {"slow"}
     for step in range(900):
@@ -112,7 +112,7 @@ def test_nor_is_having_waited_for_an_adapter():
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_whatever_comes_the_bound_holds(data):
+def test_the_fairness_bound_holds_for_random_traffic(data):
     """Between any two tenants, for as long as both wait."""
     integers = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     sequences = integers(1, 5)
@@ -148,7 +148,7 @@ def test_whatever_comes_the_bound_holds(data):
     harness.run()
 
 
-def test_the_last_to_wait_gives_the_level_to_who_comes_into_an_empty_line():
+def test_a_tenant_that_finds_an_empty_queue_starts_at_the_level_of_the_last_one():
     counters = VirtualCounters()
     busy, comer = counters.open_sequence("busy", 1.0), counters.open_sequence("comer", 1.0)
     counters.start_waiting(busy)
@@ -159,7 +159,7 @@ def test_the_last_to_wait_gives_the_level_to_who_comes_into_an_empty_line():
     assert comer.value == 520
 
 
-def test_a_cold_load_is_charged_to_whom_it_is_for():
+def test_a_cold_load_is_charged_to_the_tenant_that_asked_for_it():
     """Every request of one tenant needs a load; the other sends as many tokens without."""
     harness, ahead = SchedulerHarness(tokens=24, sequences=6, adapters=100), []
     harness.tiers.takes_s, load = 10 * COSTS.prompt_token_s, 10 * PROMPT_TOKEN
@@ -175,7 +175,7 @@ def test_a_cold_load_is_charged_to_whom_it_is_for():
     assert ratio == pytest.approx(request / (request + load), rel=0.1)
 
 
-def test_what_is_found_in_the_cache_is_not_charged():
+def test_cached_tokens_are_not_charged():
     harness = SchedulerHarness()
     first = harness.add(list(range(5 * PAGE + 1)), max_tokens=1, scheduling=A)
     harness.run()
@@ -188,7 +188,7 @@ def test_what_is_found_in_the_cache_is_not_charged():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_a_preempted_sequence_computes_anew_is_not_charged(overlap):
+def test_tokens_computed_again_after_a_preemption_are_not_charged(overlap):
     harness = SchedulerHarness(pages=7, overlap=overlap)
     made = [harness.add(9, max_tokens=16, scheduling=A) for _ in range(5)]
     harness.run()
@@ -196,7 +196,7 @@ def test_what_a_preempted_sequence_computes_anew_is_not_charged(overlap):
     assert made[0].cost.counter.value == 5 * (9 * PROMPT_TOKEN + 16 * OUTPUT_TOKEN)
 
 
-def test_what_an_aborted_request_has_made_is_charged():
+def test_tokens_of_an_aborted_request_are_charged():
     harness = SchedulerHarness()
     doomed = harness.add(5, max_tokens=50, scheduling=A)
     for _ in range(10):
@@ -216,7 +216,7 @@ def test_within_a_tenant_the_higher_priority_goes_first_then_the_older():
     assert twos == sorted(twos, key=lambda s: s.arrival)
 
 
-def test_a_priority_counts_within_its_tenant_alone():
+def test_a_priority_counts_only_within_its_tenant():
     harness = SchedulerHarness(sequences=1)
     for _ in range(3):
         harness.add(3, scheduling=SchedulingParams("a", priority=9)), harness.add(3, scheduling=B)
@@ -244,7 +244,7 @@ def test_prompts_that_run_share_the_steps_tokens():
         assert abs(computed["a"] - computed["b"]) <= 2 * 8
 
 
-def test_who_is_preempted_is_the_youngest_of_the_tenant_furthest_ahead():
+def test_the_youngest_sequence_of_the_tenant_furthest_ahead_is_preempted():
     harness = SchedulerHarness(pages=9)
     ahead = [harness.add(7, max_tokens=14, scheduling=A) for _ in range(2)]
     harness.step()
@@ -266,7 +266,7 @@ def begun_after(harness, sequence):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("room", [{"sequences": 4}, {"pages": 44}])
-def test_who_holds_all_places_or_pages_gives_way_to_another_tenant(room, overlap):
+def test_a_tenant_that_holds_all_slots_or_pages_is_preempted_for_another(room, overlap):
     harness = SchedulerHarness(**room, overlap=overlap)
     long = [harness.add(7, max_tokens=80, scheduling=A) for _ in range(4)]
     while sum(s.output_length for s in long) < 120:
@@ -277,7 +277,7 @@ def test_who_holds_all_places_or_pages_gives_way_to_another_tenant(room, overlap
     assert all(s.output_length == 80 for s in long)
 
 
-def test_a_tenant_gives_way_while_it_holds_twice_as_much_and_nobody_in_turns():
+def test_a_tenant_is_preempted_while_it_holds_twice_as_much_and_without_thrashing():
     harness = SchedulerHarness(sequences=6, pages=400)
     first = [harness.add(7, max_tokens=60, scheduling=A) for _ in range(12)]
     for _ in range(10):
@@ -291,7 +291,7 @@ def test_a_tenant_gives_way_while_it_holds_twice_as_much_and_nobody_in_turns():
     harness.run()
 
 
-def test_places_are_given_up_by_weight():
+def test_slots_are_given_up_by_weight():
     harness, heavy = SchedulerHarness(sequences=6, pages=400), SchedulingParams("b", weight=2.0)
     for _ in range(12):
         harness.add(7, max_tokens=60, scheduling=A)
@@ -306,7 +306,7 @@ def test_places_are_given_up_by_weight():
     harness.run()
 
 
-def test_nobody_gives_way_to_who_was_served_more_or_to_others_of_its_tenant():
+def test_no_sequence_is_preempted_for_a_tenant_served_more_or_for_its_own_tenant():
     harness = SchedulerHarness(sequences=4, pages=400)
     for _ in range(3):
         harness.add(40, max_tokens=90, scheduling=A)
@@ -323,7 +323,7 @@ def test_nobody_gives_way_to_who_was_served_more_or_to_others_of_its_tenant():
     harness.run()
 
 
-def test_an_adapter_that_is_kept_out_comes_although_it_is_passed_in_others_turns_alone():
+def test_an_adapter_kept_out_gets_in_even_if_only_other_tenants_overtake_it():
     """Places come free one at a time, and in its own tenant's turns the base model takes them."""
     harness, lengths = SchedulerHarness(sequences=6, adapters=1), itertools.cycle((4, 7, 5, 9, 6))
 
@@ -342,7 +342,7 @@ def test_an_adapter_that_is_kept_out_comes_although_it_is_passed_in_others_turns
     assert begun > MAX_OVERTAKES // 2, "and until then others passed it"
 
 
-def test_tenants_that_are_gone_are_forgotten_and_gain_nothing_by_it():
+def test_tenants_that_left_are_forgotten_and_gain_no_credit():
     harness, tenants = SchedulerHarness(sequences=4, tokens=16), 1500
     hog = harness.add(3, max_tokens=4, scheduling=SchedulingParams("t0"))
     for number in range(tenants):

@@ -24,47 +24,47 @@ def allowed(budget, steps, decodes=64, context=6400):
     return found
 
 
-def test_a_larger_size_is_left_alone_until_all_of_it_can_be_paid_for():
+def test_no_forced_tokens_are_allowed_until_a_whole_larger_size_is_affordable():
     assert allowed(ForcedBudget(128, COSTS, SIZES), 5) == [0, 32, 0, 32, 32]
 
 
-def test_what_a_size_has_left_over_is_used_in_every_step():
+def test_padding_of_a_captured_size_is_filled_in_every_step():
     assert allowed(ForcedBudget(128, COSTS, SIZES), 3, decodes=60) == [4, 36, 4]
 
 
-def test_what_is_saved_pays_for_larger_steps():
+def test_saved_time_pays_for_larger_steps():
     budget = ForcedBudget(128, COSTS, SIZES)
     for _ in range(6):
         budget.tokens_allowed(64, 6400, beside_others=True)
     assert budget.tokens_allowed(64, 6400, beside_others=True) == 128
 
 
-def test_no_more_is_saved_than_makes_one_step_half_as_long_again():
+def test_savings_lengthen_one_step_by_half_at_most():
     budget = ForcedBudget(10_000, StepCosts((RowsTime(1, 1.0), RowsTime(1001, 1001.0)), 0.0))
     for _ in range(1000):
         budget.tokens_allowed(100, 6400, beside_others=True)
     assert 30 < budget.tokens_allowed(100, 6400, beside_others=True) <= 50
 
 
-def test_what_tokens_see_counts():
+def test_attention_of_forced_tokens_counts():
     few = allowed(ForcedBudget(128, SEEING), 100, context=6400)
     many = allowed(ForcedBudget(128, SEEING), 100, context=64_000)
     assert sum(few) == pytest.approx(10 * sum(many), rel=0.1)
 
 
-def test_beside_nobody_else_there_is_room_for_as_many_as_a_step_may_have():
+def test_beside_no_other_requests_a_step_may_be_filled():
     budget = ForcedBudget(100, COSTS, SIZES)
     assert budget.tokens_allowed(64, 6400, beside_others=False) == 100
     assert ForcedBudget(300, COSTS, SIZES).tokens_allowed(64, 6400, beside_others=False) == 128
     assert ForcedBudget(0, COSTS, SIZES).tokens_allowed(64, 6400, beside_others=True) == 0
 
 
-def test_where_decodes_fill_no_captured_size_there_is_none_beside_others():
+def test_decodes_beyond_all_captured_sizes_leave_no_forced_tokens():
     assert allowed(ForcedBudget(128, COSTS, SIZES), 50, decodes=256) == [0] * 50
 
 
 @pytest.mark.parametrize("sizes", [(), SIZES])
-def test_whatever_is_taken_others_lose_their_share_and_no_more(sizes):
+def test_others_lose_no_more_than_the_share_whatever_is_taken(sizes):
     budget, dice, more_s, steps_s = ForcedBudget(128, COSTS, sizes), random.Random(0), 0.0, 0.0
     for _ in range(3000):
         decodes = dice.choice((33, 60, 64, 65, 96, 100))
@@ -79,7 +79,7 @@ def test_whatever_is_taken_others_lose_their_share_and_no_more(sizes):
     assert more_s > 0.8 * SHARE * steps_s
 
 
-def test_rows_come_first_in_turns():
+def test_rows_are_rotated():
     budget, rows = ForcedBudget(128, COSTS), list("abc")
     orders = [budget.rotated(rows) for _ in range(6)]
     assert all(sorted(order) == rows for order in orders)

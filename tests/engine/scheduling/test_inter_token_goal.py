@@ -147,7 +147,7 @@ def test_a_goal_out_of_reach_lets_one_adapter_run_at_a_time(make, refs):
 
 
 @pytest.mark.parametrize("arena_bytes", [1 << 20, 40_000, 5_000])
-def test_what_a_rank_costs_is_measured_and_leaves_nothing_behind(make, arena_bytes):
+def test_measuring_the_cost_of_a_rank_leaves_the_arena_empty(make, arena_bytes):
     engine, _ = make(inter_token_goal_s=GOAL_S, adapter_gpu_bytes=arena_bytes)
     base_s = BASE_S + 24 * SEQUENCE_S
     assert engine._step_budget.max_ranks(0) == pytest.approx((GOAL_S - base_s) / SLOPE_S)

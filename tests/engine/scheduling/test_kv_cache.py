@@ -1,4 +1,4 @@
-"""The accounts of KV pages: none is lost, none is shared wrongly, prefixes are found again."""
+"""Bookkeeping of KV pages: none is lost, none is shared wrongly, prefixes are found again."""
 
 import pytest
 from hypothesis import settings
@@ -16,7 +16,7 @@ def keys_of(tokens, salt="", digest=None, pages=None):
 
 
 def cache_tokens(cache, tokens, salt="", digest=None):
-    """As a sequence does that computes all its tokens and ends; returns the pages it had."""
+    """Take, publish and release the pages of a finished sequence; return them."""
     pages = cache.take(cache.pages_for(len(tokens)))
     for page, key in zip(pages, keys_of(tokens, salt, digest), strict=False):
         cache.publish(page, key)
@@ -58,7 +58,7 @@ def test_salt_and_digest_cannot_be_shifted_into_one_another():
     assert keys_of(range(4), "ab", "c") != keys_of(range(4), "a", "bc")
 
 
-def test_keys_grow_with_the_tokens_and_stay_what_they_were():
+def test_keys_of_more_tokens_extend_the_earlier_keys():
     tokens = list(range(9))
     kv = SequencePages(tokens, PageKeys(tokens, PAGE))
     before = kv.keys(2)
@@ -77,7 +77,7 @@ def test_cached_pages_are_given_out_last_and_the_least_recently_used_first():
     assert cache.find(keys_of([2] * PAGE)) == new
 
 
-def test_a_chain_is_forgotten_from_its_tail():
+def test_a_cached_prefix_is_evicted_from_its_tail():
     cache = KVCache(3, PAGE)
     pages = cache_tokens(cache, range(12))
     cache.take(1)
@@ -140,7 +140,7 @@ def test_a_prefix_that_two_write_is_awaited_while_one_of_them_does():
     assert not cache.awaits_prefix(third)
 
 
-def test_nobody_awaits_a_page_of_which_a_token_must_be_computed_anyhow():
+def test_a_page_with_a_token_that_needs_logits_is_not_awaited():
     cache = KVCache(30, PAGE)
     running(cache, range(4))
     assert not cache.awaits_prefix(SequencePages(list(range(4)), PageKeys(range(4), PAGE)))
@@ -166,7 +166,7 @@ def windowed(pages, windows=(None, WINDOW)):
 
 
 def compute(cache, kv, tokens):
-    """As a sequence does whose steps are read at once; returns the most pages of each group."""
+    """Compute a sequence whose steps are read at once; return the most pages of each group."""
     most = [0] * len(kv.pages)
     while kv.computed < tokens:
         end = min(cache.reach(kv, tokens, 0), kv.computed + STEP)
@@ -189,7 +189,7 @@ def test_a_windowed_group_has_the_pages_of_its_window_and_of_a_step():
     assert sorted(cache.take(100)) == list(range(100))
 
 
-def test_a_prompt_begins_when_a_step_of_it_fits_and_goes_on_in_what_is_free():
+def test_a_windowed_prompt_begins_when_one_step_fits_and_continues_in_free_pages():
     need = 10 + 4 + STEP // PAGE  # pages of all its tokens; of the window; of a step
     assert not windowed(need - 1).allocate(kv_of(range(40)), 40, 0)
     assert not windowed(need + 1).allocate(kv_of(range(40)), 40, 1)
@@ -206,7 +206,7 @@ def kv_of(tokens):
     return SequencePages(list(tokens), PageKeys(tokens, PAGE))
 
 
-def test_a_prefix_is_found_where_all_groups_have_what_is_seen_of_it():
+def test_a_prefix_is_found_where_every_group_has_the_pages_it_sees():
     cache = windowed(100)
     kv = running(cache, range(60))
     compute(cache, kv, 60)
@@ -255,7 +255,7 @@ def test_a_windows_pages_stay_cached_until_they_are_needed():
     assert all(cached[6:]), "the oldest are given out first"
 
 
-def test_nothing_of_a_sequence_is_found_whose_keys_are_forgotten():
+def test_no_page_is_found_of_a_sequence_whose_keys_are_forgotten():
     cache = windowed(100)
     kv = running(cache, range(60))
     compute(cache, kv, 60)

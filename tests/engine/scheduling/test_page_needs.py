@@ -1,4 +1,4 @@
-"""What sequences need of pages: what fits is what is said to fit."""
+"""The stated numbers of pages suffice for the stated numbers of tokens, and no fewer do."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(needs, pages):
 
 
 @given(needs=needs_of, pages=st.integers(0, 5000), context=st.integers(1, 2000))
-def test_as_many_sequences_fit_as_tokens_are_said_to(needs, pages, context):
+def test_the_stated_number_of_tokens_fits_as_whole_sequences(needs, pages, context):
     tokens = needs.tokens(pages, context)
     sequences = tokens // context
     if sequences and needs.windowed:
@@ -47,7 +47,7 @@ def test_a_token_sees_nothing_before_its_first_page(needs, token):
 
 
 @given(needs=needs_of, written=st.integers(0, 1000), ahead=st.integers(1, 2))
-def test_a_decode_has_no_more_pages_between_steps_than_is_said(needs, written, ahead):
+def test_a_decode_has_at_most_window_pages_between_steps(needs, written, ahead):
     if needs.windowed:
         first = needs.first(written // needs.page_size * needs.page_size)
         assert needs.pages_for(written + ahead) - first <= needs.window_pages

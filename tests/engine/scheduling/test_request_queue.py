@@ -1,4 +1,4 @@
-"""Requests before the scheduler has them: grammars that compile, adapters meanwhile, and aborts."""
+"""Requests before the scheduler takes them: compiling grammars, loading adapters, aborts."""
 
 import threading
 import time
@@ -68,7 +68,7 @@ def test_an_adapter_loads_while_a_grammar_is_compiled(answers, may_compile, ref,
     assert not answers.errors
 
 
-def test_an_adapter_that_loads_for_a_grammars_request_is_charged_to_its_tenant(
+def test_a_load_during_grammar_compilation_is_charged_to_the_requests_tenant(
     answers, may_compile, ref
 ):
     engine, asked = answers.engine, SchedulingParams("acme")
@@ -81,7 +81,7 @@ def test_an_adapter_that_loads_for_a_grammars_request_is_charged_to_its_tenant(
     assert counter.value > 1000.0 / engine.info.step_costs.prompt_token_s
 
 
-def test_a_load_that_a_compiled_grammar_has_waited_for_is_told_without_the_wait_before(
+def test_load_time_excludes_the_wait_before_the_load_was_requested(
     answers, may_compile, ref, shelf
 ):
     shelf.gates["cold"] = threading.Event()
@@ -139,7 +139,7 @@ def test_a_grammar_that_cannot_be_copied_fails_its_request_alone(answers, monkey
     assert not answers.engine._requests.open_choices
 
 
-def test_choices_of_one_prompt_are_hashed_once_and_where_they_are_submitted(answers, monkeypatch):
+def test_a_prompt_is_hashed_once_for_all_choices_on_the_submitting_thread(answers, monkeypatch):
     hashed, extend = [], PageKeys.extend
 
     def recorded(keys, *rest):

@@ -1,4 +1,4 @@
-"""Who computes what in each step: order, bounds, preemption, and that nobody waits forever."""
+"""Plans of steps: order, limits, preemption, and no starvation."""
 
 import random
 
@@ -34,7 +34,7 @@ def test_no_more_sequences_run_than_the_bound():
     assert harness.step() == [(second, 1), (third, 3)]
 
 
-def test_a_sequence_without_its_adapter_takes_no_place_and_blocks_no_one():
+def test_a_sequence_without_its_adapter_takes_no_slot_and_blocks_no_other():
     harness = SchedulerHarness(sequences=2)
     harness.tiers.remote = {"slow"}
     slow = harness.add(3, "slow")
@@ -45,7 +45,7 @@ def test_a_sequence_without_its_adapter_takes_no_place_and_blocks_no_one():
     assert slow in harness.finished
 
 
-def test_a_failed_adapter_fails_those_that_wait_for_it_and_no_others():
+def test_a_failed_adapter_fails_only_the_sequences_that_wait_for_it():
     harness = SchedulerHarness()
     harness.tiers.broken = {"bad"}
     doomed = [harness.add(3, "bad"), harness.add(3, "bad")]
@@ -76,7 +76,7 @@ def test_the_ranks_of_a_steps_adapters_stay_within_the_bound():
     assert len(harness.finished) == 8
 
 
-def test_one_adapter_always_runs_and_the_base_model_knows_no_rank():
+def test_one_adapter_may_always_run_and_the_base_model_needs_no_rank():
     harness = SchedulerHarness(ranks=-100)
     for adapter in ("a", "a", "b", None, "c", None):
         harness.add(3, adapter)
@@ -85,7 +85,7 @@ def test_one_adapter_always_runs_and_the_base_model_knows_no_rank():
     assert len(harness.finished) == 6
 
 
-def test_a_bound_that_falls_throws_nobody_out():
+def test_a_falling_bound_of_ranks_stops_no_running_sequence():
     harness = SchedulerHarness(ranks=16)
     running = [harness.add(3, "a"), harness.add(3, "b")]
     harness.step()
@@ -111,7 +111,7 @@ def test_a_preempted_sequence_returns_under_the_bound(ranks, returns):
 
 
 @pytest.mark.parametrize("where", ["bound", "ranks", "gpu"])
-def test_adapters_in_use_cannot_starve_one_that_waits(where):
+def test_adapters_in_use_cannot_starve_a_waiting_adapter(where):
     """Requests for a and b never stop coming; c gets in all the same, after a bounded wait."""
     limits = {"bound": {"adapters": 2}, "ranks": {"ranks": 16}, "gpu": {"places": 2}}
     harness = SchedulerHarness(**limits[where])
@@ -144,7 +144,7 @@ def test_many_small_adapters_cannot_starve_a_large_one():
     assert ahead > MAX_OVERTAKES // 2, "and until then others passed it"
 
 
-def test_over_thousands_of_steps_nobody_waits_long_for_ranks():
+def test_no_sequence_waits_long_for_ranks_over_thousands_of_steps():
     dice = random.Random(3)
     harness, waits = SchedulerHarness(adapters=6, pages=400, overlap=True), []
     for i, name in enumerate(names := [f"a{i}" for i in range(16)]):
@@ -174,7 +174,7 @@ def test_a_reservation_does_not_stop_requests_without_an_adapter():
     assert held_back not in started
 
 
-def test_pins_that_leave_no_room_do_not_turn_a_reservation_into_a_deadlock():
+def test_pins_that_fill_the_gpu_do_not_turn_a_reservation_into_a_deadlock():
     harness = SchedulerHarness(places=1)
     harness.add(3, "pinned")
     harness.step()
@@ -186,7 +186,7 @@ def test_pins_that_leave_no_room_do_not_turn_a_reservation_into_a_deadlock():
     assert later in harness.finished
 
 
-def test_who_waits_for_kv_pages_is_not_overtaken():
+def test_a_sequence_that_waits_for_kv_pages_is_not_overtaken():
     harness = SchedulerHarness(pages=10)
     running = harness.add(20, max_tokens=8)
     harness.step()
@@ -242,7 +242,7 @@ def test_a_prompt_of_full_pages_recomputes_its_last_page_for_the_logits():
     assert harness.step() == [(again, PAGE)]
 
 
-def test_generated_tokens_are_found_by_the_next_turn():
+def test_generated_tokens_are_cached_for_the_next_turn_of_a_chat():
     harness = SchedulerHarness()
     first = harness.add(6, max_tokens=7)
     harness.run()
@@ -250,7 +250,7 @@ def test_generated_tokens_are_found_by_the_next_turn():
     assert harness.step() == [(turn, 16 - 12)]
 
 
-def test_who_waits_for_a_prefix_computes_it_when_the_other_is_aborted():
+def test_a_sequence_that_awaits_a_prefix_computes_it_if_the_writer_is_aborted():
     harness = SchedulerHarness(tokens=8)
     prompt = list(range(16))
     leader, follower = harness.add(prompt), harness.add(prompt)
@@ -259,7 +259,7 @@ def test_who_waits_for_a_prefix_computes_it_when_the_other_is_aborted():
     assert harness.step() == [(follower, 8)]
 
 
-def test_with_a_step_in_flight_a_sequence_decodes_on_from_a_token_it_does_not_know():
+def test_a_sequence_decodes_on_from_a_token_that_is_still_in_flight():
     harness = SchedulerHarness(overlap=True)
     sequence = harness.add(3, max_tokens=3)
     assert harness.step() == [(sequence, 3)]
@@ -296,7 +296,7 @@ def test_forced_tokens_cost_their_tenant_what_sampled_ones_do():
     assert a.cost.counter.value - b.cost.counter.value == 2 * OUTPUT_TOKEN
 
 
-def test_who_needs_pages_for_forced_tokens_is_preempted_before_tenants_that_had_less():
+def test_a_sequence_short_of_pages_for_forced_tokens_is_preempted_before_tenants_behind():
     harness = SchedulerHarness(pages=5)
     ahead = harness.add(7, max_tokens=20, scheduling=SchedulingParams("a"))
     behind = harness.add(3, max_tokens=20, scheduling=SchedulingParams("b"))
@@ -306,7 +306,7 @@ def test_who_needs_pages_for_forced_tokens_is_preempted_before_tenants_that_had_
     assert ahead.timings.preemptions == 1
 
 
-def test_what_is_preempted_computes_forced_tokens_anew_as_a_prompt():
+def test_a_preempted_sequence_computes_its_forced_tokens_again_as_a_prompt():
     harness = SchedulerHarness(pages=4, tokens=9, sequences=2, overlap=True)
     old, young = harness.add(6, max_tokens=4), harness.add(3, max_tokens=9)
     harness.forced[young] = (7, 8, 9, 10, 11, 12)
@@ -329,7 +329,7 @@ def test_a_stop_token_ends_a_sequence_that_runs_on_in_the_step_in_flight():
     assert harness.cache.used == 0
 
 
-def test_a_prefix_in_flight_is_waited_for_not_computed_twice():
+def test_a_prefix_in_flight_is_awaited_not_computed_twice():
     harness = SchedulerHarness(overlap=True)
     prompt = list(range(4 * PAGE + 1))
     first = harness.add(prompt, max_tokens=1)
@@ -349,7 +349,7 @@ def test_another_tenant_or_adapter_shares_nothing(different):
     assert [length for _, length in harness.step()] == [20]
 
 
-def test_dropping_frees_at_every_stage():
+def test_dropping_frees_the_resources_of_every_status():
     harness = SchedulerHarness(tokens=8, sequences=2)
     decoding = harness.add(3, "a", max_tokens=50)
     harness.step()
@@ -364,7 +364,7 @@ def test_dropping_frees_at_every_stage():
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_whatever_comes_everyone_ends_and_nothing_is_lost(data):
+def test_random_traffic_finishes_and_leaks_nothing(data):
     integers = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     sequences = integers(1, 4)
     harness = SchedulerHarness(
@@ -412,7 +412,7 @@ def test_a_plan_that_finds_many_long_prompts_cached_begins_few_of_them():
     harness.run()
 
 
-def test_a_plan_hashes_nothing_that_was_prompt(monkeypatch):
+def test_a_plan_hashes_no_prompt_tokens(monkeypatch):
     harness = SchedulerHarness()
     harness.add(40, n=3)
     monkeypatch.setattr(PageKeys, "extend", lambda *_: pytest.fail("hashed in a plan"))
@@ -420,7 +420,7 @@ def test_a_plan_hashes_nothing_that_was_prompt(monkeypatch):
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["pages_kept", "pages_lost"])
-def test_each_token_is_scored_once_though_its_prompt_is_preempted(kept):
+def test_each_token_of_a_preempted_prompt_is_scored_once(kept):
     harness, scored = SchedulerHarness(tokens=6), []
     plan = harness.scheduler.plan
 
@@ -445,7 +445,7 @@ def test_each_token_is_scored_once_though_its_prompt_is_preempted(kept):
     assert scored == [(0, 6), (6, 12), (12, 14)]
 
 
-def test_prompts_are_scored_whole_beside_each_other_or_one_after_the_other(monkeypatch):
+def test_scored_prompts_share_a_step_only_if_each_is_scored_whole(monkeypatch):
     monkeypatch.setattr(step_budget, "_SCORES", 12)
     harness = SchedulerHarness()
     long, second, short = (harness.add(tokens, max_tokens=1) for tokens in (31, 10, 4))
@@ -459,7 +459,7 @@ def test_prompts_are_scored_whole_beside_each_other_or_one_after_the_other(monke
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_prompts_that_all_lack_pages_go_on_one_by_one(overlap):
+def test_prompts_that_all_lack_pages_continue_one_by_one(overlap):
     """Two share the pages of a window; to go on, each needs a window of its own, and one fits."""
     harness = SchedulerHarness(tokens=4, pages=16, window=40, overlap=overlap)
     harness.add(range(41), max_tokens=1)

@@ -1,4 +1,4 @@
-"""The Σ rank that a goal leaves room for, learned from steps of a device whose cost is known."""
+"""Σ rank and prompt tokens allowed by a goal, learned from a device whose costs are known."""
 
 import random
 from types import SimpleNamespace
@@ -78,18 +78,18 @@ def prompt_at(depth):
     return sequence
 
 
-def test_before_the_first_step_it_goes_by_what_was_measured_at_start():
+def test_the_first_base_comes_from_the_costs_measured_at_start():
     assert budget().max_ranks(0) == pytest.approx(ROOM)
 
 
-def test_it_finds_the_base_of_the_steps_that_run_through_noise_and_hiccups(device):
+def test_the_base_is_learned_through_noise_and_hiccups(device):
     one = budget(base_s=9e-3)
     for ranks in [16, 700, 2400] * 20:
         device.run(one, ranks, more_s=device.noise_s())
     assert one.max_ranks(0) == pytest.approx(ROOM, rel=0.1)
 
 
-def test_it_follows_a_base_that_changes_within_a_few_steps(device):
+def test_a_changed_base_is_learned_within_a_few_steps(device):
     one = budget()
     for _ in range(20):
         device.run(one, 500)
@@ -99,7 +99,7 @@ def test_it_follows_a_base_that_changes_within_a_few_steps(device):
     assert one.max_ranks(0) == pytest.approx(ROOM / 2)
 
 
-def test_steps_with_prompts_and_idle_time_teach_it_nothing(device):
+def test_steps_with_prompts_and_idle_time_do_not_change_the_base(device):
     one = budget()
     for _ in range(50):
         device.run(one, 500, prompt=100, more_s=20e-3)
@@ -108,7 +108,7 @@ def test_steps_with_prompts_and_idle_time_teach_it_nothing(device):
     assert one.max_ranks(0) == pytest.approx(ROOM)
 
 
-def test_a_step_launched_before_the_last_was_read_begins_when_that_was(device):
+def test_a_step_launched_early_is_timed_from_the_reading_of_the_step_before(device):
     one = budget(base_s=1e-3)
     flight = device.launch(one, 500)
     for _ in range(20):
@@ -121,7 +121,7 @@ def test_a_step_launched_before_the_last_was_read_begins_when_that_was(device):
 
 
 @pytest.mark.parametrize("wrong", [0.6, 2.0, 5.0])
-def test_with_a_wrong_slope_steps_come_to_the_goal_all_the_same(device, wrong):
+def test_steps_reach_the_goal_even_with_a_wrong_slope(device, wrong):
     one, taken_s = budget(slope_s=wrong * SLOPE_S), []
     ranks = 0.0
     for _ in range(60):
@@ -133,7 +133,7 @@ def test_with_a_wrong_slope_steps_come_to_the_goal_all_the_same(device, wrong):
     assert taken_s[-1] == pytest.approx(GOAL_S, rel=0.01)
 
 
-def test_a_goal_that_no_step_can_reach_leaves_no_room(device):
+def test_a_goal_that_no_step_can_reach_allows_no_rank(device):
     one = budget()
     device.base_s = 12e-3
     for _ in range(20):
@@ -142,7 +142,7 @@ def test_a_goal_that_no_step_can_reach_leaves_no_room(device):
     assert one.prompt_budget(chunks(16), 2000).take(prompt_at(0)).length == 128
 
 
-def test_tokens_that_decodes_were_forced_to_take_their_time_from_prompts():
+def test_forced_tokens_of_decodes_take_their_time_from_prompts():
     one = budget(base_s=GOAL_S / 2, token_s=1e-6)
     alone, beside = (one.prompt_budget(chunks(0, forced), 9000) for forced in (0, 200))
     room = alone.tokens_within(0, 9000)
@@ -150,7 +150,7 @@ def test_tokens_that_decodes_were_forced_to_take_their_time_from_prompts():
     assert beside.tokens_within(0, 9000) == pytest.approx(room - 200, abs=1)
 
 
-def test_a_step_of_forced_tokens_is_one_of_decodes():
+def test_a_step_of_forced_tokens_counts_as_a_step_of_decodes():
     one, forced = budget(token_s=1e-6), dummy_chunk(21, 16, None)
     forced.sequence.decode_tokens = 21
     step = one.expected([*chunks(0), forced])
@@ -158,7 +158,7 @@ def test_a_step_of_forced_tokens_is_one_of_decodes():
     assert step.seconds == pytest.approx(one.expected(chunks(0)).seconds + 20e-6)
 
 
-def test_what_decodes_see_is_known_and_not_learned(device):
+def test_the_cost_of_context_is_not_learned_as_base(device):
     one = budget(seen_token_s=1e-8)
     assert one.max_ranks(100_000) == pytest.approx(ROOM - 500)
     device.base_s += 3 * 1e-8  # each of the three sees itself alone
@@ -176,7 +176,7 @@ def test_decodes_see_no_more_of_layers_with_a_window():
     assert expected.seconds == pytest.approx((200 + 80) * 1e-6)
 
 
-def test_prompts_have_what_the_decodes_beside_them_leave_of_the_goal():
+def test_prompts_get_the_time_that_decodes_leave_of_the_goal():
     one = budget(token_s=4e-6, lora_token_s=1e-6)
     room = one.prompt_budget(chunks(500), 2000)
     left_s = GOAL_S - BASE_S - 256 * 4e-6 - SLOPE_S * 500
@@ -202,15 +202,13 @@ def test_a_chunk_is_the_longest_that_the_goal_allows_at_its_depth(depth, sizes):
 @pytest.mark.parametrize(
     ("decodes", "depth", "length"), [(3, 0, 500), (3, 90_000, 200), (0, 90_000, 500)]
 )
-def test_decodes_that_are_attended_to_apart_from_prompts_cost_the_step_once_more(
-    decodes, depth, length
-):
+def test_split_attention_of_decodes_and_prompts_costs_split_s(decodes, depth, length):
     one = budget(token_s=1e-6, split_s=300e-6)
     room = PromptBudget(2000, one, decodes, left_s=500.5e-6)
     assert room.take(prompt_at(depth)).length == length
 
 
-def test_the_deeper_the_shorter_and_what_is_left_goes_to_the_next_prompt():
+def test_deeper_chunks_are_shorter_and_the_rest_goes_to_the_next_prompt():
     one = budget(token_s=1e-6, prompt_seen_s=2e-10)
     lengths = [one.prompt_budget(chunks(0), 2000).take(prompt_at(at)).length for at in DEPTHS]
     assert lengths == sorted(lengths, reverse=True)
@@ -222,7 +220,7 @@ def test_the_deeper_the_shorter_and_what_is_left_goes_to_the_next_prompt():
     assert not room
 
 
-def test_what_is_left_is_no_room_for_a_sliver_deep_in_a_prompt():
+def test_a_rest_of_the_goal_gives_no_sliver_deep_in_a_prompt():
     """A shallow prompt may still use it, and a deep one whose last tokens fit."""
     one = budget(token_s=1e-6, prompt_seen_s=2e-10)
     room = PromptBudget(2000, one, decodes=3, left_s=250e-6)
@@ -234,7 +232,7 @@ def test_what_is_left_is_no_room_for_a_sliver_deep_in_a_prompt():
     assert room.take(prompt_at(99_997)).length == 3
 
 
-def test_what_prompts_take_beyond_what_was_measured_is_learned():
+def test_time_of_prompts_beyond_the_measured_costs_is_learned():
     one = budget(token_s=1e-6)
     before = one.prompt_budget(chunks(0), 5000).take(prompt_at(0)).length
     step = chunks(0, prompt=1000)

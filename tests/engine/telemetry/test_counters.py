@@ -1,4 +1,4 @@
-"""What an engine counts is what it did."""
+"""Counters of an engine equal its work."""
 
 import json
 import pickle
@@ -51,16 +51,14 @@ def gaps(engine: Engine) -> dict[Residency | None, int]:
     return {found: n for found, each in between.items() if (n := counted(each))}
 
 
-def test_a_value_lies_in_the_first_bucket_that_reaches_it():
+def test_a_value_counts_in_the_first_bucket_whose_bound_it_does_not_exceed():
     histogram = Histogram((1, 2, 4))
     for value in (0.5, 1, 1.5, 2, 4, 5, 9):
         histogram.add(value)
     assert histogram.read() == Distribution((1, 2, 4), (2, 2, 1, 2), 23.0)
 
 
-def test_requests_are_counted_by_where_their_adapter_was_and_so_are_the_gaps_of_their_tokens(
-    make, refs
-):
+def test_lookups_and_inter_token_times_are_counted_by_the_adapters_tier(make, refs):
     engine, (a, b, _) = make(), refs[1]
     answers = Answers(engine)
     assert engine.submit(greedy("cold", prompt(5), adapter=a, max_tokens=4)) is REMOTE
@@ -73,14 +71,14 @@ def test_requests_are_counted_by_where_their_adapter_was_and_so_are_the_gaps_of_
     assert gaps(engine) == {REMOTE: 6, GPU: 6, None: 3}
 
 
-def test_what_is_refused_was_never_looked_for(make, refs):
+def test_a_refused_request_counts_as_no_lookup(make, refs):
     engine = make()
     with pytest.raises(InvalidRequest):
         engine.submit(greedy("long", prompt(4000), adapter=refs[1][0]))
     assert not any(engine.status().lookups.values())
 
 
-def test_tokens_are_counted_as_they_were_begun_found_and_told(make):
+def test_prompt_cached_and_output_tokens_are_counted(make):
     answers = Answers(make())
     shared = prompt(2 * PAGE)
     for name in ("first", "second"):
@@ -123,7 +121,7 @@ def test_steps_are_counted_with_their_sequences_and_distinct_adapters(make, refs
     assert (status.live.running, status.live.waiting, status.live.kv_pages_used) == (0, 0, 0)
 
 
-def test_preemptions_are_counted_and_their_tokens_once(make):
+def test_preemptions_are_counted_and_their_tokens_only_once(make):
     answers = Answers(make(kv_pages=8, max_context=128))
     for i in range(4):
         answers.submit(greedy(f"r{i}", prompt(30, i), max_tokens=60))
@@ -138,7 +136,7 @@ def test_preemptions_are_counted_and_their_tokens_once(make):
     assert status.output_tokens == 4 * 60
 
 
-def test_waiting_and_running_and_pages_are_those_of_now(make):
+def test_waiting_running_and_pages_are_current_values(make):
     answers = Answers(make(max_running=2, kv_pages=16))
     for i in range(3):
         answers.submit(greedy(f"r{i}", prompt(PAGE + 1, i), max_tokens=8))
@@ -149,7 +147,7 @@ def test_waiting_and_running_and_pages_are_those_of_now(make):
     assert (live.kv_pages_used, live.kv_pages_total) == (4, 16)
 
 
-def test_what_was_counted_outlives_an_error_of_the_engines_own(make):
+def test_counts_survive_fail_all(make):
     answers = Answers(make())
     answers.submit(greedy("before", prompt(5), max_tokens=3))
     answers.all()

@@ -1,4 +1,4 @@
-"""What an engine says of itself: what it does, where adapters are, and only what has changed."""
+"""Status of an engine: its work, the tiers of adapters, and reports of changes only."""
 
 import time
 
@@ -33,13 +33,13 @@ def arena_bytes(engine):
     return engine.status().tiers[Residency.GPU].capacity_bytes
 
 
-def test_an_idle_engine_has_nothing_to_do(engine):
+def test_live_stats_of_an_idle_engine_are_zero(engine):
     live, arena = engine.status().live, arena_bytes(engine)
     pages = live.kv_pages_total
     assert live == LiveStats(kv_pages_total=pages, free_bytes=arena, room_bytes=arena)
 
 
-def test_the_live_stats_are_what_waits_and_what_decodes(engine, refs):
+def test_live_stats_count_waiting_and_decoding_sequences(engine, refs):
     answers = Answers(engine)
     for ref in refs:  # both are there before, so that all decode at the same time
         answers.submit(greedy(f"first {ref.name}", prompt(1), adapter=ref, max_tokens=1))
@@ -63,7 +63,7 @@ def test_the_live_stats_are_what_waits_and_what_decodes(engine, refs):
     assert live.running == live.decoding == live.ranks == live.kv_pages_used == 0
 
 
-def test_what_decodes_see_is_less_where_layers_have_windows(tiny_checkpoints, shelf, tmp_path):
+def test_context_counts_less_where_layers_have_windows(tiny_checkpoints, shelf, tmp_path):
     engine = build(tiny_checkpoints["gemma3_text"], shelf, tmp_path / "cache", overlap=False)
     costs = engine.info.step_costs
     answers = Answers(engine)
@@ -77,7 +77,7 @@ def test_what_decodes_see_is_less_where_layers_have_windows(tiny_checkpoints, sh
     assert context == round(costs.window * costs.windowed + length * (1 - costs.windowed))
 
 
-def test_a_prompt_that_is_half_computed_runs_and_is_pending(tiny_checkpoints, shelf, tmp_path):
+def test_a_half_computed_prompt_is_running_and_pending(tiny_checkpoints, shelf, tmp_path):
     engine = build(
         tiny_checkpoints["llama"],
         shelf,
@@ -96,7 +96,7 @@ def test_a_prompt_that_is_half_computed_runs_and_is_pending(tiny_checkpoints, sh
     engine.close()
 
 
-def test_a_load_under_way_is_told_with_how_long_it_keeps_somebody_waiting(engine, shelf, refs):
+def test_live_stats_have_loading_bytes_and_the_oldest_wait(engine, shelf, refs):
     answers = Answers(engine)
     answers.submit(greedy("a", prompt(5), adapter=refs[0]))
     answers.all()
@@ -113,7 +113,7 @@ def test_a_load_under_way_is_told_with_how_long_it_keeps_somebody_waiting(engine
     assert engine.status().live.loading_bytes == 0
 
 
-def test_what_would_be_evicted_first_is_told(engine, refs):
+def test_live_stats_name_the_first_adapter_to_evict(engine, refs):
     answers = Answers(engine)
     for name, ref in (("a", refs[0]), ("b", refs[1]), ("c", refs[1])):
         answers.submit(greedy(name, prompt(5), adapter=ref))
@@ -136,7 +136,7 @@ def test_without_a_resident_adapter_there_is_no_victim(engine):
     assert engine.status().live.victim is None
 
 
-def test_adapters_are_asked_for_by_how_near_they_are(engine, refs):
+def test_adapters_are_listed_down_to_a_tier(engine, refs):
     answers = Answers(engine)
     answers.submit(greedy("a", prompt(5), adapter=refs[0]))
     answers.all()
@@ -150,7 +150,7 @@ def test_adapters_are_asked_for_by_how_near_they_are(engine, refs):
     assert (elsewhere.rank, elsewhere.gpu_bytes, elsewhere.image_bytes) == (None, 0, None)
 
 
-def test_only_what_has_changed_is_reported(engine, refs, tmp_path):
+def test_only_a_changed_status_is_reported(engine, refs, tmp_path):
     answers = Answers(engine)
     assert engine.changed_status() == engine.status()
     assert engine.changed_status() is None
