@@ -121,7 +121,7 @@ def allowed(overlay: str, group: str, resource: str, name: str, verb: str) -> bo
 
 
 def upgrade(server: ApiServer) -> list[dict[str, set[str]]]:
-    """Return the selected clusters before an upgrade, before and after its switch, and at its end."""
+    """Return the selected clusters before an upgrade, around its switch, and after its end."""
     seen = []
     stages = ((["old"], "old"), (["old", "new"], "old"), (["old", "new"], "new"), (["new"], "new"))
     for server.clusters, serving in stages:
