@@ -81,9 +81,7 @@ class _GroupPages:
         self.used = self._pages[0].clone()
 
     def use(self, group: int) -> None:
-        """Copy the KV page numbers of a group of layers to `used`, for the next attention
-        launch.
-        """
+        """Copy a group's KV page numbers to `used`, for the next attention launch."""
         if group != self._in_use:
             self.used.copy_(self._pages[group - self._first])
             self._in_use = group

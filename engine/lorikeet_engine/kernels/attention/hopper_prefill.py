@@ -147,7 +147,5 @@ def _seen(batch: PagedSequences) -> int:
 
 
 def pinned(array: Int32s) -> torch.Tensor:
-    """Return a pinned tensor of an array, whose copy to the device does not wait for running
-    steps.
-    """
+    """Copy an array to pinned memory, so that its upload does not wait for running steps."""
     return torch.from_numpy(array).pin_memory()

@@ -53,9 +53,7 @@ def _merge(
     members: tl.constexpr,
     head_dim: tl.constexpr,
 ) -> None:
-    """Merge the results of one token and one key head, for the `group` query heads that share
-    it.
-    """
+    """Merge the results of one token, for the query heads that share one key head."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(places + row * 3)

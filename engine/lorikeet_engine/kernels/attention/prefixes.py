@@ -116,9 +116,7 @@ def seen_by_each(
 
 
 def starts_of(lengths: npt.NDArray[np.integer]) -> Int32s:
-    """Return where runs of these lengths start if they are concatenated, and where the last
-    ends.
-    """
+    """Return where concatenated runs of these lengths start, and where the last ends."""
     return np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
 
 
