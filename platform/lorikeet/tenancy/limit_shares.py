@@ -82,8 +82,7 @@ class LimitShare:
         self.at = now
 
     def demand(self, now: float) -> float:
-        """Return this gateway's demand: recent requests, exponentially decayed, plus running ones.
-        """
+        """Return this gateway's demand: recent requests, decayed, plus running ones."""
         return self._left(now) + self.running
 
     def idle(self, now: float) -> bool:
@@ -134,8 +133,7 @@ class LimitShares:
         return 1 / max(self._gateways, 1 + len(self._peers))
 
     def least(self) -> float:
-        """Return the share that a gateway takes before it has agreed with the others: FLOOR of 1/N.
-        """
+        """Return the share of a gateway that has not yet agreed with the others: FLOOR of 1/N."""
         return FLOOR / self._gateways
 
     def settled_s(self, now: float) -> float:

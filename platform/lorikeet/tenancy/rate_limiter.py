@@ -356,8 +356,7 @@ class RateLimitHold:
             self._limiter.budget.settle(self._tenant.name, self._tokens, self._limiter.wall())
 
     def limit_statuses(self) -> list[LimitStatus]:
-        """Return, for each kind of limit per minute, the tighter one of the tenant's and the key's.
-        """
+        """Return the tighter one of the tenant's and the key's limits, for each kind per minute."""
         now = self._limiter.clock()
         tightest: dict[str, LimitStatus] = {}
         for status in (each for limits in self._limits for each in limits.limit_statuses(now)):
