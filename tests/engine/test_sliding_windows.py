@@ -108,6 +108,7 @@ def test_a_prefix_is_found_up_to_where_a_windows_pages_are(make, world):
     assert answers.of("long") == world.expected[None]
 
 
+@pytest.mark.usefixtures("one_thread", "forked_followers")
 def test_two_ranks_answer_as_peft_does(make, world):
     engine = make(tensor_parallel=2, max_batch_tokens=CHUNK, max_running=CHUNK)
     assert ask(world, Answers(engine)) == world.expected
