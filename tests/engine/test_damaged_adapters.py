@@ -1,7 +1,7 @@
-"""Weights that change in memory under requests: these fail, and what comes after them is right.
+"""Weights that change in memory while requests use them: those requests fail, later ones are right.
 
-The model (hash_model) says tokens that follow from the first number of the adapter's weights, which
-it reads back from the KV pages.
+The tokens of the model (hash_model) depend on the first number of the adapter's weights, which the
+model reads from the KV pages.
 """
 
 import pytest
@@ -25,7 +25,7 @@ LONG = SamplingParams(1000, temperature=0.0, ignore_eos=True)
 
 
 class Served(Answers):
-    """An engine with a few adapters, and what each must say."""
+    """Engine with a few adapters, and the expected tokens of each."""
 
     def __init__(self, folder, **settings):
         self.shelf = Shelf(folder / "blobs")
