@@ -5,6 +5,7 @@ kernels/test_in_interpreter.py starts it.
 """
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,15 @@ KINDS = (
         for dtype in (torch.bfloat16, torch.float32)
     ]
 )
+
+
+def slow(*cases: object) -> list[Any]:
+    """Mark cases as soak: they take the interpreter long, and a GPU no longer than others.
+
+    A case that is a tuple has a value for each of several parameters.
+    """
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*value, marks=pytest.mark.soak) for value in values]
 
 
 def random(kind: tuple[str, torch.dtype], *shape: int) -> torch.Tensor:

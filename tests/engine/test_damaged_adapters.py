@@ -142,7 +142,7 @@ def test_a_request_that_only_waited_gets_the_adapter_loaded_again(make_served):
 
 
 def test_a_waiting_request_gives_its_lease_of_a_damaged_adapter_back(make_served):
-    """It waits for KV pages, since the first request has too many of them."""
+    """Let the request wait for KV pages, as the first request holds too many of them."""
     served = make_served(kv_pages=1030, max_running=2)
     for name, length, sampling in (("spoilt", 200, LONG), ("waiting", 4000, SHORT)):
         prompt = tuple((i + length) % 60 + 3 for i in range(length))

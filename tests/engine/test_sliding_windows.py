@@ -108,6 +108,7 @@ def test_a_prefix_is_found_up_to_the_cached_pages_of_its_windows(make, world):
     assert answers.of("long") == world.expected[None]
 
 
+@pytest.mark.usefixtures("one_thread", "forked_followers")
 def test_two_ranks_give_pefts_answers(make, world):
     engine = make(tensor_parallel=2, max_batch_tokens=CHUNK, max_running=CHUNK)
     assert ask(world, Answers(engine)) == world.expected

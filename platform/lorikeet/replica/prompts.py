@@ -65,6 +65,9 @@ class PromptEncoder:
         if self._tokenizer.chat_template is None:
             self._tokenizer.chat_template = _processor_template(model)
         self.backend: Tokenizer = self._tokenizer.backend_tokenizer
+        # Many trainers save tokenizer.json with the truncation and padding of their last batch.
+        self.backend.no_truncation()
+        self.backend.no_padding()
         self.vocabulary = Vocabulary(self.backend)
         templates = _templates(self._tokenizer.chat_template)
         self._variables = _names_in(templates)
