@@ -35,8 +35,7 @@ from lorikeet_engine.request import (
 )
 
 MOST_LOGPROBS_BYTES = 2**26
-"""Limit on the bytes of log probabilities in one JSON body, which a replica and a gateway hold
-whole.
+"""Limit on the bytes of log probabilities in one body, which replica and gateway hold whole.
 
 Log probabilities of short tokens take 40 MB at most. With longer tokens, a choice ends once its
 body reaches this limit.
@@ -97,9 +96,7 @@ class Answer:
         self.ended = False
 
     def take(self, outputs: Iterable[Output]) -> list[StreamItem]:
-        """Convert the engine's outputs; return new items for the client, as one chunk if
-        possible.
-        """
+        """Convert the engine's outputs; return new items of the answer, as one chunk if possible."""
         chunk = b""
         for output in outputs:
             if isinstance(output, Failed):
@@ -141,9 +138,7 @@ class Answer:
         return self._choices[choice].stop_string
 
     def _add_prompt_logprobs(self, output: PromptLogprobs) -> int:
-        """Add log probabilities of a prompt's tokens; return the bytes that they take in the
-        body.
-        """
+        """Add a prompt's log probabilities; return the bytes that they take in the body."""
         call = self._call
         copies = call.n if call.endpoint is Endpoint.COMPLETIONS else 1
         size = self._prompt_logprobs[output.choice // call.n].add(output.logprobs)

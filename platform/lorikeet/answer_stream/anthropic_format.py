@@ -49,9 +49,7 @@ class AnswerProgress(Protocol):
 
 
 class MessageEventStream:
-    """Server-sent events of one streamed answer of the Messages API. Same interface as
-    EventStream.
-    """
+    """Server-sent events of one streamed message (Messages API), with EventStream's interface."""
 
     def __init__(self, call: Call, progress: AnswerProgress) -> None:
         self._call, self._progress = call, progress
@@ -71,8 +69,7 @@ class MessageEventStream:
         reasoning: str = "",
         token_ids: Sequence[int] = (),  # noqa: ARG002
     ) -> bytes:
-        """Return events for new text and tool calls and, with `finish`, the end of the last content
-        block.
+        """Return events for new text and tool calls and, with `finish`, the last block's end.
 
         choice: always 0.
         reasoning: new thinking, which comes before the text.
@@ -100,9 +97,7 @@ class MessageEventStream:
         return self._take()
 
     def end(self, usage: FinalUsage) -> bytes:
-        """Return the stream's last events: message_delta with stop reason and usage, then
-        message_stop.
-        """
+        """Return the last events: message_delta with stop reason and usage, then message_stop."""
         stop = self._progress.stop_string(0)
         reason = _stop_reason(self._call, self._finish, stop, usage)
         delta = dump(_stop_fields(reason, stop)), dump(_usage(usage))

@@ -31,9 +31,7 @@ class BilledTokens:
         return self._output_tokens
 
     def on_output(self, output: Output) -> None:
-        """Count the generated tokens in an output of the engine, and the cached tokens of its
-        prompt.
-        """
+        """Count the generated tokens in an output of the engine, and its prompt's cached tokens."""
         if isinstance(output, Tokens):
             self._output_tokens += len(output.token_ids)
             prompt = output.choice // self._n
@@ -42,9 +40,7 @@ class BilledTokens:
                 self._cached_tokens += output.timings.cached_tokens if output.timings else 0
 
     def on_item(self, item: StreamItem) -> None:
-        """Note an item sent to the gateway: bytes and usage affect the bill, and a Refusal ends the
-        call.
-        """
+        """Note an item sent to the gateway, as far as it decides what is billed."""
         if isinstance(item, bytes):
             self._begun = True
         elif isinstance(item, FinalUsage):

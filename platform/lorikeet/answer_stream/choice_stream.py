@@ -95,9 +95,7 @@ class ChoiceStream:
         return self._text.stop_string
 
     def take(self, output: Tokens) -> OutputDelta:
-        """Convert new tokens of the choice; return the text, thinking and tool calls that they
-        complete.
-        """
+        """Convert new tokens of the choice; return the new thinking, text and tool calls."""
         begin = self.tokens
         text = self._text.push(output.token_ids)
         if output.finish is not None:
@@ -149,9 +147,7 @@ class ChoiceStream:
         return listed, end
 
     def _answer_begin(self) -> tuple[int, int]:
-        """Return where the answer begins after its thinking: index of its first character and
-        token.
-        """
+        """Return the indices of the first character and first token after the thinking."""
         if self._reasoning is None:
             return 0, 0
         removed = self._reasoning.removed

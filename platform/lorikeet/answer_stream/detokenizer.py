@@ -192,9 +192,7 @@ class Detokenizer:
         return sendable
 
     def finish(self) -> str:
-        """Return the text that was held back, up to a stop string in it. No more tokens may be
-        pushed.
-        """
+        """Return the text that was held back, up to a stop string in it. No tokens may follow."""
         if self.stopped:
             return ""
         rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special)
@@ -251,9 +249,7 @@ class Detokenizer:
         self._ends += [self._decoded] * (tokens - len(self._ends))
 
     def tokens_until(self, character: int) -> int:
-        """Return the number of tokens whose text ends at or before the given index of the choice's
-        text.
-        """
+        """Return the number of tokens whose text ends at or before an index of the choice's text."""
         return bisect_right(self._ends, character)
 
     def _count_sent(self) -> None:

@@ -146,9 +146,7 @@ class EventStream:
         return events
 
     def end(self, usage: FinalUsage) -> bytes:
-        """Return the last events: if the client asked for it, usage without choices; then
-        [DONE].
-        """
+        """Return the last events: usage without choices if the client asked for it, then [DONE]."""
         if not self._include_usage:
             return DONE
         return self._open + self._close_with(usage, self._adapter) + DONE
@@ -219,9 +217,7 @@ def failed_completion_event(code: str, message: str, param: str | None = None) -
 
 
 def _has_functions(call: Call) -> bool:
-    """Return True if the client sent OpenAI's deprecated `functions`, whose answer has its own
-    shape.
-    """
+    """Return True if calls are answered in the shape of OpenAI's deprecated `functions`."""
     return call.tools is not None and call.tools.functions
 
 

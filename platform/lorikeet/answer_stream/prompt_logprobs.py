@@ -47,9 +47,7 @@ class PromptLogprobsJson:
         return size
 
     def json(self) -> bytes | None:
-        """Return the JSON of the answer's `prompt_logprobs` (vLLM's field); None if not asked
-        for.
-        """
+        """Return JSON of the answer's `prompt_logprobs` (vLLM's field); None if not asked for."""
         return None if self._alternatives is None else b"[%s]" % b",".join(self._entries)
 
 

@@ -92,8 +92,7 @@ class ResponseStream:
                 ended.set_exception(_gateway_gone())
 
     async def wait_for(self, ended: asyncio.Future[None]) -> None:
-        """Wait until an answer is complete. Raises EngineClosed if the gateway no longer reads the
-        stream.
+        """Wait until an answer is complete. Raises EngineClosed if the gateway is gone.
 
         ended: future that is done at the answer's end.
         """
@@ -189,8 +188,7 @@ class ResponseBuffer:
         self.replica: str | None = None
 
     def put(self, items: Sequence[StreamItem], *, ended: bool) -> None:
-        """Add new items of the answer. `take` returns them once the interval since the last delta
-        passed.
+        """Add new items of the answer; wake `take` once the interval between deltas has passed.
 
         ended: these are the answer's last items.
         """
@@ -250,9 +248,7 @@ class ResponseBuffers:
             del self._open[request_id]
 
     def deliver(self, replica: str, groups: Iterable[DeltaGroup]) -> None:
-        """Put items from a replica into the buffers of their calls. Items of closed calls are
-        dropped.
-        """
+        """Put a replica's items into the buffers of their calls; drop items of closed calls."""
         for request_id, items, ended in groups:
             buffer = self._open.get(request_id)
             if buffer is not None:
@@ -270,8 +266,7 @@ class ResponseBuffers:
         return any(buffer.replica == replica for buffer in self._open.values())
 
     def _interval_s(self) -> float:
-        """Return the shortest interval between deltas of one answer that this gateway can sustain
-        now.
+        """Return the shortest interval between an answer's deltas that this gateway can sustain.
 
         In seconds; it grows with the number of open calls.
         """

@@ -157,9 +157,7 @@ class FunctionCallItem:
         return ItemState(self._json(ItemStatus.IN_PROGRESS, b'""'), [])
 
     def end(self, status: ItemStatus) -> ItemState:
-        """Finish the function call: return its item with the complete arguments and the given
-        status.
-        """
+        """Finish the function call: return its item with all arguments and the given status."""
         arguments = dump("".join(self._arguments))
         done = ItemEvent("function_call_arguments.done", b'"arguments":' + arguments)
         return ItemState(self._json(status, arguments), [done])
@@ -179,9 +177,7 @@ _STATUS = {
 
 
 class ResponseEventStream:
-    """Server-sent events of one streamed answer of the Responses API. Same interface as
-    EventStream.
-    """
+    """Server-sent events of one streamed response (Responses API), with EventStream's interface."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -201,8 +197,7 @@ class ResponseEventStream:
         reasoning: str = "",
         token_ids: Sequence[int] = (),  # noqa: ARG002
     ) -> bytes:
-        """Return events for new text and function calls and, with `finish`, the end of the last
-        item.
+        """Return events for new text and function calls and, with `finish`, the last item's end.
 
         choice: always 0.
         logprobs: log probabilities of this text's tokens.
@@ -292,9 +287,7 @@ class ResponseEventStream:
 
 
 def response_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
-    """Return the JSON body of a Responses API call without `stream`: reasoning, text, function
-    calls.
-    """
+    """Return the body of a Responses API call without `stream`: reasoning, text, function calls."""
     items = list[OutputItem]()
     if choice.reasoning:
         items.append(ReasoningItem(call, 0, choice.reasoning))

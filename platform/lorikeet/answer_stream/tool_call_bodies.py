@@ -131,9 +131,7 @@ class PythonEnd:
         return not (char.isspace() or (self._ends_item() if char == "," else self._takes(char)))
 
     def _takes(self, part: str) -> bool:
-        """Add a part to the current item of the innermost bracket; return whether it is valid
-        there.
-        """
+        """Add a part to the innermost bracket's current item; return whether it is valid there."""
         before = self._items[-1]
         if self._open[-1] == _OUTSIDE and len(before) == _WHOLE_ITEM[_OUTSIDE]:
             before = ""  # no separator between calls
@@ -165,9 +163,7 @@ class PythonEnd:
 
 
 class GemmaEnd:
-    """Finder of the closing mark of FunctionGemma's tool calls. Marks inside strings do not
-    count.
-    """
+    """Finder of the closing mark of FunctionGemma's tool calls, outside their strings."""
 
     def __init__(self, closes: str) -> None:
         self._closes = closes

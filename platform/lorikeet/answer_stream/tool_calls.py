@@ -202,9 +202,7 @@ class ToolCallParser:
         return found if all(name in self._names for name, _ in found) else []
 
     def _skip_whitespace(self, into: list[str]) -> bool:
-        """Move leading whitespace of the unparsed text to `into`; return whether any text is
-        left.
-        """
+        """Move the unparsed text's leading whitespace to `into`; return whether any text is left."""
         into.append(self._take_rest(len(self._rest) - len(self._rest.lstrip())))
         return bool(self._rest)
 
@@ -226,8 +224,7 @@ class ToolCallParser:
 
 
 class ForcedCallParser:
-    """Incremental parser of an answer that a grammar constrains to tool calls. It streams
-    arguments.
+    """Incremental parser of an answer that a grammar constrains to calls; it streams arguments.
 
     A call is emitted only once its arguments begin: an answer cut off earlier would look like a
     call
