@@ -96,7 +96,7 @@ class Answer:
         self.ended = False
 
     def take(self, outputs: Iterable[Output]) -> list[StreamItem]:
-        """Convert the engine's outputs; return new items of the answer, as one chunk if possible."""
+        """Convert the engine's outputs; return new items for the client, joined if possible."""
         chunk = b""
         for output in outputs:
             if isinstance(output, Failed):

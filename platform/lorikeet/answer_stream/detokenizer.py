@@ -249,7 +249,7 @@ class Detokenizer:
         self._ends += [self._decoded] * (tokens - len(self._ends))
 
     def tokens_until(self, character: int) -> int:
-        """Return the number of tokens whose text ends at or before an index of the choice's text."""
+        """Return the number of tokens that end at or before an index of the choice's text."""
         return bisect_right(self._ends, character)
 
     def _count_sent(self) -> None:

@@ -202,7 +202,7 @@ class ToolCallParser:
         return found if all(name in self._names for name, _ in found) else []
 
     def _skip_whitespace(self, into: list[str]) -> bool:
-        """Move the unparsed text's leading whitespace to `into`; return whether any text is left."""
+        """Move the unparsed text's leading whitespace to `into`; return whether text is left."""
         into.append(self._take_rest(len(self._rest) - len(self._rest.lstrip())))
         return bool(self._rest)
 
