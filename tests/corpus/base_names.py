@@ -1,4 +1,4 @@
-"""What the base model was called where the adapter was trained."""
+"""Features: the base model's name in the adapter's config."""
 
 from tests.corpus.bases import HUB_NAME, SERVED_NAME
 from tests.corpus.draft import Draft
@@ -14,7 +14,7 @@ def _base(name: str, called: str | None, says: str = EQUAL) -> Feature:
 
 
 def _chosen(called: str | None) -> Build:
-    """Let the admin say which base model it is for."""
+    """Register with --base-model, beside a config that names another base model or none."""
 
     def build(draft: Draft) -> None:
         draft.name_base(called)

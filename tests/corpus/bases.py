@@ -1,4 +1,4 @@
-"""Tiny base models of the families that are served, which trainers and the service share."""
+"""Tiny base models of served families, for trainers and the service alike."""
 
 import copy
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lorikeet_engine.adapter_format import BaseShape, read_json
 from tests.engine.conftest import MOE
 
 HUB_NAME = "acme/Tiny-1.5B-Instruct"
-"""What trainers call each of them; the service knows it as an alias of what it serves."""
+"""Name of every base model in trainers' configs; an alias of the served model."""
 SERVED_NAME = "tiny"
 LAYERS = 3
 _SIZES = {
@@ -47,7 +47,7 @@ class Base:
 
     @classmethod
     def save(cls, family: str, folder: Path) -> "Base":
-        """A random one whose norms and biases do something."""
+        """Save a random checkpoint of a family; norms and biases are random, too."""
         settings = {**_SIZES, **{**FAMILIES, **MIXTURES}[family]}
         config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.random.fork_rng(devices=[]):
@@ -65,11 +65,11 @@ class Base:
 
     @property
     def served(self) -> dict[str, ServedModel]:
-        """What a gateway knows of it."""
+        """The served models of a gateway, by name: this one alone."""
         return {SERVED_NAME: ServedModel(self.shape, aliases=(HUB_NAME,))}
 
     def model(self) -> Any:
-        """A fresh model of transformers, in float32."""
+        """Return a copy of transformers' model in float32 that the caller may change."""
         return copy.deepcopy(self._model)
 
     @cached_property

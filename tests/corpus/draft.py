@@ -1,4 +1,4 @@
-"""An adapter on its way from a trainer to `lorikeet register`: what is on the disk, and edits."""
+"""Adapter between a trainer and `lorikeet register`: its files, and edits of them."""
 
 import json
 import shutil
@@ -18,12 +18,17 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Draft:
-    """What builders work on.
+    """Adapter that the builders of a case's features write and edit in turn.
 
-    folder: what the trainer left, in which later builders leave their marks. truth: a folder with
-    the same adapter that PEFT reads, once a trainer has saved it. source: what register is given.
-    base_model: register's --base-model. convert: what `lorikeet convert` does to make a folder of
-    it, which register is then given.
+    base: base model that the adapter is trained on.
+    scratch: folder for all files of the draft.
+    rank: rank that trainers use.
+    seed: seed of all random numbers.
+    base_model: value of register's --base-model.
+    convert: writes a PEFT folder as `lorikeet convert` does; register is given that folder.
+    folder: the trainer's files, edited by later builders.
+    truth: the same adapter as PEFT reads it, once a trainer has saved it.
+    source: path that register is given.
     """
 
     base: Base
@@ -39,7 +44,7 @@ class Draft:
         self.source = self.folder
 
     def keep_truth(self) -> None:
-        """Remember what the trainer has saved, as PEFT reads it."""
+        """Copy the trainer's files to `truth`, and name the base model in the config."""
         shutil.copytree(self.folder, self.truth)
         self.name_base(HUB_NAME)
 
@@ -54,7 +59,7 @@ class Draft:
         self.write_config(self.config() | changes)
 
     def name_base(self, name: str | None) -> None:
-        """Let the config say that it was trained on this; MLX's has another key for it."""
+        """Write the base model's name to the config; MLX's has another key for it."""
         key = "model" if "lora_parameters" in self.config() else "base_model_name_or_path"
         self.edit_config(**{key: name})
 
@@ -63,11 +68,11 @@ class Draft:
         return loaded
 
     def edit_weights(self, change: Callable[[Tensors], Tensors]) -> None:
-        """Change what is in the file; the truth stays."""
+        """Change the tensors of `folder`, but not those of `truth`."""
         _save(change(self.tensors()), self.folder)
 
     def edit_both(self, change: Callable[[Tensors], Tensors]) -> None:
-        """Change the adapter itself."""
+        """Change the tensors of `folder` and of `truth`."""
         _save(change(load_file(self.truth / WEIGHTS_FILE)), self.truth)
         self.edit_weights(change)
 

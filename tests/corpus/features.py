@@ -1,4 +1,4 @@
-"""What a feature of an adapter's folder is, and what may be said of it."""
+"""Features of adapters' folders, and the outcomes of registering them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,30 +9,30 @@ from tests.corpus.draft import Draft
 Build = Callable[[Draft], object]
 
 EQUAL = ""
-# What LoRA outside the decoder's linears comes to. Once one is served, EQUAL stands here.
-LM_HEAD = EMBEDDINGS = TRAINED_TOKENS = EQUAL
 
 
 class Axis(IntEnum):
-    """What a feature is of. A case has at most one feature of each, built in this order."""
+    """Kind of a feature. A case has at most one feature of each kind, built in this order."""
 
-    TRAINING = 0  # what was trained, saved by PEFT
-    NUMBERS = 1  # how the values are stored
+    TRAINING = 0  # an adapter that was trained and saved by PEFT
+    NUMBERS = 1  # dtype and range of the values
     TOOL = 2  # another trainer's files and config
-    DAMAGE = 3  # tensors that are not as they should be
-    WRAPPING = 4  # names with what wrapped the model
-    PLACE = 5  # names with where the language model was
-    CONFIG = 6  # what else the config says
-    BASE_NAME = 7  # what the base model is called
-    FILES = 8  # the files around it
+    DAMAGE = 3  # wrong tensors
+    WRAPPING = 4  # prefixes that wrappers of the model add to names
+    PLACE = 5  # prefixes for the language model's place in the whole model
+    CONFIG = 6  # other keys of the config
+    BASE_NAME = 7  # the base model's name
+    FILES = 8  # files around the adapter's
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A row of the table.
+    """Row of the table.
 
-    says: EQUAL, or what register's refusal says, an expression. excludes: axes of which a case with
-    this feature has no other. silent: the base model says the same under such an adapter.
+    build: applies the feature to a draft.
+    says: EQUAL, or a regular expression that register's refusal matches.
+    excludes: axes whose features cannot be in one case with this feature.
+    silent: whether the adapter leaves the base model's answers as they are.
     """
 
     name: str
@@ -43,6 +43,6 @@ class Feature:
     silent: bool = False
 
     def fits(self, other: "Feature") -> bool:
-        """Whether both can be of one adapter."""
+        """Whether one adapter can have both features."""
         apart = self.axis not in other.excludes and other.axis not in self.excludes
         return self.axis != other.axis and apart

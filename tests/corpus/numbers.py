@@ -1,4 +1,4 @@
-"""How the values are stored."""
+"""Features: dtypes and ranges of the stored values."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ from tests.corpus.features import EQUAL, Axis, Build, Feature
 
 
 def _stored(*dtypes: torch.dtype) -> Build:
-    """Store the tensors in these dtypes, in turn; the truth has the same values in float32.
+    """Store the tensors in these dtypes in turn, and the same values in float32 in the truth.
 
-    Not the base model's copies: PEFT would compute with what they are rounded to.
+    The base model's copies keep their dtype: PEFT would compute with the rounded values.
     """
 
     def build(draft: Draft) -> None:
@@ -31,7 +31,7 @@ def _stored(*dtypes: torch.dtype) -> Build:
 
 
 def _everywhere(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Build:
-    """Change every tensor of the adapter, also in the truth."""
+    """Change every tensor of the adapter and of the truth."""
     return lambda draft: draft.edit_both(lambda t: {n: change(n, v) for n, v in t.items()})
 
 
@@ -40,7 +40,7 @@ def _is_b(name: str) -> bool:
 
 
 def _first_is(value: float, dtype: torch.dtype = torch.float32) -> Build:
-    """Store one number that no adapter should hold."""
+    """Replace one number by one that no adapter should hold."""
 
     def build(draft: Draft) -> None:
         def spoil(tensors: Tensors) -> Tensors:

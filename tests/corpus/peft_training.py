@@ -1,4 +1,4 @@
-"""Trains adapters with PEFT and with transformers' Trainer, and lets them save what they do."""
+"""Training with PEFT and with transformers' Trainer, saved as they save it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,20 +26,20 @@ def save(draft: Draft, config: peft.PeftConfig | None = None, **options: Any) ->
 
 
 def lora(draft: Draft, **options: Any) -> peft.LoraConfig:
-    """A config of the draft's rank; without targets, PEFT chooses them."""
+    """Return a config of the draft's rank; PEFT chooses targets that options leave out."""
     common = {"r": draft.rank, "lora_alpha": 2 * draft.rank, "task_type": "CAUSAL_LM"}
     return peft.LoraConfig(**{**common, **options})
 
 
 def grow(model: torch.nn.Module) -> None:
-    """Change all that is trained, as much of training would."""
+    """Change all trained weights, as long training would."""
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data += 0.1 * torch.randn_like(weight)
 
 
 def save_converted(draft: Draft, init: str, **options: Any) -> None:
-    """Save what began as part of the base model, as the difference to how it began."""
+    """Save an adapter that began as part of the base model as the difference to its beginning."""
     config = lora(draft, init_lora_weights=init, target_modules=_SOME_LINEARS, **options)
     with _seeded(draft):
         model = peft.get_peft_model(_prepared(draft, config), config)
@@ -52,14 +52,14 @@ def save_converted(draft: Draft, init: str, **options: Any) -> None:
 
 
 def save_unconverted(draft: Draft, init: str, **options: Any) -> None:
-    """Save it as it is, which is right beside a changed base model only."""
+    """Save an adapter that began as part of the base model; only a changed base model fits it."""
     config = lora(draft, init_lora_weights=init, target_modules=_SOME_LINEARS, **options)
     with _seeded(draft):
         peft.get_peft_model(_prepared(draft, config), config).save_pretrained(draft.folder)
 
 
 def save_disguised(draft: Draft) -> None:
-    """Save PiSSA's weights as if they had begun like any other."""
+    """Save PiSSA's weights with the config of a plain initialisation."""
     config = lora(draft, init_lora_weights="pissa", target_modules=_SOME_LINEARS)
     with _seeded(draft):
         model = peft.get_peft_model(draft.base.model(), config)
@@ -68,10 +68,10 @@ def save_disguised(draft: Draft) -> None:
 
 
 def save_eva(draft: Draft) -> None:
-    """Save what EVA gave ranks that differ from module to module."""
+    """Save an adapter to whose modules EVA gave different ranks."""
     config = lora(
         draft,
-        r=min(draft.rank, 8),  # more takes it seconds
+        r=min(draft.rank, 8),  # higher ranks take seconds
         init_lora_weights="eva",
         eva_config=peft.EvaConfig(rho=2.0, tau=0.9),
         target_modules=_SOME_LINEARS,
@@ -85,7 +85,7 @@ def save_eva(draft: Draft) -> None:
 
 
 def save_with_trainer(draft: Draft) -> None:
-    """Save a checkpoint of transformers' Trainer after a step, with all that it leaves there."""
+    """Save a checkpoint of transformers' Trainer after one step, with all files of the Trainer."""
     out = draft.scratch / "out"
     with _seeded(draft):
         model = peft.get_peft_model(draft.base.model(), lora(draft, target_modules=_SOME_LINEARS))
@@ -107,7 +107,7 @@ def save_with_trainer(draft: Draft) -> None:
 
 
 def save_combined(draft: Draft, combination: str) -> None:
-    """Save two adapters that PEFT has made into one, which it does in a folder of its name."""
+    """Save the combination of two adapters, which PEFT writes to a folder of its own."""
     with _seeded(draft):
         model = peft.get_peft_model(draft.base.model(), lora(draft, target_modules=_SOME_LINEARS))
         model.add_adapter("other", lora(draft, target_modules=_SOME_LINEARS))
@@ -121,7 +121,7 @@ def save_combined(draft: Draft, combination: str) -> None:
 
 
 def save_resized(draft: Draft) -> None:
-    """Save an adapter of a model to whose vocabulary tokens were added."""
+    """Save an adapter of a model with tokens added to its vocabulary."""
     with _seeded(draft):
         base = draft.base.model()
         base.resize_token_embeddings(base.config.vocab_size + 8)
@@ -130,7 +130,7 @@ def save_resized(draft: Draft) -> None:
 
 
 def _prepared(draft: Draft, config: peft.LoraConfig) -> Any:
-    """The base model with what CorDA and LoRA-GA want to see of the data first."""
+    """Return a base model that CorDA or LoRA-GA has run on data, if the config names one."""
     base = draft.base.model()
     ids = _tokens(16, 24)
     if config.init_lora_weights == "corda":

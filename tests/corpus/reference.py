@@ -1,4 +1,4 @@
-"""What PEFT makes of an adapter: each module's delta, and the logits."""
+"""Deltas and log probabilities that PEFT computes for an adapter."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A model of transformers in float32, with an adapter or without."""
+    """Model of transformers in float32, with or without an adapter."""
 
     model: Any
 
     def deltas(self) -> dict[str, torch.Tensor]:
-        """What the adapter adds to the weight of each module, by the module's name.
+        """Return the adapter's delta of each module's weight, by the module's name.
 
-        Of experts to all of them, [experts, d_out, d_in], by linear: experts.gate_proj and so on.
+        A delta of experts is [experts, d_out, d_in], under the linear's name: experts.gate_proj.
         """
         deltas: dict[str, torch.Tensor] = {}
         for name, module in self.model.named_modules():
@@ -36,13 +36,13 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[tokens, vocab]: of what comes after each token."""
+        """Compute the log probabilities [tokens, vocab] behind each token."""
         logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens])).logits[0]
         return logits.log_softmax(-1)
 
 
 def _by_linear(module: str, parameter: str, delta: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A wrapped parameter's delta, by what the engine calls its linears."""
+    """Split the delta of an adapted parameter into the engine's linears, by name."""
     if parameter == "weight":
         return {module: delta}
     experts = module.removesuffix(".base_layer")
@@ -53,7 +53,7 @@ def _by_linear(module: str, parameter: str, delta: torch.Tensor) -> dict[str, to
 
 
 def reference(base: Base, folder: Path | None = None) -> Reference:
-    """The base model under the adapter that PEFT reads from a folder."""
+    """Load the base model with the adapter of a folder; None: without adapter."""
     model = base.model()
     if folder is not None:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What `lorikeet register` and the gateway do with a source, as far as a blob that is let in."""
+"""Registration of a source as by `lorikeet register` and the gateway, up to an accepted blob."""
 
 from pathlib import Path
 
@@ -11,11 +11,14 @@ from tests.corpus.draft import Draft
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 24)
 Refusal = (LorikeetError, AdapterError)
-"""What people see as one line. Any other exception is a fault of the product."""
+"""Errors that register prints as one line. Any other exception is a fault of the product."""
 
 
 def register(draft: Draft) -> Path:
-    """The blob of what the draft's source holds. Raises what register prints."""
+    """Write and validate the blob of a draft's source; return its path.
+
+    Raises an error of Refusal if register refuses the source.
+    """
     blob, converted = draft.scratch / "blob", draft.scratch / "converted"
     if draft.convert is not None:
         draft.convert(converted)

@@ -1,4 +1,4 @@
-"""The one table of what people bring: every feature, by axis."""
+"""Table of every feature that an adapter to register can have, by axis."""
 
 from collections.abc import Mapping
 
@@ -30,4 +30,4 @@ ACCEPTED: Mapping[Axis, tuple[Feature, ...]] = {
 }
 REFUSED: tuple[Feature, ...] = tuple(feature for feature in FEATURES if feature.says)
 PLAIN = TRAINING[0]
-"""What is trained where nothing else is asked for."""
+"""Training of cases that name no other."""

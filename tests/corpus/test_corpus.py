@@ -1,4 +1,4 @@
-"""Whatever people bring is served as PEFT computes it, or refused by the name of what is wrong."""
+"""Every adapter is served as PEFT computes it, or refused by the name of the fault."""
 
 import re
 
@@ -12,7 +12,7 @@ from tests.corpus.register import Refusal, register
 from tests.corpus.served import PROMPT, packed_deltas
 from tests.corpus.table import FEATURES
 
-# Of log-probabilities, between two orders of float32 additions.
+# Difference of log probabilities between two orders of float32 additions.
 TOLERANCE = 1e-3
 
 
@@ -32,7 +32,7 @@ def test_adapters_of_a_mixture_are_equal_to_peft_or_refused_by_name(case, stand,
     judge(case, stand, draft_of)
 
 
-def test_the_cases_are_what_the_table_says():
+def test_the_cases_have_every_feature_of_the_table():
     names = [feature.name for feature in FEATURES]
     assert len(names) == len(set(names)) >= 60
     assert {f.name for case in each_once() for f in case.features} == set(names)
@@ -52,7 +52,7 @@ def judge(case: Case, stand, draft_of) -> None:
 
 
 def served_as_by_peft(case: Case, stand, draft) -> None:
-    """Each module's delta, and what is said in a batch with another adapter and the base model."""
+    """Compare each module's delta, and answers beside another adapter and the base model."""
     blob = register(draft)
     said = stand.served.answers({"case": blob, "beside": stand.beside_blob, "base": None})
     deltas = packed_deltas(blob, stand.base.shape)
@@ -69,7 +69,7 @@ def served_as_by_peft(case: Case, stand, draft) -> None:
 
 
 def close(answer, model) -> None:
-    """The same tokens are the likeliest, and all log-probabilities are close."""
+    """Check that the tokens are the model's likeliest and all log probabilities are close."""
     want = model.logprobs([*PROMPT, *answer.tokens[:-1]])[len(PROMPT) - 1 :]
     torch.testing.assert_close(answer.logprobs, want, rtol=0, atol=TOLERANCE)
     assert answer.tokens == want.argmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""What other trainers than PEFT write. Each builder names the version and the file it follows."""
+"""Features: files of trainers other than PEFT. Each builder names the source file it follows."""
 
 import shutil
 from typing import Any
@@ -16,7 +16,7 @@ from lorikeet_engine.adapter_format import (
 )
 from tests.corpus.bases import HUB_NAME
 from tests.corpus.draft import Draft, Tensors
-from tests.corpus.features import EQUAL, LM_HEAD, Axis, Build, Feature
+from tests.corpus.features import EQUAL, Axis, Build, Feature
 
 _PREFIX = "base_model.model."
 _OWN_NAMES = frozenset({Axis.DAMAGE, Axis.WRAPPING, Axis.PLACE, Axis.CONFIG})
@@ -25,18 +25,18 @@ _TRT_IDS = {"q": 1, "k": 2, "v": 3, "o": 4, "gate": 5, "down": 6, "up": 7}
 
 
 def _first(name: str) -> str:
-    """The tensor of the first of the linears that Megatron fuses."""
+    """Return the name of the first linear's tensor among the linears that Megatron fuses."""
     module = name.partition(".lora_")[0].rpartition(".")[2]
     return name.replace(module, _FUSED.get(module, module))
 
 
 def _targets(tensors: Tensors) -> list[str]:
-    """The last names of the modules, as exporters find them out from the tensors."""
+    """Return the modules' last names, which exporters read from the tensors' names."""
     return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors})
 
 
 def _configured(draft: Draft, **keys: Any) -> None:
-    """Write a config of these keys and what every one has."""
+    """Write a config of these keys and of those that every tool writes."""
     was = draft.config()
     common = {"peft_type": "LORA", "r": was["r"], "lora_alpha": was["lora_alpha"]}
     draft.write_config({**common, "target_modules": _targets(draft.tensors()), **keys})
@@ -47,13 +47,13 @@ def _torchtune(draft: Draft) -> None:
     """Write a config of five keys.
 
     pytorch/torchtune 375d71b, training/checkpointing/_checkpointer.py and
-    models/convert_weights.py, which has undone its own order of the heads' rows.
+    models/convert_weights.py, which undoes torchtune's own order of the heads' rows.
     """
     _configured(draft)
 
 
 def _torchtune_dora(draft: Draft) -> None:
-    """Write DoRA's magnitudes, of which torchtune's config says nothing (same files)."""
+    """Add DoRA's magnitudes, which torchtune's config does not mention (same files)."""
     _torchtune(draft)
     draft.edit_weights(
         lambda tensors: (
@@ -67,7 +67,7 @@ def _torchtune_dora(draft: Draft) -> None:
     )
 
 
-# What converters write that are no trainers.
+# Keys that converters write.
 _CONVERTED: dict[str, Any] = {
     "auto_mapping": None,
     "bias": "none",
@@ -83,7 +83,7 @@ _CONVERTED: dict[str, Any] = {
 
 
 def _megatron(draft: Draft) -> None:
-    """Share A among the linears that Megatron fuses, and name odd ranks whole.
+    """Share A among the linears that Megatron fuses.
 
     NVIDIA-NeMo/Megatron-Bridge 355cef4, src/megatron/bridge/models/conversion/peft_bridge.py.
     """
@@ -101,7 +101,7 @@ def _megatron(draft: Draft) -> None:
 
 
 def _tinker(draft: Draft) -> None:
-    """Convert for serving.
+    """Write the config of Tinker's converter.
 
     thinking-machines-lab/tinker-cookbook 125e52e, tinker_cookbook/weights/_adapter.py.
     """
@@ -112,7 +112,7 @@ def _tinker(draft: Draft) -> None:
 
 
 def _tinker_unembedding(draft: Draft) -> None:
-    """Train the unembedding too, as Tinker does by default (same file); no copy of it is saved."""
+    """Add LoRA of lm_head, as Tinker does by default (same file), without a copy of lm_head."""
     rank, shape = draft.config()["r"], draft.base.shape
     vocabulary = draft.base.model().config.vocab_size
 
@@ -129,7 +129,7 @@ def _tinker_unembedding(draft: Draft) -> None:
 
 
 def _verl(draft: Draft) -> None:
-    """Merge a checkpoint's shards, with an alpha that nobody set.
+    """Write the config of verl's merger of shards, whose alpha is 0.
 
     volcengine/verl 682b420, verl/model_merger/base_model_merger.py.
     """
@@ -137,7 +137,7 @@ def _verl(draft: Draft) -> None:
 
 
 def _unsloth(draft: Draft) -> None:
-    """Target through an expression of parts of names, on a copy of the base model in 4 bits.
+    """Write targets as an expression of parts of names, and name a 4-bit copy of the base model.
 
     unslothai/unsloth-zoo 03e4279, unsloth_zoo/peft_utils.py.
     """
@@ -152,7 +152,7 @@ def _unsloth(draft: Draft) -> None:
 
 
 def _alpaca(draft: Draft) -> None:
-    """Write the keys that there were when Alpaca-LoRA and S-LoRA came.
+    """Write the keys of PEFT's configs when Alpaca-LoRA and S-LoRA appeared.
 
     huggingface/peft 26577ab, src/peft/tuners/lora.py.
     """
@@ -171,7 +171,7 @@ def _alpaca(draft: Draft) -> None:
 
 
 def _mlx(kind: str = "lora", **parameters: Any) -> Build:
-    """Write what MLX calls an adapter.
+    """Write MLX's files.
 
     ml-explore/mlx-lm ef3c28d, mlx_lm/tuner/lora.py and mlx_lm/lora.py: x · lora_a · lora_b · scale.
     """
@@ -205,7 +205,7 @@ def _mlx(kind: str = "lora", **parameters: Any) -> Build:
 
 
 def _tensorrt(draft: Draft) -> None:
-    """Write TensorRT-LLM's two tensors, and let `lorikeet convert` read them.
+    """Write TensorRT-LLM's two tensors, which `lorikeet convert` reads.
 
     NVIDIA/TensorRT-LLM 5573a38, examples/hf_lora_convert.py.
     """
@@ -240,7 +240,7 @@ TOOLS: tuple[Feature, ...] = (
     _tool("PEFT of 2023", _alpaca),
     _tool("MLX", _mlx(), own=_OWN_NAMES),
     _tool("TensorRT-LLM, converted", _tensorrt, own=_OWN_NAMES | {Axis.BASE_NAME, Axis.FILES}),
-    _tool("Tinker with its unembedding", _tinker_unembedding, LM_HEAD, _OWN_NAMES),
+    _tool("Tinker with its unembedding", _tinker_unembedding, own=_OWN_NAMES),
     _tool("torchtune's DoRA", _torchtune_dora, "DoRA is not supported", _OWN_NAMES),
     _tool("verl's merger", _verl, "lora_alpha: 0", frozenset({Axis.CONFIG})),
     _tool("MLX's DoRA", _mlx("dora"), "only lora can be served", _OWN_NAMES),

@@ -1,7 +1,7 @@
-"""An engine whose every token is known beforehand, with its state checked at each step.
+"""Engine whose every token is known beforehand, with its state checked at each step.
 
-Nothing runs beside the test: adapters are loaded when it says so and the clock counts steps, so
-what fails once fails again.
+No threads run beside the test: it loads adapters itself and the clock counts steps, so a failure
+can be repeated.
 """
 
 from collections import Counter, defaultdict
@@ -27,11 +27,11 @@ from tests.engine.hash_model import PAGE, SHAPE, build, predict, predict_scores,
 GOOD, OTHER, BROKEN = ADAPTERS = ("good", "other", "broken")
 HEAD = (SHAPE.outer_layer, SHAPE.index("lm_head"))  # of OTHER alone
 ADAPTER_BYTES = 512
-STEPS = 2000  # in which all requests end, with much to spare
+STEPS = 2000  # far more than all requests need
 
 
 class ManualWorkers:
-    """Replaces the threads that load adapters: the work waits until the test does it."""
+    """Queue of loading work that the test does itself, in place of the loading threads."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], None]] = []
@@ -44,10 +44,11 @@ class ManualWorkers:
 
 
 class CheckedEngine:
-    """An engine with too little room for its requests, and the outputs that they must have.
+    """Engine with too little memory for its requests, and their expected outputs.
 
-    live: the choices in flight, by request id. sound: False once a check has failed. fault:
-    "before" or "after" makes the next batch fail there.
+    live: choices in flight, by request id.
+    sound: False once a check has failed.
+    fault: "before" or "after" makes the next batch fail there.
     """
 
     def __init__(self, folder: Path, **settings: Any) -> None:
@@ -88,7 +89,7 @@ class CheckedEngine:
         adapter: str | None = None,
         salt: str = "",
     ) -> str:
-        """Prompts are cut to what the context takes. Returns the request's id."""
+        """Submit prompts, cut to the context; return the request's id."""
         context = self.engine.info.max_context
         prompts = tuple(prompt[: context - 1] for prompt in prompts)
         name, ref = f"r{len(self.expected)}", self.refs[adapter] if adapter else None
@@ -114,12 +115,12 @@ class CheckedEngine:
             self._end(name, ended)
 
     def load(self, which: int = 0) -> None:
-        """Do one piece of the loading that waits, if any does."""
+        """Do one piece of the queued loading, if any is queued."""
         if self.loads.work:
             self.loads.work.pop(which % len(self.loads.work))()
 
     def step(self) -> None:
-        """Step the engine; check its outputs and what it holds."""
+        """Step the engine; check its outputs, pages, leases and penalty slots."""
         self.sound, self._failing = False, set()
         errors = {}
         for output in self.engine.step():
@@ -143,7 +144,7 @@ class CheckedEngine:
         self.sound = True
 
     def drain(self) -> None:
-        """Step until all requests have ended; check that nothing is held."""
+        """Step until all requests have ended; check that all resources are free."""
         for _ in range(STEPS):
             self.load()
             self.step()
@@ -187,7 +188,7 @@ class CheckedEngine:
             del self.live[name]
 
     def _check_batch(self, batch: Batch) -> None:
-        """A batch is about to be computed."""
+        """Check a batch that is about to be computed."""
         cache, running = self.engine._cache, self.engine._scheduler.running
         assert len(batch.token_ids) <= self.engine._settings.max_batch_tokens
         slots = batch.kv_slots.ravel().tolist()
@@ -207,7 +208,7 @@ class CheckedEngine:
             raise RuntimeError(f"out of memory {when} the batch was computed")
 
     def _check_pages(self) -> None:
-        """Every page is held by those who refer to it, and shared only for what it says."""
+        """Check that each page is held by its references, and shared for equal content only."""
         cache, scheduler = self.engine._cache, self.engine._scheduler
         holders = defaultdict(list)
         for sequence in scheduler.running:
@@ -234,13 +235,13 @@ class CheckedEngine:
         assert not any(s.penalty_slot for s in scheduler.waiting)
 
     def _most_windowed(self, sequence: Sequence) -> int:
-        """How many pages of a window a sequence may have: its own, and those of steps in flight."""
+        """Return the most pages of a window for a sequence, with those of steps in flight."""
         needs, kv = self.engine._cache._needs, sequence.kv
         return needs.window_pages + needs.pages_for(kv.computed - kv.written)
 
 
 def _content(sequence: Sequence, group: int, end: int) -> tuple[object, ...]:
-    """All that the keys and values of a page depend on."""
+    """Return all that the keys and values of a page depend on."""
     tokens = tuple(sequence.tokens[:end])
     assert len(tokens) == end, "a page is shared that is not full of read tokens"
     return group, sequence.request.salt, sequence.request.adapter, tokens

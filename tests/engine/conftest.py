@@ -117,7 +117,7 @@ MOE: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
 }
 EIGHT_HEADS = {"num_attention_heads": 8}
-"""What makes a config of SIZES one that eight ranks can share."""
+"""Change of SIZES that lets eight ranks share a model."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "linear_rope": {
@@ -178,14 +178,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def close_later() -> Iterator[Callable[[Engine], Engine]]:
-    """Returns an engine as it is, and closes it at the end."""
+    """Close the engines that the test passes to this function after the test."""
     with ExitStack() as engines:
         yield lambda engine: engines.enter_context(closing(engine))
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For torch, whose other threads would only spin over small tensors."""
+    """Let torch use one thread: more would only spin over small tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -194,7 +194,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_followers() -> Iterator[None]:
-    """Starts engines' followers without the time that they take to import torch."""
+    """Fork engines' followers from a process that has imported torch, to save that time."""
     from tests.engine import forked_followers
 
     with pytest.MonkeyPatch.context() as patch:
@@ -233,7 +233,7 @@ def shelf(tmp_path: Path) -> BlobShelf:
 
 @pytest.fixture
 def edited(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a checkpoint whose config.json has other values; None removes a key."""
+    """Copy a checkpoint with other values in config.json; None removes a key."""
 
     def edit(name: str, **changes: Any) -> Path:
         folder = tmp_path / name
@@ -250,7 +250,8 @@ def edited(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Callable[..., P
 class PagedTokens:
     """Sequences in pages that are dealt out of order, and batches of their next tokens.
 
-    windows: of each group of layers; of the pages, each group has as many as it would have alone.
+    windows: window of each group of layers.
+    pages: pages of each group.
     """
 
     device: str = "cpu"
@@ -265,7 +266,7 @@ class PagedTokens:
         self.free: list[int] = shuffled.tolist()
 
     def batch(self, chunks: dict[str, Sequence[int]]) -> Batch:
-        """The next tokens of each named sequence; logits are wanted for every token."""
+        """Return a batch of the next tokens of each named sequence, with logits for every token."""
         ids, positions, places, starts = [], [], [], [0]
         for name, tokens in chunks.items():
             for token in tokens:
@@ -293,11 +294,11 @@ class PagedTokens:
 
     @property
     def all_pages(self) -> int:
-        """How many pages all groups have."""
+        """Pages of all groups together."""
         return self.pages * len(self.windows)
 
     def _page_table(self, chunks: dict[str, Sequence[int]], group: int) -> PageTable:
-        """A group's pages, from the first on that the chunks' first tokens see."""
+        """Return a group's pages, from the first page that the chunks' first tokens see."""
         window, groups, tables, lengths = self.windows[group], len(self.windows), [], []
         for name, tokens in chunks.items():
             first = self.lengths[name] - len(tokens)
@@ -322,7 +323,7 @@ def paged_tokens() -> Callable[..., PagedTokens]:
 
 
 def save_all(configs: dict[str, dict[str, Any]], folder: Path) -> dict[str, Path]:
-    """Random checkpoints in float32 of SIZES and what configs have beside it, by name."""
+    """Save random checkpoints in float32, by name. configs: changes of SIZES."""
     for name, config in configs.items():
         _save(config, folder / name, shard_size="100KB" if name == "sharded" else "1GB")
     return {name: folder / name for name in configs}

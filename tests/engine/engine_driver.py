@@ -1,4 +1,4 @@
-"""Steps an engine by hand, collects its outputs and records its batches."""
+"""Tools to step an engine by hand, collect its outputs and record its batches."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -37,7 +37,11 @@ def build(
     grammars: Grammars | None = None,
     **settings: Any,
 ) -> Engine:
-    """An engine of tiny sizes; `settings` are EngineSettings'. kv_pages: of each group."""
+    """Start an engine of tiny sizes.
+
+    kv_pages: KV pages of each group of layers.
+    settings: EngineSettings' arguments.
+    """
     config = ModelConfig.from_folder(checkpoint, settings.get("max_context"))
     shape, groups = config.shape, config.kv_groups
     layers = groups.page_layers * len(groups.windows)
@@ -51,7 +55,7 @@ def build(
 
 
 class RecordingRunner:
-    """A runner that records every batch before it runs it, and raises `error` once if set."""
+    """Runner that records every batch before it runs it, and raises `error` once if set."""
 
     def __init__(self, engine: Engine) -> None:
         self.batches: list[Batch] = []
@@ -62,7 +66,7 @@ class RecordingRunner:
 
     @property
     def tokens(self) -> int:
-        """How many tokens have been computed."""
+        """Number of computed tokens."""
         return sum(len(batch.token_ids) for batch in self.batches)
 
     def share(self, *arguments: Any) -> None:
@@ -80,7 +84,7 @@ class Answers:
     """Outputs of an engine, collected by request and choice."""
 
     def __init__(self, engine: Engine, within_s: float = 60.0) -> None:
-        """within_s: how long `until` and `all` wait."""
+        """within_s: seconds that `until` and `all` wait at most."""
         self.engine, self._within_s = engine, within_s
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.outputs: dict[tuple[str, int], list[Tokens]] = {}
@@ -118,7 +122,7 @@ class Answers:
                     del self.pending[output.request_id]
 
     def until(self, holds: Callable[[], Any], timeout_s: float | None = None) -> None:
-        """Step until something holds."""
+        """Step until `holds` returns true."""
         deadline = time.monotonic() + (timeout_s or self._within_s)
         while not holds():
             assert time.monotonic() < deadline, f"pending: {self.pending}"
@@ -155,7 +159,7 @@ def greedy(
     salt: str = "",
     **sampling: Any,
 ) -> Request:
-    """A request that goes on for max_tokens, each the most likely one."""
+    """Return a request for max_tokens tokens, each the most likely one."""
     params = SamplingParams(
         **{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **sampling}
     )
@@ -163,7 +167,7 @@ def greedy(
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random token ids, none of them special."""
+    """Draw token ids, none of them special."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(3, 256, (length,), generator=generator).tolist()
 

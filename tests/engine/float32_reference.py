@@ -1,4 +1,4 @@
-"""Small models of real shapes, their float32 results, and how far bfloat16 may be from them."""
+"""Small models of real shapes, their float32 results, and the tolerance of bfloat16 results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ from tests.engine import engine_driver
 from tests.engine.engine_driver import Answers
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
-# How far a log-probability may be from the reference's: 36 eps of bfloat16, 0.28. Each of the ten
-# or so tensors that a layer writes is rounded to 8 bits, and the layers behind it carry that on:
-# after four layers that makes 1% of the logits' spread, 0.02 to 0.03, and up to 0.18 for the worst
-# of millions (on an H200: 0.15, and 0.257 of Granite,
-# whose logits spread wider). Two logits that differ by more keep their order, in practice.
+# Largest error of a log probability: 36 eps of bfloat16, 0.28. Each of about ten tensors that a
+# layer writes is rounded to 8 bits, and the next layers carry the errors on. After four layers the
+# errors are 1% of the logits' spread, 0.02 to 0.03, and up to 0.18 for the worst of millions (on an
+# H200 0.15, and 0.257 for Granite, whose logits spread wider). Two logits that differ by more keep
+# their order, in practice.
 TOLERANCE = 36 * torch.finfo(torch.bfloat16).eps
 SIZES = {  # heads of 128 in most families: the attention kernels are compiled for each width
     "vocab_size": 2048,
@@ -135,7 +135,7 @@ NAMES = (None, *ADAPTERS)
 
 
 class Float32Reference:
-    """One family: a checkpoint, its adapters, and transformers' and PEFT's float32 results."""
+    """Checkpoint of a family, its adapters, and results of transformers and PEFT in float32."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Float32Reference:
 
     @torch.inference_mode()
     def logprobs(self, name: str | None, tokens: list[int]) -> torch.Tensor:
-        """[tokens, vocab] under an adapter, of what comes after each token."""
+        """Compute the log probabilities [tokens, vocab] behind each token. name: of the adapter."""
         ids = torch.tensor([tokens], device=self.device)
         if name is None:
             with self._model.disable_adapter():
@@ -174,7 +174,7 @@ class Float32Reference:
 
 @dataclass
 class RecordingSampler:
-    """A sampler that keeps the logits of every token, by the choice's seed and step."""
+    """Sampler that keeps log probabilities and tokens of every draw, by (seed of choice, step)."""
 
     engine: Engine
     logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -231,7 +231,7 @@ def compare(
 
 
 def build(reference: Float32Reference, folder: Path, **settings: Any) -> Engine:
-    """An engine in bfloat16 on the reference's device."""
+    """Start an engine in bfloat16 on the reference's device."""
     sizes = {
         "device": reference.device,
         "dtype": "bfloat16",
@@ -247,7 +247,7 @@ def build(reference: Float32Reference, folder: Path, **settings: Any) -> Engine:
 
 
 def run_to_end(answers: Answers) -> None:
-    """Step until all have ended, with time for a first run, which compiles kernels."""
+    """Step until all requests have ended, with time for a first run, which compiles kernels."""
     answers.until(lambda: not answers.pending, timeout_s=120)
 
 
@@ -266,6 +266,6 @@ def _save_model(family: str, folder: Path) -> Path:
 
 
 def _round(path: Path) -> None:
-    """To what bfloat16 holds, in place: only what is computed then differs, not the weights."""
+    """Round a file's tensors to bfloat16 in place, so that computations alone make errors."""
     tensors = {name: tensor.bfloat16().float() for name, tensor in load_file(path).items()}
     save_file(tensors, path, {"format": "pt"})
