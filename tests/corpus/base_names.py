@@ -1,4 +1,4 @@
-"""Features: the base model's name in the adapter's config."""
+"""Names of the base model that configs give, and how register resolves them."""
 
 from tests.corpus.bases import HUB_NAME, SERVED_NAME
 from tests.corpus.draft import Draft
@@ -14,7 +14,7 @@ def _base(name: str, called: str | None, says: str = EQUAL) -> Feature:
 
 
 def _chosen(called: str | None) -> Build:
-    """Register with --base-model, beside a config that names another base model or none."""
+    """Pass the base model's name to register, as an admin does."""
 
     def build(draft: Draft) -> None:
         draft.name_base(called)

@@ -13,12 +13,15 @@ from tests.corpus.table import ACCEPTED, PLAIN, REFUSED
 COUNT = 500
 RANKS = (1, 2, 4, 7, 8, 16, 32)
 _SEED = 23
-_DRAWN = 12  # candidates for a case; the one with the most new pairs of features becomes it
+_DRAWN = 12  # candidates for each case: the one with the most new pairs is taken
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Adapter to build and register. features: at most one of each axis, in the axes' order."""
+    """One adapter to build and register.
+
+    features: at most one of each axis, in the order of the axes.
+    """
 
     family: str
     rank: int
@@ -27,7 +30,7 @@ class Case:
 
     @property
     def says(self) -> str:
-        """Expected refusal of register, a regular expression; empty if the adapter is served."""
+        """Regular expression that register's refusal must match; empty if the adapter is served."""
         return next((feature.says for feature in self.features if feature.says), "")
 
     @property
@@ -40,7 +43,7 @@ class Case:
         return f"{self.seed} {self.family} r{self.rank}: {', '.join(marked)}"
 
     def build(self, draft: Draft) -> None:
-        """Let the trainer's feature save the adapter, then apply the others in order."""
+        """Let the trainer save the adapter, then apply the other features."""
         trainer, *others = self.features
         trainer.build(draft)
         draft.keep_truth()
@@ -48,13 +51,13 @@ class Case:
             feature.build(draft)
 
     def pairs(self) -> set[tuple[str, str]]:
-        """Return all pairs of features, where family and rank count as features."""
+        """All pairs of features; the family and the rank count as features."""
         names = [self.family, f"r{self.rank}", *(feature.name for feature in self.features)]
         return set(combinations(names, 2))
 
 
 def each_once() -> list[Case]:
-    """Return cases that have every feature once, with as many served features a case as fit."""
+    """Cases in which every feature occurs once: served ones together, refused ones alone."""
     families, ranks = cycle(FAMILIES), cycle(RANKS)
     served, seen = [], set()
     while any(not seen.issuperset(features) for features in ACCEPTED.values()):
@@ -73,7 +76,7 @@ def each_once() -> list[Case]:
 
 
 def five_hundred() -> list[Case]:
-    """Return each feature once, then random cases, of which three in ten have one fault each."""
+    """Each feature once, then random cases, of which three in ten have one refused feature."""
     random, cases = Random(_SEED), each_once()
     seen = set().union(*(case.pairs() for case in cases))
     refused = cycle(random.sample(REFUSED, len(REFUSED)))
@@ -87,7 +90,7 @@ def five_hundred() -> list[Case]:
 
 
 def _drawn(random: Random, fault: Sequence[Feature], number: int) -> Case:
-    """Draw a case of random features that fit each other and the fault."""
+    """Draw a random case of features that fit each other."""
     chosen = list(fault)
     for axis in random.sample(list(Axis), len(Axis)):
         fitting = [f for f in ACCEPTED[axis] if all(map(f.fits, chosen))]

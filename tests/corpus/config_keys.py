@@ -1,4 +1,4 @@
-"""Features: other keys of a config, missing keys, and files that are no config."""
+"""Further or missing keys of a config, and invalid configs."""
 
 import json
 from typing import Any
@@ -9,12 +9,12 @@ from tests.corpus.features import EQUAL, Axis, Build, Feature
 from tests.corpus.peft_training import EVERY_LINEAR
 
 _UNKNOWN = "this option is not supported"
-# Keys that PEFT always wrote. The other keys kept their defaults since, so they may be missing.
+# Without these keys a PEFT config does not define the adapter; other keys kept their defaults.
 _OF_OLD = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
 
 
 def _keys(name: str, says: str = EQUAL, **keys: Any) -> Feature:
-    """Feature that writes further keys."""
+    """Feature that adds keys to the config."""
     return Feature(name, Axis.CONFIG, lambda draft: draft.edit_config(**keys), says)
 
 
@@ -23,7 +23,7 @@ def _text(name: str, build: Build, says: str = EQUAL) -> Feature:
 
 
 def _of_every_linear(name: str, **keys: Any) -> Feature:
-    """Feature that writes keys which are right for an adapter of every linear at one rank."""
+    """Feature that adds keys fitting an adapter of every linear at one rank."""
     own = frozenset({Axis.TRAINING, Axis.TOOL})
     return Feature(name, Axis.CONFIG, lambda draft: draft.edit_config(**keys), EQUAL, own)
 
@@ -33,7 +33,7 @@ def _bytes(name: str, data: bytes, says: str) -> Feature:
 
 
 def _without_defaults(draft: Draft) -> None:
-    """Leave out keys whose values are null, false or empty, as old PEFT did."""
+    """Remove keys that are null, false or empty, as configs of old PEFT have none."""
     config = draft.config()
     draft.write_config({key: v for key, v in config.items() if v or key in _OF_OLD})
 
@@ -53,7 +53,7 @@ def _twice(draft: Draft) -> None:
     (draft.folder / CONFIG_FILE).write_text(f'{text[:-1]}, "r": 8}}')
 
 
-# Methods that PEFT's config can name. The config is refused, so nothing is trained with them.
+# Methods that PEFT's config can name; none is trained here.
 _METHODS: tuple[tuple[str, str, Any], ...] = (
     ("use_dora", "DoRA", True),
     ("fan_in_fan_out", "Conv1D", True),

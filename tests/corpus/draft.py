@@ -1,4 +1,4 @@
-"""Adapter between a trainer and `lorikeet register`: its files, and edits of them."""
+"""An adapter on its way from a trainer to `lorikeet register`: its files, and edits of them."""
 
 import json
 import shutil
@@ -18,17 +18,13 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Draft:
-    """Adapter that the builders of a case's features write and edit in turn.
+    """An adapter's files while builders work on them.
 
-    base: base model that the adapter is trained on.
-    scratch: folder for all files of the draft.
-    rank: rank that trainers use.
-    seed: seed of all random numbers.
-    base_model: value of register's --base-model.
-    convert: writes a PEFT folder as `lorikeet convert` does; register is given that folder.
-    folder: the trainer's files, edited by later builders.
-    truth: the same adapter as PEFT reads it, once a trainer has saved it.
+    folder: the trainer's folder, which later builders edit.
+    truth: a copy of the same adapter that PEFT can read, made once a trainer has saved it.
     source: path that register is given.
+    base_model: value of register's --base-model.
+    convert: the `lorikeet convert` call that makes the folder for register, if there is one.
     """
 
     base: Base
@@ -44,7 +40,7 @@ class Draft:
         self.source = self.folder
 
     def keep_truth(self) -> None:
-        """Copy the trainer's files to `truth`, and name the base model in the config."""
+        """Copy the adapter that the trainer saved to `truth`, which PEFT reads."""
         shutil.copytree(self.folder, self.truth)
         self.name_base(HUB_NAME)
 
@@ -59,7 +55,7 @@ class Draft:
         self.write_config(self.config() | changes)
 
     def name_base(self, name: str | None) -> None:
-        """Write the base model's name to the config; MLX's has another key for it."""
+        """Set the base model's name in the config; MLX uses another key."""
         key = "model" if "lora_parameters" in self.config() else "base_model_name_or_path"
         self.edit_config(**{key: name})
 
@@ -68,11 +64,11 @@ class Draft:
         return loaded
 
     def edit_weights(self, change: Callable[[Tensors], Tensors]) -> None:
-        """Change the tensors of `folder`, but not those of `truth`."""
+        """Change the weights file, not the truth."""
         _save(change(self.tensors()), self.folder)
 
     def edit_both(self, change: Callable[[Tensors], Tensors]) -> None:
-        """Change the tensors of `folder` and of `truth`."""
+        """Change the adapter itself: the weights file and the truth."""
         _save(change(load_file(self.truth / WEIGHTS_FILE)), self.truth)
         self.edit_weights(change)
 

@@ -1,4 +1,4 @@
-"""Features of adapters' folders, and the outcomes of registering them."""
+"""A feature of an adapter's folder, and its expected outcome."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,27 +12,26 @@ EQUAL = ""
 
 
 class Axis(IntEnum):
-    """Kind of a feature. A case has at most one feature of each kind, built in this order."""
+    """Subject of a feature. A case has at most one feature of each axis, built in this order."""
 
-    TRAINING = 0  # an adapter that was trained and saved by PEFT
-    NUMBERS = 1  # dtype and range of the values
-    TOOL = 2  # another trainer's files and config
-    DAMAGE = 3  # wrong tensors
-    WRAPPING = 4  # prefixes that wrappers of the model add to names
-    PLACE = 5  # prefixes for the language model's place in the whole model
+    TRAINING = 0  # trained modules and options, saved by PEFT
+    NUMBERS = 1  # storage of the values
+    TOOL = 2  # files and config of another trainer
+    DAMAGE = 3  # faulty tensors
+    WRAPPING = 4  # prefixes of names by wrappers of the model
+    PLACE = 5  # path of the language model in names
     CONFIG = 6  # other keys of the config
-    BASE_NAME = 7  # the base model's name
-    FILES = 8  # files around the adapter's
+    BASE_NAME = 7  # name of the base model
+    FILES = 8  # files around the adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Row of the table.
+    """A row of the table.
 
-    build: applies the feature to a draft.
-    says: EQUAL, or a regular expression that register's refusal matches.
-    excludes: axes whose features cannot be in one case with this feature.
-    silent: whether the adapter leaves the base model's answers as they are.
+    says: EQUAL, or a regular expression for register's refusal.
+    excludes: axes that a case with this feature must leave empty.
+    silent: the adapter leaves the base model's answers unchanged.
     """
 
     name: str

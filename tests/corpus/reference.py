@@ -1,4 +1,4 @@
-"""Deltas and log probabilities that PEFT computes for an adapter."""
+"""Reference results of PEFT: each module's delta, and the logits."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,14 +17,15 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Model of transformers in float32, with or without an adapter."""
+    """A transformers model in float32, with or without an adapter."""
 
     model: Any
 
     def deltas(self) -> dict[str, torch.Tensor]:
-        """Return the adapter's delta of each module's weight, by the module's name.
+        """Return the adapter's change of each module's weight, by the module's name.
 
-        A delta of experts is [experts, d_out, d_in], under the linear's name: experts.gate_proj.
+        Experts are stacked by linear, [experts, d_out, d_in], as experts.gate_proj and so
+        on.
         """
         deltas: dict[str, torch.Tensor] = {}
         for name, module in self.model.named_modules():
@@ -36,13 +37,13 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Compute the log probabilities [tokens, vocab] behind each token."""
+        """Return log probabilities [tokens, vocab] of the next token after each token."""
         logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens])).logits[0]
         return logits.log_softmax(-1)
 
 
 def _by_linear(module: str, parameter: str, delta: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Split the delta of an adapted parameter into the engine's linears, by name."""
+    """Return a wrapped parameter's delta, split by the engine's linears."""
     if parameter == "weight":
         return {module: delta}
     experts = module.removesuffix(".base_layer")
@@ -53,7 +54,7 @@ def _by_linear(module: str, parameter: str, delta: torch.Tensor) -> dict[str, to
 
 
 def reference(base: Base, folder: Path | None = None) -> Reference:
-    """Load the base model with the adapter of a folder; None: without adapter."""
+    """Return the base model under the adapter that PEFT reads from a folder."""
     model = base.model()
     if folder is not None:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Registration of a source as by `lorikeet register` and the gateway, up to an accepted blob."""
+"""A source's path through `lorikeet register` and the gateway, up to an accepted blob."""
 
 from pathlib import Path
 
@@ -11,14 +11,11 @@ from tests.corpus.draft import Draft
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 24)
 Refusal = (LorikeetError, AdapterError)
-"""Errors that register prints as one line. Any other exception is a fault of the product."""
+"""Errors that users see as one line; any other exception is a fault of the product."""
 
 
 def register(draft: Draft) -> Path:
-    """Write and validate the blob of a draft's source; return its path.
-
-    Raises an error of Refusal if register refuses the source.
-    """
+    """Return the blob made of the draft's source; raise the error that register would print."""
     blob, converted = draft.scratch / "blob", draft.scratch / "converted"
     if draft.convert is not None:
         draft.convert(converted)

@@ -1,4 +1,4 @@
-"""Table of every feature that an adapter to register can have, by axis."""
+"""The table of every feature of users' adapters, by axis."""
 
 from collections.abc import Mapping
 
@@ -30,4 +30,4 @@ ACCEPTED: Mapping[Axis, tuple[Feature, ...]] = {
 }
 REFUSED: tuple[Feature, ...] = tuple(feature for feature in FEATURES if feature.says)
 PLAIN = TRAINING[0]
-"""Training of cases that name no other."""
+"""Training of every case that names no other."""

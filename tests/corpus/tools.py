@@ -1,4 +1,4 @@
-"""Features: files of trainers other than PEFT. Each builder names the source file it follows."""
+"""Adapters as trainers other than PEFT write them; builders name the version and file followed."""
 
 import shutil
 from typing import Any
@@ -25,18 +25,18 @@ _TRT_IDS = {"q": 1, "k": 2, "v": 3, "o": 4, "gate": 5, "down": 6, "up": 7}
 
 
 def _first(name: str) -> str:
-    """Return the name of the first linear's tensor among the linears that Megatron fuses."""
+    """Return the tensor of the first linear that Megatron fuses."""
     module = name.partition(".lora_")[0].rpartition(".")[2]
     return name.replace(module, _FUSED.get(module, module))
 
 
 def _targets(tensors: Tensors) -> list[str]:
-    """Return the modules' last names, which exporters read from the tensors' names."""
+    """Return the last names of the modules, as exporters derive them from the tensors."""
     return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors})
 
 
 def _configured(draft: Draft, **keys: Any) -> None:
-    """Write a config of these keys and of those that every tool writes."""
+    """Write a config of these keys and those that every config has."""
     was = draft.config()
     common = {"peft_type": "LORA", "r": was["r"], "lora_alpha": was["lora_alpha"]}
     draft.write_config({**common, "target_modules": _targets(draft.tensors()), **keys})
@@ -47,13 +47,13 @@ def _torchtune(draft: Draft) -> None:
     """Write a config of five keys.
 
     pytorch/torchtune 375d71b, training/checkpointing/_checkpointer.py and
-    models/convert_weights.py, which undoes torchtune's own order of the heads' rows.
+    models/convert_weights.py, which restores the usual order of the heads' rows.
     """
     _configured(draft)
 
 
 def _torchtune_dora(draft: Draft) -> None:
-    """Add DoRA's magnitudes, which torchtune's config does not mention (same files)."""
+    """Write DoRA's magnitudes, which torchtune's config does not mention (same files)."""
     _torchtune(draft)
     draft.edit_weights(
         lambda tensors: (
@@ -67,7 +67,7 @@ def _torchtune_dora(draft: Draft) -> None:
     )
 
 
-# Keys that converters write.
+# Written by converters, which are no trainers.
 _CONVERTED: dict[str, Any] = {
     "auto_mapping": None,
     "bias": "none",
@@ -83,7 +83,7 @@ _CONVERTED: dict[str, Any] = {
 
 
 def _megatron(draft: Draft) -> None:
-    """Share A among the linears that Megatron fuses.
+    """Share A among the linears that Megatron fuses, and name odd ranks whole.
 
     NVIDIA-NeMo/Megatron-Bridge 355cef4, src/megatron/bridge/models/conversion/peft_bridge.py.
     """
@@ -101,7 +101,7 @@ def _megatron(draft: Draft) -> None:
 
 
 def _tinker(draft: Draft) -> None:
-    """Write the config of Tinker's converter.
+    """Convert for serving.
 
     thinking-machines-lab/tinker-cookbook 125e52e, tinker_cookbook/weights/_adapter.py.
     """
@@ -112,7 +112,7 @@ def _tinker(draft: Draft) -> None:
 
 
 def _tinker_unembedding(draft: Draft) -> None:
-    """Add LoRA of lm_head, as Tinker does by default (same file), without a copy of lm_head."""
+    """Train the unembedding too, as Tinker does by default (same file); no copy of it is saved."""
     rank, shape = draft.config()["r"], draft.base.shape
     vocabulary = draft.base.model().config.vocab_size
 
@@ -129,7 +129,7 @@ def _tinker_unembedding(draft: Draft) -> None:
 
 
 def _verl(draft: Draft) -> None:
-    """Write the config of verl's merger of shards, whose alpha is 0.
+    """Merge a checkpoint's shards, with an alpha that was never set.
 
     volcengine/verl 682b420, verl/model_merger/base_model_merger.py.
     """
@@ -137,7 +137,7 @@ def _verl(draft: Draft) -> None:
 
 
 def _unsloth(draft: Draft) -> None:
-    """Write targets as an expression of parts of names, and name a 4-bit copy of the base model.
+    """Target modules by an expression of name parts, on a copy of the base model in 4 bits.
 
     unslothai/unsloth-zoo 03e4279, unsloth_zoo/peft_utils.py.
     """
@@ -152,7 +152,7 @@ def _unsloth(draft: Draft) -> None:
 
 
 def _alpaca(draft: Draft) -> None:
-    """Write the keys of PEFT's configs when Alpaca-LoRA and S-LoRA appeared.
+    """Write only the keys that existed in the days of Alpaca-LoRA and S-LoRA.
 
     huggingface/peft 26577ab, src/peft/tuners/lora.py.
     """
@@ -171,9 +171,10 @@ def _alpaca(draft: Draft) -> None:
 
 
 def _mlx(kind: str = "lora", **parameters: Any) -> Build:
-    """Write MLX's files.
+    """Write an adapter of MLX.
 
-    ml-explore/mlx-lm ef3c28d, mlx_lm/tuner/lora.py and mlx_lm/lora.py: x · lora_a · lora_b · scale.
+    ml-explore/mlx-lm ef3c28d, mlx_lm/tuner/lora.py and mlx_lm/lora.py: x · lora_a · lora_b ·
+    scale.
     """
 
     def build(draft: Draft) -> None:
@@ -205,7 +206,7 @@ def _mlx(kind: str = "lora", **parameters: Any) -> Build:
 
 
 def _tensorrt(draft: Draft) -> None:
-    """Write TensorRT-LLM's two tensors, which `lorikeet convert` reads.
+    """Write TensorRT-LLM's two tensors, and let `lorikeet convert` read them.
 
     NVIDIA/TensorRT-LLM 5573a38, examples/hf_lora_convert.py.
     """

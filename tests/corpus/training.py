@@ -1,4 +1,4 @@
-"""Features: LoRA adapters with every option of the installed PEFT, saved by it."""
+"""LoRA trained with PEFT: every option, saved by the installed PEFT."""
 
 import shutil
 from typing import Any
@@ -7,7 +7,12 @@ import peft
 from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 
 from tests.corpus.draft import Draft
-from tests.corpus.features import EQUAL, Axis, Build, Feature
+from tests.corpus.features import (
+    EQUAL,
+    Axis,
+    Build,
+    Feature,
+)
 from tests.corpus.peft_training import (
     EVERY_LINEAR,
     save,
@@ -20,9 +25,9 @@ from tests.corpus.peft_training import (
     save_with_trainer,
 )
 
-# Other tools write configs of their own: a rank, an alpha and a list of names.
+# Other tools write configs of their own, with one rank, one alpha and a list of names.
 _ONLY_PEFT = frozenset({Axis.TOOL})
-_WHOLE_NAMES = frozenset({Axis.TOOL, Axis.PLACE})  # whole names in the config are of one place
+_WHOLE_NAMES = frozenset({Axis.TOOL, Axis.PLACE})  # full names fit one path of the layers
 _PLAIN: frozenset[Axis] = frozenset()
 
 
@@ -35,12 +40,12 @@ def _trained(
 def _options(
     name: str, says: str = EQUAL, *, excludes: frozenset[Axis] = _ONLY_PEFT, **options: Any
 ) -> Feature:
-    """Feature of an adapter that LoraConfig(**options) makes."""
+    """Feature with an adapter that LoraConfig(**options) makes."""
     return _trained(name, lambda draft: save(draft, **options), says, excludes)
 
 
 def plain(draft: Draft) -> None:
-    """Save an adapter of every linear; train one for each base model and rank, then copy it."""
+    """Train every linear; once for each base model and rank."""
     kept = draft.base.folder.parent / f"plain-{draft.rank}"
     if not kept.exists():
         save(draft, target_modules=EVERY_LINEAR)
@@ -50,7 +55,7 @@ def plain(draft: Draft) -> None:
 
 
 def _patterned(draft: Draft) -> dict[str, int]:
-    """Return ranks by regular expression; none is the draft's rank."""
+    """Give every module a rank by pattern, none of which is the draft's."""
     return {"q_proj": draft.rank + 1, r"layers\.1\..*v_proj": draft.rank + 2}
 
 
@@ -127,7 +132,7 @@ TRAINING: tuple[Feature, ...] = (
         rank_pattern={".*v_proj": 5, "[qv]_proj": 2, "v_proj": 7},
         alpha_pattern={"[qv]_proj": 9, "v_proj": 1},
     ),
-    # PEFT sorts the keys that it saves, and takes the first key that matches when it reads.
+    # PEFT sorts the keys that it saves, and on reading takes the first key that matches.
     _options(
         "alphas whose order PEFT loses",
         target_modules=["q_proj", "v_proj"],
@@ -148,7 +153,7 @@ TRAINING: tuple[Feature, ...] = (
     ),
     _options("a fraction as alpha", target_modules=["q_proj", "o_proj"], lora_alpha=4.5),
     _options("a negative alpha", target_modules=["q_proj", "o_proj"], lora_alpha=-8),
-    # Initialisations.
+    # Initializations.
     _options("gaussian", target_modules=EVERY_LINEAR, init_lora_weights="gaussian"),
     _options("Gaussian", target_modules=EVERY_LINEAR, init_lora_weights="Gaussian"),
     _options("B random at once", target_modules=EVERY_LINEAR, init_lora_weights=False),
@@ -166,8 +171,9 @@ TRAINING: tuple[Feature, ...] = (
     _trained("PiSSA, converted", lambda draft: save_converted(draft, "pissa")),
     _trained("PiSSA by iterations, converted", lambda d: save_converted(d, "pissa_niter_4")),
     _trained("OLoRA, converted", lambda draft: save_converted(draft, "olora")),
-    # hiyouga/LLaMA-Factory b230bbb, src/llamafactory/train/callbacks.py: its pissa_backup cannot be
-    # told from a plain LoRA.
+    # Written by hiyouga/LLaMA-Factory b230bbb, src/llamafactory/train/callbacks.py: its
+    # pissa_backup,
+    # which cannot be told from a plain LoRA.
     _trained("PiSSA that calls itself plain", save_disguised),
     _trained(
         "OLoRA with patterns, converted",
@@ -187,7 +193,7 @@ TRAINING: tuple[Feature, ...] = (
         "LoRA-GA, converted",
         lambda draft: save_converted(draft, "lora_ga", lora_ga_config=LoraGAConfig()),
     ),
-    # Options without an effect on the served adapter.
+    # No effect on the served result.
     _options("dropout", target_modules=["v_proj"], lora_dropout=0.1),
     _options("weight tying ensured", target_modules=["v_proj"], ensure_weight_tying=True),
     _options(

@@ -1,4 +1,4 @@
-"""Tools to step an engine by hand, collect its outputs and record its batches."""
+"""Steps an engine by hand, collects its outputs and records its batches."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -37,10 +37,10 @@ def build(
     grammars: Grammars | None = None,
     **settings: Any,
 ) -> Engine:
-    """Start an engine of tiny sizes.
+    """Build an engine of tiny sizes.
 
-    kv_pages: KV pages of each group of layers.
-    settings: EngineSettings' arguments.
+    settings: fields of EngineSettings.
+    kv_pages: pages of each group of layers.
     """
     config = ModelConfig.from_folder(checkpoint, settings.get("max_context"))
     shape, groups = config.shape, config.kv_groups
@@ -66,7 +66,7 @@ class RecordingRunner:
 
     @property
     def tokens(self) -> int:
-        """Number of computed tokens."""
+        """Number of tokens computed so far."""
         return sum(len(batch.token_ids) for batch in self.batches)
 
     def share(self, *arguments: Any) -> None:
@@ -84,7 +84,7 @@ class Answers:
     """Outputs of an engine, collected by request and choice."""
 
     def __init__(self, engine: Engine, within_s: float = 60.0) -> None:
-        """within_s: seconds that `until` and `all` wait at most."""
+        """within_s: longest time that `until` and `all` wait."""
         self.engine, self._within_s = engine, within_s
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.outputs: dict[tuple[str, int], list[Tokens]] = {}
@@ -122,7 +122,7 @@ class Answers:
                     del self.pending[output.request_id]
 
     def until(self, holds: Callable[[], Any], timeout_s: float | None = None) -> None:
-        """Step until `holds` returns true."""
+        """Step until `holds` is true."""
         deadline = time.monotonic() + (timeout_s or self._within_s)
         while not holds():
             assert time.monotonic() < deadline, f"pending: {self.pending}"
@@ -159,7 +159,7 @@ def greedy(
     salt: str = "",
     **sampling: Any,
 ) -> Request:
-    """Return a request for max_tokens tokens, each the most likely one."""
+    """A greedy request that generates max_tokens tokens."""
     params = SamplingParams(
         **{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **sampling}
     )
@@ -167,13 +167,13 @@ def greedy(
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Draw token ids, none of them special."""
+    """Return random token ids, none of them special."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(3, 256, (length,), generator=generator).tolist()
 
 
 def nothing_is_held(engine: Engine) -> bool:
-    """Whether an engine runs nothing, and has neither pages nor leases."""
+    """Whether an engine runs nothing and holds neither pages nor leases."""
     live = engine.status().live
     leases = sum(adapter.leases for adapter in engine.adapters())
     return (live.running, live.waiting, live.kv_pages_used, leases) == (0, 0, 0, 0)
