@@ -9,8 +9,6 @@ from tests.corpus.draft import Draft
 Build = Callable[[Draft], object]
 
 EQUAL = ""
-# Outcome of LoRA outside the decoder's linears: EQUAL once it is served.
-LM_HEAD = EMBEDDINGS = TRAINED_TOKENS = EQUAL
 
 
 class Axis(IntEnum):

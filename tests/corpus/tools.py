@@ -16,7 +16,7 @@ from lorikeet_engine.adapter_format import (
 )
 from tests.corpus.bases import HUB_NAME
 from tests.corpus.draft import Draft, Tensors
-from tests.corpus.features import EQUAL, LM_HEAD, Axis, Build, Feature
+from tests.corpus.features import EQUAL, Axis, Build, Feature
 
 _PREFIX = "base_model.model."
 _OWN_NAMES = frozenset({Axis.DAMAGE, Axis.WRAPPING, Axis.PLACE, Axis.CONFIG})
@@ -241,7 +241,7 @@ TOOLS: tuple[Feature, ...] = (
     _tool("PEFT of 2023", _alpaca),
     _tool("MLX", _mlx(), own=_OWN_NAMES),
     _tool("TensorRT-LLM, converted", _tensorrt, own=_OWN_NAMES | {Axis.BASE_NAME, Axis.FILES}),
-    _tool("Tinker with its unembedding", _tinker_unembedding, LM_HEAD, _OWN_NAMES),
+    _tool("Tinker with its unembedding", _tinker_unembedding, own=_OWN_NAMES),
     _tool("torchtune's DoRA", _torchtune_dora, "DoRA is not supported", _OWN_NAMES),
     _tool("verl's merger", _verl, "lora_alpha: 0", frozenset({Axis.CONFIG})),
     _tool("MLX's DoRA", _mlx("dora"), "only lora can be served", _OWN_NAMES),

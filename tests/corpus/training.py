@@ -8,10 +8,7 @@ from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 
 from tests.corpus.draft import Draft
 from tests.corpus.features import (
-    EMBEDDINGS,
     EQUAL,
-    LM_HEAD,
-    TRAINED_TOKENS,
     Axis,
     Build,
     Feature,
@@ -220,12 +217,11 @@ TRAINING: tuple[Feature, ...] = (
     _options("lm_head saved whole", "whole modules", modules_to_save=["lm_head"]),
     _options("embed_tokens saved whole", "whole modules", modules_to_save=["embed_tokens"]),
     _options("norms saved whole", "whole modules", modules_to_save=["input_layernorm"]),
-    _options("LoRA on lm_head", LM_HEAD, target_modules=["q_proj", "lm_head"]),
-    _options("LoRA on embed_tokens", EMBEDDINGS, target_modules=["q_proj", "embed_tokens"]),
-    _options("trained tokens", TRAINED_TOKENS, trainable_token_indices=[5, 250]),
+    _options("LoRA on lm_head", target_modules=["q_proj", "lm_head"]),
+    _options("LoRA on embed_tokens", target_modules=["q_proj", "embed_tokens"]),
+    _options("trained tokens", trainable_token_indices=[5, 250]),
     _options(
         "trained tokens by module",
-        TRAINED_TOKENS,
         target_modules=["q_proj"],
         trainable_token_indices={"embed_tokens": [7]},
     ),

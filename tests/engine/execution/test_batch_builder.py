@@ -113,7 +113,7 @@ def test_a_step_whose_adapters_leave_lm_head_alone_has_no_lm_head_segments():
 
 
 def test_a_step_input_holds_only_arrays_and_numbers():
-    """It can be sent to another process, which learns nothing about tenants."""
+    """Such an input can be sent to another process, which learns nothing about tenants."""
     step = build_step_input([Chunk.of(sequence_of([1, 2], [0]), 9)], PAGE)
     values = {field.name: getattr(step, field.name) for field in fields(step)}
     (table,) = values.pop("page_tables")
