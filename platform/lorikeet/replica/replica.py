@@ -164,8 +164,8 @@ class Replica:
     async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:
         """Pin, unpin and prefetch adapters as the plan says; return this replica's name.
 
-        plan: the controller's decisions by replica name. If it lacks this replica, nothing changes and the result is
-        None.
+        plan: the controller's decisions by replica name. If it lacks this replica, nothing changes
+            and the result is None.
         """
         decision = plan.get(self.name)
         if decision is None:
