@@ -54,26 +54,51 @@ def _parse_text(value: object) -> object:
 
 
 def parse_object(value: object, info: ValidationInfo) -> dict[str, Any]:
-    """Parse the JSON text of an object, such as a call's arguments: templates want the object.
+    """Parse the JSON text of an object.
 
-    Empty text is {}: some clients assemble it from the deltas of a call without arguments. Raises
-    ValueError for anything else, and RequestTooLarge if all such texts of a body together have too
-    many values.
+    Empty text is {}. Raises ValueError for anything else, and RequestTooLarge if all such texts of
+    a body together have too many values.
     """
-    if isinstance(value, str) and isinstance(info.context, ValueBudget):
-        info.context.spend(value.encode(errors="replace"))
+    _spend(value, info)
     try:
         text = value or "{}" if isinstance(value, str) else "null"
-        arguments = from_json(text)
+        parsed = from_json(text)
     except ValueError:  # also for JSON nested deeper than a body may be
-        arguments = None
-    if not isinstance(arguments, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise ValueError("want the JSON text of an object")
-    json_text(arguments)
-    return arguments
+    json_text(parsed)
+    return parsed
 
 
-Arguments = Annotated[dict[str, Any], PlainValidator(parse_object, json_schema_input_type=str)]
+def parse_arguments(value: object, info: ValidationInfo) -> dict[str, Any] | str:
+    """Parse the arguments of a past call, which may be any text, as in OpenAI's API.
+
+    Chat templates want an object: JSON that max_tokens cut off becomes the object of its readable
+    beginning, and empty text becomes {}. Other text stays text. Raises ValueError for values that
+    are not text, and RequestTooLarge as `parse_object`.
+    """
+    if not isinstance(value, str):
+        raise ValueError("want the JSON text of an object")
+    _spend(value, info)
+    try:
+        parsed = from_json(value or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return value
+    if not isinstance(parsed, dict):
+        return value
+    json_text(parsed)
+    return parsed
+
+
+def _spend(value: object, info: ValidationInfo) -> None:
+    if isinstance(value, str) and isinstance(info.context, ValueBudget):
+        info.context.spend(value.encode(errors="replace"))
+
+
+Arguments = Annotated[
+    dict[str, Any] | str, PlainValidator(parse_arguments, json_schema_input_type=str)
+]
 
 
 class PastFunction(Body):

@@ -177,7 +177,8 @@ def turn_of(item: InputItem, item_id: str) -> dict[str, Any]:
     if item.type == "function_call_output":
         return head | {"output": item.output}
     named = {"name": item.name} | ({"namespace": item.namespace} if item.namespace else {})
-    return head | named | {"arguments": json.dumps(item.arguments)}
+    written = item.arguments if isinstance(item.arguments, str) else json.dumps(item.arguments)
+    return head | named | {"arguments": written}
 
 
 def _parts(kind: str, text: str | None) -> list[dict[str, Any]]:
