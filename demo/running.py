@@ -22,7 +22,7 @@ def hold_pid_file() -> TextIO:
     """
     try:
         KEYS.mkdir(exist_ok=True)
-        KEYS.chmod(0o700)  # an older one may be open to others
+        KEYS.chmod(0o700)  # an older folder may be open to other users
         file = _RUNNING.open("a+")
     except OSError as error:
         raise InvalidSetting(f"{error}: {KEYS} must be a folder of yours; remove it") from error

@@ -39,7 +39,7 @@ MOST_REFUSAL_MS = 100.0
 LEAST_OF_MOST = 0.95
 LEAST_ACCEPTED = 0.5
 _OWN = "overload"  # folder of the catalog and cache, recreated for each run
-_LENGTHS = 200  # equal lengths for all rates, else drawn ones change a rate's tokens by some %
+_LENGTHS = 200  # lengths dealt round at every rate; drawn ones would change its tokens by some %
 _COMES_BACK_S = 1.0  # seconds after Retry-After in which a client retries
 
 

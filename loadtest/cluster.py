@@ -19,12 +19,12 @@ PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
 _SETTLING_S = 4.0
 _NICENESS = "RAY_worker_niceness"
 _PACKAGES = [str(ROOT / part) for part in (".", "platform", "engine")]
-_ENVIRONMENT = {  # as the Makefile's
+_ENVIRONMENT = {  # equal to the Makefile's
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy_middleware:middlewares",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**27),
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody else waits for it
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # no load balancer has to notice
     _NICENESS: os.environ.get(_NICENESS, "0"),
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",

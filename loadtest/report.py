@@ -22,7 +22,7 @@ from loadtest.streamed_answer import StreamedAnswer
 TIERS = ("gpu", "host", "disk", "remote", "none")
 """Tiers in which an adapter can be found; "none": the base model was requested."""
 PERCENTILES = (50, 90, 99)
-_ASKED = 200  # half of them the slowest
+_ASKED = 200  # requests whose stages are fetched, half of them the slowest
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float | None]:
@@ -63,7 +63,7 @@ def all_whole(answers: list[StreamedAnswer]) -> list[StreamedAnswer]:
     bad = [answer for answer in answers if answer.failure]
     if bad:
         first = f"{bad[0].failure}: {bad[0].last_bytes}"
-        raise RuntimeError(f"{len(bad)} of {len(answers)} answers are bad: {first}")
+        raise RuntimeError(f"{len(bad)} of {len(answers)} answers are incomplete: {first}")
     return answers
 
 

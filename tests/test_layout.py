@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -131,13 +132,30 @@ def test_no_two_public_classes_of_the_packages_share_a_name():
     assert [name for name, classes in names.items() if classes > 1] == []
 
 
-def test_no_docstring_of_the_packages_opens_like_a_continuation():
-    for path, module in MODULES:
-        for node in ast.walk(module):
-            text = documentation(node)
-            assert not re.match(r"(Of|The same|It|So|As|By|For|These|Those|With)\b", text), (
-                f"{path}: {text}"
-            )
+OPENINGS = re.compile(
+    r"(What|Whether|Who|Whose|How|Where|Which|That|When|Of|The same|It|So|As|By|For|These|Those"
+    r"|With)\b"
+)
+
+
+def test_docstrings_open_with_a_verb_or_a_noun_and_whether_documents_only_bools():
+    bad = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {text.splitlines()[0]}"
+        for path, module in MODULES
+        for parent in ast.walk(module)
+        if isinstance(body := getattr(parent, "body", None), list)
+        for before, node in pairwise([None, *body])
+        if (text := documentation(node))
+        and (opening := OPENINGS.match(text))
+        and not (opening[1] == "Whether" and is_bool(before or parent))
+    ]
+    assert bad == []
+
+
+def is_bool(documented: ast.AST) -> bool:
+    """Whether a function returns bool, or an assignment is annotated as bool."""
+    annotation = getattr(documented, "returns", None) or getattr(documented, "annotation", None)
+    return annotation is not None and "bool" in ast.unparse(annotation)
 
 
 def documentation(node: ast.AST) -> str:

@@ -133,7 +133,7 @@ class Pass:
         def run() -> None:
             self._model.forward(batch, self._kv, self._weights, _NoAttention())
 
-        run()  # capturing must neither compile nor allocate
+        run()  # compiles and allocates, as a capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

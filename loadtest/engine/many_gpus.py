@@ -236,7 +236,7 @@ def main() -> None:
     if unknown := {*(options.jobs or ())} - {job.name for job in jobs}:
         parser.error(f"no job {min(unknown)}: want some of {', '.join(job.name for job in jobs)}")
     known = harness.facts(options.commit) | {"gpus": options.gpus, "part": options.part}
-    folder = options.json.resolve().with_suffix("")  # jobs run elsewhere
+    folder = options.json.resolve().with_suffix("")  # absolute: jobs run in another folder
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = run_all(
         [job for job in jobs if not options.jobs or job.name in options.jobs],

@@ -29,7 +29,7 @@ from lorikeet_engine.parallel.sums import RowExchange, SymmetricSums, can_map_pe
 SIZES = tuple(16 << 10 << step for step in range(12))  # 16 KiB to 32 MiB
 WIDTHS, ROWS = (4096, 8192), (1, 2, 4, 8, 16, 32, 64)
 _EPS = 1e-5
-_SUMS = 32  # in a graph
+_SUMS = 32  # sums in a graph
 _TIMES = 20
 
 Sum = Callable[[torch.Tensor], None]
@@ -124,7 +124,7 @@ def check(group: RankGroup, sum_: Sum, tensor: torch.Tensor, name: str) -> None:
 def time_us(sum_: Sum, tensor: torch.Tensor) -> float:
     """Return the time of one sum of many in a graph; `tensor` is overwritten."""
     tensor.zero_()
-    sum_(tensor)  # compiles what it launches
+    sum_(tensor)  # compiles its kernels
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

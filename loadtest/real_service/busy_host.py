@@ -150,7 +150,7 @@ class WaitTimes:
         while not self._ended.wait(_SAMPLE_S):
             self.samples += 1
             for part, task in tasks:
-                with suppress(OSError):  # it has just ended
+                with suppress(OSError):  # the thread has just ended
                     if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D":
                         self._found[f"{part} in {(task / 'wchan').read_text()}"] += 1
 

@@ -115,7 +115,7 @@ def parts_of_processes() -> dict[int, str]:
     """Return the kind of each process that the service has started, by process id."""
     parts = {}
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # the process has just ended
             parts[process.pid] = _part(" ".join(process.cmdline()))
     return parts
 
@@ -124,7 +124,7 @@ def _spent_s() -> dict[int, tuple[str, float]]:
     """Return the kind and CPU seconds of each process, by process id."""
     spent = {}
     for pid, part in parts_of_processes().items():
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # the process has just ended
             times = psutil.Process(pid).cpu_times()
             spent[pid] = part, times.user + times.system
     return spent

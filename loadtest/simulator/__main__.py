@@ -28,7 +28,7 @@ from lorikeet_engine.residency.eviction_score import (
     LeastUsedForItsSize,
 )
 
-# Tiers as 10,000 adapters find them: 79 GB on a GPU, 157 on its host, 470 on its disk.
+# Tiers in the proportions of 10,000 adapters: 79 GB on a GPU, 157 on its host, 470 on its disk.
 USUAL = Scenario(host_room=0.10, disk_room=0.30)
 # 0.1% of the adapters are 100 on each GPU: 16 GB.
 LARGE = Scenario(

@@ -1,7 +1,7 @@
-"""Whether this process runs Triton's kernels in Triton's interpreter, on a CPU.
+"""Devices and dtypes of kernel tests: a GPU's, or those of Triton's interpreter on a CPU.
 
-The interpreter must be chosen before Triton is first imported, so it gets a process of its own:
-kernels/test_in_interpreter.py starts it.
+The interpreter must be chosen before Triton is first imported, so it runs in a process of its own,
+which kernels/test_in_interpreter.py starts.
 """
 
 import os
@@ -32,7 +32,7 @@ def slow(*cases: object) -> list[Any]:
 
 
 def random(kind: tuple[str, torch.dtype], *shape: int) -> torch.Tensor:
-    """Numbers that follow from the shape, on a device and of a dtype."""
+    """Draw numbers with a seed made of the shape. kind: device and dtype."""
     device, dtype = kind
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(device, dtype)
