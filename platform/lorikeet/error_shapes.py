@@ -42,8 +42,8 @@ def openai_error_body(code: str, message: str, param: str | None = None) -> dict
 def anthropic_error_body(code: str, message: str, request_id: str | None) -> dict[str, Any]:
     """Return an error in Anthropic's shape: {"type": "error", "error": {…}, "request_id": …}.
 
-    `details` carries our error code. The message of a too long prompt begins with the words by
-    which Anthropic's clients recognise the error.
+    `details` contains Lorikeet's error code. If the prompt is too long, the message begins with the
+    words by which Anthropic's clients recognise that error.
     """
     if code == ContextLengthExceeded.code:
         message = f"prompt is too long: {message}"

@@ -44,7 +44,7 @@ _NOT_FOUND, _RATE = "not_found_error", "rate_limit_error"
 
 
 class ErrorKind(NamedTuple):
-    """Answer of the API to an error.
+    """HTTP status and error types by which the API answers one kind of error.
 
     status: HTTP status.
     type: error type in OpenAI's APIs.
@@ -87,7 +87,7 @@ ERRORS: Mapping[str, ErrorKind] = {
     "adapter_load_failed": ErrorKind(503, _SERVER, _API),
     "store_error": ErrorKind(503, _SERVER, _API),
 }
-"""HTTP status and error types by code."""
+"""HTTP status and error types of each error code."""
 
 _ENGINE_CODES: Mapping[type, str] = {
     engine.EngineError: "generation_failed",
@@ -98,11 +98,15 @@ _ENGINE_CODES: Mapping[type, str] = {
     engine.AdapterNotReady: "adapter_not_ready",
     engine.AdapterTooLarge: "invalid_adapter",
 }
-"""Codes of the engine's error classes; subclasses that are not listed have their base's code."""
+"""Error codes of the engine's error classes. A subclass that is not listed has its base class's
+code.
+"""
 
 
 def kind_of(code: str) -> ErrorKind:
-    """Return an error code's row of ERRORS; internal_error's row for an unknown code."""
+    """Return the HTTP status and error types of an error code; an unknown code has
+    internal_error's.
+    """
     return ERRORS.get(code, ERRORS[LorikeetError.code])
 
 
@@ -112,7 +116,7 @@ def status_of(code: str) -> int:
 
 
 def engine_code(error: engine.EngineError) -> str:
-    """Return the code of an error that the engine raised."""
+    """Return the API's error code for an error that the engine raised."""
     code = next(_ENGINE_CODES[kind] for kind in type(error).__mro__ if kind in _ENGINE_CODES)
     return str(error.fields.get("code", code))
 
@@ -121,8 +125,8 @@ class LorikeetError(Exception):
     """Base class of the platform's errors.
 
     message: text for the client, which says what to do.
-    param: name of the request's field at fault.
-    retry_after_s: seconds until a retry makes sense.
+    param: name of the request's field at fault; None: no single field.
+    retry_after_s: seconds until a retry makes sense; None: not known.
     """
 
     code = "internal_error"

@@ -16,18 +16,18 @@ MAX_CONVERSATIONS = 4
 """Most stored conversations read for one request's item references: each may take 0.1 s."""
 _ID = re.compile("resp_[0-9a-f]{32}(-[0-9])?")  # -N: the call was resent to another replica
 _ITEM_ID = re.compile("(?:rs|msg|fc|in)_([0-9a-f]{32}(?:-[0-9])?)_[0-9]{1,4}")
-"""Item id. Its group is the id, without resp_, of the response that the item belongs to."""
+"""Id of an item in a stored response. The group is the id of that response, without resp_."""
 
 Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """Response as its client got it, with the conversation up to it.
+    """Response as its client got it, with the whole conversation.
 
     created: Unix seconds.
-    turns: items of all inputs and outputs in order, the response's own output last, so that a
-        continuation reads one object.
+    turns: items of all inputs and outputs in order, the response's own output last, so that
+        continuing the conversation reads one object.
     """
 
     created: int
@@ -36,22 +36,25 @@ class StoredResponse:
 
     @property
     def input_items(self) -> Sequence[Json]:
-        """Conversation that the response answers."""
+        """Items of the conversation before the response's own output."""
         return self.turns[: len(self.turns) - len(self.response["output"])]
 
 
 class ResponseStore:
     """Store that saves, finds and deletes tenants' responses. Thread-safe.
 
-    lifetime_s: age in seconds at which a response is no longer found.
-    clock: returns Unix seconds.
+    lifetime_s: age in seconds from which on a response is no longer found.
+    clock: function that returns the time in Unix seconds.
     """
 
     def __init__(self, store: ObjectStore, lifetime_s: float, clock: Callable[[], float]) -> None:
         self._store, self._lifetime_s, self._clock = store, lifetime_s, clock
 
     def save(self, tenant: str, saved: StoredResponse) -> None:
-        """Write a response under its id, once. Raises StoreError, also for a too large response."""
+        """Write a tenant's response under its id, unless it is stored already.
+
+        Raises StoreError, also for a response that is too large.
+        """
         members = {"created": saved.created, "response": saved.response, "turns": saved.turns}
         data = json.dumps(members, separators=(",", ":")).encode("ascii")
         if len(data) > MAX_STORED_BYTES:
@@ -77,11 +80,11 @@ class ResponseStore:
         return StoredResponse(raw["created"], raw["response"], raw["turns"])
 
     def items(self, tenant: str, item_ids: Sequence[str]) -> dict[str, Json]:
-        """Return items of a tenant's responses, by their ids.
+        """Return items of a tenant's stored responses, by the items' ids.
 
-        The last item's response is read first: a stored conversation contains the turns before it,
+        The last item's response is read first: a stored conversation contains the items before it,
         so one read is usually enough. Raises InvalidInput if more than MAX_CONVERSATIONS reads are
-        needed; else as `get`.
+        needed; NotFound for an unknown item or response; StoreError.
         """
         wanted, found, read = set(item_ids), dict[str, Json](), 0
         for item_id in reversed(item_ids):
@@ -97,20 +100,20 @@ class ResponseStore:
         return found
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Delete a tenant's response. Raises as `get`."""
+        """Delete a tenant's response. Raises NotFound, StoreError."""
         self.get(tenant, response_id)
         self._store.delete(_key(tenant, response_id))
 
 
 def too_large() -> StoreError:
-    """Return the error for a conversation above MAX_STORED_BYTES."""
+    """Return the error for a conversation of more than MAX_STORED_BYTES."""
     return StoreError(f"a conversation of more than {MAX_STORED_BYTES} bytes is not stored")
 
 
 def clean_up(
     store: ObjectStore, lifetime_s: float, now: float, *, dry_run: bool
 ) -> Iterator[StoredObject]:
-    """Delete responses older than `lifetime_s`; yield each, also in a dry run. Raises StoreError.
+    """Delete stored responses older than `lifetime_s` seconds, and yield each. Raises StoreError.
 
     now: Unix seconds.
     dry_run: yield without deleting.

@@ -1,7 +1,7 @@
-"""Retry-After of refused requests: all constants and formulas.
+"""Retry-After header of refused requests: all constants and formulas.
 
-A 429 or 503 without a time of its own says 1 s. A refusal by an engine carries the wait that its
-scheduler expects. A refusal by a limit per minute carries the time until its token bucket holds
+A 429 or 503 whose cause gives no time says 1 s. A refusal by an engine has the wait that its
+scheduler expects. A refusal by a limit per minute has the time until its token bucket holds
 enough.
 """
 
@@ -11,32 +11,37 @@ from datetime import UTC, datetime, timedelta
 _MIN_S = 1.0
 NO_REPLICA_S = 5.0
 STORE_AWAY_S = 5.0
-"""Wait for an unreachable store, which gateways retry every second; outages last longer."""
+"""Seconds to wait for an unreachable store. Gateways retry it every second; outages last longer."""
 FULL_GATEWAY_S = 1.0
-"""Wait for a gateway with too many requests, so many that some end within a second."""
+"""Seconds to wait for a gateway with too many requests: so many that some end within a second."""
 FULL_PROXY_S = 5
-"""Wait for a proxy with too many requests, all of which have passed it after some seconds."""
+"""Seconds to wait for a proxy with too many requests: after some seconds it has passed all of them
+on.
+"""
 
 
 def whole_seconds(wait_s: float | None) -> int:
-    """Return the header's value: `wait_s` rounded up, at least 1; 1 if None."""
+    """Return the value of the Retry-After header: `wait_s` rounded up, at least 1; 1 if None."""
     return math.ceil(max(_MIN_S, wait_s or 0.0))
 
 
 def until_queue_is_short(wait_s: float, max_queue_s: float) -> float:
-    """Return seconds until the queue is short enough for a request that was refused, at least 1.
+    """Return the seconds after which a refused request should find a short enough queue, at least
+    1.
 
     The result is at most `max_queue_s`: by then, every request that waits now has started or has
     exceeded its own limit.
 
-    wait_s: time that the request would wait now.
-    max_queue_s: time that a request may wait.
+    wait_s: seconds that the request would wait in the queue now.
+    max_queue_s: seconds that a request may wait in the queue.
     """
     return max(_MIN_S, min(wait_s - max_queue_s, max_queue_s))
 
 
 def until_one_ends(usual_s: float, running: int) -> float:
-    """Return expected seconds until one of `running` requests ends, if each takes `usual_s`."""
+    """Return the expected seconds until one of `running` requests ends, if each takes `usual_s`
+    seconds.
+    """
     return usual_s / max(1, running)
 
 

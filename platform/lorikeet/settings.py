@@ -72,7 +72,7 @@ def _parse_models(value: object) -> object:
 
 
 def _by_model(value: object, given: ValidationInfo) -> object:
-    """Return values by base model, from one value for all or from `a=4,b=1` for some.
+    """Return values by base model, parsed from one value for all or from `a=4,b=1` for some.
 
     Base models that are not named get the field's default. Raises ValueError.
     """
@@ -98,7 +98,7 @@ Bytes = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)]
 """Bytes as an int, a share of the device's free memory as a float in (0, 1], or "auto"."""
 ByModel = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_by_model)]
-"""Numbers by base model."""
+"""Numbers of at least 1 by base model."""
 WeightDtypes = Annotated[dict[str, Literal["auto", "nf4", "fp8"]], BeforeValidator(_by_model)]
 KvDtypes = Annotated[dict[str, Literal["auto", "fp8"]], BeforeValidator(_by_model)]
 

@@ -49,10 +49,10 @@ _LAST_FLUSH_S = 10.0
 
 
 def create_app(services: Services) -> FastAPI:
-    """Build the application. Its lifespan reads the catalog and keeps following it.
+    """Build the gateway's application. While it runs, it follows the catalog.
 
-    While the store is unreachable the application starts with the view that a gateway saved on this
-    machine. Without a saved view it answers 503 until the store is back.
+    If the store is unreachable, the application starts with the view of the catalog that a gateway
+    saved on this machine. Without a saved view it answers 503 until the store is reachable.
     """
     catalog_view = GatewayCatalogView(
         services.catalog.reader, services.refresh_s, services.kept_view
@@ -98,7 +98,7 @@ def _application(
     limit_sync: LimitSync,
     pipeline: PushPipeline,
 ) -> FastAPI:
-    """Build the application without its routes."""
+    """Build the application with its lifespan and middleware, but without its routes."""
     app = FastAPI(
         title="Lorikeet",
         lifespan=lambda _: _running(services, catalog_view, limit_sync, pipeline),
@@ -153,7 +153,9 @@ async def _running(
 
 
 class RequestMiddleware:
-    """Middleware that makes the request's id and turns an unexpected exception into a plain 500.
+    """Middleware that gives each request an id, and turns an unexpected exception into a 500
+    without
+    details.
 
     Clients cannot choose the id: two clients could choose the same.
     """
@@ -162,7 +164,7 @@ class RequestMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Set the request's id and pass the request on to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -44,28 +44,35 @@ class ResolvedModel(NamedTuple):
 
 
 class Caller(NamedTuple):
-    """Tenant and key of a request."""
+    """Tenant and key by which a request was authenticated."""
 
     tenant: TenantRecord
     key: KeyRecord
 
     @property
     def max_context(self) -> int | None:
-        """Smaller of the tenant's limit and the key's, in tokens; None without either."""
+        """Context limit of the request in tokens: the smaller of its tenant's and its key's.
+
+        None: neither has a limit.
+        """
         both = (self.tenant.limits.max_context, self.key.limits.max_context)
         return min((limit for limit in both if limit is not None), default=None)
 
 
 class RequestAuthenticator:
-    """Lookup of keys, tenants and models in the catalog view, refreshed once before a refusal.
+    """Lookup of keys, tenants and models in the gateway's view of the catalog.
 
-    The lookups themselves are methods of CatalogState (catalog/state.py).
+    Before a request is refused because of an unknown key or model, the view is refreshed once. The
+    lookups themselves are methods of CatalogState (catalog/state.py).
     """
 
     def __init__(
         self, services: Services, catalog_view: GatewayCatalogView, pushed: PushedVersions
     ) -> None:
-        """pushed: versions not yet in the log, which requests can name too."""
+        """Look up in the catalog's view, and among pushed versions.
+
+        pushed: versions that are not yet in the catalog's log, but that requests can name already.
+        """
         self._base_models = services.base_models
         self._catalog_view, self._pushed = catalog_view, pushed
 
@@ -77,9 +84,10 @@ class RequestAuthenticator:
         return await self._caller(request, Scope.INFER)
 
     async def publisher(self, request: Request, name: str) -> Caller:
-        """Return tenant and key of a push of adapter `name`, or of a question about one.
+        """Return the tenant and key of a request that pushes adapter `name` or asks for a push's
+        state.
 
-        A read-only key may ask, not push. Raises InvalidKey, Forbidden, Unavailable.
+        A read-only key may ask, but not push. Raises InvalidKey, Forbidden, Unavailable.
         """
         caller = await self._caller(request, Scope.PUBLISH)
         key = caller.key
@@ -132,7 +140,7 @@ class RequestAuthenticator:
         return found
 
     async def visible_adapters(self, tenant: str) -> tuple[AdapterRecord, ...]:
-        """Return the adapters that a tenant may use, with its pushed versions not yet in the log.
+        """Return the adapters that a tenant may use, including pushed versions not yet in the log.
 
         Raises Unavailable.
         """
@@ -164,7 +172,7 @@ def _holds(log: CatalogState, ref: AdapterRef) -> bool:
 
 
 def _authorization(request: Request, scope: Scope) -> str | None:
-    """Return a request's Authorization header, or one made of x-api-key on tenants' routes.
+    """Return a request's Authorization header; on tenants' routes x-api-key may stand in its place.
 
     Raises InvalidKey if the two headers have different keys.
     """
@@ -187,7 +195,7 @@ def authenticate(
     *,
     reading: bool = False,
 ) -> KeyRecord:
-    """Return the key of an `Authorization: Bearer lk_…` header, if the key has the scope.
+    """Return the key that an `Authorization: Bearer lk_…` header names, if it has the scope.
 
     scope: INFER on tenants' routes, PUBLISH on routes of pushes, ADMIN on admin routes. Admins'
         keys never infer and tenants' keys never administer, whatever scopes they have.
@@ -222,10 +230,12 @@ def _key(state: CatalogState, authorization: str | None, now: float) -> KeyRecor
 
 
 async def actor_of(request: Request) -> str:
-    """Return the id of the admin's key, which the catalog's log records with each change."""
+    """Return the id of the admin's key of a request. The catalog's log records it with each
+    change.
+    """
     key: KeyRecord = request.state.key
     return key.id
 
 
 Actor = Annotated[str, Depends(actor_of)]
-"""Parameter of routes that change something: id of the admin's key."""
+"""Parameter of admin routes that change something: id of the request's key."""

@@ -17,7 +17,9 @@ from lorikeet.errors import InvalidInput, RequestTimeout, RequestTooLarge, Unsup
 
 MAX_JSON_BYTES = 8 * 2**20
 BODY_S = 10.0
-"""Seconds for a body to arrive, plus one second for each LEAST_BYTES_PER_S received."""
+"""Seconds within which a request's body must arrive, plus one second for each LEAST_BYTES_PER_S
+received.
+"""
 LEAST_BYTES_PER_S = 64 * 2**10
 MAX_VALUES = 2**16
 """Approximate limit of a JSON body's values and keys: parsing 8 MiB of [] blocks a gateway 3 s."""
@@ -30,21 +32,24 @@ _LIMIT = "the limit here"
 _NAME_LENGTH = 64
 
 NoOps = Mapping[str, Sequence[Any]]
-"""Unsupported fields of OpenAI's APIs, each with its values that have no effect.
+"""Unsupported fields of the APIs, each with its values that have no effect.
 
-Clients send such defaults without being asked. They count as absent; any other value is refused and
-the field named.
+Clients send such defaults without being asked. A field with one of these values counts as absent;
+with any other value the request is refused and the field named.
 """
 
 
 class Body(BaseModel):
-    """A JSON object: null means absent, unknown fields are refused, types are not converted.
+    """Schema of a JSON object in a request: null means absent, unknown fields are refused, and
+    types are
+    not converted.
 
+    Settings of a subclass:
     nulls: fields in which null has a meaning of its own.
-    no_ops: unknown fields with the values that count as absent.
+    no_ops: see NoOps.
     dropped: unknown fields that are ignored, whatever their value.
-    hints: advice in the error for an unknown field, by field.
-    max_values: as MAX_VALUES.
+    hints: advice to add to the error for an unknown field, by the field's name.
+    max_values: approximate limit of the values and keys in the whole body.
     """
 
     model_config = ConfigDict(
@@ -61,7 +66,8 @@ class Body(BaseModel):
 
     @classmethod
     def unchecked(cls, **fields: Any) -> Self:
-        """Return an instance with these fields unchecked, and defaults for the others.
+        """Return an instance with the given fields, which are not validated, and defaults for all
+        others.
 
         Takes a fifth of model_construct's time, which computes each default again.
         """
@@ -94,24 +100,27 @@ B = TypeVar("B", bound=Body)
 
 @cache
 def _field_names(schema: type[Body]) -> frozenset[str]:
-    """Return the JSON names of a schema's fields."""
+    """Return the names that a schema's fields have in JSON."""
     return frozenset(field.alias or name for name, field in schema.model_fields.items())
 
 
 @cache
 def _with_defaults(schema: type[B]) -> B:
-    """Return an instance with defaults, and None for required fields to fix the dump's order."""
+    """Return an instance of a schema with all defaults, and None for each required field.
+
+    Required fields are present so that a dump of the instance has the schema's order of fields.
+    """
     required = {name: None for name, field in schema.model_fields.items() if field.is_required()}
     return schema.model_construct(_fields_set=set(), **required)
 
 
 async def read_json(request: Request, schema: type[B]) -> B:
-    """Read the body and parse it. Raises InvalidInput or a subclass."""
+    """Read a request's body and parse it by a schema. Raises InvalidInput or a subclass."""
     return parse_json(await read_body(request), schema)
 
 
 async def read_body(request: Request) -> bytes:
-    """Return a JSON body; {} for an empty one.
+    """Return a request's body, expected to be JSON; {} for an empty body.
 
     Raises RequestTooLarge, RequestTimeout for a body that arrives too slowly, and InvalidInput for
     a compressed body.
@@ -124,7 +133,7 @@ async def read_body(request: Request) -> bytes:
 
 
 def parse_json(body: bytes, schema: type[B]) -> B:
-    """Parse a body. Raises InvalidInput or a subclass.
+    """Parse a JSON body by a schema. Raises InvalidInput or a subclass.
 
     Parsing holds the interpreter's lock, in a thread too, so the number of values must be bounded.
     """
@@ -139,7 +148,7 @@ def parse_json(body: bytes, schema: type[B]) -> B:
 def json_text(value: object) -> str:
     """Return the JSON text of a value. Raises ValueError for NaN or infinity, such as from 1e999.
 
-    Fields of type Any accept them from a body, though JSON has neither.
+    Pydantic accepts them from a body in fields of type Any, though JSON has neither.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -148,7 +157,7 @@ def json_text(value: object) -> str:
 
 
 def json_body(schema: type[B]) -> Any:
-    """Return a dependency that yields a route's parsed body, for routes that run in a thread."""
+    """Return a FastAPI dependency that yields the parsed body, for routes that run in a thread."""
 
     async def read(request: Request) -> B:
         return await read_json(request, schema)
@@ -159,7 +168,8 @@ def json_body(schema: type[B]) -> Any:
 async def bounded_parts(
     request: Request, max_bytes: int, limit: str = _LIMIT
 ) -> AsyncIterator[bytes]:
-    """Yield the body's parts as they arrive. Raises RequestTooLarge before yielding too many bytes.
+    """Yield a body's parts as they arrive. Raises RequestTooLarge before yielding more than
+    max_bytes.
 
     limit: name of the setting behind max_bytes, for the error.
     """
@@ -173,9 +183,11 @@ async def bounded_parts(
 
 
 def declared_bytes(request: Request, max_bytes: int, limit: str = _LIMIT) -> int | None:
-    """Return the Content-Length; None without one.
+    """Return a request's Content-Length; None without one.
 
-    Raises InvalidInput, and RequestTooLarge if the length exceeds max_bytes.
+    limit: name of the setting behind max_bytes, for the error.
+
+    Raises InvalidInput for an invalid length, and RequestTooLarge for one above max_bytes.
     """
     declared = request.headers.get("content-length")
     if declared is None:
@@ -217,13 +229,17 @@ def _too_large(max_bytes: int, limit: str) -> RequestTooLarge:
 
 
 class ValueBudget:
-    """Budget of values for several JSON texts together. A key counts as about one value."""
+    """Budget of JSON values that several texts of one request share. A key counts as about one
+    value.
+    """
 
     def __init__(self, max_values: int) -> None:
         self._max_values = self._left = max_values
 
     def spend(self, text: bytes) -> None:
-        """Subtract a text's values. Raises RequestTooLarge when the budget is spent."""
+        """Subtract the values in a JSON text. Raises RequestTooLarge if the budget does not
+        suffice.
+        """
         # strings are cut out, as their commas do not count; more strings than this are too many
         self._left -= _count_separators(_STRING.sub(b"", text, count=2 * self._left + 1))
         if self._left < 0:
@@ -233,12 +249,15 @@ class ValueBudget:
 
 
 def _count_separators(text: bytes) -> int:
-    """Count the characters that precede or separate values."""
+    """Count the characters in a JSON text, without its strings, that precede or separate values."""
     return sum(map(text.count, (b",", b"[", b"{", b":")))
 
 
 def input_error(problems: Sequence[Any]) -> InvalidInput:
-    """Return pydantic's first error as an InvalidInput that quotes field names, never values."""
+    """Return pydantic's first error as an InvalidInput that quotes field names, never values.
+
+    problems: errors of a ValidationError, as its method errors() returns them.
+    """
     problem = problems[0]
     if problem["type"] == "json_invalid":
         return InvalidInput("the body is not JSON: " + problem["msg"].partition(": ")[2])
@@ -257,24 +276,30 @@ def input_error(problems: Sequence[Any]) -> InvalidInput:
 
 
 def unsupported(*names: str, hint: str = "") -> PydanticCustomError:
-    """Return the error to raise for unsupported fields; without names, for a field's own value."""
+    """Return the error for a validator to raise for unsupported fields.
+
+    names: unsupported fields of the validated object; none: the validated field itself.
+    hint: advice to append to the message.
+    """
     context = {"names": list(names), "hint": hint}
     return PydanticCustomError("unsupported", "not supported here", context)
 
 
 def misfit(param: str, message: str) -> PydanticCustomError:
-    """Return the error to raise when `param` does not fit the schema's other fields."""
+    """Return the error for a validator to raise if field `param` does not fit the object's other
+    fields.
+    """
     return PydanticCustomError("misfit", message, {"param": param})
 
 
 def _among(value: object, others: Sequence[Any]) -> bool:
-    """Return whether the value is one of `others`, where false differs from 0 and true from 1."""
+    """Return whether a value equals one of `others`, where false differs from 0 and true from 1."""
     return any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in others
     )
 
 
 def _path(loc: Sequence[str | int]) -> str:
-    """Return pydantic's location as a path: ('messages', 0, 'role') → messages[0].role."""
+    """Return a pydantic error's location as a path: ('messages', 0, 'role') → messages[0].role."""
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc)
     return path.removeprefix(".")

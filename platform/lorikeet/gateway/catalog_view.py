@@ -1,4 +1,4 @@
-"""The gateway's view of the catalog, kept fresh by rate-limited reads of the store."""
+"""The gateway's view of the catalog, refreshed by rate-limited reads of the store."""
 
 import asyncio
 import logging
@@ -18,29 +18,32 @@ log = logging.getLogger(__name__)
 MIN_GAP_S = 0.1
 """Least seconds between two refreshes, however many unknown names clients ask for."""
 LONGEST_WAIT_S = 2.0
-"""Longest wait for a hanging store, which delays only responses to unknown names."""
+"""Longest wait for a store that does not answer. It delays only responses to unknown names."""
 MISSING_S = 1.0
-"""Seconds for which a missing name is refused without another lookup."""
+"""Seconds for which a name that was not found is refused without another lookup."""
 _MOST_MISSING = 4096
 _READERS = 8
 _KEEPING_SHARE = 0.05
-"""Largest share of time spent on saving the view: 10,000 adapters take 0.1 s."""
+"""Largest share of time spent on saving the view to a file. Saving 10,000 adapters takes 0.1 s."""
 
 Name = tuple[str, str]
-"""A tenant and the model that its request names."""
+"""A tenant, and a model that a request of the tenant names."""
 A = TypeVar("A")
 T = TypeVar("T")
 
 
 class GatewayCatalogView:
-    """View of the catalog, refreshed off the event loop, one refresh at a time. For one event loop.
+    """View of the catalog, refreshed in threads, one refresh at a time. For use in one event loop.
 
-    A question is a function of a CatalogState (catalog/state.py), called with the last state. If
-    that state knows the answer, as it nearly always does, no other task runs meanwhile. While the
-    store fails the last view stays in force; begin and end of the failure are logged once.
+    The methods take questions: functions of a CatalogState (catalog/state.py), called with the
+    view's
+    last state. That state nearly always suffices; then the event loop runs no other task between
+    question and answer. While the store fails, the last view stays in force; the beginning and the
+    end
+    of the failure are logged once.
 
     interval_s: seconds between refreshes.
-    kept: file of the last view, to start from while the store is unreachable.
+    kept: file in which the last view is saved, to start from while the store is unreachable.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class GatewayCatalogView:
 
     @property
     def state(self) -> CatalogState:
-        """State of the last view. Never blocks."""
+        """Catalog state of the last view. Never blocks."""
         return self._catalog.state
 
     @property
@@ -70,7 +73,9 @@ class GatewayCatalogView:
         return time.monotonic() - self._answered_s
 
     async def ask(self, question: Callable[[CatalogState], T]) -> T:
-        """Ask the last view, reading missing partitions first, off the event loop.
+        """Return question(state), with the last view's state.
+
+        Partitions that the question needs and that were not read are read first, in a thread.
 
         Raises Unavailable if the store does not answer.
         """
@@ -81,11 +86,12 @@ class GatewayCatalogView:
                 await self._read_partitions(missing.numbers)
 
     async def find(self, question: Callable[[CatalogState], T], name: Name | None = None) -> T:
-        """Ask the last view; if it lacks the key or model, ask a newer view.
+        """Return question(state); if the last view lacks the key or model, ask a refreshed view.
 
-        name: name to remember as missing for MISSING_S if the newer view lacks it too.
+        name: tenant and model to remember as missing for MISSING_S, if the refreshed view lacks it
+        too.
 
-        Raises InvalidKey and UnknownModel, and Unavailable if no newer view can be read.
+        Raises InvalidKey and UnknownModel, and Unavailable if no refreshed view can be read.
         """
         try:
             return await self.ask(question)
@@ -101,7 +107,7 @@ class GatewayCatalogView:
             raise
 
     async def ask_in_thread(self, question: Callable[[CatalogState], T]) -> T:
-        """Refresh, then ask the view in a thread: for long lists.
+        """Refresh the view, then return question(state), called in a thread because it takes long.
 
         Raises StoreError if a partition that the question needs cannot be read.
         """
@@ -109,13 +115,14 @@ class GatewayCatalogView:
         return await self.in_thread(self._catalog.ask, question)
 
     async def in_thread(self, work: Callable[[A], T], argument: A) -> T:
-        """Do long work in one of the threads for questions."""
+        """Return work(argument), called in one of the threads for long questions."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
 
     async def start(self) -> None:
         """Read the catalog. If the store is unreachable, start with the saved view or an empty one.
 
-        Raises StoreRefused without a saved view, if the store refuses access or holds no catalog.
+        Raises StoreRefused if there is no saved view and the store refuses access or holds no
+        catalog.
         """
         if self.state.seq == 0 and self._kept is not None:
             kept = await asyncio.to_thread(self._kept.read)
@@ -127,7 +134,7 @@ class GatewayCatalogView:
             raise self._failure
 
     async def keep(self) -> None:
-        """Save each view that the store has confirmed to the file, until cancelled."""
+        """Save the view to its file each time that the store confirms it, until cancelled."""
         if self._kept is None:
             return
         held: CatalogState | None = None
@@ -150,18 +157,23 @@ class GatewayCatalogView:
             pause_s = max(self._interval_s, took_s / _KEEPING_SHARE)
 
     async def follow(self) -> None:
-        """Refresh every interval, until cancelled."""
+        """Refresh the view every interval_s seconds, until cancelled."""
         while True:
             await asyncio.sleep(self._interval_s)
             await self.refresh()
 
     async def refresh(self) -> CatalogState:
-        """Return a view read after this call, or the last one if the store does not answer."""
+        """Return the catalog's state as read after this call; the last one if the store does not
+        answer.
+        """
         await self._read()
         return self.state
 
     async def refresh_or_raise(self) -> CatalogState:
-        """Return a view read after this call. Raises Unavailable if the store does not answer."""
+        """Return the catalog's state as read after this call.
+
+        Raises Unavailable if the store does not answer.
+        """
         if not await self._read():
             raise Unavailable(
                 "what this request names is not known here, and the catalog cannot be read now: "
@@ -171,7 +183,9 @@ class GatewayCatalogView:
         return self.state
 
     async def _read_partitions(self, numbers: Collection[int]) -> None:
-        """Read partitions, each once for all tasks that wait for it. Raises Unavailable."""
+        """Read partitions of the catalog, each once for all tasks that wait for it. Raises
+        Unavailable.
+        """
         wanted = [number for number in numbers if number not in self._partitions]
         if wanted:
             reading = asyncio.create_task(self._read_together(wanted))
@@ -197,7 +211,7 @@ class GatewayCatalogView:
     async def _read(self) -> bool:
         """Return whether a refresh that begins after this call succeeds within LONGEST_WAIT_S.
 
-        Calls made before the refresh begins share it.
+        Calls made before that refresh begins share it.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._refresh())
@@ -224,7 +238,7 @@ class GatewayCatalogView:
 
 
 class _NegativeCache:
-    """Bounded cache of names that were not found, each for MISSING_S."""
+    """Cache of names that were not found, each for MISSING_S. Its size is bounded."""
 
     def __init__(self) -> None:
         self._until: dict[Name, float] = {}

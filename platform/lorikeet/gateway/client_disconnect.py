@@ -1,7 +1,8 @@
-"""Watchers for a client's hang-up, which cancel the work that the client was waiting for.
+"""Watchers for a client's disconnect, which cancel the work that the client was waiting for.
 
-ASGI reports a disconnect only as a message from `receive`, so a task has to await it beside the
-work.
+ASGI reports a disconnect only as a message from `receive`, so a task has to await that message
+while
+the work runs.
 """
 
 import asyncio
@@ -12,12 +13,14 @@ from starlette.types import Receive
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Run `work` in this task; cancel it when the client disconnects, and wait for its end.
+    """Run `work` in the current task; if the client disconnects, cancel it and wait until it has
+    ended.
 
     receive: ASGI messages of a request whose body was read.
 
-    `work` needs no task of its own: the watcher cancels the current task, and that cancellation is
-    taken back here, as asyncio.timeout does.
+    No task is created for `work`: a watcher cancels the current task. The cancellation is taken
+    back
+    before this function returns, as asyncio.timeout does.
     """
     current = asyncio.current_task()
     assert current is not None
@@ -41,6 +44,9 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[None, None, Non
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client of a request whose body was read disconnects."""
+    """Return when the client disconnects.
+
+    receive: ASGI messages of a request whose body was read.
+    """
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -27,10 +27,10 @@ CREATED = 201
 ACCEPTED = 202
 
 _LONGEST_RETRY_S = 60
-"""Longest Retry-After that clients should wait out by themselves.
+"""Longest Retry-After, in seconds, that clients should wait out by themselves.
 
-Above it x-should-retry: false makes OpenAI's and Anthropic's clients raise the error at once.
-Anthropic's clients would sleep for any Retry-After, twice (anthropic 2.14).
+With a longer one, x-should-retry: false makes OpenAI's and Anthropic's clients raise the error at
+once. Anthropic's clients would otherwise sleep for any Retry-After, twice (anthropic 2.14).
 """
 
 _INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
@@ -50,7 +50,9 @@ _ENDPOINTS = {
     **dict.fromkeys(("embeddings", "rerank", "score", "moderations", "audio", "images"), _TEXT),
     **dict.fromkeys(("files", "batches", "uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }
-"""Advice in the 404 of endpoints that clients know, by the part of the path after /v1."""
+"""Advice in the 404 of missing endpoints that clients may call, by the part of the path after
+/v1.
+"""
 
 
 _PARAMS = {
@@ -66,7 +68,7 @@ _PARAMS = {
         "continue_final_message": "messages",
     },
 }
-"""Field names of each endpoint, by the names that replicas and engines use."""
+"""Field names of each endpoint, by the names that replicas and engines use for the same fields."""
 
 
 class Refused(LorikeetError):
@@ -81,7 +83,9 @@ class Refused(LorikeetError):
 
 
 def client_api(scope: Scope) -> ClientApi:
-    """Return the API of a request's client, by its path or the header anthropic-version."""
+    """Return the API whose clients send such a request, judged by path and header
+    anthropic-version.
+    """
     if any(name == b"anthropic-version" for name, _ in scope["headers"]):
         return ClientApi.ANTHROPIC
     return api_of_path(scope["path"].removeprefix(scope.get("root_path", "")))
@@ -115,7 +119,7 @@ def error_response(error: LorikeetError, scope: Scope) -> Response:
 
 
 def internal_error_response(scope: Scope) -> Response:
-    """Return the response to an unexpected exception, without anything of the exception."""
+    """Return the response to an unexpected exception. It tells nothing about the exception."""
     return _response(scope, LorikeetError.code, _INTERNAL)
 
 
@@ -125,7 +129,10 @@ async def _on_lorikeet_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """Respond to FastAPI's own checks; the first item of `loc` is "path" or "query"."""
+    """Respond to an error that FastAPI found in a path or query parameter.
+
+    The first item of the error's `loc` is "path" or "query".
+    """
     assert isinstance(error, RequestValidationError)
     problem = input_error([{**p, "loc": p["loc"][1:]} for p in error.errors()])
     return error_response(problem, request.scope)
@@ -160,7 +167,7 @@ def _response(
 
 
 def _instead_of(path: str) -> str:
-    """Return advice on the path to use instead of a missing one."""
+    """Return advice on which path to use in place of one that does not exist."""
     first, _, rest = path.strip("/").partition("/")
     if first != "v1":
         known = first and first in _ENDPOINTS

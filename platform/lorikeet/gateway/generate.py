@@ -42,17 +42,21 @@ SCHEMAS: Mapping[str, type[ApiRequest]] = {
     MESSAGES: MessagesRequest,
     f"{MESSAGES}/count_tokens": CountTokensRequest,
 }
-"""Request schema of each path. Every request becomes a Call."""
+"""Request schema of each path that generates. Every request is converted to a Call."""
 
 SESSION_HEADER = "x-session-id"
-"""Header that names a session. Where an alias splits its requests between two versions, a session
-stays with one of them. Without the header the body's `user` names the session; without either a
-request may get either version."""
+"""Header that names a session. If an alias splits its requests between two versions, all requests
+of a
+session get the same version. Without the header the body's `user` names the session. A request
+without a session may get either version.
+"""
 LOAD_HEADER = "x-lorikeet-max-adapter-wait-ms"
-"""Header with the longest wait, in milliseconds, for an adapter that has to be loaded."""
+"""Header with the longest time, in milliseconds, that a request waits for its adapter to be
+loaded.
+"""
 _LONGEST_LOAD_MS = 3_600_000
 _TYPICAL_ANSWER_TOKENS = 256
-"""Tokens reserved for a choice that sets no limit and may fill the context."""
+"""Tokens reserved in the rate limits for each choice of a request without a limit of its own."""
 
 
 def generate_routes(
@@ -81,7 +85,7 @@ def generate_routes(
 
 
 class GenerateEndpoint:
-    """ASGI endpoint for generate requests of one schema."""
+    """ASGI endpoint for requests of one schema that generate."""
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class GenerateEndpoint:
             return await self._begin_call(request, trace)
 
     async def _begin_call(self, request: Request, trace: RequestTrace) -> ReplicaResponse:
-        """Return the response that calls a replica. Each line below may refuse the request.
+        """Return the response that will call a replica. Each line below may refuse the request.
 
         Key and model are looked up in the catalog's state in memory (catalog/state.py).
         tenancy/rate_limiter.py checks request limits here; RateLimitObserver checks token limits
@@ -139,7 +143,12 @@ class GenerateEndpoint:
     async def _respond(
         self, request: Request, trace: RequestTrace, caller: Caller, hold: RateLimitHold
     ) -> ReplicaResponse:
-        """Read the body and return the response. Only /v1/responses uses `_stored`."""
+        """Read the request's body and return the response that will call a replica.
+
+        hold: hold on the limits that admitted the request.
+
+        Only requests of /v1/responses read or save stored responses.
+        """
         scheduling = self._scheduling(request, caller)  # first: a bad header costs no parse
         received = await read_body(request)
         hold.body_is_here()  # before a large body waits for its tenant's parse lock
@@ -163,7 +172,10 @@ class GenerateEndpoint:
         )
 
     def _scheduling(self, request: Request, caller: Caller) -> SchedulingParams:
-        """Return the parameters for the engine's scheduler. Raises InvalidInput."""
+        """Return a request's parameters for the engine's scheduler.
+
+        Raises InvalidInput for an invalid header.
+        """
         tenant, max_queue_s = caller.tenant, self._services.max_queue_s
         max_load_s = _max_load_s(request.headers.get(LOAD_HEADER))
         return SchedulingParams(
@@ -172,12 +184,13 @@ class GenerateEndpoint:
 
 
 class RateLimitObserver(RequestObserver):
-    """Observer that reserves a call's tokens in its limits and settles the tokens it used.
+    """Observer that reserves a call's tokens in the rate limits, and finally charges those it used.
 
-    Complete answer: FinalUsage counts.
-    Failure before the first bytes: nothing counts.
-    Client gone or replica lost in mid-stream: the larger of the reservation and the prompt plus the
-    tokens of the last RunningUsage counts.
+    Complete answer: the tokens of FinalUsage are charged.
+    Failure before the first bytes: none.
+    Client disconnected or replica lost during the answer: the larger of the reservation, and the
+    prompt
+    plus the tokens of the last RunningUsage.
     """
 
     def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:
@@ -188,7 +201,9 @@ class RateLimitObserver(RequestObserver):
         self._answered = self._settled = False
 
     def __enter__(self) -> None:
-        """Reserve tokens. Raises RateLimited and Overloaded, having released the hold."""
+        """Reserve the call's tokens. Raises RateLimited or Overloaded, having released the limits'
+        hold.
+        """
         try:
             self._hold.reserve(self._reserved, self._base_model)
         except BaseException:
@@ -196,14 +211,18 @@ class RateLimitObserver(RequestObserver):
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Release the hold on concurrency, and give back unused tokens."""
+        """Release the call's hold on concurrency, and give back reserved tokens that it did not
+        use.
+        """
         if not self._settled:
             failed = isinstance(error, Exception) and not self._answered
             self._hold.settle(0 if failed else max(self._reserved, self._taken))
         self._hold.release()
 
     def on_item(self, item: StreamItem) -> None:
-        """Record running usage and the first token, and settle the final usage."""
+        """Record running usage and the time of the first token; charge the tokens of the final
+        usage.
+        """
         match item:
             case RunningUsage():
                 self._taken = self._prompt_tokens + item.completion_tokens
@@ -214,35 +233,40 @@ class RateLimitObserver(RequestObserver):
                 self._hold.settle(item.prompt_tokens + item.completion_tokens)
 
     def on_first_bytes(self) -> Headers:
-        """Return the status of the limits as headers."""
+        """Return the status of the rate limits as headers."""
         self._answered = True
         self._hold.first_token()
         return _limit_headers(self._hold)
 
 
 class CountObserver(RequestObserver):
-    """Observer of a call that counts tokens: only the limits of requests apply to the call."""
+    """Observer of a call that only counts tokens. Of the rate limits only those of requests apply
+    to it.
+    """
 
     def __init__(self, hold: RateLimitHold) -> None:
         self._hold = hold
 
     def __enter__(self) -> None:
-        """Reserve nothing."""
+        """Reserve no tokens."""
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Release the hold on concurrency."""
+        """Release the call's hold on concurrency."""
         self._hold.release()
 
     def on_item(self, item: StreamItem) -> None:
         """Ignore the item."""
 
     def on_first_bytes(self) -> Headers:
-        """Return the status of the limits as headers."""
+        """Return the status of the rate limits as headers."""
         return _limit_headers(self._hold)
 
 
 def _limits_of(hold: RateLimitHold, call: Call, base_model: str) -> RequestObserver:
-    """Return the observer that charges a call to its limits."""
+    """Return the observer that charges a call to the rate limits of its tenant and key.
+
+    hold: hold on these limits that admitted the request.
+    """
     if call.endpoint is Endpoint.COUNT_TOKENS:
         return CountObserver(hold)
     return RateLimitObserver(hold, call, base_model)
@@ -254,7 +278,7 @@ def _limit_headers(hold: RateLimitHold) -> Headers:
 
 
 def _max_load_s(header: str | None) -> float | None:
-    """Parse LOAD_HEADER. Raises InvalidInput."""
+    """Return the seconds in LOAD_HEADER's value; None without the header. Raises InvalidInput."""
     if header is None:
         return None
     if not re.fullmatch("[0-9]{1,9}", header) or int(header) > _LONGEST_LOAD_MS:
@@ -266,7 +290,10 @@ def _max_load_s(header: str | None) -> float | None:
 
 
 def _expected_tokens(call: Call) -> int:
-    """Return an upper bound of a call's tokens, or an estimate if the call sets no limit."""
+    """Return the tokens to reserve for a call: its prompt's and its answers'.
+
+    An upper bound, or an estimate if the call sets no limit on its answers.
+    """
     answer = _TYPICAL_ANSWER_TOKENS if call.max_tokens is None else call.max_tokens
     if call.max_context is not None:
         answer = min(answer, call.max_context)

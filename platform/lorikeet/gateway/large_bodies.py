@@ -13,22 +13,25 @@ from lorikeet.gateway.body import B, parse_json
 from lorikeet.retry_after import FULL_GATEWAY_S
 
 LARGE_BYTES = 32 * 2**10
-"""Least size of a large body. Parsing 8 MiB takes 30 ms."""
+"""Least size in bytes of a body that counts as large. Parsing 8 MiB takes 30 ms."""
 MAX_WAITING_BYTES = 64 * 2**20
 """Most bytes of one tenant's large bodies that wait to be parsed, on one gateway."""
 _SHORT_S, _MOST_REST_S = 1e-3, 2.0
-"""Bounds of the pause after a tenant's large body, in seconds.
+"""Bounds, in seconds, that determine the pause after a tenant's large body.
 
 A parse of t seconds is followed by a pause of t, or of t · t / _SHORT_S if t is longer than
 _SHORT_S: a long parse blocks all other requests, so long parses have to be rarer. The pause is at
-most _MOST_REST_S."""
+most _MOST_REST_S.
+"""
 
 
 class LargeBodies:
-    """Parser that lets one tenant's large bodies leave time for other tenants' requests.
+    """Parser of request bodies that leaves time between one tenant's large bodies for other
+    tenants.
 
-    A tenant's large bodies are parsed one at a time, with pauses between them: without these the
-    event loop would parse a hundred that arrive together before doing anything else. For one event
+    A tenant's large bodies are parsed one at a time, with pauses between them. Without pauses the
+    event
+    loop would parse a hundred that arrive together before doing anything else. For use in one event
     loop.
     """
 
@@ -36,10 +39,11 @@ class LargeBodies:
         self._parse_locks = WeakValueDictionary[str, _ParseLock]()  # by tenant
 
     async def parse_json(self, request: Request, body: bytes, schema: type[B], tenant: str) -> B:
-        """Parse a tenant's body; a large one under the tenant's lock.
+        """Parse a tenant's JSON body by a schema; a large body under the tenant's lock.
 
-        Raises as body.parse_json; RateLimited if too many bytes of the tenant wait for the lock;
-        ClientDisconnect if the client has left when the lock is free.
+        Raises the same errors as body.parse_json; RateLimited if too many bytes of the tenant wait
+        for the
+        lock; ClientDisconnect if the client has disconnected when the lock is acquired.
         """
         if len(body) < LARGE_BYTES:
             return parse_json(body, schema)
@@ -61,7 +65,9 @@ class LargeBodies:
 
 
 class _ParseLock(asyncio.Lock):
-    """Lock under which one tenant's large bodies are parsed, with the bytes that wait for it."""
+    """Lock under which one tenant's large bodies are parsed. It counts the bytes that wait for
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +75,10 @@ class _ParseLock(asyncio.Lock):
 
     @contextmanager
     def waiting(self, size: int) -> Iterator[None]:
-        """Count `size` bytes as waiting in the context. Raises RateLimited for too many."""
+        """Count a body of `size` bytes as waiting for the lock, within the context.
+
+        Raises RateLimited if more than MAX_WAITING_BYTES would wait.
+        """
         if self._waiting_bytes + size > MAX_WAITING_BYTES:
             raise RateLimited(
                 f"{MAX_WAITING_BYTES >> 20} MiB of this tenant's large bodies already wait to be "

@@ -1,4 +1,6 @@
-"""Loops that agree with other gateways on shares of limits, and read recorded usage for budgets."""
+"""Loops that agree with other gateways on shares of rate limits, and read recorded usage for
+budgets.
+"""
 
 import asyncio
 import logging
@@ -13,13 +15,18 @@ from lorikeet.tenancy.rate_limiter import RateLimiter
 log = logging.getLogger(__name__)
 
 ROUND_S = 1.0
-"""Seconds between two rounds in which gateways agree on their shares."""
+"""Seconds between two rounds in which gateways agree on their shares of the rate limits."""
 
 _QUESTION = "shares"
 
 
 class LimitSync:
-    """Two loops beside the requests. After a failure the last shares and usage stay in force."""
+    """Two background loops: one agrees with the other gateways on shares of the rate limits, one
+    reads
+    the tenants' recorded usage for their budgets.
+
+    After a failure the last shares and the last usage stay in force.
+    """
 
     def __init__(self, peers: Peers, shares: LimitShares, rate_limiter: RateLimiter) -> None:
         self._peers, self._shares, self._rate_limiter = peers, shares, rate_limiter
@@ -66,7 +73,10 @@ class LimitSync:
             await asyncio.sleep(ROUND_S)
 
     def _log_change(self, event: str, trouble: str | None) -> None:
-        """Log a problem once when it begins, not every second."""
+        """Log a problem once when it begins, not in every round.
+
+        trouble: description of the problem; None: there is none now.
+        """
         if trouble is not None and trouble != self._logged.get(event):
             log.warning(event, extra={"error": trouble})
         self._logged[event] = trouble

@@ -30,10 +30,13 @@ _LAST_REQUESTS_S = 20  # time for requests to finish when the gateway ends
 
 
 class PublicListener:
-    """ASGI wrapper that passes on tenants' paths, `/v1/*`, and probes; any other path is a 404.
+    """ASGI wrapper that passes on tenants' paths, `/v1/*`, and probes, and answers any other path
+    by 404.
 
-    max_requests: most requests at once, beyond which all but probes are refused; None: no limit.
-        Less than the number that Serve sends this gateway at once: at Serve's own limit health
+    max_requests: most requests at once. Further requests are refused, except probes. None: no
+    limit.
+        It is less than the number that Serve sends this gateway at once. At Serve's own limit,
+        health
         checks would queue too, and load balancers would drop the gateway.
     """
 
@@ -46,7 +49,7 @@ class PublicListener:
         add_error_handlers(self._nothing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a public path on; answer 404 to any other."""
+        """Pass a request for a tenants' path or a probe on; answer any other by 404."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -65,7 +68,8 @@ class PublicListener:
 
 
 class AdminListener:
-    """A listener at an address that the gateways of one host share (SO_REUSEPORT).
+    """HTTP listener for operators, at an address that the gateways of one host share
+    (SO_REUSEPORT).
 
     The kernel gives each connection to one of the listening gateways, so that in a rolling update a
     new gateway need not wait for the old one to end. The constructor binds the address, so that a
@@ -78,7 +82,9 @@ class AdminListener:
         self._socket = _bind(address)
 
     def open_with(self, app: FastAPI) -> None:
-        """Accept connections between the application's startup and shutdown."""
+        """Make the application accept connections here, from after its startup until before its
+        shutdown.
+        """
         running = app.router.lifespan_context
 
         @asynccontextmanager
@@ -111,7 +117,7 @@ class AdminListener:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that leaves signals to its process."""
+    """uvicorn server that installs no signal handlers: its process handles signals."""
 
     capture_signals = nullcontext  # type: ignore[assignment]
 

@@ -19,11 +19,11 @@ _PIECE_BYTES = 2**22
 async def receive_file(
     parts: AsyncIterator[bytes], path: Path, workers: Executor, scan: ValueScan | None = None
 ) -> str:
-    """Write a body to `path` as it arrives; return its SHA-256, 64 hex digits.
+    """Write a request's body to `path` as it arrives; return its SHA-256, 64 hex digits.
 
-    parts: the body.
+    parts: the body's bytes.
     workers: threads that hash and write.
-    scan: gets the body's bytes, too.
+    scan: scan of tensors' values that is fed with the body; None: no scan.
 
     Raises what `parts` raises, and StoreError when the file cannot be written.
     """
@@ -59,20 +59,20 @@ async def receive_file(
 
 
 class _Body:
-    """Consumer of a body's bytes in a thread: hash, file and scan."""
+    """Consumer of a body's bytes that hashes, writes and scans them. Runs in threads."""
 
     def __init__(self, file: BinaryIO, scan: ValueScan | None) -> None:
         self._file, self._scan, self._sha256 = file, scan, hashlib.sha256()
 
     def take(self, piece: memoryview) -> None:
-        """Hash, write and scan the next bytes."""
+        """Hash, write and scan the body's next bytes."""
         self._sha256.update(piece)
         self._file.write(piece)
         if self._scan is not None and piece:
             self._scan.take(piece)
 
     def end(self, piece: memoryview) -> str:
-        """Take the last bytes; return the digest."""
+        """Hash, write and scan the body's last bytes; return the SHA-256 of the body in hex."""
         self.take(piece)
         self._file.flush()
         return self._sha256.hexdigest()

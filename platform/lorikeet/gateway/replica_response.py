@@ -29,7 +29,7 @@ Items = AsyncGenerator[StreamItem, None]
 BeforeEnd = Callable[[bytes], Awaitable[bytes]]
 """Function that gets an answer's last bytes before they are sent, and returns the bytes to send.
 
-Last bytes: the whole body, or the complete events of a stream after its FinalUsage.
+The last bytes are the whole body, or the complete events that a stream has after its FinalUsage.
 """
 
 EVENT_END = b"\n\n"
@@ -37,31 +37,36 @@ _SILENT = "the replica ended without an answer: send the request again"
 
 
 class RequestObserver(AbstractContextManager[Any], Protocol):
-    """Observer of one call: entered when the call starts, left when it ends, however it ends.
+    """Observer of one call: entered when the call starts, left when the call ends in whatever way.
 
-    Entering may refuse the call with a LorikeetError. A call that completed has shown a FinalUsage.
-    Implemented by RateLimitObserver and CountObserver (generate.py), and by RequestTrace
+    Entering may refuse the call with a LorikeetError. If a call completed, the observer has got a
+    FinalUsage. Implemented by RateLimitObserver and CountObserver (generate.py), and by
+    RequestTrace
     (request_log/record.py), which only records.
     """
 
     def on_item(self, item: StreamItem) -> None:
-        """Handle an item of the stream. A Refusal may arrive in mid-stream."""
+        """Handle an item of the replica's stream. A Refusal may also arrive in the middle of an
+        answer.
+        """
         ...
 
     def on_first_bytes(self) -> Headers:
-        """Record that the first bytes have arrived; return headers to add to the answer's."""
+        """Record that the answer's first bytes have arrived; return headers to add to the
+        response.
+        """
         ...
 
 
 class ReplicaResponse(Response):
-    """Response that runs one call and sends its answer.
+    """Response that runs one call on a replica and sends its answer to the client.
 
     Nothing is sent before the replica's first bytes arrive, so an earlier failure gets its own HTTP
-    status; a later failure ends a stream with an error event. When the client disconnects `items`
+    status; a later failure ends a stream with an error event. When the client disconnects, `items`
     is closed at once (client_disconnect.py). Observers are entered in order and left in reverse.
 
     items: the replica's answer.
-    first_item_timeout_s: longest wait for a replica's first item.
+    first_item_timeout_s: longest wait for the replica's first item, in seconds.
     before_end: awaited with the last bytes of an answer that has not failed. Raises nothing.
     """
 
@@ -104,9 +109,11 @@ class ReplicaResponse(Response):
                 await send(_body(body, more=False))
 
     async def _begin(self, items: Items) -> tuple[AnswerHeader, bytes]:
-        """Return the last header before the first bytes, and these bytes.
+        """Return an answer's header and first bytes.
 
-        A replica sends a second header; a replica that replaces a dead one sends headers again.
+        A replica sends a second header, and a replica that replaces a dead one sends headers again.
+        The
+        last header before the first bytes is returned.
         """
         header: AnswerHeader | None = None
         try:
@@ -153,7 +160,7 @@ class ReplicaResponse(Response):
                 yield chunk
 
     def _bytes(self, item: StreamItem) -> bytes:
-        """Return the bytes of an item that are for the client, if any. Raises Refused."""
+        """Return the bytes of a stream item that are for the client, if any. Raises Refused."""
         self._ending = self._ending or isinstance(item, FinalUsage)
         for observer in self._observers:
             observer.on_item(item)
@@ -175,9 +182,9 @@ class ReplicaResponse(Response):
 
 
 def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
-    """Return the event that ends a failed stream.
+    """Return the event that ends a failed stream, in the format of the call's endpoint.
 
-    sent: number of events sent before.
+    sent: number of events sent before it.
     """
     match call.endpoint:
         case Endpoint.RESPONSES:
@@ -188,8 +195,9 @@ def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
 
 
 def _headers(header: AnswerHeader) -> Headers:
-    """Return headers with the replica, the adapter's digest, its residency and load time, and the
-    request fields that had no effect.
+    """Return the response headers that describe how the request was served: the replica, the
+    adapter's
+    digest, residency and load time, and the request fields that had no effect.
     """
     headers = [(b"x-lorikeet-replica", header.replica.encode())]
     if header.digest is not None:

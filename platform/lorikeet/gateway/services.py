@@ -40,7 +40,7 @@ class EngineClient(Protocol):
     """Interface to the replicas, implemented over Ray Serve by ServeEngineClient (serving/)."""
 
     def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
-        """Stream a replica's answer: an AnswerHeader, then bytes, or a Refusal before any bytes.
+        """Stream the answer to a call: an AnswerHeader, then bytes, or a Refusal before any bytes.
 
         Closing or cancelling the stream frees the request's resources at once. Raises
         LorikeetError.
@@ -52,7 +52,7 @@ class EngineClient(Protocol):
         ...
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> Sequence[str]:
-        """Have a replica compare copies with the base model's matrices.
+        """Let a replica compare copies of its base model's matrices with the matrices themselves.
 
         Return the modules whose copy differs. Raises LorikeetError.
         """
@@ -61,47 +61,63 @@ class EngineClient(Protocol):
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
         """Send an adapter to the replicas that lack it; return whether all have it on their hosts.
 
-        Each replica keeps the adapter for a minute or until `release`: call again to keep it
+        Each replica keeps the adapter for a minute or until `release`. Call `deliver` again to keep
+        it
         longer.
         """
         ...
 
     async def expect(self, base_model: str, digest: str, blob: Path, size_bytes: int) -> None:
-        """Announce a blob to the replicas while it is being written to `blob`, before `deliver`."""
+        """Announce to the replicas an adapter whose blob is being written, before `deliver` sends
+        it.
+
+        digest: SHA-256 of the whole blob.
+        blob: file to which the blob is being written.
+        """
         ...
 
     async def holds(self, base_model: str, digest: str) -> bool:
-        """Return whether all replicas have an adapter on their hosts or GPUs."""
+        """Return whether all replicas have an adapter on their hosts or GPUs.
+
+        digest: SHA-256 of the adapter's blob.
+        """
         ...
 
     async def release(self, base_model: str, digest: str) -> None:
-        """Let replicas evict a delivered adapter again."""
+        """Let replicas evict a delivered adapter again.
+
+        digest: SHA-256 of the adapter's blob.
+        """
         ...
 
     async def reports(self, tier: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
         """Return a report of every replica of every base model: its adapters and its load.
 
-        tier: farthest tier whose adapters are listed. Those in the GPU's arena always are.
+        tier: farthest tier from the GPU whose adapters are listed. Adapters in the GPU's arena
+        always
+            are.
         """
         ...
 
     def ready(self) -> bool:
-        """Return whether any replica of any base model has started, as far as Serve has said."""
+        """Return whether any replica of any base model has started, by the last state known from
+        Serve.
+        """
         ...
 
 
 async def no_pages() -> Sequence[bytes]:
-    """Return no metrics pages: the default where this gateway is the whole service."""
+    """Return no metrics pages: the default for a gateway without other processes to ask."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A base model that is served.
+    """Base model that is served.
 
     aliases: further names that adapters may use for it, e.g. its Hub name.
     quantization: format that its linears are rounded to, in words; None if not quantized.
-    chat_template: template_digest of its folder.
+    chat_template: digest of the chat template in its folder (template_digest); None without one.
     """
 
     shape: BaseShape
@@ -112,28 +128,30 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Parts behind the gateway's API.
+    """Parts that the gateway's application is built from, and its settings.
 
     base_models: served base models, by the name that clients use.
-    limits: limits of adapters that are registered.
+    limits: limits that registered adapters must keep to.
     gateways: number of gateways; each enforces its share of a tenant's limits.
-    refresh_s: greatest age of the catalog view.
-    first_item_timeout_s: longest wait for a replica's first item. Generation itself has no limit
-        here.
+    refresh_s: greatest age of the catalog view, in seconds.
+    first_item_timeout_s: longest wait for a replica's first item, in seconds. Generation after it
+    has
+        no time limit here.
     max_open_requests: requests that this gateway runs at once, all tenants together; None: no
         limit.
     part_bytes: size of a large upload's parts.
     adapter_memory: memory in which engines keep adapters, as far as known here.
     name: name of this gateway.
     peers: the other gateways.
-    recorded_usage: usage of tenants in the store, for their budgets.
+    recorded_usage: usage of tenants as recorded in the store, for their budgets.
     usage: usage that this gateway counts.
     usage_flush_s: seconds between writes of usage to the store, by gateways and replicas.
-    max_queue_s: longest time that a request may queue on a replica; None: no limit.
-    max_running: requests that the replicas of each base model run at once, this gateway's share.
-    traces: exporter for traces of ended requests.
+    max_queue_s: longest time in seconds that a request may queue on a replica; None: no limit.
+    max_running: this gateway's share of the requests that the replicas of each base model run at
+    once.
+    traces: exporter for traces of completed requests.
     metrics: metrics of this gateway.
-    metrics_pages: asks each replica and the controller for their metrics.
+    metrics_pages: function that asks each replica and the controller for their metrics.
     kept_view: file with the catalog's last view, for starts while the store is unreachable.
     push_folder: folder for pushed blobs, on the disk cache's file system.
     responses: store of responses; None: responses are not stored.

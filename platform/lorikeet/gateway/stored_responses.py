@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SAVE_S = 5.0
-"""Longest time in seconds that saving may delay a client's last event."""
+"""Longest time in seconds by which saving a response may delay the client's last event."""
 _READ_S = 15.0
 _AT_ONCE = 16
 _OFF = "this service stores no responses: its operator can set LORIKEET_RESPONSES_LIFETIME_H"
@@ -45,7 +45,10 @@ _PREVIOUS = "previous_response_id"
 
 
 class StoredResponses:
-    """Access to stored responses, where storing is on. For one event loop."""
+    """Access of a gateway to stored responses. For use in one event loop.
+
+    store: None: storing is off.
+    """
 
     def __init__(self, store: ResponseStore | None, metrics: GatewayMetrics) -> None:
         self._store, self._metrics = store, metrics
@@ -58,10 +61,12 @@ class StoredResponses:
         return on and isinstance(body, ResponsesRequest) and body.store is not False
 
     async def items(self, body: ApiRequest, tenant: str) -> StoredItems:
-        """Return the stored items that a request refers to.
+        """Return the stored items that a tenant's request refers to.
 
-        Raises UnsupportedParameter where storing is off; UnknownPreviousResponse; NotFound for an
-        item; InvalidInput for items of too many responses, or for one item twice; StoreError.
+        Raises UnsupportedParameter if storing is off and the request refers to any;
+        UnknownPreviousResponse; NotFound for a missing item; InvalidInput for items of too many
+        responses,
+        or for one item twice; StoreError.
         """
         if not isinstance(body, ResponsesRequest):
             return StoredItems()
@@ -88,7 +93,7 @@ class StoredResponses:
         return await self._read(read)
 
     def saver(self, body: ApiRequest, context: CallContext, call: Call) -> BeforeEnd | None:
-        """Return a function that stores a call's answer before its end is sent.
+        """Return a function that stores the answer to a call before the answer's end is sent.
 
         None if the answer is not to be stored.
         """
@@ -114,12 +119,16 @@ class StoredResponses:
         return before_end
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
-        """Return a tenant's response. Raises NotFound, also where storing is off; StoreError."""
+        """Return a tenant's stored response. Raises NotFound, also if storing is off;
+        StoreError.
+        """
         store = self._needed()
         return await self._read(lambda: store.get(tenant, response_id))
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """Delete a tenant's response. Raises as `get`."""
+        """Delete a tenant's stored response. Raises NotFound, also if storing is off;
+        StoreError.
+        """
         store = self._needed()
         await self._read(lambda: store.delete(tenant, response_id))
 
@@ -163,9 +172,9 @@ async def _in_thread(threads: ThreadPoolExecutor, ask: Callable[[], T]) -> T:
 def _stored(
     request: ResponsesRequest, context: CallContext, call: Call, last: bytes
 ) -> StoredResponse:
-    """Return the response to store. Raises StoreError if it is too large.
+    """Return the response to store for a call. Raises StoreError if it is too large.
 
-    last: an answer's body, or the events that end its stream.
+    last: the answer's whole body, or the events that end its stream.
     """
     text = last.rstrip().rpartition(b"\ndata: ")[2]
     if len(text) > MAX_STORED_BYTES:  # parsing it would block the gateway for long

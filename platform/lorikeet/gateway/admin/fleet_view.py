@@ -121,9 +121,8 @@ class FleetView:
     async def _pin_statuses(self) -> Json | None:
         """Return the pins' states as last read, and read them anew if older than PINS_FRESH_S.
 
-        None: no read has succeeded, or the last one failed. Only without a result to return does
-        the call
-        wait for the read, at most _PINS_WAIT_S seconds.
+        If there are none to return, wait for the read, at most _PINS_WAIT_S seconds. None: no read
+        has succeeded yet, or the last one failed.
         """
         reading, now_s = self._reading_pins, time.monotonic()
         if reading is None or (reading.done() and now_s - self._pins_read_s > PINS_FRESH_S):

@@ -14,18 +14,25 @@ from pathlib import Path
 from lorikeet.errors import StoreError
 
 PushFolder = tempfile.TemporaryDirectory[str]
-"""Folder of one blob; cleanup() removes both."""
+"""Temporary folder of one blob; cleanup() removes the folder and the blob."""
 BLOB = "adapter.safetensors"
-"""File name of the blob in its folder."""
+"""File name of a pushed blob in its temporary folder."""
 _PREFIX = "pushes-"
 _LOCK = "lock"
 
 
 class PushFolders:
-    """Temporary folders in a folder of this process, which is locked while the process lives."""
+    """Temporary folders for pushed blobs, within one folder of this process.
+
+    The process's folder stays locked while the process lives, so that other gateways do not remove
+    it.
+    """
 
     def __init__(self, parent: Path) -> None:
-        """Remove folders of dead gateways from `parent`, which need not exist."""
+        """Remove the folders of dead gateways from `parent`.
+
+        parent: folder of all gateways' folders on this host; need not exist.
+        """
         self._parent = parent.absolute()
         self._own: tuple[Path, int] | None = None  # the folder, and the descriptor of its lock
         _remove_abandoned(self._parent)
@@ -53,7 +60,7 @@ class PushFolders:
         return folder, descriptor
 
     def close(self) -> None:
-        """Remove this process's folder with all blobs."""
+        """Remove this process's folder with all blobs in it."""
         if self._own is not None:
             folder, descriptor = self._own
             shutil.rmtree(folder, ignore_errors=True)

@@ -37,18 +37,18 @@ MOST_OF_TENANT = 16
 """Most pushes of one tenant in a gateway at once: each blob lies on its disk and on all hosts."""
 _KEEP_S, _AGAIN_S = 2.0, 0.25
 _PATIENCE_S = 10.0
-"""Seconds after which a version is recorded though not all replicas have it."""
+"""Seconds after which a version is written to the store though not all replicas have it."""
 _CLOSING_S = 20.0
 _STORERS = 4
 _FAULT = "the version could not be recorded, due to a fault of the service: send it again"
 
 
 class Push:
-    """Push of one version, in this gateway's pipeline.
+    """Push of one version, in the pipeline of the gateway that received it.
 
-    version: the version; replaced when the same blob is pushed again.
+    version: the pushed version; replaced when the same blob is pushed again.
     actor: id of the key that pushed.
-    folder: folder of the blob, removed at the push's end.
+    folder: folder of the blob, removed when the push ends.
     ready: set when all replicas have the adapter and all gateways know the version.
     ended: set when the push has left the pipeline.
     failure: error that ended the push; None if none did.
@@ -65,13 +65,18 @@ class Push:
         self.ready_s: float | None = None
 
     def note_stages(self, trace: RequestTrace) -> None:
-        """Record the stages that have ended since the push began."""
+        """Record in a request's trace the stages of the push that are completed: deliver and
+        announce.
+        """
         for name, at_s in (("deliver", self.delivered_s), ("announce", self.ready_s)):
             if at_s is not None:
                 trace.end_stage(name, at_s)
 
     async def wait_for(self, event: asyncio.Event, timeout_s: float) -> None:
-        """Wait for the event or the push's end, at most `timeout_s`. Raises the push's failure."""
+        """Wait until `event` is set or the push has ended, at most `timeout_s` seconds.
+
+        Raises the error that ended the push, if any.
+        """
         waits = {asyncio.create_task(each.wait()) for each in (event, self.ended)}
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -83,13 +88,14 @@ class Push:
 
 
 class PushPipeline:
-    """Pushes of one gateway, from checked blob to log entry. For one event loop.
+    """Pipeline of the pushes that one gateway received, from checked blob to entry in the catalog's
+    log.
 
-    Store writes run in threads of their own, at most one per tenant, so that a hanging store keeps
-    no push from becoming ready.
+    Store writes run in threads of their own, at most one per tenant, so that a store that does not
+    answer keeps no push from becoming ready. For use in one event loop.
 
     pushed: versions that are ready, here or at another gateway, and not durable.
-    folders: folders of blobs.
+    folders: temporary folders of pushed blobs.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
@@ -104,10 +110,11 @@ class PushPipeline:
 
     @contextmanager
     def receiving(self, key: Key) -> Iterator[None]:
-        """Count a body as being received in the context, which ends after the push has begun.
+        """Count a pushed blob as being received, within the context. Leave it after the push has
+        begun.
 
         Raises Overloaded if the tenant has MOST_OF_TENANT pushes in the pipeline or being received.
-        If the pipeline has this version already, only bodies being received count.
+        If the pipeline has this version already, only blobs being received count.
         """
         tenant = key[0]
         carried = 0 if key in self._pushes else sum(each[0] == tenant for each in self._pushes)
@@ -137,10 +144,13 @@ class PushPipeline:
         )
 
     def begin(self, version: PushedVersion, actor: str, folder: PushFolder) -> Push:
-        """Start the push of a version whose blob is in `folder`, or join the running push of it.
+        """Start the push of a version whose blob is in `folder`. If a push of it is running, join
+        that.
 
         A joined push gets the new alias and the longer lifetime, and is ready again once all
         gateways know these.
+
+        actor: id of the key that pushes.
         """
         held = self._pushes.get(version.key)
         if held is None:
@@ -157,7 +167,10 @@ class PushPipeline:
         return held
 
     async def is_ready(self, key: Key, base_model: str) -> bool:
-        """Return whether all replicas have a version and, if pushed here, all gateways know it."""
+        """Return whether a version is ready: whether all replicas have it.
+
+        If this gateway pushes it, all gateways must know it as well.
+        """
         push = self._pushes.get(key)
         if push is not None:
             return push.ready.is_set()
@@ -165,7 +178,9 @@ class PushPipeline:
         return served and await self._services.engines.holds(base_model, key[2])
 
     async def close(self) -> None:
-        """Wait up to _CLOSING_S for pending durable pushes, then cancel the others."""
+        """Wait up to _CLOSING_S seconds for pushes that are to become durable; cancel all that
+        remain.
+        """
         pushes = [push for push in self._pushes.values() if push.version.expires is None]
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSING_S):
@@ -211,8 +226,8 @@ class PushPipeline:
     async def _outlives(self, push: Push) -> bool:
         """Wait until a version with a lifetime is expired, retired or replaced; return True.
 
-        Return False at once for a version without a lifetime, which is to be durable, and when
-        another push of the blob removes the lifetime.
+        Return False at once for a version without a lifetime, which is to become durable, and when
+        another push of the same blob removes the lifetime.
         """
         while (expires := push.version.expires) is not None:
             gone = push.ready.is_set() and self.pushed.get(push.version.key) is None
@@ -224,7 +239,9 @@ class PushPipeline:
         return False
 
     async def _keep(self, push: Push, ref: AdapterRef) -> None:
-        """Deliver a version to all replicas and announce it to all gateways, until cancelled."""
+        """Deliver a version to all replicas and announce it to all gateways, repeatedly until
+        cancelled.
+        """
         engines, base_model = self._services.engines, push.version.facts.base_model
         deliver = partial(_try, partial(engines.deliver, base_model, ref, push.blob))
         announce = partial(_try, partial(self._announce, push))
@@ -237,7 +254,9 @@ class PushPipeline:
             both.create_task(_repeat(announce))
 
     async def _announce(self, push: Push) -> bool:
-        """Announce a version that replicas hold to all gateways; return whether all replied."""
+        """Announce a version, which replicas have already, to all gateways; return whether all
+        replied.
+        """
         version = push.version
         push.delivered_s = push.delivered_s or time.monotonic()
         known = self.pushed.get(version.key)  # its alias may be another's by now
@@ -258,7 +277,8 @@ class PushPipeline:
         return held.version if held else len(record.versions) + 1 if record else 1
 
     async def _store(self, push: Push) -> None:
-        """Write blob and entry, retrying until the store is reachable.
+        """Write a push's blob and its entry in the catalog's log, retrying until the store is
+        reachable.
 
         Raises Conflict if the tenant's limits forbid the version.
         """
@@ -299,7 +319,7 @@ async def _repeat(work: Callable[[], Awaitable[bool]]) -> NoReturn:
 
 
 async def _try(work: Callable[[], Awaitable[bool | None]]) -> bool:
-    """Return whether `work` succeeded; log an error, so that the caller can retry."""
+    """Return whether `work` succeeded. An exception counts as failure and is logged."""
     try:
         return bool(await work())
     except Exception as error:  # a replica is lost, or the disk

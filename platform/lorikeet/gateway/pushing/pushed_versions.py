@@ -1,8 +1,8 @@
-"""Versions that replicas hold and the catalog's log does not have yet.
+"""Versions that replicas have and the catalog's log does not have yet.
 
-Every gateway knows them: the gateway that received a push announces it to the others repeatedly,
-until the log has the version. If the announcements of another gateway's version stop, the version
-is forgotten.
+Every gateway knows them: the gateway that received a push announces it to the other gateways
+repeatedly, until the log has the version. If the announcements of another gateway's version stop,
+the version is forgotten.
 """
 
 import time
@@ -17,24 +17,27 @@ from lorikeet.errors import LorikeetError
 
 FORGOTTEN_S = 20.0
 """Seconds without an announcement after which a version is forgotten. One announcement can take
-eight on an overloaded machine."""
+eight seconds on an overloaded machine.
+"""
 _CLAIMED_S = 3600.0
-"""Seconds for which an alias remembers its latest push: an earlier push may wait for the store as
-long."""
+"""Seconds for which it is remembered which push last moved an alias: an earlier push of the alias
+may
+wait for the store as long.
+"""
 
 Key = tuple[str, str, str]
-"""A tenant, an adapter's name and a digest."""
+"""A tenant, an adapter's name and the SHA-256 of a blob."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushedVersion:
-    """A pushed version.
+    """Version that was pushed with a publish key.
 
-    alias: alias that moves to it, besides the aliases that an adapter's first version gets.
+    alias: alias to move to this version, besides the aliases that an adapter's first version gets.
     created: Unix seconds.
-    expires: end of its lifetime, Unix seconds; None: it will be recorded in the log.
+    expires: end of the version's lifetime, Unix seconds; None: it will be recorded in the log.
     keep: number of the adapter's newest expiring versions to keep, this one included.
-    seq: last log entry that its gateway had read when the push began; None: it has not begun.
+    seq: last log entry that the receiving gateway had read when the push began; None: not begun.
     """
 
     tenant: str
@@ -48,16 +51,19 @@ class PushedVersion:
 
     @property
     def key(self) -> Key:
-        """Identity of the version: tenant, name and digest."""
+        """Identity of the pushed version: tenant, adapter's name and digest of the blob."""
         return self.tenant, self.name, self.facts.digest
 
     def retired(self, state: CatalogState) -> bool:
-        """Return whether its adapter was retired after the push. Raises PartitionsNotRead."""
+        """Return whether the version's adapter was retired after the push began.
+
+        Raises PartitionsNotRead.
+        """
         record = state.find(self.tenant, self.name)
         return record is not None and self.seq is not None and record.retired_since(self.seq)
 
     def joined(self, again: "PushedVersion") -> "PushedVersion":
-        """Return the version merged with another push of the same blob.
+        """Return this version merged with another push of the same blob.
 
         The longer lifetime counts, with its `keep`. The later push's alias counts, if that push has
         another alias, with its `created`.
@@ -72,11 +78,11 @@ class PushedVersion:
 
 @dataclass(slots=True)
 class _Claim:
-    """Latest push with an alias.
+    """Record of the latest push that moved an alias.
 
-    created: creation of the pushed version.
-    until_s: time at which the claim is forgotten, on the clock of PushedVersions.
-    is_over: the log has moved the alias since.
+    created: creation of the pushed version, Unix seconds.
+    until_s: time at which the record is forgotten, on the clock of PushedVersions.
+    is_over: whether the catalog's log has moved the alias since.
     """
 
     created: float
@@ -85,10 +91,10 @@ class _Claim:
 
 
 class PushedVersions:
-    """Pushed versions, and the catalog's state extended by them. For one event loop.
+    """Pushed versions not yet in the catalog's log, and catalog states extended by them.
 
     Their version numbers are provisional: another version may be recorded first. An alias that an
-    admin moves meanwhile stays where the log has it.
+    admin moves meanwhile stays where the log has it. For use in one event loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,7 +110,10 @@ class PushedVersions:
         return len(self._held)
 
     def add(self, version: PushedVersion) -> None:
-        """Add an announced version, or renew one. An alias goes to the later of two pushes."""
+        """Add an announced version, or prolong a known one for another FORGOTTEN_S seconds.
+
+        If two pushes have the same alias, the later one gets it.
+        """
         self._until_s[version.key] = self._clock() + FORGOTTEN_S
         known = self._held.get(version.key)
         version = known.joined(version) if known else version
@@ -123,36 +132,40 @@ class PushedVersions:
         self._seen.pop(version.tenant, None)
 
     def carry(self, key: Key) -> None:
-        """Keep a version without announcements, because this gateway pushes it."""
+        """Keep a version without announcements, because its push is in this gateway's pipeline."""
         self._carried.add(key)
 
     def let_go(self, key: Key) -> None:
-        """End `carry`: the version is forgotten after FORGOTTEN_S without an announcement."""
+        """Undo `carry`: forget the version after FORGOTTEN_S seconds without an announcement."""
         self._carried.discard(key)
         if key in self._until_s:
             self._until_s[key] = self._clock() + FORGOTTEN_S
 
     def get(self, key: Key) -> PushedVersion | None:
-        """Return the version with this key; None if unknown."""
+        """Return the pushed version with this key; None if there is none."""
         return self._held.get(key)
 
     def alias_of(self, version: PushedVersion) -> str | None:
-        """Return the alias for a version; None if a later push has claimed it. Any thread."""
+        """Return the alias that a version may move; None without one, or if a later push moved it.
+
+        May be called from any thread.
+        """
         held = self._held.get(version.key)
         return self._claimed(version if held is None or held.created < version.created else held)
 
     def remove(self, key: Key) -> None:
-        """Forget a version."""
+        """Forget the pushed version with this key, if any."""
         self._until_s.pop(key, None)
         self._alias_was.pop(key, None)
         if self._held.pop(key, None) is not None:
             self._seen.pop(key[0], None)
 
     def applied_to(self, state: CatalogState, tenant: str) -> CatalogState:
-        """Return the state extended by a tenant's versions, without reading the store.
+        """Return a catalog state extended by a tenant's pushed versions, without reading the store.
 
-        Versions that the state has already, and expired ones, are forgotten. Raises
-        PartitionsNotRead, for this tenant's partition only.
+        Forgets versions that the state contains already, and expired ones. Raises
+        PartitionsNotRead, for
+        the tenant's own partition only.
         """
         now_s, now = self._clock(), time.time()
         for key, version in list(self._held.items()):
@@ -191,9 +204,10 @@ class PushedVersions:
     def _with_alias(
         self, version: PushedVersion, log: CatalogState, landed: Collection[str | None]
     ) -> PushedVersion:
-        """Return the version; without its alias if the log has moved the alias.
+        """Return the version, without its alias if the catalog's log has moved that alias.
 
-        landed: digests of earlier pushes that are in the log now; their moves do not count.
+        landed: digests of earlier pushes that the log contains now; their moves of the alias do not
+            count.
         """
         if version.alias is None:
             return version
@@ -207,7 +221,10 @@ class PushedVersions:
         return version
 
     def _claim(self, version: PushedVersion) -> str | None:
-        """Claim a version's alias against earlier pushes; return the alias, None if not granted."""
+        """Record that a version's push moves its alias; return the alias.
+
+        None: the version has no alias, or a later push has moved it.
+        """
         alias = self._claimed(version)
         if alias is not None:
             now_s = self._clock()
@@ -225,9 +242,9 @@ class PushedVersions:
         return version.alias if claim.created == version.created and not claim.is_over else None
 
     def _end_claim(self, version: PushedVersion) -> None:
-        """End a version's claim: later announcements of the version no longer move the alias.
+        """Prevent later announcements of a version from moving its alias.
 
-        Called once the log has moved the alias, to this version or another.
+        Called once the catalog's log has moved the alias, to this version or another.
         """
         claim = self._claims.get((version.tenant, version.name, version.alias or ""))
         if claim is not None and claim.created == version.created:
@@ -237,7 +254,10 @@ class PushedVersions:
 def _without_surplus(
     held: Sequence[PushedVersion], newest: PushedVersion
 ) -> tuple[PushedVersion, ...]:
-    """Drop the oldest expiring versions of the newest version's adapter beyond its `keep`."""
+    """Return `held` without surplus versions of the newest version's adapter.
+
+    Of its versions that expire, the newest ones stay, as many as `keep` of the newest of them says.
+    """
     passing = [
         each
         for each in sorted(held, key=lambda each: each.created)

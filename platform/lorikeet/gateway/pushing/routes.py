@@ -39,7 +39,7 @@ from lorikeet_engine.adapter_format import ValueScan
 log = logging.getLogger(__name__)
 
 Wait = Literal["none", "ready", "durable"]
-"""State of a push that its response waits for."""
+"""State of a push that the response to its request waits for."""
 
 _LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
@@ -54,9 +54,11 @@ class PushQuery(BaseModel):
     """Query parameters of a push. Unknown ones are refused: a misspelt lifetime_s would make a
     version durable.
 
-    wait: state that the response waits for, at most timeout_s.
-    lifetime_s: seconds until the version expires; it never becomes durable.
-    keep: as PushedVersion.keep; only with lifetime_s.
+    alias: alias to move to the version.
+    base_model: base model that the adapter was trained on; None: the one that the blob names.
+    wait: state that the response waits for, at most timeout_s seconds.
+    lifetime_s: seconds until the version expires; with it, the version never becomes durable.
+    keep: number of the adapter's newest expiring versions to keep; only with lifetime_s.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -68,7 +70,9 @@ class PushQuery(BaseModel):
     keep: Annotated[int, Field(ge=1, le=MOST_OF_TENANT - 1)] | None = None
 
     def check(self) -> None:
-        """Raise InvalidInput if a field does not fit the others."""
+        """Raise InvalidInput if the alias is invalid or two of the query's fields exclude each
+        other.
+        """
         if self.alias is not None:
             check_alias(self.alias)
         if self.keep is not None and self.lifetime_s is None:
@@ -78,7 +82,12 @@ class PushQuery(BaseModel):
 
 
 class AdmittedPusher(NamedTuple):
-    """Key of a push, its hold on the tenant's limits, and its request record."""
+    """Publisher whose request passed the checks of key and limits.
+
+    caller: tenant and key.
+    hold: the request's hold on the limits of tenant and key.
+    trace: record of the request.
+    """
 
     caller: Caller
     hold: RateLimitHold
@@ -86,7 +95,11 @@ class AdmittedPusher(NamedTuple):
 
 
 class PushRequest(NamedTuple):
-    """Request to push a version: the adapter's name, the body's digest and the query."""
+    """Request to push a version.
+
+    name: name of the adapter.
+    digest: SHA-256 that the body has to have.
+    """
 
     pusher: AdmittedPusher
     name: str
@@ -94,23 +107,27 @@ class PushRequest(NamedTuple):
     query: PushQuery
 
     def registration(self) -> RegistrationRequest:
-        """Return the request to register the blob, for its checks."""
+        """Return the RegistrationRequest with which the pushed blob is checked."""
         tenant, key = self.pusher.caller
         base_model = self.query.base_model
         return RegistrationRequest(tenant.name, self.name, key.id, base_model=base_model)
 
     def version(self, facts: BlobFacts) -> PushedVersion:
-        """Return the version to push, from the facts of its checked blob."""
+        """Return the version to push.
+
+        facts: facts about its blob, which was checked.
+        """
         tenant, now, query = self.pusher.caller.tenant.name, time.time(), self.query
         expires = None if query.lifetime_s is None else now + query.lifetime_s
         return PushedVersion(tenant, self.name, facts, query.alias, now, expires, query.keep)
 
 
 class Progress(NamedTuple):
-    """State of a pushed version.
+    """State of a pushed version that requests can name.
 
     number: version number in the catalog's log; None until durable.
-    expires: end of its lifetime, Unix seconds; None: never.
+    ready: whether all replicas have the version.
+    expires: end of the version's lifetime, Unix seconds; None: never.
     """
 
     adapter: AdapterRecord
@@ -120,13 +137,13 @@ class Progress(NamedTuple):
     expires: float | None
 
     def reached(self, wanted: Wait) -> bool:
-        """Return whether the state that a client waits for is reached."""
+        """Return whether the version has reached the state that a client waits for."""
         states = {"none": True, "ready": self.ready, "durable": self.number is not None}
         return states[wanted]
 
 
 def progress_json(progress: Progress) -> Json:
-    """Return the JSON of a version that requests can name."""
+    """Return the state of a pushed version that requests can name, as JSON."""
     record, version = progress.adapter, progress.version
     aliases = record.aliases_of(version.version)
     return _version_json(
@@ -141,7 +158,9 @@ def progress_json(progress: Progress) -> Json:
 
 
 def taken_json(version: PushedVersion) -> Json:
-    """Return the JSON of a version in the pipeline that no request can name yet."""
+    """Return the state of a pushed version that is accepted, but that no request can name yet, as
+    JSON.
+    """
     label = f"{version.tenant}/{version.name}"
     reached = version.facts, version.created, ()
     return _version_json(label, *reached, version=None, ready=False, expires=version.expires)
@@ -176,7 +195,7 @@ def _version_json(
 
 
 def push_routes(endpoints: "PushEndpoints") -> APIRouter:
-    """Return the two routes of one version."""
+    """Return the two routes that push a version and show the state of its push."""
     router = APIRouter()
     path = "/v1/adapters/{name}/versions/{digest}"
     router.add_api_route(path, endpoints.push, methods=["PUT"])
@@ -185,7 +204,10 @@ def push_routes(endpoints: "PushEndpoints") -> APIRouter:
 
 
 class PushEndpoints:
-    """Endpoints for publish keys. A tenant's pushes are checked one after another."""
+    """Endpoints that push a version and show the state of its push, for publish keys.
+
+    A tenant's pushes are checked one after another.
+    """
 
     def __init__(
         self,
@@ -212,7 +234,9 @@ class PushEndpoints:
         digest: str,
         query: Annotated[PushQuery, Query()],
     ) -> Json:
-        """Push the body, a blob with this SHA-256, as a version. Idempotent."""
+        """Push the request's body, a blob with the given SHA-256, as a version of an adapter.
+        Idempotent.
+        """
         async with self._admitted(request, name, digest) as pusher:
             check_name(name, "name")
             check_digest(digest)
@@ -300,16 +324,18 @@ class PushEndpoints:
         self._services.usage.add(account, UsageCounts(pushes=1, pushed_bytes=size_bytes))
 
     async def _expect(self, push_request: PushRequest, blob: Path, size_bytes: int) -> None:
-        """Announce a large blob to replicas while it arrives, if its base model is known."""
+        """Announce a large blob to replicas while it arrives, if its base model is known by now."""
         base_models = self._services.base_models
         name = push_request.query.base_model or next(iter(base_models))
         if size_bytes >= _LARGE_BYTES and (push_request.query.base_model or len(base_models) == 1):
             await self._services.engines.expect(name, push_request.digest, blob, size_bytes)
 
     async def _wait(self, request: Request, push: Push, query: PushQuery) -> None:
-        """Wait for the state that a client asks for, unless too many of its tenant's clients wait.
+        """Wait for the state of a push that a client asks for, or until its timeout.
 
-        Raises LorikeetError, and ClientDisconnect if the client disconnects meanwhile.
+        Returns at once if _MOST_WAITING requests of the tenant wait already. Raises the error that
+        ended
+        the push, and ClientDisconnect if the client disconnects meanwhile.
         """
         tenant = push.version.tenant
         if query.wait == "none" or self._waiting[tenant] >= _MOST_WAITING:
@@ -332,7 +358,10 @@ class PushEndpoints:
     async def _admitted(
         self, request: Request, name: str, digest: str
     ) -> AsyncGenerator[AdmittedPusher, None]:
-        """Check a request's key and limits and record the request. Raises LorikeetError."""
+        """Check a request's key and limits and record the request; yield its publisher.
+
+        Raises LorikeetError.
+        """
         route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
         request_id = request.state.request_id
         trace = self._request_log.trace(request_id, route, traceparent, request.method)
@@ -347,7 +376,7 @@ class PushEndpoints:
                 hold.release()
 
     async def _progress(self, tenant: str, name: str, digest: str) -> Progress | None:
-        """Return the state of a version that requests can name; None if no gateway knows one."""
+        """Return the state of a pushed version; None if no request can name such a version."""
         view = self._catalog_view
         known = await view.ask(
             lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)
@@ -364,7 +393,9 @@ class PushEndpoints:
 
 
 def _note_ephemeral(version: PushedVersion, key_id: str, request_id: str) -> None:
-    """Log a push with a lifetime, which the catalog's log never records."""
+    """Log a push with a lifetime to the gateway's own log, as the catalog's log never records
+    it.
+    """
     about = {
         "adapter": f"{version.tenant}/{version.name}",
         "digest": version.facts.digest,

@@ -21,7 +21,7 @@ def health_routes(engines: EngineClient, catalog_view: GatewayCatalogView) -> AP
         return _OK
 
     async def is_ready() -> dict[str, str]:
-        """Answer 200 if any engine serves and the catalog was read, else 503."""
+        """Answer 200 if an engine is ready and the catalog was read, else 503."""
         if catalog_view.state.seq == 0:
             message = "the catalog has not been read yet: the log says catalog_unreachable and why"
             raise Unavailable(message, retry_after_s=STORE_AWAY_S)

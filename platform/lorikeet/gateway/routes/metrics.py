@@ -12,14 +12,14 @@ from lorikeet.metrics.exposition import CONTENT_TYPE, join, render
 from lorikeet.request_log.request_log import RequestLog
 
 FRESH_S = 1.0
-"""Seconds for which one page answers all requests."""
+"""Seconds for which one collected metrics page answers all requests."""
 _QUESTION = "metrics"
 
 
 def add_gauges(
     services: Services, request_log: RequestLog, catalog_view: GatewayCatalogView
 ) -> None:
-    """Add all base models to the metrics, and gauges that are read when scraped."""
+    """Add all base models to the gateway's metrics, and gauges that are read at each scrape."""
     metrics = services.metrics
     metrics.add_base_models(services.base_models)
     metrics.add_gauge(
@@ -45,9 +45,9 @@ def add_gauges(
 
 
 class Scrape:
-    """Metrics page of all processes, collected by one gateway. For one event loop.
+    """Metrics page of all processes of the service, collected by one gateway.
 
-    Processes that do not answer in time are left out.
+    Processes that do not answer in time are left out. For use in one event loop.
     """
 
     def __init__(self, services: Services) -> None:
@@ -57,7 +57,9 @@ class Scrape:
         services.peers.register(_QUESTION, self._own_part)
 
     async def page(self) -> bytes:
-        """Return a page at most FRESH_S old. Requests that arrive while it is made share it."""
+        """Return a metrics page at most FRESH_S seconds old. Requests that arrive meanwhile share
+        it.
+        """
         made = self._made
         if made is None or (made.done() and time.monotonic() >= self._good_until_s):
             made = self._made = asyncio.create_task(self._make())

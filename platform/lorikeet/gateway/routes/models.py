@@ -16,7 +16,7 @@ _OWNER = "lorikeet"
 
 
 def model_routes(services: Services, authenticator: RequestAuthenticator) -> APIRouter:
-    """Return the routes of the list of models and of one model."""
+    """Return the routes that list a tenant's models and show one of them."""
     router = APIRouter(prefix="/v1/models")
 
     @router.get("")
@@ -41,7 +41,7 @@ def model_routes(services: Services, authenticator: RequestAuthenticator) -> API
 
 
 def _list(entries: list[dict[str, Any]], api: ClientApi) -> dict[str, Any]:
-    """Return all entries as a list of one page, in the shape of the client's API."""
+    """Return model entries as a list of a single page, in the shape of the client's API."""
     if api is ClientApi.OPENAI:
         return {"object": "list", "data": entries}
     models = [_anthropics_entry(entry) for entry in entries]
@@ -56,7 +56,7 @@ def _anthropics_entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adapter_entries(record: AdapterRecord) -> list[dict[str, Any]]:
-    """Return an entry for each alias, with the name that requests use."""
+    """Return a list entry for each alias of an adapter, under the name that requests use."""
     return [
         _entry(
             record.label if alias == DEFAULT_ALIAS else f"{record.label}@{alias}",

@@ -1,4 +1,6 @@
-"""Explained requests: GET /v1/requests/{id} for a tenant's own, /admin/v1/requests/{id} for all."""
+"""Explained requests: GET /v1/requests/{id} for a tenant's own, GET /admin/v1/requests/{id} for
+all.
+"""
 
 from typing import Any
 

@@ -24,7 +24,10 @@ def response_routes(
     request_log: RequestLog,
     stored: StoredResponses,
 ) -> APIRouter:
-    """Return the routes of stored responses. Each call counts as a request without tokens."""
+    """Return the routes of stored responses.
+
+    Each call counts in the rate limits as a request without tokens.
+    """
     router = APIRouter(prefix="/v1/responses")
 
     admitted = partial(_admitted, authenticator, rate_limiter, request_log)
@@ -65,7 +68,10 @@ async def _admitted(
     request_log: RequestLog,
     request: Request,
 ) -> AsyncGenerator[str, None]:
-    """Check a request's key and limits and record it; yield the tenant. Raises LorikeetError."""
+    """Check a request's key and limits and record the request; yield the tenant's name.
+
+    Raises LorikeetError.
+    """
     route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
     trace = request_log.trace(request.state.request_id, route, traceparent, request.method)
     with trace.answering():
@@ -80,7 +86,12 @@ async def _admitted(
 
 
 def page(items: Sequence[Json], limit: int, after: str | None) -> dict[str, Any]:
-    """Return a page of the items behind the item with the id `after`. Raises InvalidInput."""
+    """Return a page of at most `limit` items.
+
+    after: id of the last item of the previous page; None: the first page.
+
+    Raises InvalidInput if no item has the id `after`.
+    """
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise InvalidInput("after: want the id of one of these items", param="after")

@@ -1,4 +1,4 @@
-"""Usage: GET /v1/usage for a tenant's own, GET /admin/v1/usage for all tenants."""
+"""Usage: GET /v1/usage for a tenant's own, GET /admin/v1/usage for one tenant's or all."""
 
 import asyncio
 import time
@@ -25,7 +25,9 @@ Json = dict[str, Any]
 
 
 class UsageReports:
-    """Reports of usage, read in threads of their own, a few at once. For one event loop."""
+    """Reports of usage. They are read in threads of their own, a few at once. For use in one event
+    loop.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._reader = UsageReader(store)
