@@ -154,8 +154,7 @@ async def _running(
 
 class RequestMiddleware:
     """Middleware that gives each request an id, and turns an unexpected exception into a 500
-    without
-    details.
+    without details.
 
     Clients cannot choose the id: two clients could choose the same.
     """

@@ -41,8 +41,7 @@ with any other value the request is refused and the field named.
 
 class Body(BaseModel):
     """Schema of a JSON object in a request: null means absent, unknown fields are refused, and
-    types are
-    not converted.
+    types are not converted.
 
     Settings of a subclass:
     nulls: fields in which null has a meaning of its own.

@@ -46,8 +46,7 @@ SCHEMAS: Mapping[str, type[ApiRequest]] = {
 
 SESSION_HEADER = "x-session-id"
 """Header that names a session. If an alias splits its requests between two versions, all requests
-of a
-session get the same version. Without the header the body's `user` names the session. A request
+of a session get the same version. Without the header the body's `user` names the session. A request
 without a session may get either version.
 """
 LOAD_HEADER = "x-lorikeet-max-adapter-wait-ms"
@@ -189,8 +188,7 @@ class RateLimitObserver(RequestObserver):
     Complete answer: the tokens of FinalUsage are charged.
     Failure before the first bytes: none.
     Client disconnected or replica lost during the answer: the larger of the reservation, and the
-    prompt
-    plus the tokens of the last RunningUsage.
+    prompt plus the tokens of the last RunningUsage.
     """
 
     def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:

@@ -30,9 +30,8 @@ class LargeBodies:
     tenants.
 
     A tenant's large bodies are parsed one at a time, with pauses between them. Without pauses the
-    event
-    loop would parse a hundred that arrive together before doing anything else. For use in one event
-    loop.
+    event loop would parse a hundred that arrive together before doing anything else. For use in one
+    event loop.
     """
 
     def __init__(self) -> None:
@@ -42,8 +41,7 @@ class LargeBodies:
         """Parse a tenant's JSON body by a schema; a large body under the tenant's lock.
 
         Raises the same errors as body.parse_json; RateLimited if too many bytes of the tenant wait
-        for the
-        lock; ClientDisconnect if the client has disconnected when the lock is acquired.
+        for the lock; ClientDisconnect if the client has disconnected when the lock is acquired.
         """
         if len(body) < LARGE_BYTES:
             return parse_json(body, schema)

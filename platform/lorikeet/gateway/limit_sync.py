@@ -22,8 +22,7 @@ _QUESTION = "shares"
 
 class LimitSync:
     """Two background loops: one agrees with the other gateways on shares of the rate limits, one
-    reads
-    the tenants' recorded usage for their budgets.
+    reads the tenants' recorded usage for their budgets.
 
     After a failure the last shares and the last usage stay in force.
     """

@@ -36,8 +36,7 @@ class PublicListener:
     max_requests: most requests at once. Further requests are refused, except probes. None: no
     limit.
         It is less than the number that Serve sends this gateway at once. At Serve's own limit,
-        health
-        checks would queue too, and load balancers would drop the gateway.
+        health checks would queue too, and load balancers would drop the gateway.
     """
 
     def __init__(self, app: ASGIApp, max_requests: int | None = None) -> None:

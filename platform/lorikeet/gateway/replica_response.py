@@ -41,8 +41,7 @@ class RequestObserver(AbstractContextManager[Any], Protocol):
 
     Entering may refuse the call with a LorikeetError. If a call completed, the observer has got a
     FinalUsage. Implemented by RateLimitObserver and CountObserver (generate.py), and by
-    RequestTrace
-    (request_log/record.py), which only records.
+    RequestTrace (request_log/record.py), which only records.
     """
 
     def on_item(self, item: StreamItem) -> None:
@@ -112,8 +111,7 @@ class ReplicaResponse(Response):
         """Return an answer's header and first bytes.
 
         A replica sends a second header, and a replica that replaces a dead one sends headers again.
-        The
-        last header before the first bytes is returned.
+        The last header before the first bytes is returned.
         """
         header: AnswerHeader | None = None
         try:
@@ -196,8 +194,7 @@ def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
 
 def _headers(header: AnswerHeader) -> Headers:
     """Return the response headers that describe how the request was served: the replica, the
-    adapter's
-    digest, residency and load time, and the request fields that had no effect.
+    adapter's digest, residency and load time, and the request fields that had no effect.
     """
     headers = [(b"x-lorikeet-replica", header.replica.encode())]
     if header.digest is not None:

@@ -62,8 +62,7 @@ class EngineClient(Protocol):
         """Send an adapter to the replicas that lack it; return whether all have it on their hosts.
 
         Each replica keeps the adapter for a minute or until `release`. Call `deliver` again to keep
-        it
-        longer.
+        it longer.
         """
         ...
 

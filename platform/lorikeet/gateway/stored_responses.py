@@ -65,8 +65,7 @@ class StoredResponses:
 
         Raises UnsupportedParameter if storing is off and the request refers to any;
         UnknownPreviousResponse; NotFound for a missing item; InvalidInput for items of too many
-        responses,
-        or for one item twice; StoreError.
+        responses, or for one item twice; StoreError.
         """
         if not isinstance(body, ResponsesRequest):
             return StoredItems()

@@ -92,8 +92,7 @@ def _matching(blob: Path, base_models: Mapping[str, ServedModel]) -> str:
     """Return the name of the served base model that a blob says it was trained on.
 
     Names and aliases are compared without owner or folder. If none is equal, a quantized copy of
-    the
-    declared model matches too, and so does the original of a declared quantized copy. Raises
+    the declared model matches too, and so does the original of a declared quantized copy. Raises
     InvalidAdapter unless exactly one served base model matches.
     """
     declared = trained_on(blob)

@@ -53,8 +53,7 @@ def fleet_routes(fleet: "FleetView") -> APIRouter:
     """Return the route GET /fleet: replicas with their arenas, traffic, waiting requests, pins.
 
     The response's size is bounded for any number of adapters: adapters outside a GPU's arena are
-    only
-    counted, and each name is sent once and referred to by its index. Members of the JSON:
+    only counted, and each name is sent once and referred to by its index. Members of the JSON:
 
     tenants: names of tenants.
     adapters: [index of the tenant, name, version, rank, first digits of the digest].

@@ -55,8 +55,7 @@ class Registration:
     """Validation of uploaded blobs, and their recording as versions in the catalog.
 
     Blocking work runs in a few threads reserved for it. Many concurrent uploads thus delay each
-    other,
-    but not the catalog view, through which gateways learn of revoked keys.
+    other, but not the catalog view, through which gateways learn of revoked keys.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
@@ -103,8 +102,7 @@ class Registration:
         scan: scan of the tensors' values made during the upload; None: read the whole blob.
 
         If the blob contains copies of the base model's matrices, a replica compares them with its
-        own.
-        Raises InvalidAdapter, and Unavailable if no replica can compare.
+        own. Raises InvalidAdapter, and Unavailable if no replica can compare.
         """
         facts = await self.run(
             validate_blob,

@@ -53,8 +53,7 @@ class MessageBlock(Body):
     answer.
 
     is_error: whether the tool failed; puts "Error: " before its result, because chat templates
-    cannot
-    mark a result as failed.
+    cannot mark a result as failed.
     """
 
     dropped: ClassVar[Collection[str]] = {
@@ -139,8 +138,7 @@ def check_turns(turns: Sequence[MessageTurn]) -> None:
     """Raise a validation error (body.misfit) unless the messages are a valid conversation.
 
     At least one message is a user's. Every tool_result answers an earlier tool_use. The last
-    message
-    has no tool_use and, if it is the assistant's, does not end with whitespace.
+    message has no tool_use and, if it is the assistant's, does not end with whitespace.
     """
     if not any(turn.role == "user" for turn in turns):
         raise misfit("messages", "want a message of the user")

@@ -31,8 +31,7 @@ from lorikeet.protocol.messages import Call, Endpoint
 MAX_TEMPLATE_ARGS = 32
 MAX_TEMPLATE_ARGS_LENGTH = 4096
 """Most characters of the JSON text of chat_template_kwargs. It is bounded because replicas render
-the
-chat template of short prompts on the event loop that serves all streams.
+the chat template of short prompts on the event loop that serves all streams.
 """
 
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]{0,63}")

@@ -87,8 +87,7 @@ def refuse_kind(value: object, known: Sequence[str], instead: str) -> object:
     type.
 
     A value that does not look like the name of a type is returned for later checks, and never
-    quoted:
-    it could be a secret.
+    quoted: it could be a secret.
 
     known: supported types.
     instead: advice for the error.

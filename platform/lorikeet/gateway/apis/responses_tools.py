@@ -123,8 +123,7 @@ def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
     """Return the functions among the tools as tools of a chat request of OpenAI's API.
 
     Raises a validation error: body.misfit for too many functions, body.unsupported if there are
-    tools
-    but no function.
+    tools but no function.
     """
     functions = list[Tool]()
     for tool in tools:

@@ -21,8 +21,7 @@ eight seconds on an overloaded machine.
 """
 _CLAIMED_S = 3600.0
 """Seconds for which it is remembered which push last moved an alias: an earlier push of the alias
-may
-wait for the store as long.
+may wait for the store as long.
 """
 
 Key = tuple[str, str, str]
@@ -164,8 +163,7 @@ class PushedVersions:
         """Return a catalog state extended by a tenant's pushed versions, without reading the store.
 
         Forgets versions that the state contains already, and expired ones. Raises
-        PartitionsNotRead, for
-        the tenant's own partition only.
+        PartitionsNotRead, for the tenant's own partition only.
         """
         now_s, now = self._clock(), time.time()
         for key, version in list(self._held.items()):

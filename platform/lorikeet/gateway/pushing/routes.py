@@ -334,8 +334,7 @@ class PushEndpoints:
         """Wait for the state of a push that a client asks for, or until its timeout.
 
         Returns at once if _MOST_WAITING requests of the tenant wait already. Raises the error that
-        ended
-        the push, and ClientDisconnect if the client disconnects meanwhile.
+        ended the push, and ClientDisconnect if the client disconnects meanwhile.
         """
         tenant = push.version.tenant
         if query.wait == "none" or self._waiting[tenant] >= _MOST_WAITING:
