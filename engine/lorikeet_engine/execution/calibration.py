@@ -30,7 +30,7 @@ _RANK = 16
 # Numbers of decodes that are timed. A single decode has matrix kernels of its own on CUDA.
 _DECODES = (1, 2, 32, 128, 256)
 _LONG_CONTEXT = 4096
-# Tokens of the chunk, and its two depths, that give the cost of tokens seen by a prompt.
+# Tokens of the chunk, and its two depths, that give the cost of tokens a prompt attends to.
 _CHUNK = 512
 _SHALLOW, _DEEP = 1024, 1 << 16
 # Most tokens of the chunk that gives pieces_s: deep enough for piecewise graphs, else small.
